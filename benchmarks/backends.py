@@ -1,0 +1,161 @@
+"""The attention implementations that can be compared, behind one interface.
+
+All backends work on the same memory, in which tensors lie as (B, S, H, D). torch's functions want
+(B, H, S, D): they get transposed views, made before the clock starts, which their kernels read
+without a copy, so that nothing but the call itself is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from cases import AttentionCase
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Prepare = Callable[[AttentionCase], Attend]
+
+
+class Unsupported(Exception):
+    """This backend does not compute this case here; the message says why."""
+
+
+class TensorOrder(Enum):
+    seqlen_first = "B, S, H, D"
+    heads_first = "B, H, S, D"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    `prepare` makes the function that computes a case, on tensors in the backend's own `order`.
+    `scope` makes the context that its calls need; entering it is no part of a call.
+    """
+
+    name: str
+    description: str
+    prepare: Prepare
+    order: TensorOrder = TensorOrder.seqlen_first
+    scope: Callable[[], AbstractContextManager] = nullcontext
+
+    def view(self, x: Tensor) -> Tensor:
+        """From (B, S, H, D) to the backend's order, and from that back."""
+        return x.transpose(1, 2) if self.order is TensorOrder.heads_first else x
+
+
+def prepare_ours(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import cuda_unavailable_reason, flash_attn_func
+
+    if is_cuda(case) and (reason := cuda_unavailable_reason()):
+        raise Unsupported(reason)
+    scale, causal = case.softmax_scale, case.causal
+    return lambda q, k, v: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+
+
+def prepare_fa3(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError as error:
+        raise Unsupported(f"flash_attn_interface is not importable: {error}") from None
+    scale, causal = case.softmax_scale, case.causal
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+        return result[0] if isinstance(result, tuple) else result  # older releases add the lse
+
+    return attend
+
+
+def prepare_sdpa(case: AttentionCase) -> Attend:
+    options = {"scale": case.softmax_scale, "enable_gqa": has_grouped_heads(case)}
+    # is_causal aligns to the top left corner; this package, and this bias, to the bottom right.
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        options["attn_mask"] = causal_lower_right(case.seqlen_q, case.seqlen_k)
+    else:
+        options["is_causal"] = case.causal
+    return partial(F.scaled_dot_product_attention, **options)
+
+
+def prepare_sdpa_on_cuda(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    return prepare_sdpa(case)
+
+
+def prepare_flex(case: AttentionCase) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    require_cuda(case)
+    flex_attention = compiled_flex_attention()
+    shift = case.seqlen_k - case.seqlen_q
+
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query + shift
+
+    mask = None
+    if case.causal:
+        lengths = (case.seqlen_q, case.seqlen_k)
+        mask = create_block_mask(is_visible, None, None, *lengths, device=case.device)
+    options = {"scale": case.softmax_scale, "enable_gqa": has_grouped_heads(case)}
+    return partial(flex_attention, block_mask=mask, **options)
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # One kernel per shape: dynamic shapes would time a kernel made for any length. Donated buffers
+    # forbid running the same backward twice.
+    torch._dynamo.config.recompile_limit = 256
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def is_cuda(case: AttentionCase) -> bool:
+    return torch.device(case.device).type == "cuda"
+
+
+def require_cuda(case: AttentionCase) -> None:
+    if not is_cuda(case):
+        raise Unsupported("runs on CUDA devices only")
+
+
+def has_grouped_heads(case: AttentionCase) -> bool:
+    return case.num_heads_q != case.num_heads_k
+
+
+def sdpa_backend(
+    name: str, description: str, kernel: SDPBackend, prepare: Prepare = prepare_sdpa
+) -> Backend:
+    """torch's scaled_dot_product_attention restricted to one of its kernels."""
+    scope = partial(sdpa_kernel, kernel)
+    return Backend(f"sdpa_{name}", f"torch SDPA, {description}", prepare, HEADS_FIRST, scope)
+
+
+HEADS_FIRST = TensorOrder.heads_first
+FA2 = "flash kernels (FlashAttention-2 on CUDA)"
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("ours", "flash_attn_cuda", prepare_ours),
+        sdpa_backend("flash", FA2, SDPBackend.FLASH_ATTENTION),
+        sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION, prepare_sdpa_on_cuda),
+        sdpa_backend(
+            "efficient", "memory-efficient", SDPBackend.EFFICIENT_ATTENTION, prepare_sdpa_on_cuda
+        ),
+        sdpa_backend("math", "separate matrix products", SDPBackend.MATH),
+        Backend("sdpa", "torch SDPA, kernel chosen by torch", prepare_sdpa, HEADS_FIRST),
+        Backend("flex", "torch FlexAttention, compiled", prepare_flex, HEADS_FIRST),
+        Backend("fa3", "FlashAttention-3, when installed", prepare_fa3),
+    )
+}

@@ -1,0 +1,158 @@
+"""Attention benchmark: cases x backends x passes, medians of interleaved runs on random data.
+
+    python benchmarks/bench.py                                # the papers' grid, ours and FA2
+    python benchmarks/bench.py --backends ours sdpa_cudnn --baseline sdpa_cudnn --head-dims 128
+    python benchmarks/bench.py --shape 4,1024,4096,32,8,128 --masks causal --refcheck
+    python benchmarks/bench.py --json results.json --csv results.csv --plot results.png
+
+The grid holds the tokens of a call and the hidden size constant (16,384 and 2,048). Backward is
+timed alone, without the forward. A ratio is the baseline's time over a backend's: above 1 is
+faster. Host time of small calls: benchmarks/host_overhead.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one that is measured.
+sys.path += [str(ROOT / "tests"), str(ROOT)]
+
+import torch  # noqa: E402
+from backends import BACKENDS  # noqa: E402
+from cases import (  # noqa: E402
+    BENCHMARK_HEAD_DIMS,
+    BENCHMARK_HIDDEN,
+    BENCHMARK_SEQLENS,
+    BENCHMARK_TOKENS,
+    DTYPE_NAMES,
+    AttentionCase,
+    benchmark_cases,
+)
+from metrics import Pass  # noqa: E402
+from report import Row, make_document, row_of, summary_lines, write_outputs  # noqa: E402
+from runner import Result, Status, make_input_sets, run_case  # noqa: E402
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MASKS = {"full": False, "causal": True}
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="backends:\n"
+        + "\n".join(f"  {b.name:15} {b.description}" for b in BACKENDS.values()),
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=["ours", "sdpa_flash"], metavar="NAME"
+    )
+    what.add_argument("--baseline", choices=BACKENDS, default="sdpa_flash", metavar="NAME")
+    what.add_argument("--passes", nargs="+", choices=[p.value for p in Pass], default=list(Pass))
+    what.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    what.add_argument("--dtype", choices=DTYPES, default="bf16")
+    what.add_argument("--head-dims", nargs="+", type=int, default=BENCHMARK_HEAD_DIMS)
+    what.add_argument("--seqlens", nargs="+", type=int, default=BENCHMARK_SEQLENS)
+    what.add_argument("--tokens", type=int, default=BENCHMARK_TOKENS, help="batch times seqlen")
+    what.add_argument("--hidden", type=int, default=BENCHMARK_HIDDEN, help="heads times head dim")
+    what.add_argument(
+        "--shape",
+        action="append",
+        type=parse_shape,
+        metavar="B,Sq,Sk,Hq,Hk,D",
+        help="measure these shapes instead of the grid; may be repeated",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    how.add_argument(
+        "--budget-ms", type=float, default=120.0, help="per cell (default: %(default)g)"
+    )
+    how.add_argument("--refcheck", action="store_true", help="compare results with fp64 attention")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path)
+    out.add_argument("--csv", type=Path)
+    out.add_argument("--plot", type=Path)
+    return parser.parse_args(arguments)
+
+
+def parse_shape(text: str) -> AttentionCase:
+    names = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_k", "head_dim")
+    try:
+        return AttentionCase(**dict(zip(names, map(int, text.split(",")), strict=True)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be six integers B,Sq,Sk,Hq,Hk,D: {error}") from None
+
+
+def cases_of(options: argparse.Namespace) -> Iterator[AttentionCase]:
+    dtype, masks = DTYPES[options.dtype], [MASKS[name] for name in options.masks]
+    if options.shape:
+        for shape in options.shape:
+            for causal in masks:
+                yield replace(shape, dtype=dtype, device=options.device, causal=causal)
+        return
+    grid = benchmark_cases(tuple(options.head_dims), tuple(options.seqlens), dtype, options.device)
+    for case in grid:
+        if case.causal in masks:
+            heads = max(1, options.hidden // case.head_dim)
+            batch = max(1, options.tokens // case.seqlen_q)
+            yield replace(case, batch=batch, num_heads_q=heads, num_heads_k=heads)
+
+
+def measure(case: AttentionCase, options: argparse.Namespace) -> Iterator[Result]:
+    """All passes and backends of one case, on the same inputs."""
+    backends = [BACKENDS[name] for name in options.backends]
+    inputs = make_input_sets(case)
+    checker = None
+    if options.refcheck:
+        from refcheck import ReferenceCheck
+
+        checker = ReferenceCheck(case, inputs[0])
+    for which in map(Pass, options.passes):
+        for result in run_case(case, which, backends, inputs, options.budget_ms):
+            if checker is None or result.status is not Status.ok:
+                yield result
+            else:
+                yield replace(result, check=checker.check(BACKENDS[result.backend], which))
+
+
+def describe(row: Row) -> str:
+    if row["status"] != Status.ok.value:
+        return f"{row['backend']} {row['status']} ({row['reason']})"
+    text = f"{row['backend']} {row['median_ms']:.4g} ms {row['tflops']:.4g} TFLOP/s"
+    if row["check"] is not None:
+        text += " ok" if row["check"]["passes"] else " WRONG"
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    cases, rows = list(cases_of(options)), []
+    for index, case in enumerate(cases, start=1):
+        results = [row_of(result) for result in measure(case, options)]
+        for which in unique_passes(results):
+            cells = "; ".join(describe(row) for row in results if row["pass"] == which)
+            print(f"[{index}/{len(cases)}] {case} {which}: {cells}", flush=True)
+        rows += results
+
+    command = shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])])
+    document = make_document(rows, options.baseline, options.device, command)
+    write_outputs(document, json_path=options.json, csv_path=options.csv, plot_path=options.plot)
+    print("\n".join(summary_lines(document)))
+    wrong = sum(1 for row in rows if row["check"] is not None and not row["check"]["passes"])
+    if wrong:
+        print(f"{wrong} results differ from the reference beyond rounding", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def unique_passes(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["pass"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

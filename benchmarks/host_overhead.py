@@ -1,0 +1,152 @@
+"""Host time of one small attention call, in microseconds: what Python, checks and launches cost.
+
+    python benchmarks/host_overhead.py --backends ours sdpa_flash sdpa_cudnn
+
+Batches of calls are issued without waiting, few enough for the launch queue never to fill, then the
+device is waited for outside the clock. Backends take turns; medians over the batches are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one that is measured.
+sys.path += [str(ROOT / "tests"), str(ROOT)]
+
+import torch  # noqa: E402
+from backends import BACKENDS, Backend, Unsupported, is_cuda  # noqa: E402
+from cases import AttentionCase  # noqa: E402
+from metrics import Timing  # noqa: E402
+from report import environment  # noqa: E402
+from runner import Call, interleave  # noqa: E402
+
+SCHEMA = 1
+CALLS_PER_BATCH = 100  # of a few launches each; a stream queues 1,024
+WARMUP_BATCHES = 3
+SMALL_CASE = AttentionCase(
+    batch=1, seqlen_q=128, seqlen_k=128, num_heads_q=8, num_heads_k=8, head_dim=128
+)
+
+
+class Mode(str, Enum):
+    inference = "inference"  # forward, no gradient wanted
+    recording = "recording"  # forward that records for autograd
+    training = "training"  # forward and backward
+
+
+def make_call(backend: Backend, case: AttentionCase, mode: Mode) -> Call:
+    attend, inputs = backend.prepare(case), case.make_inputs()
+    q, k, v, dout = (backend.view(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    if mode is not Mode.inference:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    if mode is Mode.training:
+        return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+    return lambda: attend(q, k, v)
+
+
+def time_batch(call: Call, calls: int, synchronise: Call) -> float:
+    """Milliseconds of host time per call."""
+    synchronise()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - begin
+    synchronise()
+    return elapsed * 1e3 / calls
+
+
+def measure(
+    case: AttentionCase, names: list[str], mode: Mode, batches: int, calls: int
+) -> Iterator[dict[str, object]]:
+    """One entry per backend: median and quartiles in microseconds, or why there is none."""
+    ready: dict[str, Call] = {}
+    synchronise = torch.cuda.synchronize if is_cuda(case) else (lambda: None)
+    refused: dict[str, str] = {}
+    with torch.set_grad_enabled(mode is not Mode.inference):
+        for name in names:
+            try:
+                call = make_call(BACKENDS[name], case, mode)
+                with BACKENDS[name].scope():
+                    for _ in range(WARMUP_BATCHES):
+                        time_batch(call, calls, synchronise)
+                ready[name] = call
+            except (Unsupported, NotImplementedError, RuntimeError) as error:
+                refused[name] = str(error).strip().split("\n")[0]
+        running = list(ready)
+        samples: dict[str, list[float]] = {name: [] for name in running}
+        gc.disable()
+        try:
+            for _, turn in interleave(len(running), batches):
+                name = running[turn]
+                with BACKENDS[name].scope():
+                    samples[name].append(time_batch(ready[name], calls, synchronise))
+        finally:
+            gc.enable()
+    for name in names:
+        entry: dict[str, object] = {"backend": name, "mode": mode.value}
+        if name in refused:
+            yield entry | {"reason": refused[name]}
+            continue
+        timing = Timing.of(samples[name])
+        yield entry | {
+            "median_us": timing.median_ms * 1e3,
+            "low_us": timing.low_ms * 1e3,
+            "high_us": timing.high_ms * 1e3,
+            "batches": timing.samples,
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=["ours", "sdpa_flash", "sdpa_cudnn"],
+        metavar="NAME",
+    )
+    parser.add_argument("--modes", nargs="+", choices=[m.value for m in Mode], default=list(Mode))
+    parser.add_argument("--batches", type=int, default=50, help="samples (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=CALLS_PER_BATCH, help="calls per sample")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+
+    case = replace(SMALL_CASE, device=options.device)
+    print(f"host time of one call, {case}")
+    results = []
+    for mode in map(Mode, options.modes):
+        for entry in measure(case, options.backends, mode, options.batches, options.calls):
+            results.append(entry)
+            figure = entry.get("reason") or (
+                f"{entry['median_us']:.1f} us ({entry['low_us']:.1f} to {entry['high_us']:.1f})"
+            )
+            print(f"{mode.value:10} {entry['backend']:15} {figure}", flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        command = ["python", "benchmarks/host_overhead.py", *(arguments or sys.argv[1:])]
+        document = {
+            "schema": SCHEMA,
+            "command": shlex.join(command),
+            "case": str(case),
+            "environment": environment(options.device),
+            "results": results,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

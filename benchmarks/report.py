@@ -1,0 +1,280 @@
+"""Benchmark results as JSON, CSV, text, Markdown and a plot.
+
+python benchmarks/report.py results.json --markdown      # the README's tables
+python benchmarks/report.py results.json --csv results.csv --plot results.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+import torch  # noqa: E402
+from cases import DTYPE_NAMES  # noqa: E402
+from metrics import geometric_mean  # noqa: E402
+from runner import Result  # noqa: E402
+
+SCHEMA = 1
+Row = dict[str, Any]
+
+
+def row_of(result: Result) -> Row:
+    """One result as flat values, the same keys whether it has figures or not."""
+    case, timing, which = result.case, result.timing, result.which
+    return {
+        "case": str(case),
+        "batch": case.batch,
+        "seqlen_q": case.seqlen_q,
+        "seqlen_k": case.seqlen_k,
+        "num_heads_q": case.num_heads_q,
+        "num_heads_k": case.num_heads_k,
+        "head_dim": case.head_dim,
+        "dtype": DTYPE_NAMES[case.dtype],
+        "causal": case.causal,
+        "pass": which.value,
+        "backend": result.backend,
+        "status": result.status.value,
+        "reason": result.reason,
+        "median_ms": timing and timing.median_ms,
+        "low_ms": timing and timing.low_ms,
+        "high_ms": timing and timing.high_ms,
+        "samples": timing and timing.samples,
+        "tflops": timing and timing.teraflops(case, which),
+        "gbps": timing and timing.gigabytes_per_second(case, which),
+        "peak_bytes": result.peak_bytes,
+        "ratio": None,
+        "check": result.check,
+    }
+
+
+def add_ratios(rows: Sequence[Row], baseline: str) -> None:
+    """Sets each row's ratio: the baseline's time over its own, above 1 is faster."""
+    times = {
+        (row["case"], row["pass"]): row["median_ms"] for row in rows if row["backend"] == baseline
+    }
+    for row in rows:
+        reference = times.get((row["case"], row["pass"]))
+        if reference is not None and row["median_ms"] is not None:
+            row["ratio"] = reference / row["median_ms"]
+
+
+def summarise(rows: Sequence[Row], baseline: str) -> list[Row]:
+    """Geometric mean and minimum of the ratios, for each pass and backend but the baseline."""
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["ratio"] is not None and row["backend"] != baseline:
+            groups[row["pass"], row["backend"]].append(row)
+    summary = []
+    for (which, backend), members in groups.items():
+        slowest = min(members, key=lambda row: row["ratio"])
+        summary.append(
+            {
+                "pass": which,
+                "backend": backend,
+                "baseline": baseline,
+                "cells": len(members),
+                "geomean_ratio": geometric_mean(row["ratio"] for row in members),
+                "minimum_ratio": slowest["ratio"],
+                "minimum_case": slowest["case"],
+            }
+        )
+    return summary
+
+
+def environment(device: str) -> Row:
+    """What the figures depend on besides the code under test."""
+    facts: Row = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": command_output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(
+            command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
+        ),
+        "flash_attn_cuda": package_version("flash_attn_cuda"),
+        "triton": package_version("triton"),
+    }
+    if torch.device(device).type != "cuda":
+        return facts | {"device": platform.processor() or platform.machine(), "driver": None}
+    properties = torch.cuda.get_device_properties(device)
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = command_output(*query)
+    return facts | {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver.splitlines()[0] if driver else None,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def command_output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return __import__(name).__version__
+    except ImportError:
+        return None
+
+
+def make_document(rows: Sequence[Row], baseline: str, device: str, command: str) -> Row:
+    """Everything a run leaves behind; `rows` get their ratios."""
+    add_ratios(rows, baseline)
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "baseline": baseline,
+        "environment": environment(device),
+        "summary": summarise(rows, baseline),
+        "results": list(rows),
+    }
+
+
+def write_csv(document: Row, path: Path) -> None:
+    rows = [row | {"check": row["check"] and row["check"]["passes"]} for row in document["results"]]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def summary_lines(document: Row) -> list[str]:
+    return [
+        f"{entry['pass']}: {entry['backend']} / {entry['baseline']} geomean "
+        f"{entry['geomean_ratio']:.3f}, minimum {entry['minimum_ratio']:.3f} "
+        f"({entry['minimum_case']}), {entry['cells']} cells"
+        for entry in document["summary"]
+    ]
+
+
+def table_rows(document: Row) -> tuple[list[int], dict[tuple, dict[int, float]]]:
+    """Sequence lengths, and TFLOP/s by length for each (pass, dtype, head dim, mask, backend)."""
+    lines: dict[tuple, dict[int, float]] = defaultdict(dict)
+    for row in document["results"]:
+        if row["tflops"] is not None:
+            mask = "causal" if row["causal"] else "full"
+            key = (row["pass"], row["dtype"], row["head_dim"], mask, row["backend"])
+            lines[key][row["seqlen_q"]] = row["tflops"]
+    lengths = sorted({length for values in lines.values() for length in values})
+    keys = sorted(lines, key=lambda key: (key[0] != "forward", key[1], key[2], key[3] != "full"))
+    return lengths, {key: lines[key] for key in keys}
+
+
+def markdown(document: Row) -> str:
+    """TFLOP/s by sequence length, one line per pass, head dim, mask and backend."""
+    lengths, lines = table_rows(document)
+    header = ["pass", "dtype", "D", "mask", "backend", *(f"S = {length}" for length in lengths)]
+    rules = ["---"] * 5 + ["---:"] * len(lengths)
+    body = [
+        [*map(str, key), *(three_digits(values.get(length)) for length in lengths)]
+        for key, values in lines.items()
+    ]
+    facts = document["environment"]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *body))
+    origin = (
+        f"TFLOP/s on {facts['device']}, torch {facts['torch']}, commit "
+        f"{(facts['commit'] or 'unknown')[:12]}: `{document['command']}`"
+    )
+    summary = "\n".join(f"- {line}" for line in summary_lines(document))
+    return f"{table}\n\n{origin}\n\n{summary}\n"
+
+
+def three_digits(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plot(document: Row, path: Path) -> None:
+    """TFLOP/s over sequence length: a row of panels per pass, a panel per head dim and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    _, lines = table_rows(document)
+    passes = unique(key[0] for key in lines)
+    kinds = unique(key[1:4] for key in lines)
+    backends = unique(key[4] for key in lines)
+    figure, grid = pyplot.subplots(
+        len(passes) or 1,
+        len(kinds) or 1,
+        figsize=(3.2 * max(2, len(kinds)), 3.0 * max(1, len(passes))),
+        squeeze=False,
+        layout="constrained",
+    )
+    for which, axes_row in zip(passes, grid, strict=False):
+        for (dtype, head_dim, mask), axes in zip(kinds, axes_row, strict=False):
+            for color, backend in enumerate(backends):
+                values = lines.get((which, dtype, head_dim, mask, backend), {})
+                lengths = sorted(values)
+                speeds = [values[length] for length in lengths]
+                axes.plot(lengths, speeds, "o-", color=f"C{color}", ms=3, label=backend)
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{which} {dtype} d{head_dim} {mask}", fontsize=9)
+            axes.grid(alpha=0.3)
+        axes_row[0].set_ylabel("TFLOP/s")
+    grid[0][0].legend(fontsize=8)
+    figure.supxlabel(f"sequence length; {document['environment']['device']}", fontsize=9)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def unique(values: Iterable) -> list:
+    return list(dict.fromkeys(values))
+
+
+def write_outputs(
+    document: Row, *, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
+) -> None:
+    for path in (json_path, csv_path, plot_path):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    if csv_path is not None:
+        write_csv(document, csv_path)
+    if plot_path is not None:
+        plot(document, plot_path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="what bench.py --json wrote")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    document = json.loads(options.results.read_text())
+    if document.get("schema") != SCHEMA:
+        found = document.get("schema")
+        raise SystemExit(f"{options.results}: schema must be {SCHEMA}, got {found}")
+    write_outputs(document, json_path=None, csv_path=options.csv, plot_path=options.plot)
+    print(markdown(document) if options.markdown else "\n".join(summary_lines(document)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

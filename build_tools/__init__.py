@@ -1,0 +1,1 @@
+"""From the kernel table to the compiled kernel library and the Python extension."""

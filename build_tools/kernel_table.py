@@ -1,0 +1,177 @@
+"""The kernel table: every attention kernel this package compiles, one row each.
+
+A row's fields are those of ``ForwardConfig`` and ``BackwardConfig`` in csrc/flash_attn/config.h, in
+their order; the compiled kernel and the host code that chooses it both read the row. Order is
+meaning: of the rows that cover a request the first one runs, so smaller head dims come before
+larger ones and ``full`` before ``windowed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from itertools import product
+from typing import Any, ClassVar, TypeVar
+
+
+class Pass(Enum):
+    forward = "fwd"
+    backward = "bwd"
+
+
+class Family(Enum):
+    """Which instructions a kernel is written for, and so which folder of csrc/ it lives in."""
+
+    sm80 = "sm80"  # mma.sync and cp.async: any GPU from compute capability 8.0 on
+    sm90 = "sm90"  # wgmma and TMA: compute capability 9.0 alone
+
+
+class Dtype(Enum):
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class Mask(Enum):
+    full = "full"
+    windowed = "windowed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow:
+    """What the rows of both passes share.
+
+    ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows that differ
+    in their tile only.
+    """
+
+    kernel_pass: ClassVar[Pass]
+    config_struct: ClassVar[str]
+
+    family: Family
+    dtype: Dtype
+    mask: Mask
+    head_dim: int
+    allowed_spill_bytes: int = field(default=0, metadata={"compiled": False})
+    variant: str = field(default="", metadata={"compiled": False})
+
+    @property
+    def name(self) -> str:
+        """The tag type that a profiler shows, ``fwd_sm80_bf16_hd128_windowed``."""
+        prefix = self.kernel_pass.value
+        kind = f"{self.family.value}_{self.dtype.value}"
+        variant = f"_{self.variant}" if self.variant else ""
+        return f"{prefix}_{kind}_hd{self.head_dim}_{self.mask.value}{variant}"
+
+    def config(self) -> dict[str, Any]:
+        """The compiled fields by name, in the order of the C++ struct."""
+        compiled = [f.name for f in fields(self) if f.metadata.get("compiled", True)]
+        return {name: getattr(self, name) for name in compiled}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRow(KernelRow):
+    kernel_pass: ClassVar[Pass] = Pass.forward
+    config_struct: ClassVar[str] = "ForwardConfig"
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    features: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRow(KernelRow):
+    kernel_pass: ClassVar[Pass] = Pass.backward
+    config_struct: ClassVar[str] = "BackwardConfig"
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    warps_m_scores: int
+    warps_n_dkdv: int
+    warps_m_dq: int
+    stages_q: int
+    stages_do: int
+    features: int = 0
+
+
+Row = TypeVar("Row", ForwardRow, BackwardRow)
+
+
+def expand(
+    row_type: type[Row],
+    *,
+    dtypes: tuple[Dtype, ...] = tuple(Dtype),
+    masks: tuple[Mask, ...] = tuple(Mask),
+    **config: Any,
+) -> Iterator[Row]:
+    """One row per dtype and mask that share a tile."""
+    return (row_type(dtype=d, mask=m, **config) for d, m in product(dtypes, masks))
+
+
+# One mask for the whole sm80 family: on an H200, kernels compiled for the full mask were within 2 %
+# of the windowed ones run on full attention (docs/forward_sm80.md).
+def sm80_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
+    masks = (Mask.windowed,)
+    return expand(ForwardRow, family=Family.sm80, head_dim=head_dim, masks=masks, **options)
+
+
+def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
+    masks = (Mask.windowed,)
+    return expand(BackwardRow, family=Family.sm80, head_dim=head_dim, masks=masks, **options)
+
+
+# Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
+FORWARD_ROWS: tuple[ForwardRow, ...] = (
+    *sm80_forward(32, block_m=128, block_n=128, num_warps=4, allowed_spill_bytes=16),
+    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=16),
+    *sm80_forward(96, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=16),
+    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=64),
+    *sm80_forward(192, block_m=64, block_n=64, num_warps=4),
+    *sm80_forward(256, block_m=64, block_n=64, num_warps=4),
+)
+
+# How the backward's eight warps lie over its products: scores along queries, dK and dV along keys,
+# dQ along queries. Each product wants the most square share of its own shape.
+WARPS_2_4_4 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 4}
+WARPS_2_4_2 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 2}
+WARPS_4_2_2 = {"num_warps": 8, "warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2}
+FOUR_WARPS = {"num_warps": 4, "warps_m_scores": 2, "warps_n_dkdv": 2, "warps_m_dq": 2}
+DOUBLE_BUFFERED = {"stages_q": 2, "stages_do": 2}
+SINGLE_BUFFERED = {"stages_q": 1, "stages_do": 1}
+
+# Shared memory decides who runs what: the first rows of head_dim 32 to 192 fit the 163 KiB of an
+# A100, that of 256 needs a Hopper GPU; the variants serve what has less.
+BACKWARD_ROWS: tuple[BackwardRow, ...] = (
+    *sm80_backward(
+        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+    ),
+    *sm80_backward(
+        64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+    ),
+    *sm80_backward(
+        64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
+    ),
+    *sm80_backward(96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
+    *sm80_backward(
+        128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
+    ),
+    *sm80_backward(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
+    *sm80_backward(
+        256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, allowed_spill_bytes=32
+    ),
+    *sm80_backward(
+        256,
+        block_m=64,
+        block_n=64,
+        **WARPS_4_2_2,
+        **SINGLE_BUFFERED,
+        variant="smem163k",
+        allowed_spill_bytes=32,
+    ),
+    *sm80_backward(256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"),
+)
+
+ALL_ROWS: tuple[KernelRow, ...] = (*FORWARD_ROWS, *BACKWARD_ROWS)

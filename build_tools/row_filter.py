@@ -1,0 +1,69 @@
+"""Choosing rows of the kernel table for a partial build.
+
+A filter is ``;``-separated clauses and a row is built when any clause matches. A clause is a comma
+list of ``field=value|value`` patterns that must all match:
+``pass=forward,head_dim=64|128;pass=backward,dtype=bf16``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from build_tools.kernel_table import ALL_ROWS, KernelRow
+
+VARIABLE = "FLASH_ATTN_CUDA_ROWS"
+
+
+class RowFilterError(ValueError):
+    """A filter that cannot be read, or that chooses nothing."""
+
+
+def _field_texts(row: KernelRow) -> dict[str, str]:
+    """A row as the filter sees it: field name to text."""
+    texts = {name: v.value if isinstance(v, Enum) else str(v) for name, v in row.config().items()}
+    return {"pass": row.kernel_pass.name, **texts}
+
+
+def _parse_clause(clause: str, rows: Sequence[KernelRow]) -> dict[str, set[str]]:
+    patterns: dict[str, set[str]] = {}
+    for pattern in clause.split(","):
+        name, equals, values = (part.strip() for part in pattern.partition("="))
+        if not equals or not values:
+            raise RowFilterError(
+                f"{VARIABLE}: expected field=value|value, got {pattern.strip()!r} in {clause!r}"
+            )
+        known = {_field_texts(row)[name] for row in rows if name in _field_texts(row)}
+        if not known:
+            choices = sorted({field for row in rows for field in _field_texts(row)})
+            raise RowFilterError(f"{VARIABLE}: no field {name!r}; rows have {', '.join(choices)}")
+        wanted = {value.strip() for value in values.split("|")}
+        if unknown := sorted(wanted - known):
+            choices = sorted(known)
+            raise RowFilterError(
+                f"{VARIABLE}: no row has {name}={unknown[0]}; there are {', '.join(choices)}"
+            )
+        patterns[name] = wanted
+    return patterns
+
+
+def select_rows(row_filter: str, rows: Sequence[KernelRow] = ALL_ROWS) -> list[KernelRow]:
+    """The rows that ``row_filter`` chooses, in table order; all of them for an empty filter.
+
+    Raises RowFilterError, naming the part at fault, for an unknown field or value and for a clause
+    that matches no row.
+    """
+    if not row_filter.strip():
+        return list(rows)
+    chosen: set[str] = set()
+    for clause in filter(None, (part.strip() for part in row_filter.split(";"))):
+        patterns = _parse_clause(clause, rows)
+        matching = {
+            row.name
+            for row in rows
+            if all(_field_texts(row).get(name) in wanted for name, wanted in patterns.items())
+        }
+        if not matching:
+            raise RowFilterError(f"{VARIABLE}: no row of the kernel table matches {clause!r}")
+        chosen |= matching
+    return [row for row in rows if row.name in chosen]

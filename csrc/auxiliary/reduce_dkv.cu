@@ -1,0 +1,74 @@
+// Sums the fp32 dK and dV partials of CTAs that shared one key head's query heads. A fixed order,
+// so the same bits every run.
+#include "auxiliary/auxiliary.h"
+#include "auxiliary/vector_types.h"
+#include "flash_attn/instance.h"
+#include "shared/launch.h"
+
+namespace flash_attn_cuda {
+namespace {
+
+constexpr int threads = 256;
+
+struct ReduceArguments {
+  AttentionShape shape;
+  TensorView gradients[2];
+  const float* partials[2];  // (splits, batch, seqlen_k, num_heads_k, columns)
+  int splits;
+  int columns;
+};
+
+template <class Element>
+__global__ void __launch_bounds__(threads)
+    reduce_kernel(const __grid_constant__ ReduceArguments args) {
+  const AttentionShape& shape = args.shape;
+  const int vectors_per_row = args.columns / vector_elements;
+  const std::int64_t rows = std::int64_t(shape.batch_size) * shape.seqlen_k * shape.num_heads_k;
+  const std::int64_t index = std::int64_t(blockIdx.x) * threads + threadIdx.x;
+  const int which = index >= rows * vectors_per_row;
+  const std::int64_t vector = index - which * rows * vectors_per_row;
+  const std::int64_t row = vector / vectors_per_row;
+  const int column = static_cast<int>(vector - row * vectors_per_row) * vector_elements;
+  if (row >= rows || column >= shape.head_dim) return;
+
+  float sum[vector_elements] = {};
+  for (int split = 0; split < args.splits; ++split) {
+    const float* source = args.partials[which] + (split * rows + row) * args.columns + column;
+    for (int i = 0; i < vector_elements; ++i) sum[i] += source[i];
+  }
+  Vector<Element> result;
+  for (int i = 0; i < vector_elements / 2; ++i) result.set_pair(i, {sum[2 * i], sum[2 * i + 1]});
+
+  const TensorView& view = args.gradients[which];
+  const std::int64_t batch_key = row / shape.num_heads_k;
+  const std::int64_t head = row - batch_key * shape.num_heads_k;
+  const std::int64_t batch = batch_key / shape.seqlen_k;
+  const std::int64_t key = batch_key - batch * shape.seqlen_k;
+  *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(view.data) + batch * view.batch_stride +
+                                      key * view.row_stride + head * view.head_stride + column) =
+      result;
+}
+
+}  // namespace
+
+void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
+  if (plan.dkdv_splits == 1) return;
+  const AttentionShape& shape = params.shape;
+  const char* workspace = static_cast<const char*>(params.workspace);
+  const int columns = plan.instance->config.head_dim;
+  const ReduceArguments arguments{
+      .shape = shape,
+      .gradients = {params.dk, params.dv},
+      .partials = {reinterpret_cast<const float*>(workspace + plan.dk_partial_offset),
+                   reinterpret_cast<const float*>(workspace + plan.dv_partial_offset)},
+      .splits = plan.dkdv_splits,
+      .columns = columns};
+  const std::int64_t vectors = 2 * std::int64_t(shape.batch_size) * shape.seqlen_k *
+                               shape.num_heads_k * (columns / vector_elements);
+  dispatch_dtype(params.dtype, [&](auto element) {
+    launch_kernel<&reduce_kernel<decltype(element)>>((vectors + threads - 1) / threads, threads, 0,
+                                                     stream, arguments);
+  });
+}
+
+}  // namespace flash_attn_cuda

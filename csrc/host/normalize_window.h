@@ -1,0 +1,21 @@
+// The one form in which planning and kernels see a window.
+#pragma once
+
+#include "flash_attn/params.h"
+
+namespace flash_attn_cuda {
+
+// The same visible pairs, with a bound that hides nothing (or is negative) replaced by
+// Window::unbounded. What stays bounded is smaller than a sequence, so that index arithmetic on it
+// cannot overflow, and a window that hides nothing (causal with one query) is recognised as full.
+constexpr Window normalize_window(Window window, const AttentionShape& shape) {
+  if (shape.seqlen_q == 0 || shape.seqlen_k == 0) return {};
+  // The last query sees key 0 iff left >= seqlen_k - 1; the first query sees the last key iff right
+  // >= seqlen_q - 1.
+  const bool left_hides = window.left >= 0 && window.left < shape.seqlen_k - 1;
+  const bool right_hides = window.right >= 0 && window.right < shape.seqlen_q - 1;
+  return {.left = left_hides ? window.left : Window::unbounded,
+          .right = right_hides ? window.right : Window::unbounded};
+}
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,55 @@
+#include "host/plan_steps.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "host/error.h"
+
+namespace flash_attn_cuda {
+namespace {
+
+void check_range(const char* field, int value, int low, int high) {
+  if (value < low || value > high) {
+    throw_error(field, " must be from ", low, " to ", high, ", got ", value);
+  }
+}
+
+}  // namespace
+
+void check_call(const AttentionShape& shape, float softmax_scale) {
+  check_range("batch_size", shape.batch_size, 0, max_grid);
+  check_range("seqlen_q", shape.seqlen_q, 0, max_seqlen);
+  check_range("seqlen_k", shape.seqlen_k, 0, max_seqlen);
+  check_range("num_heads_q", shape.num_heads_q, 1, max_grid);
+  check_range("num_heads_k", shape.num_heads_k, 1, max_grid);
+  if (shape.num_heads_q % shape.num_heads_k != 0) {
+    throw_error("num_heads_k must divide num_heads_q (", shape.num_heads_q, "), got ",
+                shape.num_heads_k);
+  }
+  if (shape.head_dim < 8 || shape.head_dim % 8 != 0) {
+    throw_error("head_dim must be a positive multiple of 8, got ", shape.head_dim);
+  }
+  if (!std::isfinite(softmax_scale)) {
+    throw_error("softmax_scale must be finite in fp32, got ", softmax_scale);
+  }
+}
+
+TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device) {
+  const std::int64_t batch_heads = std::int64_t{request.batch_size} * request.num_heads;
+  if (batch_heads > max_grid || batch_heads * request.num_tiles > max_grid) {
+    throw_error("batch_size * heads * tiles must be at most ", max_grid, ", got ",
+                request.batch_size, " * ", request.num_heads, " * ", request.num_tiles);
+  }
+  const std::int64_t groups = std::max<std::int64_t>(
+      1, device.l2_bytes / 2 / std::max<std::int64_t>(1, request.bytes_per_group));
+  // Compared before multiplied: heads_per_group * groups may be past the range of int64.
+  const bool one_section = groups >= batch_heads / request.heads_per_group;
+  return {.num_tiles = request.num_tiles,
+          .num_heads = request.num_heads,
+          .num_batch_heads = static_cast<int>(batch_heads),
+          .heads_per_section = static_cast<int>(one_section ? std::max<std::int64_t>(1, batch_heads)
+                                                            : groups * request.heads_per_group),
+          .longest_first = request.longest_first};
+}
+
+}  // namespace flash_attn_cuda

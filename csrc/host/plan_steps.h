@@ -1,0 +1,37 @@
+// What planning a forward and planning a backward have in common.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/api.h"
+
+namespace flash_attn_cuda {
+
+// Keeps seqlen_q + seqlen_k plus a few tiles within int, which is what index arithmetic in kernels
+// uses.
+inline constexpr int max_seqlen = 1'000'000'000;
+
+inline constexpr std::int64_t max_grid =
+    2'147'483'647;  // blocks along x, and the range of blockIdx.x as int
+
+constexpr int ceil_div(int dividend, int divisor) {
+  return dividend / divisor + (dividend % divisor != 0);
+}
+
+// Throws Error naming the field, the rule and the value unless kernels can compute this call.
+void check_call(const AttentionShape& shape, float softmax_scale);
+
+struct ScheduleRequest {
+  int num_tiles;
+  int batch_size;
+  int num_heads;
+  int heads_per_group;           // neighbouring heads that read the same data
+  std::int64_t bytes_per_group;  // of that data
+  bool longest_first;
+};
+
+// A section is as many whole groups as fit in half of L2, so that the other half is left to what
+// streams past, and at least one. Throws Error when the grid is larger than CUDA's.
+TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,18 @@
+#include "auxiliary/auxiliary.h"
+#include "flash_attn/instance.h"
+#include "host/normalize_window.h"
+
+namespace flash_attn_cuda {
+
+// Each step launches nothing where its grid is empty, and the others still write their zeros:
+// without queries the main kernel writes dk = dv = 0, without keys the conversion writes dq = 0.
+void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
+  BackwardParams normalized = params;
+  normalized.window = normalize_window(params.window, params.shape);
+  backward_preprocess(plan, normalized, stream);
+  plan.instance->launch(plan, normalized, stream);
+  plan.instance->convert_dq(plan, normalized, stream);
+  if (plan.dkdv_splits > 1) reduce_dkv(plan, normalized, stream);
+}
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,69 @@
+#include "host/select_instance.h"
+
+#include <string>
+
+#include "host/error.h"
+#include "host/names.h"
+
+namespace flash_attn_cuda {
+namespace {
+
+bool runs_on(KernelFamily family, int compute_capability) {
+  switch (family) {
+    case KernelFamily::sm80:
+      return compute_capability >= 80;
+    case KernelFamily::sm90:
+      return compute_capability == 90;  // wgmma exists on no other
+  }
+  return false;
+}
+
+template <class Instance>
+bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
+  const auto& config = instance.config;
+  return config.dtype == request.dtype && config.head_dim >= request.head_dim &&
+         (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
+         (config.features & request.features) == request.features &&
+         runs_on(config.family, device.compute_capability) &&
+         instance.smem_bytes <= device.smem_per_block;
+}
+
+template <class Instance>
+[[noreturn]] void throw_no_instance(const char* pass, std::span<const Instance* const> instances,
+                                    const KernelRequest& request, const DeviceInfo& device) {
+  std::string names;
+  for (const Instance* instance : instances) {
+    if (!names.empty()) names += ", ";
+    names += instance->name;
+  }
+  if (names.empty()) names = "none";
+  const int capability = device.compute_capability;
+  throw_error("no compiled ", pass, " kernel covers dtype ", name_of(request.dtype), ", head_dim ",
+              request.head_dim, ", ", name_of(request.mask), " mask, features ", request.features,
+              " on a device of compute capability ", capability / 10, ".", capability % 10,
+              " with ", device.smem_per_block,
+              " bytes of shared memory per block; compiled: ", names);
+}
+
+template <class Instance>
+const Instance& first_that_covers(const char* pass, std::span<const Instance* const> instances,
+                                  const KernelRequest& request, const DeviceInfo& device) {
+  for (const Instance* instance : instances) {
+    if (covers(*instance, request, device)) return *instance;
+  }
+  throw_no_instance(pass, instances, request, device);
+}
+
+}  // namespace
+
+const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
+                                       const KernelRequest& request, const DeviceInfo& device) {
+  return first_that_covers("forward", instances, request, device);
+}
+
+const BackwardInstance& select_instance(std::span<const BackwardInstance* const> instances,
+                                        const KernelRequest& request, const DeviceInfo& device) {
+  return first_that_covers("backward", instances, request, device);
+}
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,27 @@
+// Which compiled kernel serves a call.
+#pragma once
+
+#include <span>
+
+#include "flash_attn/instance.h"
+
+namespace flash_attn_cuda {
+
+// What a call needs of a kernel.
+struct KernelRequest {
+  Dtype dtype;
+  MaskKind mask;
+  int head_dim;
+  FeatureSet features = 0;
+};
+
+// The first instance, in the order given, that has the dtype, a bucket at least as wide as
+// head_dim, a mask that covers the requested one (windowed covers full), every feature, and a
+// family and shared memory that the device can run. Throws Error with the request and the names of
+// what there is when none does.
+const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
+                                       const KernelRequest& request, const DeviceInfo& device);
+const BackwardInstance& select_instance(std::span<const BackwardInstance* const> instances,
+                                        const KernelRequest& request, const DeviceInfo& device);
+
+}  // namespace flash_attn_cuda

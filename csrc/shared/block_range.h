@@ -1,0 +1,69 @@
+// Which key blocks a query tile visits, and which query blocks a key tile visits. Pure index logic.
+#pragma once
+
+#include "flash_attn/params.h"
+#include "shared/host_device.h"
+
+namespace flash_attn_cuda {
+
+// Blocks [begin, end) hold at least one visible pair; blocks [interior_begin, interior_end) hold no
+// hidden one and need no mask. An empty range has begin == end, an empty interior lies inside
+// [begin, end].
+struct BlockRange {
+  int begin;
+  int end;
+  int interior_begin;
+  int interior_end;
+
+  FAC_HOST_DEVICE constexpr bool empty() const { return begin >= end; }
+  FAC_HOST_DEVICE constexpr bool is_interior(int block) const {
+    return block >= interior_begin && block < interior_end;
+  }
+};
+
+// A band of visible pairs: `other` is visible to `own` iff own + shift - left <= other <= own +
+// shift + right. Seen from the queries own is the query index; from the keys the same band has
+// shift negated and left and right exchanged.
+struct Band {
+  int shift;
+  int left;
+  int right;
+};
+
+FAC_HOST_DEVICE constexpr Band band_from_queries(const Window& window, int seqlen_q, int seqlen_k) {
+  return {.shift = seqlen_k - seqlen_q, .left = window.left, .right = window.right};
+}
+
+FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int seqlen_q, int seqlen_k) {
+  return {.shift = seqlen_q - seqlen_k, .left = window.right, .right = window.left};
+}
+
+namespace detail {
+FAC_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
+  return x < low ? low : (x > high ? high : x);
+}
+}  // namespace detail
+
+// Own indices [first, last], other indices [0, limit) in blocks of `block`.
+FAC_HOST_DEVICE constexpr BlockRange block_range(Band band, int first, int last, int limit,
+                                                 int block) {
+  using detail::clamp;
+  const bool left_bounded = band.left != Window::unbounded;
+  const bool right_bounded = band.right != Window::unbounded;
+  // Seen by any index of the tile, then by every one.
+  const int any_begin = left_bounded ? clamp(first + band.shift - band.left, 0, limit) : 0;
+  const int any_end = right_bounded ? clamp(last + band.shift + band.right + 1, 0, limit) : limit;
+  const int all_begin = left_bounded ? clamp(last + band.shift - band.left, 0, limit) : 0;
+  const int all_end = right_bounded ? clamp(first + band.shift + band.right + 1, 0, limit) : limit;
+  if (first > last || any_begin >= any_end)
+    return {.begin = 0, .end = 0, .interior_begin = 0, .interior_end = 0};
+
+  const int begin = any_begin / block;
+  const int end = (any_end + block - 1) / block;
+  const int interior_begin = clamp((all_begin + block - 1) / block, begin, end);
+  const int interior_end = clamp(all_end / block, interior_begin, end);
+  return {
+      .begin = begin, .end = end, .interior_begin = interior_begin, .interior_end = interior_end};
+}
+
+}  // namespace flash_attn_cuda

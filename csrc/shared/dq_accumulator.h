@@ -1,0 +1,57 @@
+// The fp32 buffer that the key tiles of a backward pass add dQ into. A tile lies there in the order
+// in which the threads of the product hold it (element i of atom a of thread t), so that a warp's
+// additions are whole 512-byte lines; the conversion kernel reads it with the same threads and
+// never needs the inverse permutation.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash_attn_cuda {
+
+template <int kThreads>
+struct DqAccumulator {
+  static constexpr int atom_elements = 4;  // of an m16n8 accumulator, a thread
+
+  // red.v4 exists from sm_90 on: one 16-byte addition a thread and atom. Before, four 4-byte
+  // additions, each contiguous over the warp.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr bool vector_add = true;
+#else
+  static constexpr bool vector_add = false;
+#endif
+
+  CUTE_DEVICE static int offset(int atom, int element, int thread) {
+    return vector_add ? (atom * kThreads + thread) * atom_elements + element
+                      : (atom * atom_elements + element) * kThreads + thread;
+  }
+
+  template <class Accumulator>
+  CUTE_DEVICE static void add(float* tile, Accumulator const& dq, int thread) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int atom = 0; atom < size(dq) / atom_elements; ++atom) {
+      [[maybe_unused]] const int first = atom * atom_elements;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "l"(__cvta_generic_to_global(tile + offset(atom, 0, thread))), "f"(dq(first)),
+                     "f"(dq(first + 1)), "f"(dq(first + 2)), "f"(dq(first + 3))
+                   : "memory");
+#else
+      CUTE_UNROLL
+      for (int i = 0; i < atom_elements; ++i)
+        atomicAdd(tile + offset(atom, i, thread), dq(first + i));
+#endif
+    }
+  }
+
+  template <class Accumulator>
+  CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int i = 0; i < size(dq); ++i)
+      dq(i) = tile[offset(i / atom_elements, i % atom_elements, thread)];
+  }
+};
+
+}  // namespace flash_attn_cuda

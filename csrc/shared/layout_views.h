@@ -1,0 +1,49 @@
+// Views of mma.sync m16n8 accumulator fragments. A thread holds, per atom, (row, row + 8) x
+// (column, column + 1).
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
+
+namespace flash_attn_cuda {
+
+// ((2, 2), atoms_m, atoms_n) -> (rows of this thread, columns of this thread)
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto rows_cols_layout(Layout const& accumulator) {
+  using namespace cute;
+  auto split =
+      logical_divide(accumulator, Shape<_2>{});  // ((2, 2), atoms_m, atoms_n), columns innermost
+  return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
+                     make_layout(get<0, 0>(split), get<2>(split)));
+}
+
+template <class Tensor>
+CUTE_HOST_DEVICE constexpr auto rows_cols_view(Tensor&& accumulator) {
+  return cute::make_tensor(accumulator.data(), rows_cols_layout(accumulator.layout()));
+}
+
+// An accumulator (4, atoms_m, atoms_n) is already the A operand of the next product: two n8 atoms
+// make one k16 step.
+template <class Tensor>
+CUTE_HOST_DEVICE constexpr auto a_operand_view(Tensor&& accumulator) {
+  using namespace cute;
+  auto pairs = logical_divide(accumulator.layout(),
+                              Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
+  return make_tensor(accumulator.data(), make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)),
+                                                     get<1>(pairs), get<2, 1>(pairs)));
+}
+
+// fp32 fragment -> a fragment of Element with the same layout.
+template <class Element, class Tensor>
+CUTE_DEVICE auto convert_fragment(Tensor const& source) {
+  using namespace cute;
+  constexpr int count = decltype(size(source))::value;
+  auto result = make_tensor_like<Element>(source);
+  auto converted = cutlass::NumericArrayConverter<Element, float, count>::convert(
+      *reinterpret_cast<const cutlass::Array<float, count>*>(source.data()));
+  *reinterpret_cast<cutlass::Array<Element, count>*>(result.data()) = converted;
+  return result;
+}
+
+}  // namespace flash_attn_cuda

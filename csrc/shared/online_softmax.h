@@ -1,0 +1,147 @@
+// Online softmax over key blocks with an unscaled O (FlashAttention-2, section 3.1.1), one warp
+// owning whole rows.
+//
+// The reference maximum of a row is allowed to lag: it moves, and O and the row sum are rescaled,
+// only when some score of the warp rises more than 2^kMaxLag above it. Numerator, row sum and LSE
+// share the same reference, so the result is exact; what grows is the range of P, to 2^8, which
+// fp16 and bf16 hold without loss. Random scores move it a few times in a sequence, so the block's
+// row reductions and the multiplication of O (one FMUL per element) leave the loop's usual path.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "shared/layout_views.h"
+
+namespace flash_attn_cuda {
+
+inline constexpr float kMaxLag = 8.0f;  // in powers of two
+
+// A row is spread over the four lanes of a quad.
+template <class Op>
+CUTE_DEVICE float quad_reduce(float x, Op op) {
+  x = op(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return op(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+CUTE_DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Above this magnitude of row_max * scale its rounding error (2^-8 and more) no longer vanishes in
+// P, and far above it would overflow exp2. The warp then subtracts the row maximum from the scores
+// before it multiplies, as the textbook does.
+inline constexpr float kLargestOffset = 65536.0f;
+
+template <int kRows>
+struct OnlineSoftmax {
+  float scale_log2;      // softmax_scale * log2(e), positive
+  float row_max[kRows];  // reference maximum of the raw scores; -inf until a visible key was seen
+  float
+      row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
+                          // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
+  float row_sum[kRows];   // this lane's part of the row
+  bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
+
+  CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      row_max[row] = -INFINITY;
+      row_offset[row] = 0.0f;
+      row_sum[row] = 0.0f;
+    }
+  }
+
+  // Scores (rows, columns) of one key block become P in place; O (rows, head_dim) follows if a
+  // reference moved.
+  template <class Scores, class Output>
+  CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
+    using namespace cute;
+    float block_max[kRows];
+    bool moves = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      block_max[row] = scores(row, 0);
+      CUTE_UNROLL
+      for (int col = 1; col < size<1>(scores); ++col) {
+        block_max[row] = fmaxf(block_max[row], scores(row, col));
+      }
+      moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
+    }
+    if (__any_sync(0xffffffffu, moves || shifts)) {
+      move_reference(block_max, o);
+      if (shifts) subtract_reference(scores);
+    }
+
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_offset[row]);
+        row_sum[row] += scores(row, col);
+      }
+    }
+  }
+
+  // O /= row sum; lse[row] gets the natural log-sum-exp of the scaled scores. No visible key: O =
+  // 0, lse = -inf.
+  template <class Output>
+  CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows]) {
+    using namespace cute;
+    constexpr float ln2 = 0.693147180559945f;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const float sum = quad_reduce(row_sum[row], [](float a, float b) { return a + b; });
+      const bool seen = sum != 0.0f;  // a NaN counts as seen and stays a NaN
+      const float inverse = seen ? 1.0f / sum : 0.0f;
+      const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
+      lse[row] = seen ? offset * ln2 + logf(sum) : -INFINITY;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= inverse;
+    }
+  }
+
+ private:
+  template <class Output>
+  CUTE_DEVICE void move_reference(float const (&block_max)[kRows], Output& o) {
+    using namespace cute;
+    float moved[kRows];
+    bool too_large = shifts;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      moved[row] = quad_reduce(fmaxf(row_max[row], block_max[row]),
+                               [](float a, float b) { return fmaxf(a, b); });
+      too_large |= moved[row] != -INFINITY && fabsf(moved[row] * scale_log2) > kLargestOffset;
+    }
+    shifts = __any_sync(0xffffffffu, too_large);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const bool unset = shifts || moved[row] == -INFINITY;
+      const float offset = unset ? 0.0f : moved[row] * scale_log2;
+      // From the offsets, so that their rounding cancels. Before the first visible key the sums are
+      // 0.
+      const float change =
+          shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
+      const float rescale = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
+      row_max[row] = moved[row];
+      row_offset[row] = offset;
+      row_sum[row] *= rescale;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= rescale;
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void subtract_reference(Scores& scores) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const float reference = row_max[row] == -INFINITY ? 0.0f : row_max[row];
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) scores(row, col) -= reference;
+    }
+  }
+};
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,55 @@
+// Everything a backward kernel derives from its row of the instance table.
+#pragma once
+
+#include "flash_attn/api.h"
+#include "sm80/copy.h"
+#include "sm80/gemm.h"
+
+namespace flash_attn_cuda::sm80 {
+
+template <class Tag>
+struct BackwardTraits {
+  static constexpr BackwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int threads = config.num_warps * 32;
+  static constexpr int stages_q = config.stages_q;
+  static constexpr int stages_do = config.stages_do;
+
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma =
+      WarpGridMma<Element, config.warps_m_scores, config.num_warps / config.warps_m_scores>;
+  using DkdvMma = WarpGridMma<Element, config.warps_n_dkdv, config.num_warps / config.warps_n_dkdv>;
+  using DqMma = WarpGridMma<Element, config.warps_m_dq, config.num_warps / config.warps_m_dq>;
+
+  using QueryLayout = TileLayout<block_m, head_dim>;
+  using KeyLayout = TileLayout<block_n, head_dim>;
+  using ScoresLayout = TileLayout<block_m, block_n>;
+  using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
+  using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
+  using KeyWriter = TileWriter<Element, block_n, head_dim, threads>;
+  using QueryWriter = TileWriter<Element, block_m, head_dim, threads>;
+
+  struct SharedStorage {
+    alignas(128) Element k[block_n * head_dim];  // K, then dK on its way out
+    alignas(128) Element v[block_n * head_dim];  // V, then dV on its way out
+    alignas(128) Element q[stages_q][block_m * head_dim];
+    alignas(128) Element dout[stages_do][block_m * head_dim];
+    alignas(128) Element p[block_m * block_n];
+    alignas(128) Element ds[block_m * block_n];
+    alignas(128) float lse_log2[2][block_m];
+    alignas(128) float softmax_d[2][block_m];
+  };
+
+  static constexpr bool warps_tile(int warps_m, int rows, int columns) {
+    return rows % (16 * warps_m) == 0 && columns % (16 * (config.num_warps / warps_m)) == 0;
+  }
+  static_assert(warps_tile(config.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
+  static_assert(warps_tile(config.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
+  static_assert(warps_tile(config.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
+  static_assert(round_up_seqlen(1) % block_m == 0, "row statistics are padded to whole tiles");
+  static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");
+};
+
+}  // namespace flash_attn_cuda::sm80

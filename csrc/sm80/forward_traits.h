@@ -1,0 +1,39 @@
+// Everything a forward kernel derives from its row of the instance table.
+#pragma once
+
+#include "sm80/copy.h"
+#include "sm80/gemm.h"
+
+namespace flash_attn_cuda::sm80 {
+
+template <class Tag>
+struct ForwardTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int threads = config.num_warps * 32;
+
+  using Element = ElementOf<config.dtype>;
+  // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.
+  using Mma = WarpGridMma<Element, config.num_warps, 1>;
+  // Rows of the tile that one thread holds a part of: two per m16 atom.
+  static constexpr int rows_per_thread = 2 * block_m / (16 * config.num_warps);
+
+  using QueryLayout = TileLayout<block_m, head_dim>;
+  using KeyLayout = TileLayout<block_n, head_dim>;
+  using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
+  using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
+  using OutputWriter = TileWriter<Element, block_m, head_dim, threads>;
+
+  struct SharedStorage {
+    alignas(128) Element q[block_m * head_dim];  // Q, then O on its way out
+    alignas(128) Element k[block_n * head_dim];
+    alignas(128) Element v[block_n * head_dim];
+  };
+
+  static_assert(block_m % (16 * config.num_warps) == 0, "every warp owns whole m16 atoms");
+  static_assert(block_n % 16 == 0 && head_dim % 32 == 0);
+};
+
+}  // namespace flash_attn_cuda::sm80

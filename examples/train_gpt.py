@@ -1,0 +1,193 @@
+"""Trains a small GPT on real text with flash_attn_cuda and checks it against torch's attention.
+
+    python examples/train_gpt.py                    # CPython's own manual, sizes for this machine
+    python examples/train_gpt.py --text book.txt --preset small --steps 2000
+    python examples/train_gpt.py --compare-curves   # trains with torch's attention too, same seeds
+
+Writes loss.png, losses.csv and sample.txt into the folder --out. Exits with status 1 when the loss
+or a gradient of one training step, or a loss curve, disagrees with torch's
+scaled_dot_product_attention beyond rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import sys
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+# Read when torch loads. Threads that spin while they wait make the many small operations of the CPU
+# model ten times slower as soon as anything else wants a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from agreement import compare_curves, compare_step
+from model import ATTENTIONS, GPT
+from training import PRESETS, Corpus, Curve, Preset, autocast, manual_text, train
+
+from flash_attn_cuda import cuda_unavailable_reason
+
+DEFAULT_SECONDS = 120.0
+SAMPLE_BYTES = 400
+COMPARED_SEQUENCES = 2  # of a batch: the reference in higher precision takes the memory
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, help="text to train on; default: CPython's manual")
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="model size; default: small on CUDA, tiny on the CPU"
+    )
+    parser.add_argument("--steps", type=positive_int, help="training steps; default: the preset's")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=DEFAULT_SECONDS,
+        help="time limit for training; not applied to --compare-curves (default: %(default)g)",
+    )
+    parser.add_argument("--seqlen", type=positive_int, help="bytes of context")
+    parser.add_argument("--batch-size", type=positive_int, help="sequences per step")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="ours")
+    parser.add_argument(
+        "--compare-curves",
+        action="store_true",
+        help="train with ours, SDPA and SDPA's math path from the same seeds; compare the losses",
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="%(default)s")
+    return parser.parse_args(arguments)
+
+
+def positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def choose_device(wish: str) -> torch.device:
+    """CUDA where it works; says in one line when the CPU is taken instead."""
+    if wish == "cpu":
+        print("training on the CPU backend of flash_attn_cuda, as asked")
+        return torch.device("cpu")
+    reason = cuda_unavailable_reason()
+    if reason is None:
+        print(f"training on {torch.cuda.get_device_name()}")
+        return torch.device("cuda")
+    if wish == "cuda":
+        raise SystemExit(f"--device cuda: {reason}")
+    print(f"training on the CPU backend of flash_attn_cuda with a smaller model: {reason}")
+    return torch.device("cpu")
+
+
+def choose_preset(options: argparse.Namespace, device: torch.device) -> Preset:
+    preset = PRESETS[options.preset or ("small" if device.type == "cuda" else "tiny")]
+    return Preset(
+        model=replace(preset.model, seqlen=options.seqlen or preset.model.seqlen),
+        batch_size=options.batch_size or preset.batch_size,
+        steps=options.steps or preset.steps,
+        learning_rate=preset.learning_rate,
+    )
+
+
+def new_model(preset: Preset, attention: str, device: torch.device, seed: int) -> GPT:
+    """The same weights for the same seed, on every device and for every attention."""
+    torch.manual_seed(seed)
+    return GPT(preset.model, ATTENTIONS[attention]).to(device)
+
+
+def save_curves(curves: dict[str, Curve], folder: Path) -> Path:
+    """Writes losses.csv and loss.png; returns the picture's path."""
+    with (folder / "losses.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *curves])
+        rows = zip_longest(*(curve.train for curve in curves.values()))
+        writer.writerows((step, *losses) for step, losses in enumerate(rows, start=1))
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, curve in curves.items():
+        (line,) = axes.plot(range(1, len(curve.train) + 1), curve.train, lw=0.8, label=name)
+        steps, losses = zip(*curve.validation, strict=True)
+        axes.plot(steps, losses, "o--", color=line.get_color(), label=f"{name}, validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="GPT on text, loss curve")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def save_sample(model: GPT, device: torch.device, seed: int, folder: Path) -> str:
+    with autocast(device):
+        sample = model.generate(b"\n\nThe ", SAMPLE_BYTES, seed=seed).decode(errors="replace")
+    (folder / "sample.txt").write_text(sample)
+    return sample.strip()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    device = choose_device(options.device)
+    preset = choose_preset(options, device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = options.text.read_bytes() if options.text else manual_text()
+    corpus = Corpus(text, preset.model.seqlen, preset.batch_size, device)
+    names = ["ours", "sdpa", "sdpa-math"] if options.compare_curves else [options.attention]
+    seconds = math.inf if options.compare_curves else options.seconds
+
+    model = new_model(preset, names[0], device, options.seed)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    print(
+        f"{size:.1f} M parameters, head dim {preset.model.head_dim}, {len(text) / 1e6:.2f} MB of "
+        f"text, {preset.batch_size} x {preset.model.seqlen} bytes a step"
+    )
+    curves: dict[str, Curve] = {}
+    for name in names:
+        if name != names[0]:
+            model = new_model(preset, name, device, options.seed)
+        curves[name] = train(
+            model,
+            corpus,
+            preset,
+            title=name,
+            seed=options.seed + 1,
+            seconds=seconds,
+            compiler=torch.compile if options.compile else None,
+        )
+        report(name, curves[name])
+
+    picture = save_curves(curves, options.out)
+    print(f"sample: {save_sample(model, device, options.seed, options.out)}")
+    print(f"loss curve: {picture}")
+
+    tokens, targets = next(corpus.batches("train", seed=options.seed + 2))
+    agreements = [compare_step(model, tokens[:COMPARED_SEQUENCES], targets[:COMPARED_SEQUENCES])]
+    if options.compare_curves:
+        agreements.append(compare_curves(*(curves[name] for name in names)))
+    for agreement in agreements:
+        print(agreement)
+    return 0 if all(agreement.agrees for agreement in agreements) else 1
+
+
+def report(name: str, curve: Curve) -> None:
+    print(
+        f"{name}: {len(curve.train)} steps in {curve.seconds:.1f} s, "
+        f"{curve.tokens / curve.seconds:,.0f} tokens/s; loss {curve.train[0]:.3f} -> "
+        f"{curve.train[-1]:.3f}, validation {curve.validation[-1][1]:.3f} nats per byte"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""python -m flash_attn_cuda: versions, devices, compiled kernels and a self-check.
+
+With --explain: which kernel a call of given shapes would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import build_info, self_check
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 1 when the self-check fails or there is nothing to explain."""
+    given = _parser().parse_args(arguments)
+    if given.explain:
+        return explain(given)
+    print(build_info.describe())
+    passed = run_self_check("cpu")
+    if build_info.cuda_unavailable_reason() is None:
+        passed = run_self_check("cuda") and passed
+    print("self-check passed" if passed else "self-check FAILED")
+    return 0 if passed else 1
+
+
+def run_self_check(device: str) -> bool:
+    """Print a line for each check; returns whether all passed."""
+    print(f"self-check on {device}: largest error as a fraction of what is allowed")
+    passed = True
+    for check in self_check.checks(device):
+        error = self_check.run(check)
+        passed = passed and error <= 1.0
+        print(f"  {check}: {error:.2f}{'' if error <= 1.0 else '  FAILED'}")
+    return passed
+
+
+def explain(given: argparse.Namespace) -> int:
+    """Print the kernel and the plan of a call; returns the exit status."""
+    if build_info.extension is None:
+        print(f"nothing to explain: {build_info.cuda_unavailable_reason()}", file=sys.stderr)
+        return 1
+    seqlen_k = given.seqlen_q if given.seqlen_k is None else given.seqlen_k
+    heads_k = given.heads_q if given.heads_k is None else given.heads_k
+    passes = (
+        ("forward", build_info.extension.explain_forward),
+        ("backward", build_info.extension.explain_backward),
+    )
+    status = 0
+    for name, explain_pass in passes:
+        print(name)
+        try:
+            plan = explain_pass(
+                dtype=given.dtype,
+                head_dim=given.head_dim,
+                batch_size=given.batch,
+                seqlen_q=given.seqlen_q,
+                seqlen_k=seqlen_k,
+                num_heads_q=given.heads_q,
+                num_heads_k=heads_k,
+                causal=given.causal,
+                device=given.device,
+            )
+        except (RuntimeError, ValueError) as error:
+            print(f"  none: {error}")
+            status = 1
+            continue
+        for field, value in plan.items():
+            print(f"  {field}: {value}")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flash_attn_cuda", description=__doc__)
+    parser.add_argument("--explain", action="store_true", help="print the kernels of one call")
+    call = parser.add_argument_group("the call to explain")
+    call.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
+    call.add_argument("--head-dim", type=int, default=128)
+    call.add_argument("--batch", type=int, default=1)
+    call.add_argument("--seqlen-q", type=int, default=4096, help="queries per sequence")
+    call.add_argument("--seqlen-k", type=int, help="keys per sequence (default: --seqlen-q)")
+    call.add_argument("--heads-q", type=int, default=16)
+    call.add_argument("--heads-k", type=int, help="default: --heads-q")
+    call.add_argument("--causal", action="store_true")
+    call.add_argument("--device", type=int, help="CUDA device index (default: the current one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

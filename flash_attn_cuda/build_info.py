@@ -1,0 +1,189 @@
+"""What this installation can run: its extension, its kernels, and why CUDA is unavailable.
+
+Importing this module loads the extension `flash_attn_cuda._C` when there is one. The package works
+without it: CPU tensors run on the CPU backend, CUDA tensors raise a RuntimeError with the reason
+given here.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import __version__
+
+# A string constant in the extension, so that its torch can be named even when it does not load.
+BUILT_WITH = re.compile(rb"flash_attn_cuda built with ([ -~]+)\0")
+
+
+@dataclass(frozen=True)
+class CompiledRow:
+    """One compiled kernel: a row of the instance table for one dtype."""
+
+    name: str
+    pass_name: str  # "forward" or "backward"
+    family: str  # "sm80" or "sm90"
+    dtype: str  # "fp16" or "bf16"
+    mask: str  # "full" or "windowed"
+    head_dim: int  # serves every head dim up to this one
+    config: dict[str, Any]  # tile sizes and what else the table says
+
+
+def _load_extension() -> tuple[ModuleType | None, str | None]:
+    """The extension module, or None and the reason."""
+    name = f"{__package__}._C"
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return None, _missing_reason()
+    try:
+        return import_module(name), None
+    except ImportError as error:
+        reason = (
+            f"the CUDA extension of flash_attn_cuda does not load: {error} "
+            f"(built with {_built_with(Path(spec.origin))}, running with {_running_with()}). "
+            "Install flash_attn_cuda again for this torch"
+        )
+        warnings.warn(f"{reason}. CPU tensors still work.", RuntimeWarning, stacklevel=2)
+        return None, reason
+
+
+def _missing_reason() -> str:
+    others = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
+    if others:
+        return f"the CUDA extension was built for another Python: {', '.join(others)}"
+    return "flash_attn_cuda was installed without its CUDA extension (CPU backend only)"
+
+
+def _built_with(extension_file: Path) -> str:
+    """What the extension says of itself, read from its file."""
+    found = BUILT_WITH.search(extension_file.read_bytes())
+    return found[1].decode() if found else "an unknown torch"
+
+
+def _running_with() -> str:
+    python = platform.python_version()
+    return f"torch {torch.__version__}, cuda {torch.version.cuda}, python {python}"
+
+
+extension, _extension_error = _load_extension()
+
+
+@cache
+def build_record() -> dict[str, Any]:
+    """What the extension was built from: archs, compiler, instances. Empty without it."""
+    return json.loads(extension.build_record()) if extension is not None else {}
+
+
+@cache
+def compiled_rows() -> tuple[CompiledRow, ...]:
+    """The compiled kernels, in selection order; empty without the extension."""
+    return tuple(_row(instance) for instance in build_record().get("instances", ()))
+
+
+def _row(instance: dict[str, Any]) -> CompiledRow:
+    config = dict(instance)
+    return CompiledRow(
+        name=config.pop("name"),
+        pass_name=config.pop("pass"),
+        family=config.pop("family"),
+        dtype=config.pop("dtype"),
+        mask=config.pop("mask"),
+        head_dim=int(config.pop("head_dim")),
+        config=config,
+    )
+
+
+def compiled_archs() -> tuple[str, ...]:
+    """Architectures of the build, as FLASH_ATTN_CUDA_ARCHS spells them: ("80", "90a")."""
+    return tuple(str(arch) for arch in build_record().get("archs", ()))
+
+
+def archs_run_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether kernels built for these FLASH_ATTN_CUDA_ARCHS run on a device of this capability.
+
+    Machine code runs on its own major version, from its minor one up; PTX on anything as new as it.
+    The entries with +PTX bring PTX, or the highest one where no entry asks for it.
+    """
+    built = {
+        divmod(int(arch.removesuffix("+PTX").rstrip("af")), 10): arch.endswith("+PTX")
+        for arch in archs
+    }
+    with_ptx = [version for version, ptx in built.items() if ptx] or [max(built, default=(99, 0))]
+    return capability >= min(with_ptx) or any(
+        major == capability[0] and minor <= capability[1] for major, minor in built
+    )
+
+
+def cuda_unavailable_reason(device: torch.device | int | None = None) -> str | None:
+    """Why CUDA tensors on `device` (None: the current one) cannot be computed, or None."""
+    if extension is None:
+        return _extension_error
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    found = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        return f"{found}; flash_attn_cuda needs 8.0 or higher"
+    archs = compiled_archs()
+    if not archs_run_on(archs, capability):
+        return (
+            f"{found}; this build has kernels for {', '.join(archs) or 'no architecture'} only. "
+            f"Rebuild with FLASH_ATTN_CUDA_ARCHS={capability[0]}{capability[1]}"
+        )
+    return None
+
+
+def require_cuda(device: torch.device | int | None, cause: Exception | None = None) -> None:
+    """Raise RuntimeError with the reason when CUDA tensors on `device` cannot be computed."""
+    reason = cuda_unavailable_reason(device)
+    if reason is not None:
+        raise RuntimeError(f"flash_attn_cuda cannot run on {device}: {reason}") from cause
+
+
+def describe() -> str:
+    """Versions, devices and compiled kernels, for a person to read."""
+    lines = [f"flash_attn_cuda {__version__}", f"running with     {_running_with()}"]
+    record = build_record()
+    if record:
+        facts = {key: value for key, value in record.items() if key not in ("instances", "archs")}
+        lines.append(f"compiled for     {', '.join(compiled_archs())}")
+        lines += [f"  {key}: {value}" for key, value in facts.items() if value]
+    lines += _describe_devices()
+    lines += _describe_rows()
+    return "\n".join(lines)
+
+
+def _describe_devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return [f"CUDA             not available: {cuda_unavailable_reason()}"]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        reason = cuda_unavailable_reason(index)
+        name = torch.cuda.get_device_name(index)
+        lines.append(f"cuda:{index}           {name}: {reason or 'ready'}")
+    return lines
+
+
+def _describe_rows() -> list[str]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for row in compiled_rows():
+        head_dims = groups.setdefault((row.pass_name, row.family, f"{row.dtype} {row.mask}"), [])
+        head_dims.append(row.head_dim)
+    lines = [f"kernels          {len(compiled_rows())}"]
+    for (pass_name, family, kind), head_dims in groups.items():
+        dims = ", ".join(str(head_dim) for head_dim in sorted(set(head_dims)))
+        lines.append(f"  {pass_name:8} {family} {kind:13} head dims {dims}")
+    return lines

@@ -1,0 +1,239 @@
+"""Attention problems by name: what tests check and benchmarks time.
+
+A case says everything about a call but the values of its tensors; `make_inputs` draws those from a
+seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+class Layout(Enum):
+    """How a (B, S, H, D) tensor lies in memory. Gaps between its elements hold NaN."""
+
+    contiguous = "contiguous"
+    heads_first = "heads_first"  # memory order (B, H, S, D), as torch's own attention wants it
+    seqlen_first = "seqlen_first"  # memory order (S, B, H, D)
+    packed = "packed"  # the middle one of three tensors in one (B, S, 3, H, D)
+    sliced_head_dim = "sliced_head_dim"  # the first D of D + 8 columns
+    odd_stride = "odd_stride"  # rows D + 1 apart: no row but the first is aligned to 16 bytes
+    misaligned = "misaligned"  # dense, but the first element is 2 bytes off any alignment
+    every_other_row = "every_other_row"  # positions 0, 2, 4, ... of a sequence twice as long
+    surrounded = "surrounded"  # a block inside a tensor larger in every dimension
+    expanded_batch = "expanded_batch"  # one batch entry shown B times, stride 0
+    strided_head_dim = "strided_head_dim"  # last stride 2: what no kernel reads in place
+
+
+def arrange(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor with the shape and values of `x` (B, S, H, D) in memory of `layout`.
+
+    For expanded_batch every batch entry takes the values of the first.
+    """
+    batch, seqlen, heads, head_dim = x.shape
+    match layout:
+        case Layout.contiguous:
+            return x.contiguous()
+        case Layout.expanded_batch:
+            return x[:1].clone().expand(x.shape)
+        case Layout.heads_first:
+            view = _poison(x, batch, heads, seqlen, head_dim).transpose(1, 2)
+        case Layout.seqlen_first:
+            view = _poison(x, seqlen, batch, heads, head_dim).transpose(0, 1)
+        case Layout.packed:
+            view = _poison(x, batch, seqlen, 3, heads, head_dim)[:, :, 1]
+        case Layout.sliced_head_dim:
+            view = _poison(x, batch, seqlen, heads, head_dim + 8)[..., :head_dim]
+        case Layout.odd_stride:
+            view = _poison(x, batch, seqlen, heads, head_dim + 1)[..., :head_dim]
+        case Layout.misaligned:
+            view = _poison(x, x.numel() + 1)[1:].view(x.shape)
+        case Layout.every_other_row:
+            view = _poison(x, batch, 2 * seqlen, heads, head_dim)[:, ::2]
+        case Layout.surrounded:
+            view = _poison(x, batch + 2, seqlen + 2, heads + 2, head_dim + 16)
+            view = view[1:-1, 1:-1, 1:-1, 8:-8]
+        case Layout.strided_head_dim:
+            view = _poison(x, batch, seqlen, heads, 2 * head_dim)[..., ::2]
+    return view.copy_(x)
+
+
+def _poison(like: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """q, dout (B, Sq, Hq, D), k, v (B, Sk, Hk, D), dlse (B, Hq, Sq) in fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One attention problem. Lengths in tokens; softmax_scale None means head_dim ** -0.5."""
+
+    batch: int = 2
+    seqlen_q: int = 128
+    seqlen_k: int = 128
+    num_heads_q: int = 4
+    num_heads_k: int = 4
+    head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    softmax_scale: float | None = None
+    layout: Layout = Layout.contiguous
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.num_heads_k < 1 or self.num_heads_q % self.num_heads_k != 0:
+            raise ValueError(
+                f"num_heads_k must divide num_heads_q={self.num_heads_q}; got {self.num_heads_k}"
+            )
+
+    def __str__(self) -> str:
+        parts = [
+            f"b{self.batch}",
+            f"q{self.seqlen_q}k{self.seqlen_k}",
+            f"h{self.num_heads_q}/{self.num_heads_k}",
+            f"d{self.head_dim}",
+            DTYPE_NAMES[self.dtype],
+            "causal" if self.causal else "full",
+        ]
+        if self.softmax_scale is not None:
+            parts.append(f"scale{self.softmax_scale:g}")
+        if self.layout is not Layout.contiguous:
+            parts.append(self.layout.value)
+        return "-".join(parts)
+
+    @property
+    def query_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seqlen_q, self.num_heads_q, self.head_dim
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seqlen_k, self.num_heads_k, self.head_dim
+
+    def make_inputs(self, seed: int = 0) -> AttentionInputs:
+        """Standard normal values, the same for the same seed and device type, in memory of this
+        case's layout.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
+
+        q, k, v, dout = (
+            arrange(normal(*shape, dtype=self.dtype), self.layout)
+            for shape in (self.query_shape, self.key_shape, self.key_shape, self.query_shape)
+        )
+        rows = (self.batch, self.num_heads_q, self.seqlen_q)
+        dlse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return AttentionInputs(q=q, k=k, v=v, dout=dout, dlse=normal(*rows, dtype=dlse_dtype))
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that the mask leaves."""
+        if not self.causal:
+            return self.seqlen_q * self.seqlen_k
+        # Query i sees i + 1 + shift keys, the first max(0, -shift) queries none: an arithmetic
+        # series.
+        shift = self.seqlen_k - self.seqlen_q
+        queries = min(self.seqlen_q, self.seqlen_k)
+        return queries * (max(0, shift) + 1 + self.seqlen_k) // 2
+
+    def forward_flops(self) -> int:
+        """Multiplications and additions of the two products of the forward, on visible pairs."""
+        return 4 * self.batch * self.num_heads_q * self.visible_pairs() * self.head_dim
+
+    def backward_flops(self) -> int:
+        """Of the five products of a backward that recomputes the scores."""
+        return self.forward_flops() * 5 // 2
+
+    def forward_bytes(self) -> int:
+        """Least traffic to memory: q, k, v read, out and lse written, once each."""
+        lse = self.batch * self.num_heads_q * self.seqlen_q * 4
+        return self._tensor_bytes(queries=2, keys=2) + lse
+
+    def backward_bytes(self) -> int:
+        """Least traffic to memory: q, k, v, out, dout, lse read, dq, dk, dv written, once each."""
+        lse = self.batch * self.num_heads_q * self.seqlen_q * 4
+        return self._tensor_bytes(queries=4, keys=4) + lse
+
+    def _tensor_bytes(self, *, queries: int, keys: int) -> int:
+        query_rows = self.batch * self.seqlen_q * self.num_heads_q
+        key_rows = self.batch * self.seqlen_k * self.num_heads_k
+        return (queries * query_rows + keys * key_rows) * self.head_dim * self.dtype.itemsize
+
+
+# The head dims with rows of their own in the instance table, every other one that needs no padding,
+# and three that do or that other libraries' tests name: 59 and 111 are padded in Python.
+BUCKET_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+ALL_HEAD_DIMS = (*range(8, 257, 8), 59, 111)
+
+# On and around the tile edges 16, 32, 64 and 128, and lengths with nothing in common with them.
+ODD_SEQLENS = (1, 2, 3, 8, 17, 33, 64, 65, 113, 127, 128, 129, 200, 255, 257, 300)
+
+# Lengths up to 4,224 = 33 * 128: many tiles, ragged ends, much longer on either side.
+LONG_SEQLENS = (
+    (1, 4224),
+    (3, 799),
+    (64, 2048),
+    (113, 1023),
+    (1023, 1024),
+    (1024, 1023),
+    (2048, 2049),
+    (1799, 511),
+    (4224, 3),
+    (4224, 4224),
+)
+
+# (num_heads_q, num_heads_k): multi-head, grouped, multi-query, and group sizes that are no power of
+# two.
+HEAD_RATIOS = ((1, 1), (3, 3), (2, 1), (6, 2), (6, 1), (9, 3), (12, 4), (16, 1), (32, 2))
+
+# The benchmark grid of the FlashAttention papers: 16k tokens a call, hidden size 2048.
+BENCHMARK_TOKENS = 16_384
+BENCHMARK_HIDDEN = 2048
+BENCHMARK_SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
+BENCHMARK_HEAD_DIMS = (64, 128, 256)
+FURTHER_BENCHMARK_HEAD_DIMS = (32, 96, 192)
+
+
+def benchmark_cases(
+    head_dims: tuple[int, ...] = BENCHMARK_HEAD_DIMS,
+    seqlens: tuple[int, ...] = BENCHMARK_SEQLENS,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> Iterator[AttentionCase]:
+    """Every head dim and length, full and causal, 16k tokens and hidden size 2048 each."""
+    for head_dim in head_dims:
+        heads = BENCHMARK_HIDDEN // head_dim
+        for causal in (False, True):
+            for seqlen in seqlens:
+                yield AttentionCase(
+                    batch=max(1, BENCHMARK_TOKENS // seqlen),
+                    seqlen_q=seqlen,
+                    seqlen_k=seqlen,
+                    num_heads_q=heads,
+                    num_heads_k=heads,
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    causal=causal,
+                    device=device,
+                )

@@ -1,0 +1,84 @@
+"""Test settings: which tests can run here, seeds, and the record of errors for the summary of a GPU
+run.
+"""
+
+from __future__ import annotations
+
+import gpu_summary
+import pytest
+import torch
+from cases import AttentionCase
+from harness import (
+    DEVICE,
+    ON_CPU,
+    Check,
+    check_forward,
+    check_forward_backward,
+    skip_without_row,
+)
+from tolerance import Closeness
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    gpu_summary.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and the compiled extension")
+    config.addinivalue_line(
+        "markers", "cuda_only: a gpu test that the CPU backend cannot stand in for"
+    )
+    gpu_summary.register(config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _no_gpu_reason()
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif ON_CPU and item.get_closest_marker("cuda_only") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a real CUDA device"))
+
+
+def _no_gpu_reason() -> str | None:
+    """Why gpu tests cannot run here, or None when they can."""
+    if ON_CPU:
+        return None
+    from flash_attn_cuda import cuda_unavailable_reason
+
+    return cuda_unavailable_reason()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> str:
+    """The device of the GPU tests: cuda, or cpu where the CPU backend stands in."""
+    return DEVICE
+
+
+@pytest.fixture
+def check(request: pytest.FixtureRequest) -> Check:
+    """check(case, backward=True, seed=0, use_dlse=True): compare a case with the reference and
+    record its errors.
+
+    Skips where the build has no row for the case.
+    """
+
+    def run(
+        case: AttentionCase, *, backward: bool = True, seed: int = 0, use_dlse: bool = True
+    ) -> list[Closeness]:
+        skip_without_row(case, backward=backward)
+        if backward:
+            report = check_forward_backward(case, seed, use_dlse=use_dlse)
+        else:
+            report = check_forward(case, seed)
+        gpu_summary.record(request.node, str(case), report)
+        return report
+
+    return run

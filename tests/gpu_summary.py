@@ -1,0 +1,173 @@
+"""Writes what a GPU test run showed: device, versions, commit, counts, duration, worst errors.
+
+    pytest tests -m gpu --gpu-summary=tests/gpu_results
+
+makes <device>.json and <device>.md there. Works under pytest-xdist: errors travel as user
+properties of the reports.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tolerance import Closeness
+
+_PROPERTY = "closeness"
+_DRIVER_VERSION = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-summary",
+        metavar="DIRECTORY",
+        type=Path,
+        help="write the summary of the gpu tests of this run to this directory",
+    )
+
+
+def register(config: pytest.Config) -> None:
+    """Collect reports where the option is given, in the process that sees all of them."""
+    directory = config.getoption("--gpu-summary")
+    if directory is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SummaryPlugin(directory, config.rootpath), "gpu-summary")
+
+
+def record(item: pytest.Item, case: str, report: Iterable[Closeness]) -> None:
+    """Attach the errors of one comparison to the test that made it."""
+    item.user_properties.append((_PROPERTY, [{"case": case, **each.as_dict()} for each in report]))
+
+
+@dataclass
+class SummaryPlugin:
+    """Gathers the reports of tests with the `gpu` marker and writes them out at the end."""
+
+    directory: Path
+    root: Path
+    started: float = field(default_factory=time.monotonic)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    skip_reasons: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    comparisons: int = 0
+    worst: dict[str, dict[str, Any]] = field(default_factory=dict)  # by "<tensor> <statistic>"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "gpu" not in report.keywords:
+            return
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self.outcomes[report.outcome] += 1
+            if report.failed:
+                self.failures.append(report.nodeid)
+            if report.skipped:
+                self.skip_reasons[_skip_reason(report)] += 1
+        if report.when == "call":
+            for name, comparison in report.user_properties:
+                if name == _PROPERTY:
+                    self._add(comparison)
+
+    def pytest_sessionfinish(self) -> None:
+        if not self.outcomes:
+            return
+        summary = self.summary()
+        name = summary["device"].lower().replace(" ", "-")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / f"{name}.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (self.directory / f"{name}.md").write_text(as_markdown(summary))
+
+    def _add(self, comparison: list[dict[str, Any]]) -> None:
+        self.comparisons += 1
+        for entry in comparison:
+            for statistic in ("max", "mean"):
+                key, ratio = f"{entry['name']} {statistic}", entry[f"{statistic}_ratio"]
+                if key not in self.worst or ratio > self.worst[key]["ratio"]:
+                    error = entry[f"{statistic}_error"]
+                    self.worst[key] = {"ratio": ratio, "error": error, "case": entry["case"]}
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            **environment(self.root),
+            "outcomes": dict(self.outcomes),
+            "skip_reasons": dict(self.skip_reasons),
+            "failures": self.failures,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "comparisons": self.comparisons,
+            "worst": dict(sorted(self.worst.items())),
+        }
+
+
+def environment(root: Path) -> dict[str, Any]:
+    """What the figures were measured with."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU backend {platform.machine()}",
+        "driver": _output(_DRIVER_VERSION) if cuda else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "build": _build(),
+        "commit": _output(["git", "-C", str(root), "rev-parse", "HEAD"]),
+        "uncommitted_changes": bool(_output(["git", "-C", str(root), "status", "--porcelain"])),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _build() -> dict[str, Any]:
+    from flash_attn_cuda import build_info
+
+    record = build_info.build_record()
+    facts = {key: value for key, value in record.items() if key != "instances"}
+    return {**facts, "kernels": len(build_info.compiled_rows())}
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    is_location = isinstance(report.longrepr, tuple | list)  # (file, line, reason)
+    text = report.longrepr[2] if is_location else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def as_markdown(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in summary["outcomes"].items())
+    versions = ", ".join(
+        f"{name} {summary[name]}" for name in ("python", "torch", "cuda", "driver")
+    )
+    changes = " with uncommitted changes" if summary["uncommitted_changes"] else ""
+    lines = [
+        f"# GPU tests on {summary['device']}",
+        "",
+        f"{outcomes} in {summary['seconds']} s, "
+        f"{summary['comparisons']} comparisons with the fp64 reference.",
+        "",
+        f"- commit {summary['commit']}{changes}, {summary['date']}",
+        f"- {versions}",
+        f"- build: {', '.join(f'{key} {value}' for key, value in summary['build'].items())}",
+        "",
+        "Worst errors, as a share of what is allowed (tests/tolerance.py):",
+        "",
+        "| tensor | share | error | case |",
+        "| --- | --- | --- | --- |",
+    ]
+    for key, entry in summary["worst"].items():
+        lines.append(f"| {key} | {entry['ratio']:.2f} | {entry['error']:.3g} | {entry['case']} |")
+    skips = [f"{count} x {reason}" for reason, count in summary["skip_reasons"].items()]
+    for title, entries in (("Failures", summary["failures"]), ("Skipped", skips)):
+        if entries:
+            lines += ["", f"{title}:", "", *(f"- {entry}" for entry in entries)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,166 @@
+// tile_coord and block_range against their definitions, pair by pair.
+#include <algorithm>
+#include <set>
+#include <tuple>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/normalize_window.h"
+#include "host/plan_steps.h"
+#include "shared/block_range.h"
+#include "shared/tile_scheduler.h"
+
+using namespace host_tests;
+
+namespace {
+
+// How many pairs of a tile and a block the definition of a window shows.
+enum class Visible { none, some, all };
+
+template <class Sees>
+Visible visibility(int own_first, int own_last, int other_first, int other_last, Sees sees) {
+  int seen = 0;
+  for (int own = own_first; own <= own_last; ++own) {
+    for (int other = other_first; other <= other_last; ++other) seen += sees(own, other);
+  }
+  const int pairs = (own_last - own_first + 1) * (other_last - other_first + 1);
+  return seen == 0 ? Visible::none : seen == pairs ? Visible::all : Visible::some;
+}
+
+// Every block of every tile: one outside the range shows nothing, one inside the interior hides
+// nothing and is whole; the range is no longer than it has to be.
+template <class Sees>
+void check_ranges(const Band& band, int own_length, int other_length, int own_tile, int block,
+                  Sees sees) {
+  const int blocks = ceil_div(other_length, block);
+  for (int first = 0; first < own_length; first += own_tile) {
+    const int last = std::min(first + own_tile, own_length) - 1;
+    const BlockRange range = block_range(band, first, last, other_length, block);
+    CHECK(range.begin >= 0 && range.end <= blocks);
+    CHECK(range.begin <= range.interior_begin && range.interior_begin <= range.interior_end);
+    CHECK(range.interior_end <= range.end);
+    for (int index = 0; index < blocks; ++index) {
+      const int other_first = index * block;
+      const int other_last = std::min(other_first + block, other_length) - 1;
+      const Visible visible = visibility(first, last, other_first, other_last, sees);
+      const bool is_inside = index >= range.begin && index < range.end;
+      const bool is_whole = other_first + block <= other_length;
+      CHECK(is_inside || visible == Visible::none);
+      if (is_inside && (index == range.begin || index + 1 == range.end)) {
+        CHECK(visible != Visible::none);
+      }
+      CHECK_EQ(range.is_interior(index), is_inside && is_whole && visible == Visible::all);
+    }
+  }
+}
+
+TileSchedule schedule_of(int tiles, int batch, int heads, int per_section, bool longest_first) {
+  return {.num_tiles = tiles,
+          .num_heads = heads,
+          .num_batch_heads = batch * heads,
+          .heads_per_section = per_section,
+          .longest_first = longest_first};
+}
+
+}  // namespace
+
+TEST(every_block_id_names_one_tile_of_one_head) {
+  for (const bool longest_first : {false, true}) {
+    for (int tiles = 1; tiles <= 5; ++tiles) {
+      for (int per_section = 1; per_section <= 7; ++per_section) {
+        const TileSchedule schedule =
+            schedule_of(tiles, 2, 3, std::min(per_section, 6), longest_first);
+        std::set<std::tuple<int, int, int>> seen;
+        for (int block = 0; block < schedule.grid_size(); ++block) {
+          const TileCoord coord = tile_coord(schedule, block);
+          CHECK(coord.tile >= 0 && coord.tile < tiles);
+          CHECK(coord.head >= 0 && coord.head < 3);
+          CHECK(coord.batch >= 0 && coord.batch < 2);
+          seen.insert({coord.tile, coord.head, coord.batch});
+        }
+        CHECK_EQ(static_cast<std::int64_t>(seen.size()), schedule.grid_size());
+      }
+    }
+  }
+}
+
+TEST(a_section_ends_before_the_next_begins_and_inside_it_tiles_come_in_order) {
+  const TileSchedule schedule = schedule_of(4, 2, 3, 4, true);  // sections of heads 0..3 and 4..5
+  int last_tile = 3;
+  for (int block = 0; block < 24; ++block) {
+    const TileCoord coord = tile_coord(schedule, block);
+    const int batch_head = coord.batch * 3 + coord.head;
+    CHECK_EQ(batch_head < 4, block < 16);
+    if (block == 16) last_tile = 3;
+    CHECK(coord.tile <= last_tile);
+    last_tile = coord.tile;
+  }
+}
+
+TEST(the_largest_grid_stays_within_int) {
+  const TileSchedule schedule = schedule_of(1, 65'538, 32'767, 65'538 * 32'767, false);
+  const TileCoord coord = tile_coord(schedule, static_cast<int>(schedule.grid_size() - 1));
+  CHECK_EQ(coord.batch, 65'537);
+  CHECK_EQ(coord.head, 32'766);
+}
+
+TEST(ranges_hold_what_is_visible_from_either_side) {
+  const int bounds[] = {Window::unbounded, 0, 1, 3, 4, 9};
+  for (const int seqlen_q : {1, 3, 8, 13}) {
+    for (const int seqlen_k : {1, 4, 7, 14}) {
+      for (const int left : bounds) {
+        for (const int right : bounds) {
+          const AttentionShape shape{.batch_size = 1,
+                                     .seqlen_q = seqlen_q,
+                                     .seqlen_k = seqlen_k,
+                                     .num_heads_q = 1,
+                                     .num_heads_k = 1,
+                                     .head_dim = 64};
+          const Window window = normalize_window({.left = left, .right = right}, shape);
+          const auto query_sees_key = [&](int query, int key) {
+            const int diagonal = query + seqlen_k - seqlen_q;
+            return (left < 0 || key >= diagonal - left) && (right < 0 || key <= diagonal + right);
+          };
+          const auto key_is_seen_by = [&](int key, int query) {
+            return query_sees_key(query, key);
+          };
+          for (const auto& [tile, block] : {std::pair{4, 2}, {2, 4}, {4, 4}, {3, 5}}) {
+            check_ranges(band_from_queries(window, seqlen_q, seqlen_k), seqlen_q, seqlen_k, tile,
+                         block, query_sees_key);
+            check_ranges(band_from_keys(window, seqlen_q, seqlen_k), seqlen_k, seqlen_q, tile,
+                         block, key_is_seen_by);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(without_keys_the_range_is_empty) {
+  const Band full = band_from_queries({}, 10, 0);
+  CHECK(block_range(full, 0, 9, 0, 64).empty());
+}
+
+TEST(the_longest_sequences_do_not_overflow) {
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = max_seqlen,
+                             .seqlen_k = max_seqlen,
+                             .num_heads_q = 1,
+                             .num_heads_k = 1,
+                             .head_dim = 64};
+  for (const int bound : {0, max_seqlen - 2, max_seqlen}) {
+    for (const auto& [seqlen_q, seqlen_k] :
+         {std::pair{max_seqlen, max_seqlen}, {1, max_seqlen}, {max_seqlen, 1}}) {
+      AttentionShape lengths = shape;
+      lengths.seqlen_q = seqlen_q;
+      lengths.seqlen_k = seqlen_k;
+      const Window window = normalize_window({.left = bound, .right = bound}, lengths);
+      const BlockRange keys = block_range(band_from_queries(window, seqlen_q, seqlen_k),
+                                          seqlen_q - 1, seqlen_q - 1, seqlen_k, 64);
+      CHECK_EQ(keys.end, ceil_div(seqlen_k, 64));  // the last query sees the last key
+      const BlockRange queries = block_range(band_from_keys(window, seqlen_q, seqlen_k),
+                                             seqlen_k - 1, seqlen_k - 1, seqlen_q, 64);
+      CHECK_EQ(queries.end, ceil_div(seqlen_q, 64));
+    }
+  }
+}

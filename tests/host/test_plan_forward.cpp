@@ -1,0 +1,136 @@
+#include <cmath>
+#include <string>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/plan.h"
+#include "host/plan_steps.h"
+
+using namespace host_tests;
+
+namespace {
+
+constexpr AttentionShape training{.batch_size = 4,
+                                  .seqlen_q = 4096,
+                                  .seqlen_k = 4096,
+                                  .num_heads_q = 16,
+                                  .num_heads_k = 16,
+                                  .head_dim = 128};
+
+ForwardPlan plan(const AttentionShape& shape, Window window = {}, const DeviceInfo& device = h200) {
+  return plan_forward(call<ForwardParams>(shape, window), device, forward_table());
+}
+
+}  // namespace
+
+// Stands in for the generated registry.
+std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
+  return forward_table();
+}
+
+TEST(the_public_function_plans_against_the_registry) {
+  const ForwardPlan result = plan_forward(call<ForwardParams>(training), h200);
+  CHECK_EQ(result.instance, plan(training).instance);
+  CHECK_EQ(result.schedule.grid_size(), plan(training).schedule.grid_size());
+}
+
+TEST(tiles_cover_the_queries_of_every_head) {
+  AttentionShape shape = training;
+  for (const auto& [seqlen_q, tiles] :
+       {std::pair{1, 1}, {127, 1}, {128, 1}, {129, 2}, {4096, 32}}) {
+    shape.seqlen_q = seqlen_q;
+    const TileSchedule schedule = plan(shape).schedule;
+    CHECK_EQ(schedule.num_tiles, tiles);
+    CHECK_EQ(schedule.num_heads, 16);
+    CHECK_EQ(schedule.num_batch_heads, 64);
+    CHECK_EQ(schedule.grid_size(), 64 * tiles);
+  }
+}
+
+TEST(the_window_chooses_the_row_and_the_direction) {
+  CHECK_EQ(std::string(plan(training).instance->name), "hd128_full");
+  CHECK(!plan(training).schedule.longest_first);
+  CHECK_EQ(std::string(plan(training, causal).instance->name), "hd128_windowed");
+  CHECK(plan(training, causal).schedule.longest_first);
+  const Window right_unbounded{.left = 100, .right = Window::unbounded};
+  CHECK_EQ(std::string(plan(training, right_unbounded).instance->name), "hd128_windowed");
+  CHECK(!plan(training, right_unbounded).schedule.longest_first);
+
+  AttentionShape decode = training;
+  decode.seqlen_q = 1;
+  CHECK_EQ(std::string(plan(decode, causal).instance->name), "hd128_full");
+  CHECK(!plan(decode, causal).schedule.longest_first);
+}
+
+TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
+  // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB.
+  CHECK_EQ(plan(training).schedule.heads_per_section, 12);
+  AttentionShape shape = training;
+  shape.seqlen_k = 512;  // 256 KiB a head: all 64 fit
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 64);
+  shape.seqlen_k = 65'536;  // 32 MiB a head: none fits
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 1);
+  shape.seqlen_k = 0;
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 64);
+}
+
+TEST(query_heads_of_one_key_head_stay_in_one_section) {
+  AttentionShape shape = training;
+  shape.num_heads_k = 4;  // 12 key heads fit, each read by 4 query heads
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 48);
+  shape.seqlen_k = 65'536;
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
+}
+
+TEST(empty_calls_have_an_empty_grid_and_a_valid_section) {
+  for (int AttentionShape::* size : {&AttentionShape::batch_size, &AttentionShape::seqlen_q}) {
+    AttentionShape shape = training;
+    shape.*size = 0;
+    const TileSchedule schedule = plan(shape, causal).schedule;
+    CHECK_EQ(schedule.grid_size(), 0);
+    CHECK(schedule.heads_per_section >= 1);
+  }
+  AttentionShape no_keys = training;
+  no_keys.seqlen_k = 0;
+  CHECK_EQ(plan(no_keys, causal).schedule.grid_size(), 64 * 32);
+}
+
+TEST(the_grid_ends_at_the_largest_that_cuda_takes) {
+  AttentionShape shape = training;
+  shape.seqlen_q = 1;
+  shape.num_heads_q = shape.num_heads_k = 32'767;
+  shape.batch_size = 65'538;  // * 32,767 = 2^31 - 2
+  CHECK_EQ(plan(shape).schedule.grid_size(), std::int64_t{2'147'483'646});
+  shape.batch_size = 65'539;
+  CHECK_ERROR(plan(shape),
+              "batch_size * heads * tiles must be at most 2147483647, got 65539 * 32767 * 1");
+  shape.batch_size = 40'000;
+  shape.seqlen_q = 256;
+  CHECK_ERROR(plan(shape), "40000 * 32767 * 2");
+  shape.batch_size = shape.num_heads_q = shape.num_heads_k = 2'147'483'647;
+  shape.seqlen_q = max_seqlen;
+  CHECK_ERROR(plan(shape), "must be at most 2147483647");
+}
+
+TEST(a_call_no_kernel_can_compute_is_refused_by_name) {
+  const auto with = [](auto change) {
+    auto params = call<ForwardParams>(training);
+    change(params);
+    return plan_forward(params, h200, forward_table());
+  };
+  CHECK_ERROR(with([](auto& p) { p.shape.batch_size = -1; }), "batch_size must be from 0");
+  CHECK_ERROR(with([](auto& p) { p.shape.seqlen_q = -5; }),
+              "seqlen_q must be from 0 to 1000000000, got -5");
+  CHECK_ERROR(with([](auto& p) { p.shape.seqlen_k = max_seqlen + 1; }), "seqlen_k");
+  CHECK_ERROR(with([](auto& p) { p.shape.num_heads_q = 0; }), "num_heads_q must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.num_heads_k = 0; }), "num_heads_k must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.num_heads_k = 5; }),
+              "num_heads_k must divide num_heads_q (16), got 5");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 59; }),
+              "head_dim must be a positive multiple of 8, got 59");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "got 0");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 136; }), "head_dim 136");
+  CHECK_ERROR(with([](auto& p) { p.softmax_scale = std::nanf(""); }),
+              "softmax_scale must be finite");
+  CHECK_ERROR(with([](auto& p) { p.softmax_scale = INFINITY; }), "got inf");
+}

@@ -1,0 +1,114 @@
+#include "host/select_instance.h"
+
+#include <string>
+
+#include "check.h"
+#include "fixtures.h"
+
+using namespace host_tests;
+
+namespace {
+
+std::string selected(std::span<const ForwardInstance* const> instances,
+                     const KernelRequest& request, const DeviceInfo& device = h200) {
+  return select_instance(instances, request, device).name;
+}
+
+KernelRequest request(int head_dim, MaskKind mask = MaskKind::full, Dtype dtype = Dtype::bf16) {
+  return {.dtype = dtype, .mask = mask, .head_dim = head_dim};
+}
+
+}  // namespace
+
+TEST(takes_the_first_bucket_that_is_wide_enough) {
+  CHECK_EQ(selected(forward_table(), request(8)), "hd64_full");
+  CHECK_EQ(selected(forward_table(), request(64)), "hd64_full");
+  CHECK_EQ(selected(forward_table(), request(72)), "hd128_full");
+  CHECK_EQ(selected(forward_table(), request(128)), "hd128_full");
+}
+
+TEST(windowed_covers_full_and_full_does_not_cover_windowed) {
+  CHECK_EQ(selected(forward_table(), request(64, MaskKind::windowed)), "hd64_windowed");
+  const InstanceList<ForwardInstance> windowed({forward_instance("w", 64, MaskKind::windowed)});
+  CHECK_EQ(selected(windowed, request(64)), "w");
+  const InstanceList<ForwardInstance> full({forward_instance("f", 64, MaskKind::full)});
+  CHECK_ERROR(selected(full, request(64, MaskKind::windowed)), "windowed mask");
+}
+
+TEST(order_decides_between_rows_that_cover) {
+  const InstanceList<ForwardInstance> table({
+      forward_instance("first", 128, MaskKind::windowed),
+      forward_instance("narrower", 64, MaskKind::full),
+  });
+  CHECK_EQ(selected(table, request(64)), "first");
+}
+
+TEST(dtype_must_match) {
+  const InstanceList<ForwardInstance> table({
+      forward_instance("bf16", 64, MaskKind::full),
+      forward_instance("fp16", 64, MaskKind::full, KernelFamily::sm80, Dtype::fp16),
+  });
+  CHECK_EQ(selected(table, request(64, MaskKind::full, Dtype::fp16)), "fp16");
+  CHECK_EQ(selected(table, request(64)), "bf16");
+}
+
+TEST(sm90_rows_run_on_compute_capability_9_0_only) {
+  const InstanceList<ForwardInstance> table({
+      forward_instance("sm90", 64, MaskKind::full, KernelFamily::sm90),
+      forward_instance("sm80", 64, MaskKind::full),
+  });
+  DeviceInfo device = h200;
+  CHECK_EQ(selected(table, request(64), device), "sm90");
+  for (const int capability : {80, 86, 89, 100, 120}) {
+    device.compute_capability = capability;
+    CHECK_EQ(selected(table, request(64), device), "sm80");
+  }
+  device.compute_capability = 75;
+  CHECK_ERROR(selected(table, request(64), device), "compute capability 7.5");
+}
+
+TEST(a_row_that_needs_more_shared_memory_than_there_is_is_passed_over) {
+  const auto with_smem = [](const char* name, int bytes) {
+    return forward_instance(name, 128, MaskKind::full, KernelFamily::sm80, Dtype::bf16, bytes);
+  };
+  const InstanceList<ForwardInstance> table(
+      {with_smem("large", 160 * 1024), with_smem("exact", 99 * 1024)});
+  CHECK_EQ(selected(table, request(128), a100), "large");
+  CHECK_EQ(selected(table, request(128), rtx4090), "exact");
+}
+
+TEST(every_requested_feature_must_be_there) {
+  ForwardInstance plain = forward_instance("plain", 64, MaskKind::full);
+  ForwardInstance rich = forward_instance("rich", 64, MaskKind::full);
+  plain.config.features = 0b001;
+  rich.config.features = 0b011;
+  const InstanceList<ForwardInstance> table({plain, rich});
+  KernelRequest needs = request(64);
+  CHECK_EQ(selected(table, needs), "plain");
+  needs.features = 0b010;
+  CHECK_EQ(selected(table, needs), "rich");
+  needs.features = 0b110;
+  CHECK_ERROR(selected(table, needs), "features 6");
+}
+
+TEST(the_error_says_what_was_required_and_what_exists) {
+  const KernelRequest too_wide = request(256, MaskKind::windowed, Dtype::fp16);
+  const char* const parts[] = {"no compiled forward kernel",
+                               "dtype fp16",
+                               "head_dim 256",
+                               "windowed mask",
+                               "compute capability 9.0",
+                               "232448 bytes",
+                               "hd64_full, hd64_windowed, hd128_full"};
+  for (const char* part : parts) CHECK_ERROR(selected(forward_table(), too_wide), part);
+  CHECK_ERROR(selected({}, request(64)), "compiled: none");
+}
+
+TEST(backward_rows_follow_the_same_rules) {
+  const auto name = [](int head_dim, MaskKind mask) {
+    return std::string(select_instance(backward_table(), request(head_dim, mask), h200).name);
+  };
+  CHECK_EQ(name(40, MaskKind::full), "hd64_full");
+  CHECK_EQ(name(96, MaskKind::windowed), "hd128_windowed");
+  CHECK_ERROR(name(136, MaskKind::full), "no compiled backward kernel");
+}

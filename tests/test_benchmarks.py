@@ -1,0 +1,356 @@
+"""The benchmark's arithmetic, order of measurement, outputs and command lines, on the CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from cases import AttentionCase, benchmark_cases
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import bench
+import host_overhead
+import report
+import runner
+from backends import BACKENDS, Backend, TensorOrder, Unsupported
+from metrics import Pass, Timing, geometric_mean, least_traffic, operations, quantile
+from refcheck import ReferenceCheck
+from runner import Status, interleave, make_input_sets, run_case
+
+SMALL = AttentionCase(
+    batch=2,
+    seqlen_q=16,
+    seqlen_k=16,
+    num_heads_q=4,
+    num_heads_k=2,
+    head_dim=16,
+    dtype=torch.float32,
+    device="cpu",
+)
+TINY_GRID = ["--device", "cpu", "--dtype", "fp32", "--head-dims", "16", "--seqlens", "16", "32"]
+TINY_GRID += ["--tokens", "32", "--hidden", "32", "--budget-ms", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Calls of microseconds on several threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sdpa_like(name: str, attend) -> Backend:
+    return Backend(name, "for this test", lambda case: attend, TensorOrder.heads_first)
+
+
+# Arithmetic
+
+
+def test_quantiles_interpolate():
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.0) == 1.0
+    assert quantile([4.0, 1.0, 3.0, 2.0], 1.0) == 4.0
+    assert quantile([7.0], 0.25) == 7.0
+    assert quantile([0.0, 10.0], 0.25) == 2.5
+
+
+def test_timing_is_the_median_not_the_mean():
+    timing = Timing.of([1.0, 1.0, 1.0, 1.0, 1000.0])
+    assert (timing.median_ms, timing.low_ms, timing.high_ms, timing.samples) == (1.0, 1.0, 1.0, 5)
+
+
+def test_geometric_mean():
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("function", [geometric_mean, lambda values: quantile(values, 0.5)])
+def test_statistics_of_nothing_are_refused(function):
+    with pytest.raises(ValueError, match="values must hold at least one number"):
+        function([])
+
+
+def test_operations_follow_the_papers_convention():
+    full, causal = (
+        AttentionCase(1, 8192, 8192, 16, 16, 128, causal=causal) for causal in (False, True)
+    )
+    assert operations(full, Pass.forward) == 4 * 8192 * 8192 * 128 * 16
+    assert operations(full, Pass.backward) == 2.5 * operations(full, Pass.forward)
+    assert operations(causal, Pass.forward) == pytest.approx(
+        operations(full, Pass.forward) / 2, rel=1e-3
+    )
+
+
+def test_rates_have_the_right_units():
+    case = AttentionCase(1, 1024, 1024, 8, 8, 64)
+    timing = Timing(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=1)
+    assert timing.teraflops(case, Pass.forward) == operations(case, Pass.forward) / 1e-3 / 1e12
+    assert timing.gigabytes_per_second(case, Pass.backward) == pytest.approx(
+        least_traffic(case, Pass.backward) / 1e-3 / 1e9
+    )
+    assert least_traffic(case, Pass.forward) == 4 * 1024 * 8 * 64 * 2 + 1024 * 8 * 4
+
+
+# Order of measurement
+
+
+def test_backends_take_turns_and_share_every_place():
+    order = list(interleave(3, 6))
+    rounds = [[turn for index, turn in order if index == r] for r in range(6)]
+    assert all(sorted(turns) == [0, 1, 2] for turns in rounds)
+    for place in range(3):
+        assert Counter(turns[place] for turns in rounds) == {0: 2, 1: 2, 2: 2}
+
+
+def test_samples_of_two_backends_alternate(monkeypatch):
+    monkeypatch.setattr(runner, "MAX_ROUNDS", 4)
+    taken = []
+    original = runner.take_sample
+
+    def spy(contender, start, on_cuda):
+        taken.append(contender.backend.name)
+        return original(contender, start, on_cuda)
+
+    monkeypatch.setattr(runner, "take_sample", spy)
+    attend = BACKENDS["sdpa_math"].prepare(SMALL)
+    pair = [sdpa_like("a", attend), sdpa_like("b", attend)]
+    results = run_case(SMALL, Pass.forward, pair, make_input_sets(SMALL), budget_ms=1e6)
+    assert taken == ["a", "b"] + ["a", "b", "b", "a"] * 2  # one estimate each, then the rounds
+    assert [result.timing.samples for result in results] == [4, 4]
+
+
+def test_backward_is_timed_without_the_forward():
+    forwards = 0
+    sdpa = BACKENDS["sdpa_math"].prepare(SMALL)
+
+    def attend(q, k, v):
+        nonlocal forwards
+        forwards += 1
+        return sdpa(q, k, v)
+
+    inputs = make_input_sets(SMALL)
+    (result,) = run_case(SMALL, Pass.backward, [sdpa_like("a", attend)], inputs, budget_ms=1.0)
+    assert result.status is Status.ok and result.timing.samples >= runner.MIN_ROUNDS
+    assert forwards == len(inputs)
+
+
+def test_forward_is_timed_without_recording_a_graph():
+    recorded = []
+    sdpa = BACKENDS["sdpa_math"].prepare(SMALL)
+
+    def attend(q, k, v):
+        out = sdpa(q, k, v)
+        recorded.append(out.requires_grad)
+        return out
+
+    run_case(SMALL, Pass.forward, [sdpa_like("a", attend)], make_input_sets(SMALL), budget_ms=1.0)
+    assert recorded and not any(recorded)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Unsupported("no such thing"), Status.unsupported),
+        (NotImplementedError("later"), Status.unsupported),
+        (RuntimeError("No available kernel. Aborting execution."), Status.unsupported),
+        (torch.OutOfMemoryError("too large"), Status.out_of_memory),
+        (ValueError("a defect"), Status.failed),
+    ],
+)
+def test_a_backend_that_cannot_run_is_a_row_with_a_reason(error, status):
+    def refuse(q, k, v):
+        raise error
+
+    pair = [sdpa_like("refuses", refuse), BACKENDS["sdpa_math"]]
+    refused, fine = run_case(SMALL, Pass.forward, pair, make_input_sets(SMALL), budget_ms=1.0)
+    assert (refused.status, refused.timing) == (status, None)
+    assert refused.reason == str(error)
+    assert fine.status is Status.ok
+
+
+# Backends
+
+
+@pytest.mark.parametrize("name", ["ours", "sdpa_flash", "sdpa_math", "sdpa"])
+@pytest.mark.parametrize("lengths", [(16, 16), (8, 24)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backends_compute_the_same_attention(name, lengths, causal):
+    heads_k = 2 if name == "ours" else 4  # torch's CPU kernels differ in what they do with groups
+    case = AttentionCase(
+        2, *lengths, 4, heads_k, 16, dtype=torch.float32, causal=causal, device="cpu"
+    )
+    inputs = make_input_sets(case)[0]
+    checker = ReferenceCheck(case, inputs)
+    for which, names in ((Pass.forward, {"out"}), (Pass.backward, {"dq", "dk", "dv"})):
+        verdict = checker.check(BACKENDS[name], which)
+        assert verdict.keys() == {"passes", *names}
+        assert verdict["passes"], verdict
+
+
+def test_refcheck_finds_a_wrong_result():
+    checker = ReferenceCheck(SMALL, make_input_sets(SMALL)[0])
+    sdpa = BACKENDS["sdpa_math"].prepare(SMALL)
+    wrong = sdpa_like("wrong", lambda q, k, v: sdpa(q * 1.01, k, v))
+    assert not checker.check(wrong, Pass.forward)["passes"]
+    assert not checker.check(wrong, Pass.backward)["passes"]
+
+
+def test_cuda_backends_say_so_on_the_cpu():
+    for name in ("sdpa_cudnn", "sdpa_efficient", "flex", "fa3"):
+        with pytest.raises(Unsupported, match="CUDA devices only"):
+            BACKENDS[name].prepare(SMALL)
+
+
+# Outputs
+
+
+def make_row(case: str, which: str, backend: str, median_ms: float | None) -> report.Row:
+    return {"case": case, "pass": which, "backend": backend, "median_ms": median_ms, "ratio": None}
+
+
+def test_ratios_and_their_summary():
+    rows = [
+        make_row("x", "forward", "base", 2.0),
+        make_row("x", "forward", "ours", 1.0),
+        make_row("y", "forward", "base", 1.0),
+        make_row("y", "forward", "ours", 2.0),
+        make_row("y", "backward", "ours", 2.0),  # the baseline has no such cell
+        make_row("z", "forward", "base", 3.0),
+        make_row("z", "forward", "ours", None),  # did not run
+    ]
+    report.add_ratios(rows, "base")
+    assert [row["ratio"] for row in rows] == [1.0, 2.0, 1.0, 0.5, None, 1.0, None]
+    (entry,) = report.summarise(rows, "base")
+    assert (entry["pass"], entry["backend"], entry["cells"]) == ("forward", "ours", 2)
+    assert entry["geomean_ratio"] == pytest.approx(1.0)
+    assert (entry["minimum_ratio"], entry["minimum_case"]) == (0.5, "y")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> Path:
+    """A folder with everything that a small run of the command line writes."""
+    folder = tmp_path_factory.mktemp("bench")
+    arguments = [*TINY_GRID, "--backends", "ours", "sdpa_math", "sdpa_cudnn", "--refcheck"]
+    arguments += ["--baseline", "sdpa_math", "--json", str(folder / "r.json")]
+    arguments += ["--csv", str(folder / "r.csv")]
+    assert bench.main(arguments) == 0
+    return folder
+
+
+def test_json_has_everything_a_reader_needs(outputs):
+    document = json.loads((outputs / "r.json").read_text())
+    assert document["schema"] == report.SCHEMA
+    assert document["baseline"] == "sdpa_math"
+    assert document["command"].startswith("python benchmarks/bench.py --device cpu")
+    facts = document["environment"]
+    assert facts["torch"] == torch.__version__
+    assert {"device", "driver", "commit", "cuda", "date", "flash_attn_cuda"} <= facts.keys()
+
+    rows = document["results"]
+    assert len(rows) == 2 * 2 * 2 * 3  # lengths, masks, passes, backends
+    assert len({frozenset(row) for row in rows}) == 1
+    for row in rows:
+        if row["backend"] == "sdpa_cudnn":
+            assert row["status"] == "unsupported" and row["reason"] and row["median_ms"] is None
+        else:
+            assert row["status"] == "ok" and row["check"]["passes"]
+            assert row["tflops"] > 0 and row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+    assert {(entry["pass"], entry["backend"]) for entry in document["summary"]} == {
+        ("forward", "ours"),
+        ("backward", "ours"),
+    }
+
+
+def test_csv_repeats_the_rows(outputs):
+    rows = json.loads((outputs / "r.json").read_text())["results"]
+    with (outputs / "r.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(rows)
+    assert [float(line["median_ms"] or math.nan) for line in lines] == pytest.approx(
+        [row["median_ms"] or math.nan for row in rows], nan_ok=True
+    )
+    assert {line["check"] for line in lines} == {"True", ""}
+
+
+def test_report_prints_a_table_from_saved_results(outputs, capsys):
+    assert report.main([str(outputs / "r.json"), "--markdown"]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == "| pass | dtype | D | mask | backend | S = 16 | S = 32 |"
+    assert lines[2].startswith("| forward | fp32 | 16 | full | ours |")
+    assert len(lines) == 2 + 2 * 2 * 2
+    assert "ours / sdpa_math geomean" in text
+
+
+def test_report_draws_the_saved_results(outputs, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert report.main([str(outputs / "r.json"), "--plot", str(tmp_path / "r.png")]) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_refuses_another_schema(tmp_path):
+    (tmp_path / "old.json").write_text('{"schema": 0}')
+    with pytest.raises(SystemExit, match="schema must be 1, got 0"):
+        report.main([str(tmp_path / "old.json")])
+
+
+# Command lines
+
+
+def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
+    sdpa = BACKENDS["sdpa_math"]
+    wrong = Backend(
+        "ours", "wrong", lambda case: lambda q, k, v: 2 * sdpa.prepare(case)(q, k, v), sdpa.order
+    )
+    monkeypatch.setitem(BACKENDS, "ours", wrong)
+    arguments = [*TINY_GRID, "--backends", "ours", "--passes", "forward", "--masks", "full"]
+    assert bench.main([*arguments, "--refcheck"]) == 1
+    assert "2 results differ from the reference" in capsys.readouterr().err
+    assert bench.main(arguments) == 0
+
+
+def test_shapes_replace_the_grid():
+    options = bench.parse_arguments(
+        ["--shape", "4,1024,4096,32,8,128", "--masks", "causal", "--dtype", "fp16"]
+    )
+    (case,) = bench.cases_of(options)
+    assert (case.batch, *case.query_shape[1:], *case.key_shape[1:3]) == (
+        *(4, 1024, 32, 128),
+        *(4096, 8),
+    )
+    assert case.causal and case.dtype == torch.float16
+
+
+@pytest.mark.parametrize("shape", ["1,2,3", "1,2,3,4,5,x", "1,8,8,3,2,64"])
+def test_a_bad_shape_is_refused(shape, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--shape", shape])
+    assert "must be six integers B,Sq,Sk,Hq,Hk,D" in capsys.readouterr().err
+
+
+def test_the_default_grid_is_the_papers():
+    options = bench.parse_arguments(["--device", "cuda"])
+    assert list(bench.cases_of(options)) == list(benchmark_cases())
+    assert options.backends == ["ours", "sdpa_flash"] and options.baseline == "sdpa_flash"
+
+
+def test_host_overhead_reports_each_mode(tmp_path, capsys):
+    path = tmp_path / "host.json"
+    arguments = ["--device", "cpu", "--batches", "2", "--calls", "1", "--json", str(path)]
+    assert host_overhead.main([*arguments, "--backends", "ours", "sdpa_math", "fa3"]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert len(results) == 3 * 3
+    for entry in results:
+        if entry["backend"] == "fa3":
+            assert "CUDA devices only" in entry["reason"]
+        else:
+            assert 0 < entry["low_us"] <= entry["median_us"] <= entry["high_us"]
+    assert "b1-q128k128-h8/8-d128-bf16-full" in capsys.readouterr().out

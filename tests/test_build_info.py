@@ -1,0 +1,138 @@
+"""What an installation says of itself: its extension or the lack of it, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_cuda
+from build_tools.generate_units import row_record
+from build_tools.kernel_table import ALL_ROWS
+from flash_attn_cuda import build_info, flash_attn_func
+from flash_attn_cuda.__main__ import main
+
+BROKEN_EXTENSION = "flash_attn_cuda built with torch 1.2.3\0 but no shared object"
+IMPORT_SCRIPT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, flash_attn_cuda
+ours = [str(w.message) for w in caught if "flash_attn_cuda" in str(w.message)]
+print(len(ours), ours)
+print(flash_attn_cuda.cuda_unavailable_reason())
+print(flash_attn_cuda.flash_attn_func(*torch.ones(3, 1, 2, 1, 8)).sum().item())
+"""
+
+
+def test_an_extension_that_does_not_load(tmp_path: Path) -> None:
+    """One warning that names both torch versions, and a package that works on the CPU."""
+    package = tmp_path / "flash_attn_cuda"
+    package.mkdir()
+    for source in Path(flash_attn_cuda.__file__).parent.glob("*.py"):
+        (package / source.name).symlink_to(source)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (package / f"_C{suffix}").write_text(BROKEN_EXTENSION)
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_SCRIPT],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    warning, reason, total = result.stdout.splitlines()
+    assert warning.startswith("1 ")
+    for text in (warning, reason):
+        assert "built with torch 1.2.3" in text and torch.__version__ in text
+    assert float(total) == 16.0
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert flash_attn_cuda.__version__ in printed and torch.__version__ in printed
+    assert "self-check passed" in printed
+
+
+def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn_cuda import self_check
+
+    def off_by_a_little(*args: Any, **options: Any) -> Any:
+        out, lse, s_dmask = flash_attn_func(*args, **options)
+        return out * 1.05, lse, s_dmask
+
+    monkeypatch.setattr(self_check, "flash_attn_func", off_by_a_little)
+    assert main([]) == 1
+
+
+def test_explain_without_an_extension(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_info, "extension", None)
+    assert main(["--explain"]) == 1
+    assert "nothing to explain" in capsys.readouterr().err
+
+
+def test_compiled_rows_and_explain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The build record of the whole table, read as an extension would hand it out."""
+    calls = []
+
+    class Extension:
+        def build_record(self) -> str:
+            instances = [row_record(row) for row in ALL_ROWS]
+            return json.dumps({"archs": ["80", "90a"], "nvcc": "13.0", "instances": instances})
+
+        def explain_forward(self, **call: Any) -> dict[str, Any]:
+            calls.append(call)
+            return {"instance": "the_forward_kernel", "grid": 12}
+
+        def explain_backward(self, **call: Any) -> dict[str, Any]:
+            raise RuntimeError("no compiled kernel")
+
+    monkeypatch.setattr(build_info, "extension", Extension())
+    for cached in (build_info.build_record, build_info.compiled_rows):
+        monkeypatch.setattr(build_info, cached.__name__, cached.__wrapped__)
+    rows = build_info.compiled_rows()
+    assert [row.name for row in rows] == [row.name for row in ALL_ROWS]
+    assert {row.pass_name for row in rows} <= {"forward", "backward"}
+    assert {row.dtype for row in rows} <= {"fp16", "bf16"}
+    assert {row.mask for row in rows} <= {"full", "windowed"}
+    assert all("block_m" in row.config for row in rows)
+    assert "compiled for     80, 90a" in build_info.describe()
+
+    assert main(["--explain", "--heads-q", "8", "--seqlen-q", "512", "--causal"]) == 1
+    printed = capsys.readouterr().out
+    assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
+    assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
+
+
+def test_cuda_without_a_device_says_why() -> None:
+    reason = build_info.cuda_unavailable_reason()
+    if reason is None:
+        pytest.skip("this machine can run CUDA tensors")
+    with pytest.raises(RuntimeError, match="cannot run on cuda"):
+        build_info.require_cuda(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (("80",), (8, 0), True),
+        (("80",), (8, 9), True),
+        (("86",), (8, 0), False),
+        (("80",), (7, 5), False),
+        (("80",), (9, 0), True),  # the PTX of the highest arch
+        (("80", "90a"), (9, 0), True),
+        (("80", "90a"), (12, 0), True),
+        (("90a",), (8, 9), False),
+        (("80+PTX", "90a"), (10, 0), True),
+        ((), (9, 0), False),
+    ],
+)
+def test_archs_run_on(archs: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
+    assert build_info.archs_run_on(archs, capability) is runs
