@@ -139,15 +139,18 @@ def _link_command(archive: Path, nvcc: Nvcc) -> str:
     return f"{compiler} -shared -o $out $in {inputs} -Wl,--exclude-libs,ALL"
 
 
-def build(target: TargetPython | None = None, build_dir: Path | None = None) -> Path:
-    """Builds what is out of date of the kernels and the extension; returns the extension's path."""
-    target = target or TargetPython()
+def build(other: TargetPython | None = None) -> Path:
+    """Builds what is out of date of the kernels and the extension; returns the extension's path.
+
+    For the Python that runs this, in build/extension, or for an ``other`` in a folder of its own.
+    """
     nvcc = toolchain.find_nvcc()
     if nvcc is None or not toolchain.make_torch_importable():
         raise ToolchainError("the extension needs nvcc and torch")
     options = build_kernels.BuildOptions()
     archive = build_kernels.build(options)
-    folder = build_dir or REPO / "build/extension" / target.tag
+    folder = REPO / (f"build/extension-{other.tag}" if other else "build/extension")
+    target = other or TargetPython()
     compiler = (toolchain.host_compiler(), *_compile_flags(target, nvcc))
     compiles = [
         ninja_build.Compile(source, folder / f"{source.stem}.o", compiler)
@@ -175,10 +178,10 @@ def main(arguments: Sequence[str]) -> int:
         print(announcement(choice), flush=True)
         if choice.backend is Backend.cpu:
             return 0
-        target = TargetPython()
+        other = None
         if given.soabi:
-            target = TargetPython(tuple(given.python_include), f".{given.soabi}.so")
-        extension = build(target)
+            other = TargetPython(tuple(given.python_include), f".{given.soabi}.so")
+        extension = build(other)
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             extension = Path(shutil.copy2(extension, given.out))

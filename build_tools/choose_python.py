@@ -1,4 +1,4 @@
-"""Prints the Python to install into: the active one with torch where pip may write, else .venv's."""
+"""Prints the Python to install into: the active one if it has torch, else that of .venv."""
 
 import sys
 import sysconfig

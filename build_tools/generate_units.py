@@ -1,4 +1,8 @@
-"""Turns table rows into C++: one unit per (pass, family, head dim), and the registry of all."""
+"""Turns table rows into C++: one unit per (pass, family, head dim, variant), and a registry.
+
+A unit holds the dtypes and masks of one tile: enough to share the cost of reading CuTe's headers,
+few enough for a compile job to stay under 4 GB.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,25 @@ INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInsta
 
 @dataclass(frozen=True)
 class Unit:
-    """One generated .cu: the rows that share a pass, a family and a head dim."""
+    """One generated .cu: the rows that share a pass, a family, a head dim and a variant."""
 
     kernel_pass: Pass
     family: Family
     head_dim: int
+    variant: str
     rows: tuple[KernelRow, ...]
 
     @property
     def name(self) -> str:
-        return f"{self.kernel_pass.name}_{self.family.value}_hd{self.head_dim}"
+        variant = f"_{self.variant}" if self.variant else ""
+        return f"{self.kernel_pass.name}_{self.family.value}_hd{self.head_dim}{variant}"
 
 
 def units_of(rows: Iterable[KernelRow]) -> list[Unit]:
     """Groups rows into units, both in the order in which the rows come."""
-    groups: dict[tuple[Pass, Family, int], list[KernelRow]] = {}
+    groups: dict[tuple[Pass, Family, int, str], list[KernelRow]] = {}
     for row in rows:
-        groups.setdefault((row.kernel_pass, row.family, row.head_dim), []).append(row)
+        groups.setdefault((row.kernel_pass, row.family, row.head_dim, row.variant), []).append(row)
     return [Unit(*key, rows=tuple(group)) for key, group in groups.items()]
 
 

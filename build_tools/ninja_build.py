@@ -93,7 +93,7 @@ def write_compile_commands(path: Path, compiles: Iterable[Compile], directory: P
 
 def run_ninja(path: Path, jobs: int, directory: Path) -> None:
     """Runs the build from ``directory``; BuildError when a command fails."""
-    command = [Path(ninja.BIN_DIR) / "ninja", "-f", path, "-j", str(jobs)]
+    command = [f"{ninja.BIN_DIR}/ninja", "-f", str(path), "-j", str(jobs)]
     # So that ccache knows the same sources in another checkout.
     environment = {"CCACHE_BASEDIR": str(REPO), **os.environ}
     result = subprocess.run(command, cwd=directory, env=environment)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Readies a Python for building and prints nothing but what went wrong: set_up.sh PYTHON [TORCH_REQUIREMENT].
+# set_up.sh PYTHON [TORCH_REQUIREMENT] readies a Python for building.
 # PYTHON is .venv/bin/python, made here when it is missing, or a Python that already has torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +8,7 @@ torch=${2:-torch}
 
 if [[ $python == .venv/* && ! -x $python ]]; then
   options=()
-  # A system Python that pip must not touch may still have a torch of its own: use that one from inside the environment.
+  # A system Python that pip must not touch may have a torch: the environment then uses that one.
   python3 -c 'import torch' 2>/dev/null && options+=(--system-site-packages)
   if ! python3 -m venv "${options[@]}" .venv; then
     rm -rf .venv
@@ -17,8 +17,9 @@ if [[ $python == .venv/* && ! -x $python ]]; then
   fi
 fi
 
-"$python" -m pip install --quiet --disable-pip-version-check 'setuptools>=70.1' 'ninja>=1.11'
 if ! "$python" -c 'import torch' 2>/dev/null; then
   echo "installing $torch, a download of up to a few gigabytes" >&2
-  "$python" -m pip install --disable-pip-version-check "$torch"
 fi
+# In one call, so that torch's own bounds on setuptools hold. Does nothing when all of it is there.
+"$python" -m pip install --quiet --disable-pip-version-check \
+  'setuptools>=70.1' 'ninja>=1.11' "$torch"

@@ -40,22 +40,22 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def row_cases() -> Iterator[AttentionCase]:
-    """One case a row: ragged tiles both ways, a partly used head dim under a window."""
-    keys = {(row.dtype, row.mask, row.head_dim) for row in build_info.compiled_rows()}
+    """Two a row, ragged: full with shared key heads, causal with a partly used head dim."""
+    rows = {(row.dtype, row.head_dim) for row in build_info.compiled_rows()}
     if ON_CPU:
-        keys = {("bf16", "full", 32), ("bf16", "windowed", 64)}
-    for dtype, mask, head_dim in sorted(keys):
-        windowed = mask == "windowed"
-        yield AttentionCase(
-            batch=1,
-            seqlen_q=70 if windowed else 150,
-            seqlen_k=150 if windowed else 70,
-            num_heads_q=2,
-            num_heads_k=2 if windowed else 1,
-            head_dim=head_dim - 8 if windowed else head_dim,
-            dtype=DTYPES[dtype],
-            causal=windowed,
-        )
+        rows = {("bf16", 32)}
+    for dtype, head_dim in sorted(rows):
+        for causal in (False, True):
+            yield AttentionCase(
+                batch=1,
+                seqlen_q=70 if causal else 150,
+                seqlen_k=150 if causal else 70,
+                num_heads_q=2,
+                num_heads_k=2 if causal else 1,
+                head_dim=head_dim - 8 if causal else head_dim,
+                dtype=DTYPES[dtype],
+                causal=causal,
+            )
 
 
 def odd_cases() -> Iterator[AttentionCase]:

@@ -23,12 +23,7 @@ from build_tools import (
     toolchain,
 )
 from build_tools.build_extension import Backend
-from build_tools.kernel_table import (
-    Dtype,
-    Family,
-    ForwardRow,
-    Mask,
-)
+from build_tools.kernel_table import Dtype, Family, ForwardRow, Mask
 from build_tools.toolchain import Nvcc, ToolchainError
 from third_party.cutlass import fetch
 

@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   CUTE_UNROLL
   for (int i = 0; i < size(tdQrdQ); ++i) tdQrdQ(i) *= args.softmax_scale;
 
-  auto sdQ = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem_bytes)),
-                         typename Traits::QueryLayout{});
+  auto sdQ = smem_tile<typename Traits::QueryLayout>(reinterpret_cast<Element*>(smem_bytes));
   auto copy = make_tiled_copy_C(StoreMatrix<Element>{}, mma).get_thread_slice(thread);
   auto fragment = convert_fragment<Element>(tdQrdQ);
   cute::copy(StoreMatrix<Element>{}, copy.retile_S(fragment), copy.partition_D(sdQ));

@@ -39,7 +39,7 @@ CUTE_DEVICE void write_key_gradient(TensorView const& view, AttentionShape const
                                     int head_k, int key_begin, Accumulator const& accumulator,
                                     typename Traits::Element* buffer, int thread) {
   using Element = typename Traits::Element;
-  auto sGrad = make_tensor(make_smem_ptr(buffer), typename Traits::KeyLayout{});
+  auto sGrad = smem_tile<typename Traits::KeyLayout>(buffer);
   auto copy = make_tiled_copy_C(StoreMatrix<Element>{}, typename Traits::DkdvMma{})
                   .get_thread_slice(thread);
   auto fragment = convert_fragment<Element>(accumulator);
@@ -102,13 +102,10 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
                   key_last, shape.seqlen_q, block_m);
   const bool ragged_keys = key_begin + block_n > shape.seqlen_k;
 
-  auto sK =
-      make_tensor(make_smem_ptr(smem.k), typename Traits::KeyLayout{});  // (block_n, head_dim)
-  auto sV =
-      make_tensor(make_smem_ptr(smem.v), typename Traits::KeyLayout{});  // (block_n, head_dim)
-  auto sP =
-      make_tensor(make_smem_ptr(smem.p), typename Traits::ScoresLayout{});  // (block_m, block_n)
-  auto sdS = make_tensor(make_smem_ptr(smem.ds), typename Traits::ScoresLayout{});
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);     // (block_n, head_dim)
+  auto sP = smem_tile<typename Traits::ScoresLayout>(smem.p);  // (block_m, block_n)
+  auto sdS = smem_tile<typename Traits::ScoresLayout>(smem.ds);
 
   // One step is one query tile of one head; the steps of a CTA are numbered through its heads.
   struct Step {
@@ -120,7 +117,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
                                      : Step{step.head + 1, range.begin};
   };
   auto load_queries = [&](TensorView const& view, Element* buffer, Step step) {
-    auto tile = make_tensor(make_smem_ptr(buffer), typename Traits::QueryLayout{});
+    auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
     const int query = step.tile * block_m;
     Traits::QueryLoader::load(view, coord.batch, step.head, query, shape.seqlen_q - query,
                               shape.head_dim, tile, thread);
@@ -148,8 +145,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   clear(tdVrdV);
 
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
-  auto tScS =
-      rows_cols_view(scores_mma.get_thread_slice(thread).partition_C(cS));  // -> (query, key)
+  // This thread's (rows, columns) of S -> (query, key)
+  auto tScS = rows_cols_view(scores_mma.get_thread_slice(thread).partition_C(cS));
   auto store_scores =
       make_tiled_copy_C(StoreMatrix<Element>{}, scores_mma).get_thread_slice(thread);
   auto to_shared = [&](auto const& accumulator, auto& tile) {
@@ -162,21 +159,17 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       .seqlen_k = shape.seqlen_k};
 
   auto run_step = [&](Step step, int index, bool is_last) {
-    wait_for_loads();  // this step's Q, dO and row statistics are here; nobody reads the previous
-                       // step's buffers
+    wait_for_loads();  // this step's tiles are here; the previous step's buffers are free
     const Step following = next(step);
     if (!is_last) {
-      if (Traits::stages_q == 2)
-        load_queries(params.q, smem.q[(index + 1) % Traits::stages_q], following);
-      if (Traits::stages_do == 2)
-        load_queries(params.dout, smem.dout[(index + 1) % Traits::stages_do], following);
-      load_row_statistics((index + 1) % 2, following);
+      const int other = (index + 1) % 2;
+      if (Traits::stages_q == 2) load_queries(params.q, smem.q[other], following);
+      if (Traits::stages_do == 2) load_queries(params.dout, smem.dout[other], following);
+      load_row_statistics(other, following);
       commit_loads();
     }
-    auto sQ = make_tensor(make_smem_ptr(smem.q[index % Traits::stages_q]),
-                          typename Traits::QueryLayout{});
-    auto sdO = make_tensor(make_smem_ptr(smem.dout[index % Traits::stages_do]),
-                           typename Traits::QueryLayout{});
+    auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q[index % Traits::stages_q]);
+    auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout[index % Traits::stages_do]);
     const float* lse_log2 = smem.lse_log2[index % 2];
     const float* softmax_d = smem.softmax_d[index % 2];
 
@@ -204,8 +197,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       auto v = operand_b(LoadMatrix<Element>{}, scores_mma, sV, thread);
       gemm(scores_mma, tdPrdP, dout, v);
     }
-    // Only now, so that the exponentials share a basic block with the product above and fill its
-    // gaps.
+    // Only now, so that the exponentials share the product's basic block and fill its gaps.
     if (ragged_keys || !range.is_interior(step.tile)) {
       mask.apply(scores, tScS, step.tile * block_m, key_begin, 0.0f);
     }
@@ -263,8 +255,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     load_queries(params.dout, smem.dout[0], step);
     load_row_statistics(0, step);
     commit_loads();
-    for (int index = 0; index < steps; ++index, step = next(step))
+    for (int index = 0; index < steps; ++index, step = next(step)) {
       run_step(step, index, index + 1 == steps);
+    }
   }
 
   CUTE_UNROLL

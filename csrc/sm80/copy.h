@@ -24,6 +24,11 @@ template <int kRows, int kColumns>
 using TileLayout =
     decltype(tile_to_shape(SwizzleAtom<kColumns>{}, Shape<Int<kRows>, Int<kColumns>>{}));
 
+template <class Layout, class Element>
+CUTE_DEVICE auto smem_tile(Element* data) {
+  return make_tensor(make_smem_ptr(data), Layout{});
+}
+
 // The same memory read as its transpose.
 template <class SmemTensor>
 CUTE_DEVICE auto transposed(SmemTensor const& tile) {

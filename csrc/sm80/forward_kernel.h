@@ -59,7 +59,7 @@ CUTE_DEVICE void write_output(ForwardParams const& params, TileCoord coord, Accu
   }
 
   // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
-  auto sO = make_tensor(make_smem_ptr(smem.q), typename Traits::QueryLayout{});
+  auto sO = smem_tile<typename Traits::QueryLayout>(smem.q);
   auto copy_o = make_tiled_copy_C(StoreMatrix<Element>{}, mma).get_thread_slice(thread);
   auto rO = convert_fragment<Element>(tOrO);
   cute::copy(StoreMatrix<Element>{}, copy_o.retile_S(rO), copy_o.partition_D(sO));
@@ -90,12 +90,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   const Band band = band_from_queries(params.window, shape.seqlen_q, shape.seqlen_k);
   const BlockRange range = block_range(band, query_begin, query_last, shape.seqlen_k, block_n);
 
-  auto sQ =
-      make_tensor(make_smem_ptr(smem.q), typename Traits::QueryLayout{});  // (block_m, head_dim)
-  auto sK =
-      make_tensor(make_smem_ptr(smem.k), typename Traits::KeyLayout{});  // (block_n, head_dim)
-  auto sV =
-      make_tensor(make_smem_ptr(smem.v), typename Traits::KeyLayout{});  // (block_n, head_dim)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);    // (block_n, head_dim)
 
   auto load_keys = [&](TensorView const& view, auto& tile, int block) {
     const int key = block * block_n;
@@ -109,8 +106,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto k = operand_b(LoadMatrix<Element>{}, mma, sK, thread);
   auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), thread);
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
-  auto tScS = rows_cols_view(
-      mma.get_thread_slice(thread).partition_C(cS));  // (rows, columns) -> (query, key)
+  // This thread's (rows, columns) of S -> (query, key)
+  auto tScS = rows_cols_view(mma.get_thread_slice(thread).partition_C(cS));
 
   auto tOrO = partition_fragment_C(mma, Shape<Int<block_m>, Int<head_dim>>{});
   clear(tOrO);
@@ -128,8 +125,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     if (block > range.begin) load_keys(params.k, sK, block - 1);
 
     auto scores = rows_cols_view(tSrS);
-    if (!range.is_interior(block))
+    if (!range.is_interior(block)) {
       mask.apply(scores, tScS, query_begin, block * block_n, -INFINITY);
+    }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
     auto rP = convert_fragment<Element>(tSrS);
