@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -93,6 +94,10 @@ def summarise(rows: Sequence[Row], baseline: str) -> list[Row]:
     return summary
 
 
+# Names the commit where the sources are a copy without their repository.
+COMMIT_VARIABLE = "FLASH_ATTN_CUDA_COMMIT"
+
+
 def environment(device: str) -> Row:
     """What the figures depend on besides the code under test."""
     facts: Row = {
@@ -100,7 +105,8 @@ def environment(device: str) -> Row:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "commit": command_output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "commit": os.environ.get(COMMIT_VARIABLE)
+        or command_output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "uncommitted_changes": bool(
             command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
         ),

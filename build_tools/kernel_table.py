@@ -127,7 +127,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_forward(32, block_m=128, block_n=128, num_warps=4, allowed_spill_bytes=16),
     *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=16),
     *sm80_forward(96, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=16),
-    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=64),
+    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=96),
     *sm80_forward(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward(256, block_m=64, block_n=64, num_warps=4),
 )
@@ -154,7 +154,9 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
     *sm80_backward(96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
+    *sm80_backward(
+        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+    ),
     *sm80_backward(
         128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
     ),

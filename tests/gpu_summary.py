@@ -9,6 +9,7 @@ properties of the reports.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -23,6 +24,7 @@ import torch
 from tolerance import Closeness
 
 _PROPERTY = "closeness"
+_COMMIT_VARIABLE = "FLASH_ATTN_CUDA_COMMIT"  # for a copy of the sources without their repository
 _DRIVER_VERSION = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
 
 
@@ -114,7 +116,8 @@ def environment(root: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "build": _build(),
-        "commit": _output(["git", "-C", str(root), "rev-parse", "HEAD"]),
+        "commit": os.environ.get(_COMMIT_VARIABLE)
+        or _output(["git", "-C", str(root), "rev-parse", "HEAD"]),
         "uncommitted_changes": bool(_output(["git", "-C", str(root), "status", "--porcelain"])),
         "date": time.strftime("%Y-%m-%d"),
     }

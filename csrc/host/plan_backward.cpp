@@ -22,6 +22,10 @@ void check_query_rows(const AttentionShape& shape, int seqlen_q_rounded) {
   }
 }
 
+// One CTA has an SM to itself, and a section of two tiles for each evens out a causal grid; larger
+// ones lose more in L2 than they gain.
+constexpr int tiles_per_sm = 2;
+
 // How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split
 // costs an fp32 partial of dK and dV, and all partials together stay within the size of the fp32 dQ
 // that the call needs anyway.
@@ -87,6 +91,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
            .num_heads = shape.num_heads_k * splits,
            .heads_per_group = splits,
            .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
+           .min_tiles = window.is_full() ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
            // A right bound hides most queries from the last keys, so the long tiles come first as
            // they are; a left bound alone does the opposite.
            .longest_first = window.left != Window::unbounded && window.right == Window::unbounded},

@@ -40,16 +40,20 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
     throw_error("batch_size * heads * tiles must be at most ", max_grid, ", got ",
                 request.batch_size, " * ", request.num_heads, " * ", request.num_tiles);
   }
-  const std::int64_t groups = std::max<std::int64_t>(
-      1, device.l2_bytes / 2 / std::max<std::int64_t>(1, request.bytes_per_group));
-  // Compared before multiplied: heads_per_group * groups may be past the range of int64.
-  const bool one_section = groups >= batch_heads / request.heads_per_group;
-  return {.num_tiles = request.num_tiles,
-          .num_heads = request.num_heads,
-          .num_batch_heads = static_cast<int>(batch_heads),
-          .heads_per_section = static_cast<int>(one_section ? std::max<std::int64_t>(1, batch_heads)
-                                                            : groups * request.heads_per_group),
-          .longest_first = request.longest_first};
+  const std::int64_t groups = std::max<std::int64_t>(1, batch_heads / request.heads_per_group);
+  const std::int64_t tiles_per_group =
+      std::max<std::int64_t>(1, std::int64_t{request.heads_per_group} * request.num_tiles);
+  const std::int64_t fitting =
+      device.l2_bytes / 2 / std::max<std::int64_t>(1, request.bytes_per_group);
+  const std::int64_t wanted =
+      std::max({std::int64_t{1}, fitting, ceil_div(request.min_tiles, tiles_per_group)});
+  const std::int64_t sections = ceil_div(groups, wanted);
+  return {
+      .num_tiles = request.num_tiles,
+      .num_heads = request.num_heads,
+      .num_batch_heads = static_cast<int>(batch_heads),
+      .heads_per_section = static_cast<int>(ceil_div(groups, sections) * request.heads_per_group),
+      .longest_first = request.longest_first};
 }
 
 }  // namespace flash_attn_cuda

@@ -14,7 +14,8 @@ inline constexpr int max_seqlen = 1'000'000'000;
 inline constexpr std::int64_t max_grid =
     2'147'483'647;  // blocks along x, and the range of blockIdx.x as int
 
-constexpr int ceil_div(int dividend, int divisor) {
+template <class Integer>
+constexpr Integer ceil_div(Integer dividend, Integer divisor) {
   return dividend / divisor + (dividend % divisor != 0);
 }
 
@@ -27,11 +28,15 @@ struct ScheduleRequest {
   int num_heads;
   int heads_per_group;           // neighbouring heads that read the same data
   std::int64_t bytes_per_group;  // of that data
+  std::int64_t min_tiles;        // in a section, as far as there are as many
   bool longest_first;
 };
 
 // A section is as many whole groups as fit in half of L2, so that the other half is left to what
-// streams past, and at least one. Throws Error when the grid is larger than CUDA's.
+// streams past, and at least one. Tiles of unequal length need min_tiles in a section: its short
+// tiles then fill the gaps that its long ones leave. Sections are equally large, so that the grid
+// does not end on a small one that starts with long tiles. Throws Error when the grid is larger
+// than CUDA's.
 TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
 
 }  // namespace flash_attn_cuda

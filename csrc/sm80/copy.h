@@ -44,79 +44,75 @@ CUTE_DEVICE auto without_swizzle(SmemTensor const& tile) {
   return make_tensor(tile.data(), get_nonswizzle_portion(tile.layout()));
 }
 
-// Threads over a tile, 8 elements each: as many as cover one swizzle row lie along a row.
-template <int kColumns>
-inline constexpr int threads_per_row = decltype(size<1>(SwizzleAtom<kColumns>{}))::value / 8;
-
-template <class Element, int kThreads, int kColumns, class CopyOp,
-          int kThreadsPerRow = threads_per_row<kColumns>>
-using TileCopy =
-    decltype(make_tiled_copy(Copy_Atom<CopyOp, Element>{},
-                             Layout<Shape<Int<kThreads / kThreadsPerRow>, Int<kThreadsPerRow>>,
-                                    Stride<Int<kThreadsPerRow>, _1>>{},
-                             Layout<Shape<_1, _8>>{}));
-
-// The (rows, head_dim) matrix of one batch and head, its rows from `row` on.
-template <class Element, int kRows, int kColumns>
-CUTE_DEVICE auto global_tile(TensorView const& view, int batch, int head, int row) {
-  Element* data = static_cast<Element*>(view.data) + batch * view.batch_stride +
-                  head * view.head_stride + row * view.row_stride;
-  return make_tensor(make_gmem_ptr(data), Shape<Int<kRows>, Int<kColumns>>{},
-                     make_stride(view.row_stride, _1{}));
-}
-
-// One thread's share of the tiles of a tensor, global memory to shared memory.
+// How the threads of a CTA share a tile: 16 bytes each, neighbours along a row of the swizzle atom.
 template <class Element, int kRows, int kColumns, int kThreads>
-struct TileLoader {
-  using Copy = TileCopy<Element, kThreads, kColumns, SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>>;
-  static_assert(kRows % (kThreads / threads_per_row<kColumns>) == 0,
-                "the threads cover whole rows of the tile");
+struct TileShare {
+  static constexpr int chunk = sizeof(uint128_t) / sizeof(Element);
+  static constexpr int chunks_per_row = decltype(size<1>(SwizzleAtom<kColumns>{}))::value / chunk;
+  static constexpr int rows_per_pass = kThreads / chunks_per_row;
+  static constexpr int columns_per_pass = chunks_per_row * chunk;
+  static_assert(kRows % rows_per_pass == 0, "the threads cover whole rows of the tile");
 
-  // Rows from `rows` on and columns from `columns` on become zeros, and nothing is read for them.
-  template <class SmemTensor>
-  CUTE_DEVICE static void load(TensorView const& view, int batch, int head, int row, int rows,
-                               int columns, SmemTensor&& smem, int thread) {
-    auto thread_copy = Copy{}.get_thread_slice(thread);
-    auto source =
-        thread_copy.partition_S(global_tile<Element, kRows, kColumns>(view, batch, head, row));
-    auto target = thread_copy.partition_D(smem);
-    auto coords = thread_copy.partition_S(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
+  // visit(row, column) for each of the thread's chunks.
+  template <class Visit>
+  CUTE_DEVICE static void for_each(int thread, Visit visit) {
+    const int first_row = thread / chunks_per_row;
+    const int first_column = thread % chunks_per_row * chunk;
     CUTE_UNROLL
-    for (int m = 0; m < size<1>(target); ++m) {
-      const bool row_exists = get<0>(coords(0, m, 0)) < rows;
+    for (int row = 0; row < kRows; row += rows_per_pass) {
       CUTE_UNROLL
-      for (int k = 0; k < size<2>(target); ++k) {
-        const bool exists = row_exists && get<1>(coords(0, m, k)) < columns;
-        cute::copy(Copy{}.with(exists), source(_, m, k), target(_, m, k));
+      for (int column = 0; column < kColumns; column += columns_per_pass) {
+        visit(first_row + row, first_column + column);
       }
     }
   }
 };
 
-// Shared memory to global memory, 16 bytes a thread, rows and columns beyond the tensor left alone.
+// Where row `row` of one batch and head begins in global memory.
+template <class Element>
+CUTE_DEVICE Element* row_pointer(TensorView const& view, int batch, int head, int row) {
+  return static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride +
+         row * view.row_stride;
+}
+
+template <class SmemTensor>
+CUTE_DEVICE uint128_t& chunk_at(SmemTensor&& tile, int row, int column) {
+  return *reinterpret_cast<uint128_t*>(&tile(row, column));
+}
+
+// The tile whose first row is `row`: global memory to shared memory. Rows from `rows` on and
+// columns from `columns` on become zeros, and nothing is read for them.
+template <class Element, int kRows, int kColumns, int kThreads>
+struct TileLoader {
+  using Share = TileShare<Element, kRows, kColumns, kThreads>;
+
+  template <class SmemTensor>
+  CUTE_DEVICE static void load(TensorView const& view, int batch, int head, int row, int rows,
+                               int columns, SmemTensor&& tile, int thread) {
+    const Element* source = row_pointer<Element>(view, batch, head, row);
+    Share::for_each(thread, [&](int m, int column) {
+      const Element* chunk = source + m * view.row_stride + column;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(chunk),
+                                                       chunk_at(tile, m, column),
+                                                       m < rows && column < columns);
+    });
+  }
+};
+
+// The reverse. Rows and columns beyond the tensor are left alone.
 template <class Element, int kRows, int kColumns, int kThreads>
 struct TileWriter {
-  using Copy = TileCopy<Element, kThreads, kColumns, UniversalCopy<uint128_t>>;
-  static_assert(kRows % (kThreads / threads_per_row<kColumns>) == 0,
-                "the threads cover whole rows of the tile");
+  using Share = TileShare<Element, kRows, kColumns, kThreads>;
 
   template <class SmemTensor>
   CUTE_DEVICE static void store(TensorView const& view, int batch, int head, int row, int rows,
-                                int columns, SmemTensor const& smem, int thread) {
-    auto thread_copy = Copy{}.get_thread_slice(thread);
-    auto source = thread_copy.partition_S(smem);
-    auto target =
-        thread_copy.partition_D(global_tile<Element, kRows, kColumns>(view, batch, head, row));
-    auto coords = thread_copy.partition_D(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
-    CUTE_UNROLL
-    for (int m = 0; m < size<1>(target); ++m) {
-      CUTE_UNROLL
-      for (int k = 0; k < size<2>(target); ++k) {
-        if (get<0>(coords(0, m, 0)) < rows && get<1>(coords(0, m, k)) < columns) {
-          cute::copy(Copy{}, source(_, m, k), target(_, m, k));
-        }
-      }
-    }
+                                int columns, SmemTensor&& tile, int thread) {
+    Element* target = row_pointer<Element>(view, batch, head, row);
+    Share::for_each(thread, [&](int m, int column) {
+      if (m >= rows || column >= columns) return;
+      *reinterpret_cast<uint128_t*>(target + m * view.row_stride + column) =
+          chunk_at(tile, m, column);
+    });
   }
 };
 

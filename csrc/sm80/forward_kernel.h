@@ -26,9 +26,11 @@ struct ForwardArguments {
 // -Q in place, each thread the elements it loaded itself.
 template <class Traits, class SmemTensor>
 CUTE_DEVICE void negate_queries(SmemTensor& sQ, int thread) {
-  auto tQsQ = typename Traits::QueryLoader::Copy{}.get_thread_slice(thread).partition_D(sQ);
-  CUTE_UNROLL
-  for (int i = 0; i < size(tQsQ); ++i) tQsQ(i) = -tQsQ(i);
+  using Share = typename Traits::QueryLoader::Share;
+  Share::for_each(thread, [&](int row, int column) {
+    CUTE_UNROLL
+    for (int i = 0; i < Share::chunk; ++i) sQ(row, column + i) = -sQ(row, column + i);
+  });
 }
 
 // O and LSE of the tile: registers -> shared memory (Q's buffer) -> global memory.

@@ -75,6 +75,11 @@ TEST(a_section_holds_the_heads_whose_queries_fill_half_of_l2) {
   CHECK_EQ(plan(shape).schedule.heads_per_section, 8);
 }
 
+TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
+  // 2 tiles for each of 132 SMs are 9 heads of 32 tiles, in eight equal sections 8.
+  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 8);
+}
+
 TEST(splits_are_the_fewest_that_fill_the_device_twice) {
   AttentionShape shape{.batch_size = 1,
                        .seqlen_q = 2048,

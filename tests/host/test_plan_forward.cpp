@@ -63,8 +63,9 @@ TEST(the_window_chooses_the_row_and_the_direction) {
 }
 
 TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
-  // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB.
-  CHECK_EQ(plan(training).schedule.heads_per_section, 12);
+  // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB:
+  // 12 of the 64 heads fit, in six equal sections 11.
+  CHECK_EQ(plan(training).schedule.heads_per_section, 11);
   AttentionShape shape = training;
   shape.seqlen_k = 512;  // 256 KiB a head: all 64 fit
   CHECK_EQ(plan(shape).schedule.heads_per_section, 64);
@@ -74,10 +75,21 @@ TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
   CHECK_EQ(plan(shape).schedule.heads_per_section, 64);
 }
 
+TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
+  // 8 tiles for each of 132 SMs are 33 heads of 32 tiles, in two equal sections 32.
+  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 32);
+  AttentionShape shape = training;
+  shape.seqlen_q = shape.seqlen_k = 65'536;  // 512 tiles a head
+  CHECK_EQ(plan(shape, causal).schedule.heads_per_section, 3);
+  shape.num_heads_k = 4;
+  CHECK_EQ(plan(shape, causal).schedule.heads_per_section, 4);
+}
+
 TEST(query_heads_of_one_key_head_stay_in_one_section) {
   AttentionShape shape = training;
-  shape.num_heads_k = 4;  // 12 key heads fit, each read by 4 query heads
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 48);
+  shape.num_heads_k =
+      4;  // 12 of 16 key heads fit, in two equal sections 8, each read by 4 query heads
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 32);
   shape.seqlen_k = 65'536;
   CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
 }
