@@ -14,6 +14,17 @@ void check_range(const char* field, int value, int low, int high) {
   }
 }
 
+// Groups in a section, about `wanted`, so that no small section is left over at the end: a divisor
+// of all groups where one is near, else the sizes that rounding leaves closest to equal.
+std::int64_t section_size(std::int64_t groups, std::int64_t wanted) {
+  constexpr std::int64_t most_tried = 64;
+  if (wanted >= groups) return groups;
+  for (std::int64_t size = wanted; size < std::min(2 * wanted, wanted + most_tried); ++size) {
+    if (groups % size == 0) return size;
+  }
+  return ceil_div(groups, ceil_div(groups, wanted));
+}
+
 }  // namespace
 
 void check_call(const AttentionShape& shape, float softmax_scale) {
@@ -47,12 +58,11 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
       device.l2_bytes / 2 / std::max<std::int64_t>(1, request.bytes_per_group);
   const std::int64_t wanted =
       std::max({std::int64_t{1}, fitting, ceil_div(request.min_tiles, tiles_per_group)});
-  const std::int64_t sections = ceil_div(groups, wanted);
   return {
       .num_tiles = request.num_tiles,
       .num_heads = request.num_heads,
       .num_batch_heads = static_cast<int>(batch_heads),
-      .heads_per_section = static_cast<int>(ceil_div(groups, sections) * request.heads_per_group),
+      .heads_per_section = static_cast<int>(section_size(groups, wanted) * request.heads_per_group),
       .longest_first = request.longest_first};
 }
 

@@ -32,11 +32,11 @@ struct ScheduleRequest {
   bool longest_first;
 };
 
-// A section is as many whole groups as fit in half of L2, so that the other half is left to what
-// streams past, and at least one. Tiles of unequal length need min_tiles in a section: its short
-// tiles then fill the gaps that its long ones leave. Sections are equally large, so that the grid
-// does not end on a small one that starts with long tiles. Throws Error when the grid is larger
-// than CUDA's.
+// A section is at least as many whole groups as fit in half of L2, which leaves the other half to
+// what streams past, and at least one. Tiles of unequal length need min_tiles in a section: its
+// short tiles then fill the gaps that its long ones leave. Sections are equally large where they
+// can be, so that the grid does not end on a small one that starts with long tiles. Throws Error
+// when the grid is larger than CUDA's.
 TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
 
 }  // namespace flash_attn_cuda

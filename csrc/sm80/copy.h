@@ -53,17 +53,17 @@ struct TileShare {
   static constexpr int columns_per_pass = chunks_per_row * chunk;
   static_assert(kRows % rows_per_pass == 0, "the threads cover whole rows of the tile");
 
-  // visit(row, column) for each of the thread's chunks.
+  CUTE_DEVICE static int first_row(int thread) { return thread / chunks_per_row; }
+  CUTE_DEVICE static int first_column(int thread) { return thread % chunks_per_row * chunk; }
+
+  // visit(row, column) for each of a thread's chunks, counted from its first one: both are
+  // constants once the loops are unrolled, and addresses a base and an offset.
   template <class Visit>
-  CUTE_DEVICE static void for_each(int thread, Visit visit) {
-    const int first_row = thread / chunks_per_row;
-    const int first_column = thread % chunks_per_row * chunk;
+  CUTE_DEVICE static void for_each(Visit visit) {
     CUTE_UNROLL
     for (int row = 0; row < kRows; row += rows_per_pass) {
       CUTE_UNROLL
-      for (int column = 0; column < kColumns; column += columns_per_pass) {
-        visit(first_row + row, first_column + column);
-      }
+      for (int column = 0; column < kColumns; column += columns_per_pass) visit(row, column);
     }
   }
 };
@@ -89,12 +89,14 @@ struct TileLoader {
   template <class SmemTensor>
   CUTE_DEVICE static void load(TensorView const& view, int batch, int head, int row, int rows,
                                int columns, SmemTensor&& tile, int thread) {
-    const Element* source = row_pointer<Element>(view, batch, head, row);
-    Share::for_each(thread, [&](int m, int column) {
-      const Element* chunk = source + m * view.row_stride + column;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(chunk),
-                                                       chunk_at(tile, m, column),
-                                                       m < rows && column < columns);
+    const int m = Share::first_row(thread);
+    const int k = Share::first_column(thread);
+    const Element* source = row_pointer<Element>(view, batch, head, row + m) + k;
+    Share::for_each([&](int next_m, int next_k) {
+      const bool exists = next_m < rows - m && next_k < columns - k;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
+          *reinterpret_cast<const uint128_t*>(source + next_m * view.row_stride + next_k),
+          chunk_at(tile, m + next_m, k + next_k), exists);
     });
   }
 };
@@ -107,11 +109,13 @@ struct TileWriter {
   template <class SmemTensor>
   CUTE_DEVICE static void store(TensorView const& view, int batch, int head, int row, int rows,
                                 int columns, SmemTensor&& tile, int thread) {
-    Element* target = row_pointer<Element>(view, batch, head, row);
-    Share::for_each(thread, [&](int m, int column) {
-      if (m >= rows || column >= columns) return;
-      *reinterpret_cast<uint128_t*>(target + m * view.row_stride + column) =
-          chunk_at(tile, m, column);
+    const int m = Share::first_row(thread);
+    const int k = Share::first_column(thread);
+    Element* target = row_pointer<Element>(view, batch, head, row + m) + k;
+    Share::for_each([&](int next_m, int next_k) {
+      if (next_m >= rows - m || next_k >= columns - k) return;
+      *reinterpret_cast<uint128_t*>(target + next_m * view.row_stride + next_k) =
+          chunk_at(tile, m + next_m, k + next_k);
     });
   }
 };

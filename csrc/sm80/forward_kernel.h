@@ -27,9 +27,12 @@ struct ForwardArguments {
 template <class Traits, class SmemTensor>
 CUTE_DEVICE void negate_queries(SmemTensor& sQ, int thread) {
   using Share = typename Traits::QueryLoader::Share;
-  Share::for_each(thread, [&](int row, int column) {
+  Share::for_each([&](int row, int column) {
     CUTE_UNROLL
-    for (int i = 0; i < Share::chunk; ++i) sQ(row, column + i) = -sQ(row, column + i);
+    for (int i = 0; i < Share::chunk; ++i) {
+      auto& element = sQ(Share::first_row(thread) + row, Share::first_column(thread) + column + i);
+      element = -element;
+    }
   });
 }
 

@@ -61,11 +61,12 @@ TEST(causal_tiles_run_up_and_a_left_bound_alone_turns_them_round) {
 }
 
 TEST(a_section_holds_the_heads_whose_queries_fill_half_of_l2) {
-  // Q, dO and the fp32 dQ of a head: 4096 * 128 * (2 + 2 + 4) bytes = 4 MiB; half of L2 is 25 MiB.
-  CHECK_EQ(plan(training).schedule.heads_per_section, 6);
+  // Q, dO and the fp32 dQ of a head: 4096 * 128 * (2 + 2 + 4) bytes = 4 MiB; half of L2 is 25 MiB:
+  // 6 fit, 8 divide 64.
+  CHECK_EQ(plan(training).schedule.heads_per_section, 8);
   AttentionShape shape = training;
-  shape.num_heads_k = 8;  // 8 MiB a key head
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 3);
+  shape.num_heads_k = 8;  // 8 MiB a key head: 3 fit, 4 divide 32
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
   shape.seqlen_q = 65'536;
   CHECK_EQ(plan(shape).schedule.heads_per_section, 1);
   shape.head_dim =
@@ -76,8 +77,8 @@ TEST(a_section_holds_the_heads_whose_queries_fill_half_of_l2) {
 }
 
 TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
-  // 2 tiles for each of 132 SMs are 9 heads of 32 tiles, in eight equal sections 8.
-  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 8);
+  // 2 tiles for each of 132 SMs are 9 heads of 32 tiles; 16 divide 64.
+  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 16);
 }
 
 TEST(splits_are_the_fewest_that_fill_the_device_twice) {

@@ -63,10 +63,14 @@ TEST(the_window_chooses_the_row_and_the_direction) {
 }
 
 TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
-  // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB:
-  // 12 of the 64 heads fit, in six equal sections 11.
-  CHECK_EQ(plan(training).schedule.heads_per_section, 11);
+  // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB: 12 heads, and 16
+  // divide 64.
+  CHECK_EQ(plan(training).schedule.heads_per_section, 16);
   AttentionShape shape = training;
+  shape.batch_size = 1;
+  shape.num_heads_q = shape.num_heads_k = 67;  // no divisor: five sections of 12, one of 7
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 12);
+  shape = training;
   shape.seqlen_k = 512;  // 256 KiB a head: all 64 fit
   CHECK_EQ(plan(shape).schedule.heads_per_section, 64);
   shape.seqlen_k = 65'536;  // 32 MiB a head: none fits
@@ -76,20 +80,20 @@ TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
 }
 
 TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
-  // 8 tiles for each of 132 SMs are 33 heads of 32 tiles, in two equal sections 32.
-  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 32);
+  // 8 tiles for each of 132 SMs are 33 heads of 32 tiles; all 64 are the next divisor.
+  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 64);
   AttentionShape shape = training;
-  shape.seqlen_q = shape.seqlen_k = 65'536;  // 512 tiles a head
-  CHECK_EQ(plan(shape, causal).schedule.heads_per_section, 3);
+  shape.seqlen_q = shape.seqlen_k = 65'536;                     // 512 tiles a head
+  CHECK_EQ(plan(shape, causal).schedule.heads_per_section, 4);  // 3 would do
   shape.num_heads_k = 4;
   CHECK_EQ(plan(shape, causal).schedule.heads_per_section, 4);
 }
 
 TEST(query_heads_of_one_key_head_stay_in_one_section) {
   AttentionShape shape = training;
-  shape.num_heads_k =
-      4;  // 12 of 16 key heads fit, in two equal sections 8, each read by 4 query heads
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 32);
+  shape.num_heads_k = 4;
+  shape.seqlen_k = 16'384;  // 8 MiB a key head: 3 fit, 4 divide 16, each read by 4 query heads
+  CHECK_EQ(plan(shape).schedule.heads_per_section, 16);
   shape.seqlen_k = 65'536;
   CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
 }
