@@ -153,7 +153,9 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm80_backward(
         64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
-    *sm80_backward(96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward(
+        96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+    ),
     *sm80_backward(
         128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=16
     ),

@@ -52,18 +52,24 @@ struct TileShare {
   static constexpr int rows_per_pass = kThreads / chunks_per_row;
   static constexpr int columns_per_pass = chunks_per_row * chunk;
   static_assert(kRows % rows_per_pass == 0, "the threads cover whole rows of the tile");
+  static_assert(rows_per_pass % 8 == 0, "the swizzle, of 8 rows, is that of the first chunk");
 
   CUTE_DEVICE static int first_row(int thread) { return thread / chunks_per_row; }
   CUTE_DEVICE static int first_column(int thread) { return thread % chunks_per_row * chunk; }
 
-  // visit(row, column) for each of a thread's chunks, counted from its first one: both are
-  // constants once the loops are unrolled, and addresses a base and an offset.
-  template <class Visit>
-  CUTE_DEVICE static void for_each(Visit visit) {
+  // visit(row, column, chunk) for each of a thread's chunks of the tile in shared memory. Row and
+  // column count from its first chunk: constants once the loops are unrolled, and all chunks lie at
+  // constant distances from the first.
+  template <class SmemTensor, class Visit>
+  CUTE_DEVICE static void for_each(SmemTensor&& tile, int thread, Visit visit) {
+    auto* first = &tile(first_row(thread), first_column(thread));
+    const auto distance = get_nonswizzle_portion(tile.layout());
     CUTE_UNROLL
     for (int row = 0; row < kRows; row += rows_per_pass) {
       CUTE_UNROLL
-      for (int column = 0; column < kColumns; column += columns_per_pass) visit(row, column);
+      for (int column = 0; column < kColumns; column += columns_per_pass) {
+        visit(row, column, *reinterpret_cast<uint128_t*>(first + distance(row, column)));
+      }
     }
   }
 };
@@ -73,11 +79,6 @@ template <class Element>
 CUTE_DEVICE Element* row_pointer(TensorView const& view, int batch, int head, int row) {
   return static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride +
          row * view.row_stride;
-}
-
-template <class SmemTensor>
-CUTE_DEVICE uint128_t& chunk_at(SmemTensor&& tile, int row, int column) {
-  return *reinterpret_cast<uint128_t*>(&tile(row, column));
 }
 
 // The tile whose first row is `row`: global memory to shared memory. Rows from `rows` on and
@@ -92,11 +93,11 @@ struct TileLoader {
     const int m = Share::first_row(thread);
     const int k = Share::first_column(thread);
     const Element* source = row_pointer<Element>(view, batch, head, row + m) + k;
-    Share::for_each([&](int next_m, int next_k) {
+    Share::for_each(tile, thread, [&](int next_m, int next_k, uint128_t& target) {
       const bool exists = next_m < rows - m && next_k < columns - k;
       SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
-          *reinterpret_cast<const uint128_t*>(source + next_m * view.row_stride + next_k),
-          chunk_at(tile, m + next_m, k + next_k), exists);
+          *reinterpret_cast<const uint128_t*>(source + next_m * view.row_stride + next_k), target,
+          exists);
     });
   }
 };
@@ -112,10 +113,9 @@ struct TileWriter {
     const int m = Share::first_row(thread);
     const int k = Share::first_column(thread);
     Element* target = row_pointer<Element>(view, batch, head, row + m) + k;
-    Share::for_each([&](int next_m, int next_k) {
+    Share::for_each(tile, thread, [&](int next_m, int next_k, const uint128_t& source) {
       if (next_m >= rows - m || next_k >= columns - k) return;
-      *reinterpret_cast<uint128_t*>(target + next_m * view.row_stride + next_k) =
-          chunk_at(tile, m + next_m, k + next_k);
+      *reinterpret_cast<uint128_t*>(target + next_m * view.row_stride + next_k) = source;
     });
   }
 };

@@ -26,13 +26,11 @@ struct ForwardArguments {
 // -Q in place, each thread the elements it loaded itself.
 template <class Traits, class SmemTensor>
 CUTE_DEVICE void negate_queries(SmemTensor& sQ, int thread) {
-  using Share = typename Traits::QueryLoader::Share;
-  Share::for_each([&](int row, int column) {
+  constexpr std::uint32_t two_signs = 0x8000'8000;
+  Traits::QueryLoader::Share::for_each(sQ, thread, [&](int, int, uint128_t& chunk) {
+    auto* pairs = reinterpret_cast<std::uint32_t*>(&chunk);
     CUTE_UNROLL
-    for (int i = 0; i < Share::chunk; ++i) {
-      auto& element = sQ(Share::first_row(thread) + row, Share::first_column(thread) + column + i);
-      element = -element;
-    }
+    for (int i = 0; i < 4; ++i) pairs[i] ^= two_signs;
   });
 }
 
