@@ -173,7 +173,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         **WARPS_4_2_2,
         **SINGLE_BUFFERED,
         variant="smem163k",
-        allowed_spill_bytes=32,
+        allowed_spill_bytes=48,
     ),
     *sm80_backward(256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"),
 )
