@@ -118,7 +118,8 @@ def environment(root: Path) -> dict[str, Any]:
         "build": _build(),
         "commit": os.environ.get(_COMMIT_VARIABLE)
         or _output(["git", "-C", str(root), "rev-parse", "HEAD"]),
-        "uncommitted_changes": bool(_output(["git", "-C", str(root), "status", "--porcelain"])),
+        "uncommitted_changes": _COMMIT_VARIABLE not in os.environ
+        and bool(_output(["git", "-C", str(root), "status", "--porcelain"])),
         "date": time.strftime("%Y-%m-%d"),
     }
 
