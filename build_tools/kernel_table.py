@@ -125,7 +125,7 @@ def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
 # Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_forward(32, block_m=128, block_n=128, num_warps=4, allowed_spill_bytes=16),
-    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=16),
+    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=32),
     *sm80_forward(96, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=16),
     *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=96),
     *sm80_forward(192, block_m=64, block_n=64, num_warps=4),
@@ -157,7 +157,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
     ),
     *sm80_backward(
-        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=32
     ),
     *sm80_backward(
         128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
