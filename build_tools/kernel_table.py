@@ -124,10 +124,10 @@ def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
 
 # Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    *sm80_forward(32, block_m=128, block_n=128, num_warps=4, allowed_spill_bytes=16),
-    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=32),
-    *sm80_forward(96, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=16),
-    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=96),
+    *sm80_forward(32, block_m=128, block_n=128, num_warps=4),
+    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=24),
+    *sm80_forward(96, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=48),
     *sm80_forward(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward(256, block_m=64, block_n=64, num_warps=4),
 )
@@ -144,27 +144,23 @@ SINGLE_BUFFERED = {"stages_q": 1, "stages_do": 1}
 # Shared memory decides who runs what: the first rows of head_dim 32 to 192 fit the 163 KiB of an
 # A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm80_backward(
-        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
-    ),
-    *sm80_backward(
-        64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
-    ),
+    *sm80_backward(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward(64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
     *sm80_backward(
         64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
     *sm80_backward(
-        96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=16
+        96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=8
     ),
     *sm80_backward(
-        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=32
+        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=20
     ),
     *sm80_backward(
         128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
     *sm80_backward(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
     *sm80_backward(
-        256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, allowed_spill_bytes=32
+        256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, allowed_spill_bytes=36
     ),
     *sm80_backward(
         256,
@@ -173,7 +169,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         **WARPS_4_2_2,
         **SINGLE_BUFFERED,
         variant="smem163k",
-        allowed_spill_bytes=48,
+        allowed_spill_bytes=36,
     ),
     *sm80_backward(256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"),
 )
