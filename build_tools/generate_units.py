@@ -1,6 +1,8 @@
-"""Turns table rows into C++: a unit per (pass, family, head dim, dtype, variant), and a registry.
+"""Turns table rows into C++: one unit per (pass, family, head dim, part), and a registry.
 
-A unit holds the masks of one tile and dtype. With both dtypes the largest took 4.1 GiB to compile.
+A unit holds the masks and, unless the row says otherwise, the dtypes of one tile: enough to share
+the cost of reading CuTe's headers,
+few enough for a compile job to stay under 4 GB.
 """
 
 from __future__ import annotations
@@ -21,28 +23,27 @@ INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInsta
 
 @dataclass(frozen=True)
 class Unit:
-    """One generated .cu: the rows that differ in their mask alone."""
+    """One generated .cu: the rows that share a pass, a family, a head dim and a part."""
 
     kernel_pass: Pass
     family: Family
     head_dim: int
-    dtype: Dtype
-    variant: str
+    part: str
     rows: tuple[KernelRow, ...]
 
     @property
     def name(self) -> str:
-        variant = f"_{self.variant}" if self.variant else ""
-        kernel = f"{self.kernel_pass.name}_{self.family.value}_hd{self.head_dim}"
-        return f"{kernel}_{self.dtype.value}{variant}"
+        part = f"_{self.part}" if self.part else ""
+        return f"{self.kernel_pass.name}_{self.family.value}_hd{self.head_dim}{part}"
 
 
 def units_of(rows: Iterable[KernelRow]) -> list[Unit]:
     """Groups rows into units, both in the order in which the rows come."""
-    groups: dict[tuple[Pass, Family, int, Dtype, str], list[KernelRow]] = {}
+    groups: dict[tuple[Pass, Family, int, str], list[KernelRow]] = {}
     for row in rows:
-        key = (row.kernel_pass, row.family, row.head_dim, row.dtype, row.variant)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault((row.kernel_pass, row.family, row.head_dim, row.unit_part), []).append(
+            row
+        )
     return [Unit(*key, rows=tuple(group)) for key, group in groups.items()]
 
 

@@ -42,7 +42,8 @@ class KernelRow:
     """What the rows of both passes share.
 
     ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows that differ
-    in their tile only.
+    in their tile only; ``unit_per_dtype`` compiles each dtype by itself, for a
+    tile that would take more than 4 GiB with both.
     """
 
     kernel_pass: ClassVar[Pass]
@@ -54,6 +55,7 @@ class KernelRow:
     head_dim: int
     allowed_spill_bytes: int = field(default=0, metadata={"compiled": False})
     variant: str = field(default="", metadata={"compiled": False})
+    unit_per_dtype: bool = field(default=False, metadata={"compiled": False})
 
     @property
     def name(self) -> str:
@@ -62,6 +64,11 @@ class KernelRow:
         kind = f"{self.family.value}_{self.dtype.value}"
         variant = f"_{self.variant}" if self.variant else ""
         return f"{prefix}_{kind}_hd{self.head_dim}_{self.mask.value}{variant}"
+
+    @property
+    def unit_part(self) -> str:
+        """What sets the generated unit of this row apart from others of its head dim."""
+        return "_".join(filter(None, [self.variant, self.dtype.value * self.unit_per_dtype]))
 
     def config(self) -> dict[str, Any]:
         """The compiled fields by name, in the order of the C++ struct."""
@@ -150,7 +157,13 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
     *sm80_backward(
-        96, block_m=64, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, allowed_spill_bytes=8
+        96,
+        block_m=64,
+        block_n=128,
+        **WARPS_2_4_4,
+        **DOUBLE_BUFFERED,
+        unit_per_dtype=True,
+        allowed_spill_bytes=8,
     ),
     *sm80_backward(
         128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=20
