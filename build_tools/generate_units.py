@@ -1,8 +1,7 @@
 """Turns table rows into C++: one unit per (pass, family, head dim, part), and a registry.
 
 A unit holds the masks and, unless the row says otherwise, the dtypes of one tile: enough to share
-the cost of reading CuTe's headers,
-few enough for a compile job to stay under 4 GB.
+the cost of reading CuTe's headers, few enough for a compile job to stay within 4 GiB.
 """
 
 from __future__ import annotations
