@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import Enum, Flag
 from itertools import product
 from typing import Any, ClassVar, TypeVar
 
@@ -35,6 +35,28 @@ class Dtype(Enum):
 class Mask(Enum):
     full = "full"
     windowed = "windowed"
+
+
+class Kind(Enum):
+    """How the warps of a forward CTA share the work."""
+
+    tiles = "tiles"  # each its own queries
+    decode = "decode"  # each its own keys, for tiles of 16 rows
+
+
+class Feature(Flag):
+    """What a row supports beyond masks; the bits are those of namespace feature in config.h."""
+
+    softcap = 1
+    alibi = 2
+    dropout = 4
+    deterministic = 8
+    paged_kv = 16
+    split_kv = 32
+    packed_gqa = 64
+
+
+NO_FEATURES = Feature(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +97,40 @@ class KernelRow:
         compiled = [f.name for f in fields(self) if f.metadata.get("compiled", True)]
         return {name: getattr(self, name) for name in compiled}
 
+    @property
+    def launch_header(self) -> str:
+        """The header of the kernel's make_..._instance, without its folder and ending."""
+        return f"{self.kernel_pass.name}_launch"
+
+    @property
+    def make_instance(self) -> str:
+        return f"make_{self.kernel_pass.name}_instance"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRow(KernelRow):
     kernel_pass: ClassVar[Pass] = Pass.forward
     config_struct: ClassVar[str] = "ForwardConfig"
 
+    kind: Kind = Kind.tiles
     block_m: int
     block_n: int
     num_warps: int
-    features: int = 0
+    features: Feature = NO_FEATURES
+
+    @property
+    def unit_part(self) -> str:
+        # The two with features share a unit: they fit 4 GiB together.
+        has_features = self.variant in ("modifiers", "dropout")
+        return "features" if has_features else super().unit_part
+
+    @property
+    def launch_header(self) -> str:
+        return "decode_launch" if self.kind is Kind.decode else super().launch_header
+
+    @property
+    def make_instance(self) -> str:
+        return "make_decode_instance" if self.kind is Kind.decode else super().make_instance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +146,7 @@ class BackwardRow(KernelRow):
     warps_m_dq: int
     stages_q: int
     stages_do: int
-    features: int = 0
+    features: Feature = NO_FEATURES
 
 
 Row = TypeVar("Row", ForwardRow, BackwardRow)
@@ -129,62 +175,141 @@ def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
     return expand(BackwardRow, family=Family.sm80, head_dim=head_dim, masks=masks, **options)
 
 
+# A kernel is slower with a feature's code in it even where a call does not use it, so rows with
+# features come behind those without (docs/features_sm80.md). Dropout draws for every tile, whether
+# or not the scores are modified as well.
+FORWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.paged_kv | Feature.split_kv
+FORWARD_DROPOUT = Feature.softcap | Feature.alibi | Feature.dropout
+DECODE_FEATURES = (
+    Feature.softcap | Feature.alibi | Feature.paged_kv | Feature.split_kv | Feature.packed_gqa
+)
+BACKWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.deterministic
+BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
+
+
+def sm80_forward_rows(
+    head_dim: int, *, spills: tuple[int, int, int] = (0, 0, 0), **options: Any
+) -> Iterator[ForwardRow]:
+    """A tile without features, with modified scores and a KV cache's, and with dropout."""
+    rows = (("", NO_FEATURES), ("modifiers", FORWARD_MODIFIERS), ("dropout", FORWARD_DROPOUT))
+    for (variant, features), spill in zip(rows, spills, strict=True):
+        yield from sm80_forward(
+            head_dim,
+            **options,
+            features=features,
+            variant=variant,
+            allowed_spill_bytes=spill,
+        )
+
+
+def sm80_decode(head_dim: int, *, block_n: int, num_warps: int) -> Iterator[ForwardRow]:
+    return sm80_forward(
+        head_dim,
+        kind=Kind.decode,
+        block_m=16,
+        block_n=block_n,
+        num_warps=num_warps,
+        features=DECODE_FEATURES,
+        variant="decode",
+    )
+
+
 # Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    *sm80_forward(32, block_m=128, block_n=128, num_warps=4),
-    *sm80_forward(64, block_m=128, block_n=96, num_warps=4, allowed_spill_bytes=24),
-    *sm80_forward(96, block_m=128, block_n=64, num_warps=4),
-    *sm80_forward(128, block_m=128, block_n=64, num_warps=4, allowed_spill_bytes=48),
-    *sm80_forward(192, block_m=64, block_n=64, num_warps=4),
-    *sm80_forward(256, block_m=64, block_n=64, num_warps=4),
+    *sm80_forward_rows(32, block_m=128, block_n=128, num_warps=4),
+    *sm80_forward_rows(64, block_m=128, block_n=96, num_warps=4),
+    *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward_rows(128, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
+    *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
+    *sm80_decode(32, block_n=32, num_warps=4),
+    *sm80_decode(64, block_n=32, num_warps=4),
+    *sm80_decode(96, block_n=16, num_warps=4),
+    *sm80_decode(128, block_n=16, num_warps=4),
+    *sm80_decode(192, block_n=16, num_warps=4),
+    *sm80_decode(256, block_n=16, num_warps=2),
 )
 
 # How the backward's eight warps lie over its products: scores along queries, dK and dV along keys,
 # dQ along queries. Each product wants the most square share of its own shape.
-WARPS_2_4_4 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 4}
-WARPS_2_4_2 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 2}
-WARPS_4_2_2 = {"num_warps": 8, "warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2}
-FOUR_WARPS = {"num_warps": 4, "warps_m_scores": 2, "warps_n_dkdv": 2, "warps_m_dq": 2}
-DOUBLE_BUFFERED = {"stages_q": 2, "stages_do": 2}
-SINGLE_BUFFERED = {"stages_q": 1, "stages_do": 1}
+WARPS_2_4_4: dict[str, Any] = {
+    "num_warps": 8,
+    "warps_m_scores": 2,
+    "warps_n_dkdv": 4,
+    "warps_m_dq": 4,
+}
+WARPS_2_4_2: dict[str, Any] = {
+    "num_warps": 8,
+    "warps_m_scores": 2,
+    "warps_n_dkdv": 4,
+    "warps_m_dq": 2,
+}
+WARPS_4_2_2: dict[str, Any] = {
+    "num_warps": 8,
+    "warps_m_scores": 4,
+    "warps_n_dkdv": 2,
+    "warps_m_dq": 2,
+}
+FOUR_WARPS: dict[str, Any] = {
+    "num_warps": 4,
+    "warps_m_scores": 2,
+    "warps_n_dkdv": 2,
+    "warps_m_dq": 2,
+}
+DOUBLE_BUFFERED: dict[str, Any] = {"stages_q": 2, "stages_do": 2}
+SINGLE_BUFFERED: dict[str, Any] = {"stages_q": 1, "stages_do": 1}
+
+
+def sm80_backward_rows(
+    head_dim: int, *, variant: str = "", spills: tuple[int, ...] = (0, 0, 0), **options: Any
+) -> Iterator[BackwardRow]:
+    """A tile for what most calls ask for, with modified scores, and with dropout.
+
+    A fixed order costs the plain kernels nothing, except those of head_dim up to 64: 2.5 %. Tiles
+    for less shared memory do without the second row, whose calls the third serves.
+    """
+    plain = Feature.deterministic if head_dim > 64 else NO_FEATURES
+    rows = [("", plain), ("modifiers", BACKWARD_MODIFIERS), ("dropout", BACKWARD_DROPOUT)]
+    if variant:
+        del rows[1]
+    for (name, features), spill in zip(rows, spills, strict=False):
+        yield from sm80_backward(
+            head_dim,
+            **options,
+            features=features,
+            variant="_".join(filter(None, [name, variant])),
+            allowed_spill_bytes=spill,
+        )
+
 
 # Shared memory decides who runs what: the first rows of head_dim 32 to 192 fit the 163 KiB of an
 # A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm80_backward(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward(64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward(
+    *sm80_backward_rows(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
         64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
-    *sm80_backward(
+    *sm80_backward_rows(
         96,
         block_m=64,
         block_n=128,
         **WARPS_2_4_4,
         **DOUBLE_BUFFERED,
         unit_per_dtype=True,
-        allowed_spill_bytes=8,
     ),
-    *sm80_backward(
-        128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED, allowed_spill_bytes=20
-    ),
-    *sm80_backward(
+    *sm80_backward_rows(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
         128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
     ),
-    *sm80_backward(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
-    *sm80_backward(
-        256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, allowed_spill_bytes=36
+    *sm80_backward_rows(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
+        256, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem163k"
     ),
-    *sm80_backward(
-        256,
-        block_m=64,
-        block_n=64,
-        **WARPS_4_2_2,
-        **SINGLE_BUFFERED,
-        variant="smem163k",
-        allowed_spill_bytes=36,
+    *sm80_backward_rows(
+        256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"
     ),
-    *sm80_backward(256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"),
 )
 
 ALL_ROWS: tuple[KernelRow, ...] = (*FORWARD_ROWS, *BACKWARD_ROWS)

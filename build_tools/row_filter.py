@@ -8,7 +8,7 @@ list of ``field=value|value`` patterns that must all match:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, Flag
 
 from build_tools.kernel_table import ALL_ROWS, KernelRow
 
@@ -20,9 +20,13 @@ class RowFilterError(ValueError):
 
 
 def _field_texts(row: KernelRow) -> dict[str, str]:
-    """A row as the filter sees it: field name to text."""
-    texts = {name: v.value if isinstance(v, Enum) else str(v) for name, v in row.config().items()}
-    return {"pass": row.kernel_pass.name, **texts}
+    """A row as the filter sees it: field name to text. An empty ``variant`` is ``plain``."""
+    texts = {
+        name: value.value if isinstance(value, Enum) else str(value)
+        for name, value in row.config().items()
+        if not isinstance(value, Flag)
+    }
+    return {"pass": row.kernel_pass.name, "variant": row.variant or "plain", **texts}
 
 
 def _parse_clause(clause: str, rows: Sequence[KernelRow]) -> dict[str, set[str]]:

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
+from kernel_rows import ROW
+
 from build_tools import (
     build_extension,
     build_kernels,
@@ -23,22 +25,10 @@ from build_tools import (
     toolchain,
 )
 from build_tools.build_extension import Backend
-from build_tools.kernel_table import Dtype, Family, ForwardRow, Mask
 from build_tools.toolchain import Nvcc, ToolchainError
 from third_party.cutlass import fetch
 
 REPO = Path(__file__).resolve().parents[1]
-
-ROW = ForwardRow(
-    family=Family.sm80,
-    dtype=Dtype.bf16,
-    mask=Mask.windowed,
-    head_dim=128,
-    block_m=128,
-    block_n=64,
-    num_warps=4,
-)
-
 
 # ptxas's report
 
@@ -287,6 +277,15 @@ def test_nvcc_of_pips_packages_is_found_with_their_headers(tmp_path, monkeypatch
     found = toolchain.find_nvcc.__wrapped__()
     assert found == Nvcc(nvcc, "13.0.88", (root / "include",))
     assert found.major == 13
+
+
+def test_every_package_is_installed() -> None:
+    """Setuptools takes the list as it is: a folder that is not on it is missing from a wheel."""
+    listed = re.search(r"^packages = \[(.*?)\]", (REPO / "pyproject.toml").read_text(), re.M | re.S)
+    assert listed is not None
+    packages = (REPO / "flash_attn_cuda").rglob("__init__.py")
+    names = [".".join(path.parent.relative_to(REPO).parts) for path in packages]
+    assert sorted(re.findall(r'"([\w.]+)"', listed[1])) == sorted(names)
 
 
 # CUTLASS

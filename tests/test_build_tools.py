@@ -1,4 +1,4 @@
-"""What the build decides: which rows, which flags, how many jobs, which text."""
+"""What the build decides: which text, which flags, how many jobs."""
 
 from __future__ import annotations
 
@@ -6,141 +6,19 @@ import json
 import re
 import subprocess
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
+from kernel_rows import DECODE_ROW, FEATURES_ROW, ROW, TABLE
+
 from build_tools import archs, generate_units, jobs, toolchain
 from build_tools.archs import Arch, ArchError
-from build_tools.kernel_table import (
-    ALL_ROWS,
-    BACKWARD_ROWS,
-    FORWARD_ROWS,
-    BackwardRow,
-    Dtype,
-    Family,
-    ForwardRow,
-    Mask,
-    Pass,
-)
-from build_tools.row_filter import RowFilterError, select_rows
+from build_tools.kernel_table import ALL_ROWS, Family, Feature
 
 REPO = Path(__file__).resolve().parents[1]
-
-ROW = ForwardRow(
-    family=Family.sm80,
-    dtype=Dtype.bf16,
-    mask=Mask.windowed,
-    head_dim=128,
-    block_m=128,
-    block_n=64,
-    num_warps=4,
-)
-
-
-BACKWARD_CONFIG = {
-    **{"block_m": 64, "block_n": 64, "num_warps": 8},
-    **{"warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2, "stages_q": 2, "stages_do": 1},
-}
-TABLE = [
-    *(
-        replace(ROW, head_dim=head_dim, dtype=dtype)
-        for head_dim, dtype in product((32, 64, 128), Dtype)
-    ),
-    *(
-        BackwardRow(
-            family=Family.sm80,
-            mask=Mask.full,
-            head_dim=head_dim,
-            dtype=Dtype.bf16,
-            **BACKWARD_CONFIG,
-        )
-        for head_dim in (32, 64)
-    ),
-]
-
-
-# The table
-
-
-def test_row_names_are_unique() -> None:
-    names = [row.name for row in ALL_ROWS]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
-def test_rows_have_the_fields_of_the_struct_in_its_order(rows) -> None:
-    header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(rf"struct {rows[0].config_struct} {{(.*?)\n}};", header, flags=re.DOTALL)
-    assert body is not None
-    assert re.findall(r"^\s+\w+ (\w+);", body[1], flags=re.MULTILINE) == list(rows[0].config())
-
-
-@pytest.mark.parametrize("enum", [Dtype, Mask, Family])
-def test_enumerators_are_those_of_the_header(enum) -> None:
-    header = (REPO / "csrc/flash_attn/config.h").read_text()
-    name = generate_units.CPP_ENUMS[enum]
-    body = re.search(rf"enum class {name} : std::uint8_t {{ (.*?) }};", header)
-    assert body is not None
-    assert body[1].split(", ") == [member.value for member in enum]
-
-
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
-def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
-    order = list(Mask)
-    for dtype in Dtype:
-        keys = [(row.head_dim, order.index(row.mask)) for row in rows if row.dtype is dtype]
-        assert keys == sorted(keys)
-
-
-# Row filter
-
-
-def test_an_empty_filter_selects_every_row() -> None:
-    assert select_rows("") == list(ALL_ROWS)
-
-
-def test_patterns_of_a_clause_must_all_match() -> None:
-    rows = select_rows("pass=forward, head_dim=64|128, dtype=bf16", TABLE)
-    assert [row.name for row in rows] == [
-        "fwd_sm80_bf16_hd64_windowed",
-        "fwd_sm80_bf16_hd128_windowed",
-    ]
-
-
-def test_any_clause_may_match_and_table_order_stays() -> None:
-    rows = select_rows("pass=backward,head_dim=64;pass=forward,head_dim=32", TABLE)
-    assert [row.name for row in rows] == [
-        "fwd_sm80_fp16_hd32_windowed",
-        "fwd_sm80_bf16_hd32_windowed",
-        "bwd_sm80_bf16_hd64_full",
-    ]
-
-
-def test_a_field_of_one_pass_alone_excludes_the_other() -> None:
-    assert {row.kernel_pass for row in select_rows("stages_q=2", TABLE)} == {Pass.backward}
-
-
-@pytest.mark.parametrize(
-    ("row_filter", "complaint"),
-    [
-        ("head_dim", "'head_dim'"),
-        ("head_dims=64", "no field 'head_dims'"),
-        ("head_dim=64|100", "no row has head_dim=100"),
-        ("pass=forward;dtype=fp8", "no row has dtype=fp8"),
-    ],
-)
-def test_a_filter_that_says_nothing_of_the_table_is_refused(row_filter, complaint) -> None:
-    with pytest.raises(RowFilterError, match=re.escape(complaint)):
-        select_rows(row_filter, TABLE)
-
-
-def test_a_clause_that_matches_no_row_is_refused() -> None:
-    with pytest.raises(RowFilterError, match="matches 'pass=forward,stages_q=2'"):
-        select_rows("head_dim=128;pass=forward,stages_q=2", TABLE)
 
 
 # Generated text
@@ -161,6 +39,7 @@ def test_the_text_of_a_unit() -> None:
         "      .dtype = Dtype::bf16,\n"
         "      .mask = MaskKind::windowed,\n"
         "      .head_dim = 128,\n"
+        "      .kind = ForwardKind::tiles,\n"
         "      .block_m = 128,\n"
         "      .block_n = 64,\n"
         "      .num_warps = 4,\n"
@@ -174,6 +53,70 @@ def test_the_text_of_a_unit() -> None:
         "\n"
         "}  // namespace flash_attn_cuda\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("features", "expression"),
+    [
+        (Feature(0), "0"),
+        (Feature.softcap, "feature::softcap"),
+        (Feature.paged_kv | Feature.alibi, "feature::alibi | feature::paged_kv"),
+    ],
+)
+def test_features_are_an_expression_of_their_names(features, expression) -> None:
+    (unit,) = generate_units.units_of([replace(ROW, features=features)])
+    assert f"      .features = {expression},\n" in generate_units.unit_text(unit)
+    names = [name.removeprefix("feature::") for name in expression.split(" | ") if name != "0"]
+    assert generate_units.row_record(unit.rows[0])["features"] == names
+
+
+def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
+    units = generate_units.units_of([ROW, FEATURES_ROW, DECODE_ROW])
+    assert [unit.name for unit in units] == [
+        "forward_sm80_hd128",
+        "forward_sm80_hd128_features",
+        "forward_sm80_hd128_decode",
+    ]
+    plain, features, decode = (generate_units.unit_text(unit) for unit in units)
+    for text in (plain, features):
+        assert re.findall("#include.*", text) == ['#include "sm80/forward_launch.h"']
+        assert "sm80::make_forward_instance<" in text
+    assert re.findall("#include.*", decode) == ['#include "sm80/decode_launch.h"']
+    assert f"sm80::make_decode_instance<{DECODE_ROW.name}>" in decode
+    assert "      .kind = ForwardKind::decode,\n" in decode
+
+
+LAUNCH_HEADER = """
+#pragma once
+#include "flash_attn/instance.h"
+namespace flash_attn_cuda::sm80 {{
+template <class Tag>
+constexpr {kind}Instance make_{name}_instance(const char* name) {{
+  return {{.name = name, .config = Tag::config, .smem_bytes = Tag::config.num_warps}};
+}}
+}}
+"""
+
+
+def test_the_units_of_the_table_compile(tmp_path) -> None:
+    """As plain C++, over headers that only keep a row."""
+    (tmp_path / "sm80").mkdir()
+    for name, kind in [("forward", "Forward"), ("decode", "Forward"), ("backward", "Backward")]:
+        header = LAUNCH_HEADER.format(name=name, kind=kind)
+        (tmp_path / f"sm80/{name}_launch.h").write_text(header)
+    units = generate_units.units_of(ALL_ROWS)
+    text = "".join(generate_units.unit_text(unit) for unit in units)
+    names = re.findall(r"^struct (\w+) {", text, flags=re.MULTILINE)
+    assert names == [row.name for unit in units for row in unit.rows]
+    checks = "".join(
+        f"static_assert({row.name}::config.features == {row.features.value}u);\n"
+        f"static_assert({row.name}::config.head_dim == {row.head_dim});\n"
+        for row in ALL_ROWS
+    )
+    source = tmp_path / "units.cpp"
+    source.write_text(f"{text}\nnamespace flash_attn_cuda {{\n{checks}}}\n")
+    command = [toolchain.host_compiler(), "-std=c++20", "-fsyntax-only"]
+    subprocess.run([*command, f"-I{tmp_path}", f"-I{REPO / 'csrc'}", source], check=True)
 
 
 def test_one_unit_per_pass_family_and_head_dim() -> None:

@@ -21,14 +21,26 @@ FLAGS = (
     *(f"-I{ROOT / 'csrc'}", f"-I{TESTS}"),
 )
 
+PLAN_FORWARD = ("select_instance", "plan_steps", "plan_forward")
+PLAN_BACKWARD = ("select_instance", "plan_steps", "plan_backward")
+
 # What each test program is linked with: sources of csrc/host.
 PROGRAMS = {
     "test_window": (),
     "test_index_maths": (),
+    "test_sequence": (),
+    "test_dropout": (),
+    "test_turns": PLAN_BACKWARD,
     "test_select_instance": ("select_instance",),
-    "test_plan_forward": ("select_instance", "plan_steps", "plan_forward"),
-    "test_plan_backward": ("select_instance", "plan_steps", "plan_backward"),
-    "test_run": ("run_forward", "run_backward"),
+    "test_plan_forward": PLAN_FORWARD,
+    "test_plan_decode": PLAN_FORWARD,
+    "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
+    "test_plan_backward": PLAN_BACKWARD,
+}
+# Those with a CUDA runtime of the test's own: only its headers are needed.
+CUDA_PROGRAMS = {
+    "test_run": (*PLAN_FORWARD, "plan_backward", "run_forward", "run_backward"),
+    "test_device_info": ("device_info",),
 }
 
 
@@ -76,18 +88,19 @@ def test_program(name: str, compiler: str, objects: Path) -> None:
     assert "0 failed checks" in _build_and_run(compiler, objects, name, PROGRAMS[name])
 
 
-def test_device_info(compiler: str, objects: Path) -> None:
-    """device_info with a CUDA runtime of the test's own: only the headers are needed."""
+@pytest.mark.parametrize("name", CUDA_PROGRAMS)
+def test_program_with_cuda_headers(name: str, compiler: str, objects: Path) -> None:
     nvcc = toolchain.find_nvcc()
     if nvcc is None:
         pytest.skip(f"no CUDA runtime headers: there is no nvcc in {toolchain.NVCC_PLACES}")
     flags = [part for folder in nvcc.include_dirs for part in ("-isystem", str(folder))]
-    text = _build_and_run(compiler, objects, "test_device_info", ("device_info",), *flags)
+    text = _build_and_run(compiler, objects, name, CUDA_PROGRAMS[name], *flags)
     assert "0 failed checks" in text
 
 
 def test_every_source_is_covered() -> None:
     """A new file of csrc/host or tests/host has to find its place here."""
-    linked = {source for sources in PROGRAMS.values() for source in sources} | {"device_info"}
+    programs = {**PROGRAMS, **CUDA_PROGRAMS}
+    linked = {source for sources in programs.values() for source in sources}
     assert linked == {path.stem for path in HOST_SOURCES.glob("*.cpp")}
-    assert {*PROGRAMS, "test_device_info"} == {path.stem for path in TESTS.glob("test_*.cpp")}
+    assert set(programs) == {path.stem for path in TESTS.glob("test_*.cpp")}

@@ -2,14 +2,19 @@
 // 4):
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
-//   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ.
-// A row is read by the fewest lanes that cover it with 16 bytes each.
+//   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, and where they count
+//   their turns.
+// Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
+// cover it with 16 bytes each.
+#include <bit>
 #include <cmath>
 
 #include "auxiliary/auxiliary.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
 #include "shared/launch.h"
+#include "shared/tile_work.h"
+#include "shared/turns.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -18,60 +23,89 @@ constexpr int threads = 256;
 
 struct PreprocessArguments {
   BackwardParams params;
+  SequenceTable table;
+  Turns turns;
   float* lse_log2;
+  float* softmax_d;
   float* dq_accum;
-  int seqlen_q_rounded;
-  int accum_rows;     // query tiles * block_m
-  int accum_columns;  // the instance's head_dim
-  int lanes_per_row;  // a power of two, 1 to 32
+  int q_tiles;               // of a head, over all sequences
+  int q_tiles_per_sequence;  // without a table
+  int log2_tile_rows;
+  int log2_lanes_per_row;  // 0 to 5
+  int accum_columns;       // the instance's head_dim
 };
+
+// rowsum(dO * O), in the first lane of the row's.
+template <class Element>
+__device__ float output_dot(const PreprocessArguments& args, const Sequence& sequence, int head,
+                            int query, bool is_used, int lane) {
+  float dot = 0.0f;
+  const int column = lane * vector_elements;
+  if (is_used && column < args.params.shape.head_dim) {
+    const auto load = [&](const TensorView& view) {
+      return *reinterpret_cast<const Vector<Element>*>(
+          static_cast<const Element*>(view.data) + sequence.batch_q * view.batch_stride +
+          (std::int64_t(sequence.row_q) + query) * view.row_stride + head * view.head_stride +
+          column);
+    };
+    const Vector<Element> out = load(args.params.out);
+    const Vector<Element> dout = load(args.params.dout);
+    for (int i = 0; i < vector_elements / 2; ++i) {
+      dot += out.pair(i).x * dout.pair(i).x + out.pair(i).y * dout.pair(i).y;
+    }
+  }
+  for (int step = (1 << args.log2_lanes_per_row) / 2; step > 0; step /= 2)
+    dot += __shfl_xor_sync(0xffffffffu, dot, step);
+  return dot;
+}
+
+template <class Number>
+__device__ Number* row_of(const RowView<Number>& view, const Sequence& sequence, int head) {
+  return view.data + sequence.batch_q * view.batch_stride + head * view.head_stride +
+         sequence.row_q;
+}
 
 template <class Element>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
   const BackwardParams& params = args.params;
-  const AttentionShape& shape = params.shape;
-  const std::int64_t global_row =
-      (std::int64_t(blockIdx.x) * threads + threadIdx.x) / args.lanes_per_row;
-  const int lane = threadIdx.x % args.lanes_per_row;
-  const std::int64_t batch_head = global_row / args.seqlen_q_rounded;
-  const int row = static_cast<int>(global_row - batch_head * args.seqlen_q_rounded);
-  const std::int64_t batch = batch_head / shape.num_heads_q;
-  const std::int64_t head = batch_head - batch * shape.num_heads_q;
-  const bool row_exists = batch < shape.batch_size && row < shape.seqlen_q;
+  // Rows of the tiles of all heads, one behind the other. Shifts and 32-bit divisions: every lane
+  // pays for them.
+  const int rows_per_block = threads >> args.log2_lanes_per_row;
+  const std::int64_t row =
+      std::int64_t(blockIdx.x) * rows_per_block + (threadIdx.x >> args.log2_lanes_per_row);
+  const int lane = threadIdx.x & ((1 << args.log2_lanes_per_row) - 1);
+  const auto tile = static_cast<unsigned>(row >> args.log2_tile_rows);
+  const int row_in_tile = static_cast<int>(row) & ((1 << args.log2_tile_rows) - 1);
+  const int head = static_cast<int>(tile / static_cast<unsigned>(args.q_tiles));
+  QueryTile work;
+  const bool exists = head < params.shape.num_heads_q &&
+                      find_query_tile(args.table, params, args.q_tiles_per_sequence,
+                                      static_cast<int>(tile - head * args.q_tiles), work);
+  const int query = exists ? (work.tile << args.log2_tile_rows) + row_in_tile : 0;
+  const bool is_used = exists && query < work.sequence.seqlen_q;
+  const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
 
-  float dot = 0.0f;
-  const int column = lane * vector_elements;
-  if (row_exists && column < shape.head_dim) {
-    const auto load = [&](const TensorView& view) {
-      return *reinterpret_cast<const Vector<Element>*>(
-          static_cast<const Element*>(view.data) + batch * view.batch_stride +
-          row * view.row_stride + head * view.head_stride + column);
-    };
-    const Vector<Element> out = load(params.out);
-    const Vector<Element> dout = load(params.dout);
-    for (int i = 0; i < vector_elements / 2; ++i) {
-      dot += out.pair(i).x * dout.pair(i).x + out.pair(i).y * dout.pair(i).y;
-    }
+  if (args.turns.used() && lane == 0) {
+    if (row == 0) *args.turns.tickets = 0;
+    if (exists && row_in_tile == 0) args.turns.counters[tile] = 0;
   }
-  for (int step = args.lanes_per_row / 2; step > 0; step /= 2)
-    dot += __shfl_xor_sync(0xffffffffu, dot, step);
-  if (batch >= shape.batch_size) return;
-
+  if (!exists) return;
   if (lane == 0) {
     constexpr float log2e = 1.44269504088896f;
-    const std::int64_t index = batch_head * shape.seqlen_q + row;
-    const float lse = row_exists ? params.lse[index] : -INFINITY;
-    const float dlse = row_exists && params.dlse != nullptr ? params.dlse[index] : 0.0f;
-    params.softmax_d[global_row] = lse == -INFINITY ? 0.0f : dot - dlse;
-    args.lse_log2[global_row] = lse == -INFINITY ? INFINITY : lse * log2e;
+    const float lse = is_used ? row_of(params.lse, work.sequence, head)[query] : -INFINITY;
+    const float dlse = is_used && params.dlse.data != nullptr
+                           ? row_of(params.dlse, work.sequence, head)[query]
+                           : 0.0f;
+    const float softmax_d = lse == -INFINITY ? 0.0f : dot - dlse;
+    args.softmax_d[row] = softmax_d;
+    args.lse_log2[row] = lse == -INFINITY ? INFINITY : lse * log2e;
+    if (params.softmax_d.data != nullptr && query < work.sequence.rows_q)
+      row_of(params.softmax_d, work.sequence, head)[query] = softmax_d;
   }
-  if (row < args.accum_rows) {
-    float4* accum = reinterpret_cast<float4*>(args.dq_accum + (batch_head * args.accum_rows + row) *
-                                                                  args.accum_columns);
-    for (int i = lane; i < args.accum_columns / 4; i += args.lanes_per_row)
-      accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-  }
+  float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
+  for (int i = lane; i < args.accum_columns / 4; i += 1 << args.log2_lanes_per_row)
+    accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 }  // namespace
@@ -80,18 +114,21 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
   char* workspace = static_cast<char*>(params.workspace);
-  int lanes = 1;
-  while (lanes * vector_elements < shape.head_dim) lanes *= 2;
+  const auto lanes = std::bit_ceil(
+      static_cast<unsigned>((shape.head_dim + vector_elements - 1) / vector_elements));
   const PreprocessArguments arguments{
       .params = params,
+      .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
+      .turns = turns_of(plan, params),
       .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
+      .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
-      .seqlen_q_rounded = plan.seqlen_q_rounded,
-      .accum_rows = (shape.seqlen_q + config.block_m - 1) / config.block_m * config.block_m,
-      .accum_columns = config.head_dim,
-      .lanes_per_row = lanes};
-  const std::int64_t rows =
-      std::int64_t(shape.batch_size) * shape.num_heads_q * plan.seqlen_q_rounded;
+      .q_tiles = plan.q_tiles,
+      .q_tiles_per_sequence = (shape.seqlen_q + config.block_m - 1) / config.block_m,
+      .log2_tile_rows = std::countr_zero(static_cast<unsigned>(config.block_m)),
+      .log2_lanes_per_row = std::countr_zero(lanes),
+      .accum_columns = config.head_dim};
+  const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {
     launch_kernel<&preprocess_kernel<decltype(element)>>(grid, threads, 0, stream, arguments);

@@ -13,7 +13,8 @@ constexpr int threads = 256;
 struct ReduceArguments {
   AttentionShape shape;
   TensorView gradients[2];
-  const float* partials[2];  // (splits, batch, seqlen_k, num_heads_k, columns)
+  const float* partials[2];  // (splits, key_rows, num_heads_k, columns)
+  std::int64_t key_rows;     // over all sequences
   int splits;
   int columns;
 };
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ ReduceArguments args) {
   const AttentionShape& shape = args.shape;
   const int vectors_per_row = args.columns / vector_elements;
-  const std::int64_t rows = std::int64_t(shape.batch_size) * shape.seqlen_k * shape.num_heads_k;
+  const std::int64_t rows = args.key_rows * shape.num_heads_k;
   const std::int64_t index = std::int64_t(blockIdx.x) * threads + threadIdx.x;
   const int which = index >= rows * vectors_per_row;
   const std::int64_t vector = index - which * rows * vectors_per_row;
@@ -61,10 +62,11 @@ void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream s
       .gradients = {params.dk, params.dv},
       .partials = {reinterpret_cast<const float*>(workspace + plan.dk_partial_offset),
                    reinterpret_cast<const float*>(workspace + plan.dv_partial_offset)},
+      .key_rows = key_rows(params),
       .splits = plan.dkdv_splits,
       .columns = columns};
-  const std::int64_t vectors = 2 * std::int64_t(shape.batch_size) * shape.seqlen_k *
-                               shape.num_heads_k * (columns / vector_elements);
+  const std::int64_t vectors =
+      2 * arguments.key_rows * shape.num_heads_k * (columns / vector_elements);
   dispatch_dtype(params.dtype, [&](auto element) {
     launch_kernel<&reduce_kernel<decltype(element)>>((vectors + threads - 1) / threads, threads, 0,
                                                      stream, arguments);

@@ -44,20 +44,46 @@ struct TileSchedule {
 struct ForwardInstance;
 struct BackwardInstance;
 
+// Packed sequences are read from a table that a small kernel makes of cu_seqlens before the main
+// one: checked bounds of every sequence, and the list of tiles, long sequences first
+// (shared/sequence_table.h). Its grids are upper bounds; what is beyond the list ends at once.
+struct SequenceTablePlan {
+  bool used = false;
+  int max_tiles = 0;           // entries of the tile list
+  int tile_rows = 0;           // rows of a tile of that list
+  int rows_per_query = 1;      // rows that a query stands for: its heads, where they share a tile
+  bool tiles_descend = false;  // a sequence's last tile comes first
+  int q_tile_rows = 0;         // backward: rows of a query tile
+  int max_q_tiles = 0;         // backward: query tiles of all sequences, entries of the second list
+  std::size_t offset = 0;      // into the workspace
+};
+
 struct ForwardPlan {
   const ForwardInstance* instance = nullptr;
   TileSchedule schedule;
+  SequenceTablePlan table;
+  int num_splits = 1;      // CTAs that share the keys of a tile, at most
+  int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
+  std::size_t out_partial_offset = 0;
+  std::size_t lse_partial_offset = 0;
+  std::size_t workspace_bytes = 0;
 };
 
-// The backward runs as preprocess -> main -> convert. Offsets are bytes into the workspace.
+// The backward runs as [sequence table ->] preprocess -> main -> convert [-> reduce]. Offsets are
+// bytes into the workspace.
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
-  TileSchedule schedule;     // tiles are key blocks; heads are key heads times dkdv_splits
-  int seqlen_q_rounded = 0;  // rows of softmax_d and lse_log2 per head
+  TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
+  SequenceTablePlan table;
+  int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics and dQ sums
+                    // of head h, tile t lie at index h * q_tiles + t
+  bool tiles_descend = false;  // a sequence's last key tile comes first
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
   std::size_t lse_log2_offset = 0;
+  std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
+  std::size_t turns_offset = 0;  // deterministic: a counter per head and query tile, and a ticket
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;
   std::size_t workspace_bytes = 0;
@@ -71,7 +97,16 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
 BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& device);
 void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
-// softmax_d's row count, needed by a caller before it can fill BackwardParams.
+// Before plan_forward and run_forward of a call that appends to its cache or rotates.
+void run_append(const AppendParams& params, Stream stream);
+
+// run_forward combines its own splits; this is for partial results of the caller's.
+void run_combine(const CombineParams& params, Stream stream);
+
+// Slow and simple: a thread block per query and head.
+void run_debug_probabilities(const DebugProbabilitiesParams& params, Stream stream);
+
+// Rows per head that softmax_d has where it is not packed.
 constexpr int round_up_seqlen(int seqlen) { return (seqlen + 127) / 128 * 128; }
 
 // What this library holds, in selection order.

@@ -13,8 +13,22 @@ enum class Dtype : std::uint8_t { fp16, bf16 };
 enum class MaskKind : std::uint8_t { full, windowed };
 
 // Run-time features beyond the mask. A row of the table lists what it supports; a request lists
-// what it needs.
+// what it needs. Packed sequences and lengths in device memory need none: every row has them.
 using FeatureSet = std::uint32_t;
+
+namespace feature {
+inline constexpr FeatureSet softcap = 1u << 0;
+inline constexpr FeatureSet alibi = 1u << 1;
+inline constexpr FeatureSet dropout = 1u << 2;
+inline constexpr FeatureSet deterministic = 1u << 3;  // backward: dQ summed in a fixed order
+inline constexpr FeatureSet paged_kv = 1u << 4;
+inline constexpr FeatureSet split_kv = 1u << 5;    // a tile's keys shared by several CTAs
+inline constexpr FeatureSet packed_gqa = 1u << 6;  // the query heads of a key head share a tile
+}  // namespace feature
+
+// tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
+// rows.
+enum class ForwardKind : std::uint8_t { tiles, decode };
 
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 
@@ -25,8 +39,9 @@ struct ForwardConfig {
   Dtype dtype;
   MaskKind mask;
   int head_dim;  // the bucket: serves every head dim up to this one
-  int block_m;   // queries per tile
-  int block_n;   // keys per step
+  ForwardKind kind;
+  int block_m;  // queries per tile; decode: rows, of queries and heads together
+  int block_n;  // keys per step; decode: of one warp
   int num_warps;
   FeatureSet features;
 };

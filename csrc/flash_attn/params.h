@@ -1,15 +1,17 @@
 // What one attention call is, as plain structs: filled by the caller with designated initialisers,
 // handed to the kernels by value. All strides are in elements and 64-bit; the last dimension of
-// every tensor is contiguous.
+// every tensor is contiguous. Pointers are to device memory unless they say otherwise.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_attn/config.h"
+#include "flash_attn/device_errors.h"
 
 namespace flash_attn_cuda {
 
-// A (batch, seqlen, heads, head_dim) tensor.
+// A (batch, seqlen, heads, head_dim) tensor; packed sequences are one batch entry, (1, total,
+// heads, head_dim). Of a paged cache, (pages, page_size, heads, head_dim).
 struct TensorView {
   void* data = nullptr;
   std::int64_t batch_stride = 0;
@@ -17,8 +19,19 @@ struct TensorView {
   std::int64_t head_stride = 0;
 };
 
+// One fp32 number per query and head, contiguous along queries: (batch, heads, seqlen_q), or
+// (heads, total_q) of packed sequences, whose batch_stride is 0.
+template <class Number>
+struct RowView {
+  Number* data = nullptr;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+// Of packed or cached sequences seqlen_q and seqlen_k are upper bounds that the tensors' shapes
+// give: total_q, total_k, or what a cache holds for one sequence.
 struct AttentionShape {
-  int batch_size = 0;
+  int batch_size = 0;  // sequences
   int seqlen_q = 0;
   int seqlen_k = 0;
   int num_heads_q = 0;
@@ -27,8 +40,29 @@ struct AttentionShape {
   int head_dim = 0;
 };
 
+// Where the sequences lie and how long they are, as far as device memory says it; null for what
+// the shape says. Contents are never trusted: what is out of range is clamped and reported
+// (device_errors.h).
+struct SequenceParams {
+  const int* cu_seqlens_q = nullptr;  // (batch_size + 1): q, out, dq are packed
+  const int* cu_seqlens_k = nullptr;  // (batch_size + 1): k, v, dk, dv are packed
+  const int* seqused_q =
+      nullptr;  // (batch_size): the first so many queries attend; out of others 0
+  const int* seqused_k = nullptr;  // (batch_size): keys that are there, counted from the sequence's
+                                   // first row, left padding and what was appended not excluded
+  const int* leftpad_k = nullptr;  // (batch_size): rows before the first key
+  const int* kv_batch_idx = nullptr;  // (batch_size): batch entry of k and v; null: the sequence's
+  // Keys appended since seqused_k was written: of sequence b cu_seqlens_k_new[b + 1] -
+  // cu_seqlens_k_new[b], or seqlen_k_new of every one.
+  const int* cu_seqlens_k_new = nullptr;
+  int seqlen_k_new = 0;
+  int max_seqlen_q = 0;    // of packed sequences, to choose a kernel by; 0: not known. Results
+                           // do not depend on it
+  int num_kv_batches = 0;  // batch entries of k and v, for kv_batch_idx; 0: batch_size
+};
+
 // Key j is visible to query i iff i + shift - left <= j <= i + shift + right, shift = seqlen_k -
-// seqlen_q.
+// seqlen_q of the sequence.
 struct Window {
   static constexpr int unbounded = -1;
   int left = unbounded;
@@ -37,28 +71,147 @@ struct Window {
   constexpr bool is_full() const { return left == unbounded && right == unbounded; }
 };
 
+// score = softmax_scale * q k^T; then softcap * tanh(score / softcap) if softcap > 0; then minus
+// slope * |i + shift - j|.
+struct ScoreParams {
+  float softmax_scale = 1.0f;
+  float softcap = 0.0f;
+  const float* alibi_slopes = nullptr;  // (num_heads_q) or (batch_size, num_heads_q)
+  std::int64_t alibi_batch_stride = 0;  // 0: the same slopes for every sequence
+};
+
+// Where the seed and the offset of a call's random numbers come from: values, or, while a CUDA
+// graph is captured and in a backward, device memory.
+struct RngSource {
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  const std::int64_t* seed_pointer = nullptr;
+  const std::int64_t* offset_pointer = nullptr;
+  std::uint64_t offset_in_graph = 0;  // added to *offset_pointer
+};
+
+// p_dropout in units of 2^-16, which is how exactly it is kept.
+constexpr std::uint32_t dropout_threshold(double p_dropout) {
+  const double scaled = p_dropout * 65536.0 + 0.5;
+  return scaled >= 65535.0 ? 65535u : static_cast<std::uint32_t>(scaled);
+}
+
+struct DropoutParams {
+  std::uint32_t threshold = 0;  // of p_dropout; 0: nothing is dropped
+  RngSource rng;
+  std::int64_t* rng_state = nullptr;  // (2): seed and offset, written by the forward if not null
+};
+
+// k and v are pages of a pool: key j of sequence b lies in page block_table[b][j / page_size].
+struct PagedKvParams {
+  const int* block_table = nullptr;  // (batch_size, max_pages), null: not paged
+  std::int64_t table_stride = 0;
+  int max_pages = 0;  // of one sequence
+  int page_size = 0;
+  int num_pages = 0;  // of the pool
+};
+
+struct SplitParams {
+  int num_splits = 1;            // 0: as many as serve the device; else exactly so many at most
+  bool batch_invariant = false;  // splits of fixed length: the same bits whatever the batch and
+                                 // the capacity
+};
+
 struct ForwardParams {
   Dtype dtype = Dtype::bf16;
   AttentionShape shape;
+  SequenceParams sequences;
   Window window;
-  float softmax_scale = 1.0f;
+  ScoreParams score;
+  DropoutParams dropout;
+  PagedKvParams paged;
+  SplitParams split;
   TensorView q, k, v, out;
-  float* lse = nullptr;  // (batch, num_heads_q, seqlen_q), natural logarithm
+  RowView<float> lse;              // natural logarithm
+  DeviceErrors* errors = nullptr;  // may be null
+  void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
+
+// Rows of q over all sequences.
+inline std::int64_t query_rows(const ForwardParams& params) {
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_q;
+}
 
 struct BackwardParams {
   Dtype dtype = Dtype::bf16;
   AttentionShape shape;
+  SequenceParams sequences;  // cu_seqlens and seqused alone
   Window window;
-  float softmax_scale = 1.0f;
+  ScoreParams score;
+  DropoutParams dropout;       // rng: pointers to the forward's rng_state
+  bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
-  const float* lse = nullptr;   // (batch, num_heads_q, seqlen_q), as the forward wrote it
-  const float* dlse = nullptr;  // gradient of lse, same shape, or null
-  float* softmax_d = nullptr;   // (batch, num_heads_q, seqlen_q_rounded): rowsum(dO * O) - dlse,
-                                // written by the call
+  RowView<const float> lse;   // as the forward wrote it
+  RowView<const float> dlse;  // gradient of lse; data null: none
+  RowView<float> softmax_d;   // rowsum(dO * O) - dlse; data null: not wanted
+  DeviceErrors* errors = nullptr;
   void* workspace =
       nullptr;  // BackwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
+};
+
+// Rows of k over all sequences.
+inline std::int64_t key_rows(const BackwardParams& params) {
+  const bool is_packed = params.sequences.cu_seqlens_k != nullptr;
+  return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_k;
+}
+
+// The step before attention over a cache: new keys and values are written into it behind what it
+// holds, and keys and queries are rotated (Su et al., "RoFormer", 2021, section 3.2.2).
+struct AppendParams {
+  Dtype dtype = Dtype::bf16;
+  AttentionShape shape;  // seqlen_q: new queries, seqlen_k: rows that the cache holds of a sequence
+  SequenceParams sequences;  // cu_seqlens_q, seqused_k (before appending), kv_batch_idx,
+                             // cu_seqlens_k_new or seqlen_k_new
+  PagedKvParams paged;
+  TensorView k_new, v_new;  // (batch, seqlen_k_new, heads_k, head_dim) or packed; data null:
+                            // nothing to append
+  TensorView k_cache, v_cache;
+  TensorView q, q_rotated;           // data null: queries are not rotated
+  const void* rotary_cos = nullptr;  // (seqlen_rotary, rotary_dim / 2) of dtype, null: no rotation
+  const void* rotary_sin = nullptr;
+  int rotary_dim = 0;
+  int seqlen_rotary = 0;
+  bool rotary_interleaved =
+      true;  // pairs (0, 1), (2, 3), ..; false: (0, r / 2), (1, r / 2 + 1), ..
+  bool rotate_queries_in_order = true;  // query i at seqused_k + i; false: all at seqused_k
+  int total_q = 0;                      // rows of q where it is packed
+  int total_k_new = 0;                  // rows of k_new where it is packed
+  int seqlen_k_used = -1;  // keys before appending of every sequence where seqused_k is null
+  DeviceErrors* errors = nullptr;
+};
+
+// out = sum of exp(lse_partial - lse) * out_partial over splits; a split with lse -inf is not read.
+struct CombineParams {
+  Dtype out_dtype = Dtype::bf16;
+  bool out_fp32 = false;  // out is fp32 whatever out_dtype
+  int num_splits = 0;
+  int head_dim = 0;
+  int num_heads = 0;
+  std::int64_t rows = 0;               // (batch *) seqlen_q
+  const float* out_partial = nullptr;  // (num_splits, rows, num_heads, head_dim)
+  const float* lse_partial = nullptr;  // (num_splits, rows, num_heads)
+  void* out = nullptr;  // row r, head h at out + r * out_row_stride + h * out_head_stride for rows
+                        // of batch 0; rows_per_batch rows further on the next batch begins
+  std::int64_t out_batch_stride = 0;
+  std::int64_t out_row_stride = 0;
+  std::int64_t out_head_stride = 0;
+  std::int64_t rows_per_batch = 0;
+  RowView<float> lse;  // (batch, heads, rows_per_batch); batch_stride 0 and one batch where packed
+};
+
+// What a test wants to see: the probabilities of every pair, negative where dropout drops them.
+struct DebugProbabilitiesParams {
+  ForwardParams forward;          // after its run: lse and, with dropout, rng pointers to rng_state
+  void* probabilities = nullptr;  // (batch, num_heads_q, rows, columns) of dtype, contiguous
+  int rows = 0;
+  int columns = 0;
 };
 
 }  // namespace flash_attn_cuda

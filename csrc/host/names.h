@@ -1,6 +1,9 @@
 // The words for enumerators, as build_tools/kernel_table.py and the build record spell them.
 #pragma once
 
+#include <string>
+#include <utility>
+
 #include "flash_attn/config.h"
 
 namespace flash_attn_cuda {
@@ -13,6 +16,27 @@ constexpr const char* name_of(MaskKind mask) {
 
 constexpr const char* name_of(KernelFamily family) {
   return family == KernelFamily::sm80 ? "sm80" : "sm90";
+}
+
+constexpr const char* name_of(ForwardKind kind) {
+  return kind == ForwardKind::tiles ? "tiles" : "decode";
+}
+
+// "softcap, dropout", or "none".
+inline std::string names_of(FeatureSet features) {
+  constexpr std::pair<FeatureSet, const char*> known[] = {
+      {feature::softcap, "softcap"},       {feature::alibi, "alibi"},
+      {feature::dropout, "dropout"},       {feature::deterministic, "deterministic"},
+      {feature::paged_kv, "paged_kv"},     {feature::split_kv, "split_kv"},
+      {feature::packed_gqa, "packed_gqa"},
+  };
+  std::string names;
+  for (const auto& [bit, name] : known) {
+    if ((features & bit) == 0) continue;
+    if (!names.empty()) names += ", ";
+    names += name;
+  }
+  return names.empty() ? "none" : names;
 }
 
 }  // namespace flash_attn_cuda

@@ -5,6 +5,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "host/select_instance.h"
+#include "host/workspace_layout.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -12,14 +13,38 @@ namespace {
 // The kernels around the main one give a query row up to 32 threads, in blocks of 256.
 constexpr std::int64_t max_query_rows = max_grid * 8;
 
-// Also keeps every size below within 64 bits.
-void check_query_rows(const AttentionShape& shape, int seqlen_q_rounded) {
-  const std::int64_t batch_heads = std::max<std::int64_t>(1, shape.batch_size) * shape.num_heads_q;
-  if (batch_heads > max_query_rows / std::max(1, seqlen_q_rounded)) {
-    throw_error("batch_size * num_heads_q * seqlen_q (rounded up to 128) must be at most ",
-                max_query_rows, ", got ", shape.batch_size, " * ", shape.num_heads_q, " * ",
-                seqlen_q_rounded);
+FeatureSet features_of(const BackwardParams& params) {
+  FeatureSet features = 0;
+  if (params.score.softcap > 0.0f) features |= feature::softcap;
+  if (params.score.alibi_slopes != nullptr) features |= feature::alibi;
+  if (params.dropout.threshold > 0) features |= feature::dropout;
+  if (params.deterministic) features |= feature::deterministic;
+  return features;
+}
+
+void check_backward(const BackwardParams& params) {
+  check_call(params.shape, params.score.softmax_scale);
+  if (params.shape.head_dim % 8 != 0) {
+    throw_error("head_dim must be a multiple of 8 in a backward, got ", params.shape.head_dim);
   }
+  const SequenceParams& sequences = params.sequences;
+  if ((sequences.cu_seqlens_q == nullptr) != (sequences.cu_seqlens_k == nullptr)) {
+    throw_error("cu_seqlens_q and cu_seqlens_k must be given together, got ",
+                sequences.cu_seqlens_q == nullptr ? "cu_seqlens_k" : "cu_seqlens_q", " alone");
+  }
+}
+
+// Query tiles of one head, over all sequences. Also keeps every size below within 64 bits.
+int count_query_tiles(const AttentionShape& shape, int block_m, bool is_packed) {
+  const int per_sequence = checked_tiles(shape.seqlen_q, 1, block_m);
+  const std::int64_t tiles = is_packed ? most_packed_tiles(shape, per_sequence, shape.seqlen_q)
+                                       : std::int64_t{per_sequence} * shape.batch_size;
+  if (tiles > max_query_rows / block_m / shape.num_heads_q) {
+    throw_error("query rows of all sequences (rounded up to ", block_m,
+                ") times num_heads_q must be at most ", max_query_rows, ", got ", tiles * block_m,
+                " * ", shape.num_heads_q);
+  }
+  return static_cast<int>(tiles);
 }
 
 // One CTA has an SM to itself, and a section of two tiles for each evens out a causal grid; larger
@@ -29,8 +54,9 @@ constexpr int tiles_per_sm = 2;
 // How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split
 // costs an fp32 partial of dK and dV, and all partials together stay within the size of the fp32 dQ
 // that the call needs anyway.
-int choose_dkdv_splits(const AttentionShape& shape, int key_tiles, const DeviceInfo& device) {
-  const std::int64_t ctas = std::int64_t{key_tiles} * shape.batch_size * shape.num_heads_k;
+int choose_dkdv_splits(const AttentionShape& shape, std::int64_t key_tiles,
+                       const DeviceInfo& device) {
+  const std::int64_t ctas = key_tiles * shape.num_heads_k;
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
   if (ctas == 0) return 1;
 
@@ -44,72 +70,72 @@ int choose_dkdv_splits(const AttentionShape& shape, int key_tiles, const DeviceI
   return static_cast<int>(splits);
 }
 
-// Buffers of floats behind each other.
-class WorkspaceLayout {
- public:
-  std::size_t add(std::int64_t floats) {
-    constexpr std::size_t alignment = 256;
-    const std::size_t offset = end_;
-    end_ +=
-        (static_cast<std::size_t>(floats) * sizeof(float) + alignment - 1) / alignment * alignment;
-    return offset;
-  }
-  std::size_t bytes() const { return end_; }
-
- private:
-  std::size_t end_ = 0;
-};
-
 }  // namespace
 
 BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& device,
                            std::span<const BackwardInstance* const> instances) {
   const AttentionShape& shape = params.shape;
-  check_call(shape, params.softmax_scale);
-  const int seqlen_q_rounded = round_up_seqlen(shape.seqlen_q);
-  check_query_rows(shape, seqlen_q_rounded);
-
+  check_backward(params);
   const Window window = normalize_window(params.window, shape);
   const BackwardInstance& instance =
       select_instance(instances,
                       {.dtype = params.dtype,
                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
-                       .head_dim = shape.head_dim},
+                       .head_dim = shape.head_dim,
+                       .features = features_of(params)},
                       device);
   const BackwardConfig& config = instance.config;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  // A right bound hides most queries from the last keys, so the long tiles come first as they are;
+  // a left bound alone does the opposite.
+  const bool tiles_descend = window.left != Window::unbounded && window.right == Window::unbounded;
 
-  const int key_tiles = ceil_div(shape.seqlen_k, config.block_n);
-  const int splits = choose_dkdv_splits(shape, key_tiles, device);
+  BackwardPlan plan;
+  plan.instance = &instance;
+  plan.q_tiles = count_query_tiles(shape, config.block_m, is_packed);
+  plan.tiles_descend = tiles_descend;
+  WorkspaceLayout workspace;
+  int key_tiles = checked_tiles(shape.seqlen_k, 1, config.block_n);
+  if (is_packed) {
+    key_tiles = most_packed_tiles(shape, key_tiles, shape.seqlen_k);
+    plan.table = {.used = true,
+                  .max_tiles = key_tiles,
+                  .tile_rows = config.block_n,
+                  .tiles_descend = tiles_descend,
+                  .q_tile_rows = config.block_m,
+                  .max_q_tiles = plan.q_tiles};
+    plan.table.offset = workspace.add_bytes(table_bytes(shape.batch_size, plan.table));
+  }
+  const int grid_batches = is_packed ? 1 : shape.batch_size;
+  // Partial sums cover whole sequences; rows of left padding belong to none.
+  plan.dkdv_splits =
+      params.sequences.leftpad_k != nullptr
+          ? 1
+          : choose_dkdv_splits(shape, grid_batches * std::int64_t{key_tiles}, device);
   const std::int64_t bytes_per_query = 2 * sizeof(std::uint16_t) * shape.head_dim +  // Q and dO
                                        sizeof(float) * config.head_dim;  // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  BackwardPlan plan{
-      .instance = &instance,
-      .schedule = make_schedule(
-          {.num_tiles = key_tiles,
-           .batch_size = shape.batch_size,
-           .num_heads = shape.num_heads_k * splits,
-           .heads_per_group = splits,
-           .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
-           .min_tiles = window.is_full() ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
-           // A right bound hides most queries from the last keys, so the long tiles come first as
-           // they are; a left bound alone does the opposite.
-           .longest_first = window.left != Window::unbounded && window.right == Window::unbounded},
-          device),
-      .seqlen_q_rounded = seqlen_q_rounded,
-      .dkdv_splits = splits};
+  plan.schedule = make_schedule(
+      {.num_tiles = key_tiles,
+       .batch_size = grid_batches,
+       .num_heads = shape.num_heads_k * plan.dkdv_splits,
+       .heads_per_group = plan.dkdv_splits,
+       .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
+       .min_tiles =
+           window.is_full() && !is_packed ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
+       .longest_first = tiles_descend && !is_packed},
+      device);
 
-  WorkspaceLayout workspace;
-  const std::int64_t query_heads = std::int64_t{shape.batch_size} * shape.num_heads_q;
-  const std::int64_t accum_rows =
-      std::int64_t{ceil_div(shape.seqlen_q, config.block_m)} * config.block_m;
-  plan.lse_log2_offset = workspace.add(query_heads * seqlen_q_rounded);
-  plan.dq_accum_offset = workspace.add(query_heads * accum_rows * config.head_dim);
-  if (splits > 1) {
-    const std::int64_t partial = std::int64_t{splits} * shape.batch_size * shape.num_heads_k *
-                                 shape.seqlen_k * config.head_dim;
-    plan.dk_partial_offset = workspace.add(partial);
-    plan.dv_partial_offset = workspace.add(partial);
+  const std::int64_t query_tiles = std::int64_t{shape.num_heads_q} * plan.q_tiles;
+  plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);
+  plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
+  plan.dq_accum_offset = workspace.add_floats(query_tiles * config.block_m * config.head_dim);
+  if (params.deterministic) plan.turns_offset = workspace.add_floats(query_tiles + 1);
+  if (plan.dkdv_splits > 1) {
+    const std::int64_t partial =
+        plan.dkdv_splits * key_rows(params) * shape.num_heads_k * config.head_dim;
+    plan.dk_partial_offset = workspace.add_floats(partial);
+    plan.dv_partial_offset = workspace.add_floats(partial);
   }
   plan.workspace_bytes = workspace.bytes();
   return plan;

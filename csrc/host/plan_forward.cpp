@@ -1,7 +1,12 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "host/error.h"
 #include "host/normalize_window.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "host/select_instance.h"
+#include "host/workspace_layout.h"
 
 namespace flash_attn_cuda {
 
@@ -11,32 +16,177 @@ namespace {
 // and head_dim 128, sections of 4, 16 and 64 heads gave 333, 360 and 367 TFLOP/s.
 constexpr int tiles_per_sm = 8;
 
+FeatureSet features_of(const ForwardParams& params) {
+  FeatureSet features = 0;
+  if (params.score.softcap > 0.0f) features |= feature::softcap;
+  if (params.score.alibi_slopes != nullptr) features |= feature::alibi;
+  if (params.dropout.threshold > 0) features |= feature::dropout;
+  if (params.paged.block_table != nullptr) features |= feature::paged_kv;
+  return features;
+}
+
+// Whether 16-byte copies can read and write the tensor's rows.
+bool has_vector_rows(const TensorView& view) {
+  constexpr std::int64_t elements = 8;
+  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+         view.batch_stride % elements == 0 && view.row_stride % elements == 0 &&
+         view.head_stride % elements == 0;
+}
+
+bool has_vector_rows(const ForwardParams& params) {
+  return params.shape.head_dim % 8 == 0 && has_vector_rows(params.q) && has_vector_rows(params.k) &&
+         has_vector_rows(params.v) && has_vector_rows(params.out);
+}
+
+// Rows of a sequence's queries and of the heads that share a key head, as far as the host knows.
+std::int64_t packed_rows(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  const int seqlen_q = !is_packed                          ? shape.seqlen_q
+                       : params.sequences.max_seqlen_q > 0 ? params.sequences.max_seqlen_q
+                                                           : shape.seqlen_q;
+  return std::int64_t{seqlen_q} * (shape.num_heads_q / shape.num_heads_k);
+}
+
+// The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
+// also the ones that copy element by element, and whose bits can be independent of the batch.
+bool prefers_decode(const ForwardParams& params) {
+  if (!has_vector_rows(params)) return true;
+  if (params.dropout.threshold > 0) return false;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  if (params.split.batch_invariant && is_packed) return true;
+  constexpr std::int64_t rows_with_cache = 64;
+  constexpr std::int64_t rows_without = 16;
+  const bool has_cache = params.sequences.seqused_k != nullptr ||
+                         params.paged.block_table != nullptr || params.split.num_splits != 1;
+  return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
+}
+
+const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
+                                       const DeviceInfo& device,
+                                       std::span<const ForwardInstance* const> instances) {
+  KernelRequest request{.dtype = params.dtype,
+                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
+                        .head_dim = params.shape.head_dim,
+                        .kind = ForwardKind::decode,
+                        .features = features_of(params)};
+  if (prefers_decode(params)) {
+    const ForwardInstance* decode = find_instance(instances, request, device);
+    if (decode != nullptr || !has_vector_rows(params))
+      return select_instance(instances, request, device);
+  }
+  request.kind = ForwardKind::tiles;
+  return select_instance(instances, request, device);
+}
+
+// Keys of a split whose bits must not depend on anything but the sequence.
+constexpr int invariant_split_keys = 512;
+
+// The fewest splits that fill the device, or nearly: a last wave of CTAs that is almost empty
+// costs as much as a full one.
+int fewest_splits(std::int64_t ctas, std::int64_t slots, int most) {
+  constexpr double good_enough = 0.9;
+  double best = 0.0;
+  int chosen = 1;
+  for (int splits = 1; splits <= most; ++splits) {
+    const std::int64_t grid = ctas * splits;
+    const double used =
+        static_cast<double>(grid) / static_cast<double>(ceil_div(grid, slots) * slots);
+    if (used * good_enough > best) {
+      best = used;
+      chosen = splits;
+    }
+    if (grid >= 4 * slots) break;
+  }
+  return chosen;
+}
+
+int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t ctas,
+                  const DeviceInfo& device) {
+  const AttentionShape& shape = params.shape;
+  const ForwardConfig& config = instance.config;
+  const bool decodes = config.kind == ForwardKind::decode;
+  if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
+  if (params.split.batch_invariant)
+    return decodes ? ceil_div(shape.seqlen_k, invariant_split_keys) : 1;
+
+  const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
+  const int steps = ceil_div(shape.seqlen_k, keys_per_step);
+  if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));
+  constexpr int smem_per_sm_over_block = 1024;  // reserved by the system for every block
+  const std::int64_t resident = std::max<std::int64_t>(
+      1, device.smem_per_block / (instance.smem_bytes + smem_per_sm_over_block));
+  const std::int64_t slots = std::min<std::int64_t>(resident, 4) * device.num_sms;
+  constexpr int least_steps = 2;
+  const int most = std::max(1, steps / least_steps);
+  const bool uneven = shape.batch_size > 1 && params.sequences.seqused_k != nullptr;
+  if (!uneven || !decodes) return fewest_splits(ctas, slots, most);
+
+  // Lengths that the host does not know: the kernel itself shares the splits out by length, and
+  // more of them cost no empty CTAs (sm80/decode_split.h), only memory for partial results.
+  constexpr std::int64_t most_partial_bytes = 256 << 20;
+  constexpr int most_useful = 32;
+  const std::int64_t bytes = std::max<std::int64_t>(1, query_rows(params)) * shape.num_heads_q *
+                             (shape.head_dim + 1) * std::int64_t{sizeof(float)};
+  const auto affordable =
+      static_cast<int>(std::clamp<std::int64_t>(most_partial_bytes / bytes, 1, most_useful));
+  return std::min(most, affordable);
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
                          std::span<const ForwardInstance* const> instances) {
   const AttentionShape& shape = params.shape;
-  check_call(shape, params.softmax_scale);
+  check_call(shape, params.score.softmax_scale);
+  if (params.sequences.cu_seqlens_k != nullptr && params.sequences.cu_seqlens_q == nullptr)
+    throw_error("cu_seqlens_q must be given where cu_seqlens_k is, got null");
   const Window window = normalize_window(params.window, shape);
-  const ForwardInstance& instance =
-      select_instance(instances,
-                      {.dtype = params.dtype,
-                       .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
-                       .head_dim = shape.head_dim},
-                      device);
+  const ForwardInstance& instance = choose_instance(params, window, device, instances);
+  const ForwardConfig& config = instance.config;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  // A right bound hides most keys from the first queries, so the last tiles are the long ones.
+  const bool longest_first = window.right != Window::unbounded;
 
+  const int group = shape.num_heads_q / shape.num_heads_k;
+  const bool packs_heads = (config.features & feature::packed_gqa) != 0;
+  const int rows_per_query = packs_heads ? group : 1;
+  ForwardPlan plan;
+  plan.instance = &instance;
+  int num_tiles = checked_tiles(shape.seqlen_q, rows_per_query, config.block_m);
+  WorkspaceLayout workspace;
+  if (is_packed) {
+    num_tiles = most_packed_tiles(shape, num_tiles, shape.seqlen_q);
+    plan.table = {.used = true,
+                  .max_tiles = num_tiles,
+                  .tile_rows = config.block_m,
+                  .rows_per_query = rows_per_query,
+                  .tiles_descend = longest_first};
+    plan.table.offset = workspace.add_bytes(table_bytes(shape.batch_size, plan.table));
+  }
   constexpr std::int64_t bytes_per_key = 2 * sizeof(std::uint16_t);  // K and V, per column
-  const TileSchedule schedule = make_schedule(
-      {.num_tiles = ceil_div(shape.seqlen_q, instance.config.block_m),
-       .batch_size = shape.batch_size,
-       .num_heads = shape.num_heads_q,
-       .heads_per_group = shape.num_heads_q / shape.num_heads_k,
+  plan.schedule = make_schedule(
+      {.num_tiles = num_tiles,
+       .batch_size = is_packed ? 1 : shape.batch_size,
+       .num_heads = packs_heads ? shape.num_heads_k : shape.num_heads_q,
+       .heads_per_group = packs_heads ? 1 : group,
        .bytes_per_group = bytes_per_key * shape.seqlen_k * shape.head_dim,
-       .min_tiles = window.is_full() ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
-       // A right bound hides most keys from the first queries, so the last tiles are the long ones.
-       .longest_first = window.right != Window::unbounded},
+       .min_tiles =
+           window.is_full() && !is_packed ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
+       .longest_first = longest_first && !is_packed},
       device);
-  return {.instance = &instance, .schedule = schedule};
+
+  plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);
+  check_grid(plan.schedule.grid_size(), plan.num_splits);
+  if (params.split.batch_invariant && config.kind == ForwardKind::decode)
+    plan.keys_per_split = invariant_split_keys;
+  if (plan.num_splits > 1) {
+    const std::int64_t rows = query_rows(params) * shape.num_heads_q * plan.num_splits;
+    plan.out_partial_offset = workspace.add_floats(rows * shape.head_dim);
+    plan.lse_partial_offset = workspace.add_floats(rows);
+  }
+  plan.workspace_bytes = workspace.bytes();
+  return plan;
 }
 
 ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device) {

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "host/error.h"
+#include "shared/sequence.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -37,11 +38,37 @@ void check_call(const AttentionShape& shape, float softmax_scale) {
     throw_error("num_heads_k must divide num_heads_q (", shape.num_heads_q, "), got ",
                 shape.num_heads_k);
   }
-  if (shape.head_dim < 8 || shape.head_dim % 8 != 0) {
-    throw_error("head_dim must be a positive multiple of 8, got ", shape.head_dim);
-  }
+  check_range("head_dim", shape.head_dim, 1, max_grid);
   if (!std::isfinite(softmax_scale)) {
     throw_error("softmax_scale must be finite in fp32, got ", softmax_scale);
+  }
+}
+
+int checked_tiles(int rows, int rows_per_row, int tile_rows) {
+  const std::int64_t tiles = ceil_div(std::int64_t{rows} * rows_per_row, std::int64_t{tile_rows});
+  if (tiles > max_grid) {
+    throw_error("tiles of ", tile_rows, " rows must be at most ", max_grid, ", got ", tiles);
+  }
+  return static_cast<int>(tiles);
+}
+
+int most_packed_tiles(const AttentionShape& shape, int tiles, int rows) {
+  const std::int64_t sequences = std::int64_t{shape.batch_size} + gap_sequences;
+  const std::int64_t most = tiles + std::min<std::int64_t>(sequences, rows);
+  if (most > max_grid) {
+    throw_error("tiles of all sequences must be at most ", max_grid, ", got up to ", most);
+  }
+  return static_cast<int>(most);
+}
+
+std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan) {
+  return SequenceTable::bytes(batch_size, plan);
+}
+
+void check_grid(std::int64_t ctas, int splits) {
+  if (ctas * splits > max_grid) {
+    throw_error("tiles * heads * num_splits must be at most ", max_grid, ", got ", ctas, " * ",
+                splits);
   }
 }
 

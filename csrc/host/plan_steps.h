@@ -22,6 +22,19 @@ constexpr Integer ceil_div(Integer dividend, Integer divisor) {
 // Throws Error naming the field, the rule and the value unless kernels can compute this call.
 void check_call(const AttentionShape& shape, float softmax_scale);
 
+// Tiles of `tile_rows` that `rows` * rows_per_row rows fill. Throws Error beyond max_grid.
+int checked_tiles(int rows, int rows_per_row, int tile_rows);
+
+// What checked_tiles becomes when the rows are shared out to batch_size sequences, in the worst
+// case: each of them, and the rows that belong to none, ends on a tile of its own.
+int most_packed_tiles(const AttentionShape& shape, int tiles, int rows);
+
+// Bytes of a packed call's table (shared/sequence.h).
+std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan);
+
+// Throws Error when a grid of `ctas` for each of `splits` is larger than CUDA's.
+void check_grid(std::int64_t ctas, int splits);
+
 struct ScheduleRequest {
   int num_tiles;
   int batch_size;

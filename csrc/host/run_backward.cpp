@@ -9,6 +9,14 @@ namespace flash_attn_cuda {
 void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   BackwardParams normalized = params;
   normalized.window = normalize_window(params.window, params.shape);
+  make_sequence_table(plan.table,
+                      {.sequences = params.sequences,
+                       .shape = params.shape,
+                       .is_paged = false,
+                       .tiles_of_keys = true,
+                       .errors = params.errors,
+                       .workspace = params.workspace},
+                      stream);
   backward_preprocess(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
   plan.instance->convert_dq(plan, normalized, stream);

@@ -1,12 +1,54 @@
+#include <cuda_runtime_api.h>
+
+#include "auxiliary/auxiliary.h"
 #include "flash_attn/instance.h"
 #include "host/normalize_window.h"
+#include "shared/launch.h"
 
 namespace flash_attn_cuda {
+namespace {
+
+CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const char* workspace = static_cast<const char*>(params.workspace);
+  return {.out_dtype = params.dtype,
+          .num_splits = plan.num_splits,
+          .head_dim = shape.head_dim,
+          .num_heads = shape.num_heads_q,
+          .rows = query_rows(params),
+          .out_partial = reinterpret_cast<const float*>(workspace + plan.out_partial_offset),
+          .lse_partial = reinterpret_cast<const float*>(workspace + plan.lse_partial_offset),
+          .out = params.out.data,
+          .out_batch_stride = params.out.batch_stride,
+          .out_row_stride = params.out.row_stride,
+          .out_head_stride = params.out.head_stride,
+          .rows_per_batch = shape.seqlen_q,
+          .lse = params.lse};
+}
+
+}  // namespace
 
 void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
   ForwardParams normalized = params;
   normalized.window = normalize_window(params.window, params.shape);
+  const bool draws = (plan.instance->config.features & feature::dropout) != 0;
+  const bool is_empty = plan.schedule.grid_size() == 0;
+  if (params.dropout.rng_state != nullptr && (is_empty || !draws)) {
+    // Nothing is dropped, but a backward may ask for the state.
+    check_cuda(cudaMemsetAsync(params.dropout.rng_state, 0, 2 * sizeof(std::int64_t), stream),
+               "zero rng_state");
+  }
+  if (is_empty) return;
+  make_sequence_table(plan.table,
+                      {.sequences = params.sequences,
+                       .shape = params.shape,
+                       .is_paged = params.paged.block_table != nullptr,
+                       .tiles_of_keys = false,
+                       .errors = params.errors,
+                       .workspace = params.workspace},
+                      stream);
   plan.instance->launch(plan, normalized, stream);
+  if (plan.num_splits > 1) run_combine(combine_params(plan, params), stream);
 }
 
 }  // namespace flash_attn_cuda

@@ -18,10 +18,14 @@ bool runs_on(KernelFamily family, int compute_capability) {
   return false;
 }
 
+bool has_kind(const ForwardConfig& config, ForwardKind kind) { return config.kind == kind; }
+bool has_kind(const BackwardConfig& /*config*/, ForwardKind /*kind*/) { return true; }
+
 template <class Instance>
 bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
   const auto& config = instance.config;
-  return config.dtype == request.dtype && config.head_dim >= request.head_dim &&
+  return has_kind(config, request.kind) && config.dtype == request.dtype &&
+         config.head_dim >= request.head_dim &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
          (config.features & request.features) == request.features &&
          runs_on(config.family, device.compute_capability) &&
@@ -39,31 +43,43 @@ template <class Instance>
   if (names.empty()) names = "none";
   const int capability = device.compute_capability;
   throw_error("no compiled ", pass, " kernel covers dtype ", name_of(request.dtype), ", head_dim ",
-              request.head_dim, ", ", name_of(request.mask), " mask, features ", request.features,
-              " on a device of compute capability ", capability / 10, ".", capability % 10,
-              " with ", device.smem_per_block,
+              request.head_dim, ", ", name_of(request.mask), " mask, features ",
+              names_of(request.features), " on a device of compute capability ", capability / 10,
+              ".", capability % 10, " with ", device.smem_per_block,
               " bytes of shared memory per block; compiled: ", names);
 }
 
 template <class Instance>
-const Instance& first_that_covers(const char* pass, std::span<const Instance* const> instances,
+const Instance* first_that_covers(std::span<const Instance* const> instances,
                                   const KernelRequest& request, const DeviceInfo& device) {
   for (const Instance* instance : instances) {
-    if (covers(*instance, request, device)) return *instance;
+    if (covers(*instance, request, device)) return instance;
   }
-  throw_no_instance(pass, instances, request, device);
+  return nullptr;
 }
 
 }  // namespace
 
+const ForwardInstance* find_instance(std::span<const ForwardInstance* const> instances,
+                                     const KernelRequest& request, const DeviceInfo& device) {
+  return first_that_covers(instances, request, device);
+}
+
 const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
                                        const KernelRequest& request, const DeviceInfo& device) {
-  return first_that_covers("forward", instances, request, device);
+  const ForwardInstance* instance = first_that_covers(instances, request, device);
+  if (instance == nullptr) {
+    const char* pass = request.kind == ForwardKind::decode ? "decode" : "forward";
+    throw_no_instance(pass, instances, request, device);
+  }
+  return *instance;
 }
 
 const BackwardInstance& select_instance(std::span<const BackwardInstance* const> instances,
                                         const KernelRequest& request, const DeviceInfo& device) {
-  return first_that_covers("backward", instances, request, device);
+  const BackwardInstance* instance = first_that_covers(instances, request, device);
+  if (instance == nullptr) throw_no_instance("backward", instances, request, device);
+  return *instance;
 }
 
 }  // namespace flash_attn_cuda

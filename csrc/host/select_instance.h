@@ -12,6 +12,7 @@ struct KernelRequest {
   Dtype dtype;
   MaskKind mask;
   int head_dim;
+  ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
 };
 
@@ -21,6 +22,10 @@ struct KernelRequest {
 // what there is when none does.
 const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
                                        const KernelRequest& request, const DeviceInfo& device);
+// The same, or null.
+const ForwardInstance* find_instance(std::span<const ForwardInstance* const> instances,
+                                     const KernelRequest& request, const DeviceInfo& device);
+
 const BackwardInstance& select_instance(std::span<const BackwardInstance* const> instances,
                                         const KernelRequest& request, const DeviceInfo& device);
 

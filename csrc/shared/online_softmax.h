@@ -84,17 +84,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // O /= row sum; lse[row] gets the natural log-sum-exp of the scaled scores. No visible key: O =
-  // 0, lse = -inf.
+  // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores. No visible
+  // key: O = 0, lse = -inf.
   template <class Output>
-  CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows]) {
+  CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows], float o_scale = 1.0f) {
     using namespace cute;
     constexpr float ln2 = 0.693147180559945f;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const float sum = quad_reduce(row_sum[row], [](float a, float b) { return a + b; });
       const bool seen = sum != 0.0f;  // a NaN counts as seen and stays a NaN
-      const float inverse = seen ? 1.0f / sum : 0.0f;
+      const float inverse = seen ? o_scale / sum : 0.0f;
       const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
       lse[row] = seen ? offset * ln2 + logf(sum) : -INFINITY;
       CUTE_UNROLL

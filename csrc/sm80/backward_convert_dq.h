@@ -2,18 +2,19 @@
 #pragma once
 
 #include "shared/dq_accumulator.h"
-#include "shared/layout_views.h"
-#include "shared/tile_scheduler.h"
+#include "shared/tile_work.h"
 #include "sm80/backward_traits.h"
+#include "sm80/epilogue.h"
 
 namespace flash_attn_cuda::sm80 {
 
 struct ConvertDqArguments {
-  TensorView dq;
-  AttentionShape shape;
-  float softmax_scale;
+  BackwardParams params;
+  SequenceTable table;
+  int q_tiles;               // of a head, over all sequences
+  int q_tiles_per_sequence;  // without a table
+  float factor;              // of the sum
   const float* dq_accum;
-  int query_tiles;
 };
 
 template <class Tag>
@@ -26,25 +27,27 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   extern __shared__ __align__(128) char smem_bytes[];
   const int thread = threadIdx.x;
 
-  const int batch_head = blockIdx.x / args.query_tiles;
-  const int query_begin = (blockIdx.x - batch_head * args.query_tiles) * block_m;
-  const int batch = batch_head / args.shape.num_heads_q;
-  const int head = batch_head - batch * args.shape.num_heads_q;
+  const int head = blockIdx.x / args.q_tiles;
+  QueryTile work;
+  if (!find_query_tile(args.table, args.params, args.q_tiles_per_sequence,
+                       blockIdx.x - head * args.q_tiles, work))
+    return;
+  Sequence const& sequence = work.sequence;
+  const int query_begin = work.tile * block_m;
 
   typename Traits::DqMma mma;
   auto tdQrdQ = partition_fragment_C(mma, Shape<Int<block_m>, Int<head_dim>>{});
   DqAccumulator<Traits::threads>::load(
       args.dq_accum + std::int64_t(blockIdx.x) * (block_m * head_dim), tdQrdQ, thread);
   CUTE_UNROLL
-  for (int i = 0; i < size(tdQrdQ); ++i) tdQrdQ(i) *= args.softmax_scale;
+  for (int i = 0; i < size(tdQrdQ); ++i) tdQrdQ(i) *= args.factor;
 
   auto sdQ = smem_tile<typename Traits::QueryLayout>(reinterpret_cast<Element*>(smem_bytes));
-  auto copy = make_tiled_copy_C(StoreMatrix<Element>{}, mma).get_thread_slice(thread);
-  auto fragment = convert_fragment<Element>(tdQrdQ);
-  cute::copy(StoreMatrix<Element>{}, copy.retile_S(fragment), copy.partition_D(sdQ));
+  fragment_to_shared<Element>(tdQrdQ, mma, sdQ, thread);
   __syncthreads();
-  Traits::QueryWriter::store(args.dq, batch, head, query_begin, args.shape.seqlen_q - query_begin,
-                             args.shape.head_dim, sdQ, thread);
+  Traits::QueryWriter::store(args.params.dq, sequence.batch_q, head, sequence.row_q + query_begin,
+                             sequence.rows_q - query_begin, args.params.shape.head_dim, sdQ,
+                             thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -4,6 +4,9 @@
 //   S = Q K^T, P = exp(scale * S - LSE), dP = dO V^T, dS = P * (dP - D), D = rowsum(dO * O) - dLSE
 //   dV = P^T dO, dK = scale * dS^T Q, dQ = scale * dS K
 //
+// backward_scores.h has what softcap, ALiBi and dropout change between the products, turns.h how
+// dQ is summed in a fixed order.
+//
 // Threads: num_warps x 32. dK and dV stay in registers for the life of the CTA, which walks the
 // query tiles of every query head that shares its key head, so that GQA needs no expanded gradient.
 // Shared memory: K and V, one or two buffers of Q and dO, P and dS in 16 bits (backward_traits.h).
@@ -13,58 +16,65 @@
 #include "shared/block_range.h"
 #include "shared/dq_accumulator.h"
 #include "shared/mask.h"
-#include "shared/online_softmax.h"
-#include "shared/tile_scheduler.h"
+#include "shared/tile_work.h"
+#include "shared/turns.h"
+#include "sm80/backward_scores.h"
 #include "sm80/backward_traits.h"
+#include "sm80/epilogue.h"
 
 namespace flash_attn_cuda::sm80 {
 
 struct BackwardArguments {
   BackwardParams params;
   TileSchedule schedule;  // tile: key block; head: key head * dkdv_splits + split
+  SequenceTable table;
   int dkdv_splits;
-  int seqlen_q_rounded;
-  float scale_log2;       // softmax_scale * log2(e), signed
-  const float* lse_log2;  // (batch, num_heads_q, seqlen_q_rounded), +inf where a row has no key or
-                          // does not exist
-  float* dq_accum;        // (batch, num_heads_q, query tiles, block_m * head_dim) in fragment order
-  float*
-      dk_partial;  // (dkdv_splits, batch, seqlen_k, num_heads_k, head_dim), used if dkdv_splits > 1
+  int q_tiles;               // of a head, over all sequences
+  int q_tiles_per_sequence;  // 0 where the table has first_q_tile
+  float scale_log2;          // what turns a score into powers of two, signed
+  float keep_probability;    // 1 without dropout
+  float score_factor;        // what was left out of dS: dK and dQ are this times their products
+  const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
+                             // not exist
+  const float* softmax_d;    // same shape
+  float* dq_accum;           // (num_heads_q, q_tiles, block_m * head_dim) in fragment order
+  Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
+  float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;
+  std::int64_t partial_rows;
 };
 
-// Registers -> shared memory -> a (batch, seqlen_k, num_heads_k, head_dim) tensor.
+// Registers -> shared memory -> the tile's rows of dk or dv.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void write_key_gradient(TensorView const& view, AttentionShape const& shape, int batch,
-                                    int head_k, int key_begin, Accumulator const& accumulator,
+CUTE_DEVICE void write_key_gradient(TensorView const& view, Sequence const& sequence, int head_k,
+                                    int key_begin, int columns, Accumulator const& accumulator,
                                     typename Traits::Element* buffer, int thread) {
-  using Element = typename Traits::Element;
   auto sGrad = smem_tile<typename Traits::KeyLayout>(buffer);
-  auto copy = make_tiled_copy_C(StoreMatrix<Element>{}, typename Traits::DkdvMma{})
-                  .get_thread_slice(thread);
-  auto fragment = convert_fragment<Element>(accumulator);
-  cute::copy(StoreMatrix<Element>{}, copy.retile_S(fragment), copy.partition_D(sGrad));
+  fragment_to_shared<typename Traits::Element>(accumulator, typename Traits::DkdvMma{}, sGrad,
+                                               thread);
   __syncthreads();
-  Traits::KeyWriter::store(view, batch, head_k, key_begin, shape.seqlen_k - key_begin,
-                           shape.head_dim, sGrad, thread);
+  Traits::KeyWriter::store(view, sequence.batch_k, head_k, sequence.row_k + key_begin,
+                           sequence.rows_k - key_begin, columns, sGrad, thread);
 }
 
 // Registers -> this split's fp32 partial sum.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void write_partial(float* partial, int split, AttentionShape const& shape, int batch,
-                               int head_k, int key_begin, Accumulator const& accumulator,
-                               int thread) {
+CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& args,
+                               Sequence const& sequence, int split, int head_k, int key_begin,
+                               Accumulator const& accumulator, int thread) {
   constexpr int head_dim = Traits::head_dim;
+  AttentionShape const& shape = args.params.shape;
   auto gradient = rows_cols_view(accumulator);
   auto cGrad = make_identity_tensor(Shape<Int<Traits::block_n>, Int<head_dim>>{});
   auto coords =
       rows_cols_view(typename Traits::DkdvMma{}.get_thread_slice(thread).partition_C(cGrad));
-  const std::int64_t first_row =
-      (std::int64_t(split) * shape.batch_size + batch) * shape.seqlen_k + key_begin;
+  const std::int64_t first_row = split * args.partial_rows +
+                                 std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k +
+                                 key_begin;
   CUTE_UNROLL
   for (int row = 0; row < size<0>(gradient); ++row) {
     const int key = get<0>(coords(row, 0));
-    if (key_begin + key >= shape.seqlen_k) continue;
+    if (key_begin + key >= sequence.rows_k) continue;
     float* target = partial + ((first_row + key) * shape.num_heads_k + head_k) * head_dim;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(gradient); col += 2) {
@@ -72,6 +82,37 @@ CUTE_DEVICE void write_partial(float* partial, int split, AttentionShape const& 
                                                                        gradient(row, col + 1)};
     }
   }
+}
+
+// What this CTA does, for all its threads.
+template <class Traits>
+CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::SharedStorage& smem) {
+  constexpr int block_m = Traits::block_m;
+  constexpr int block_n = Traits::block_n;
+  BackwardParams const& params = args.params;
+  int block_id = blockIdx.x;
+  if (Traits::has(feature::deterministic) && args.turns.used()) block_id = args.turns.draw_ticket();
+  TileWork work;
+  if (!find_work(args.schedule, args.table, params, block_id, work)) {
+    smem.work.tile = no_tile;
+    return;
+  }
+  Sequence& sequence = work.sequence;
+  sequence.first_q_tile += sequence.index * args.q_tiles_per_sequence;
+  const int key_begin = work.tile * block_n;
+  const int key_last = min(key_begin + block_n, sequence.seqlen_k) - 1;
+  smem.work = work;
+  smem.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
+                           key_begin, key_last, sequence.seqlen_q, block_m);
+}
+
+// The key tiles that add to dQ of a query tile.
+template <class Traits>
+CUTE_DEVICE BlockRange adders_of(Window const& window, Sequence const& sequence, int query_tile) {
+  const int query = query_tile * Traits::block_m;
+  return block_range(band_from_queries(window, sequence.seqlen_q, sequence.seqlen_k), query,
+                     min(query + Traits::block_m, sequence.seqlen_q) - 1, sequence.seqlen_k,
+                     Traits::block_n);
 }
 
 template <class Tag>
@@ -89,18 +130,21 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   AttentionShape const& shape = params.shape;
   const int thread = threadIdx.x;
 
-  const TileCoord coord = tile_coord(args.schedule, blockIdx.x);
-  const int head_k = coord.head / args.dkdv_splits;
-  const int split = coord.head - head_k * args.dkdv_splits;
+  // In shared memory, because registers are what this kernel is short of.
+  if (thread == 0) find_tile<Traits>(args, smem);
+  __syncthreads();
+  TileWork const& work = smem.work;
+  Sequence const& sequence = work.sequence;
+  BlockRange const& range = smem.range;
+  if (work.tile == no_tile) return;
+  const int head_k = work.head / args.dkdv_splits;
+  const int split = work.head - head_k * args.dkdv_splits;
   const int heads_per_cta = shape.num_heads_q / shape.num_heads_k / args.dkdv_splits;
   const int first_head = (head_k * args.dkdv_splits + split) * heads_per_cta;
-  const int key_begin = coord.tile * block_n;
-  const int key_last = min(key_begin + block_n, shape.seqlen_k) - 1;
-  const int query_tiles = (shape.seqlen_q + block_m - 1) / block_m;
-  const BlockRange range =
-      block_range(band_from_keys(params.window, shape.seqlen_q, shape.seqlen_k), key_begin,
-                  key_last, shape.seqlen_q, block_m);
-  const bool ragged_keys = key_begin + block_n > shape.seqlen_k;
+  const int key_begin = work.tile * block_n;
+  // In turns, key tiles that start early must not wait for what others do last (turns.h).
+  const bool descends =
+      Traits::has(feature::deterministic) && args.turns.used() && !args.turns.tiles_descend;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);     // (block_n, head_dim)
@@ -112,25 +156,39 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     int head;
     int tile;
   };
+  auto first_tile = [&] { return descends ? range.end - 1 : range.begin; };
   auto next = [&](Step step) {
-    return step.tile + 1 < range.end ? Step{step.head, step.tile + 1}
-                                     : Step{step.head + 1, range.begin};
+    const int last_tile = descends ? range.begin : range.end - 1;
+    if (step.tile == last_tile) return Step{step.head + 1, first_tile()};
+    return Step{step.head, descends ? step.tile - 1 : step.tile + 1};
   };
-  auto load_queries = [&](TensorView const& view, Element* buffer, Step step) {
-    auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
+  // Index of a step's tile among the query tiles of all heads.
+  auto q_tile_index = [&](Step step) {
+    return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
+  };
+  // Where a step's data lies. Found while the loads before it are on their way.
+  struct Sources {
+    typename Traits::QueryLoader::Source q, dout;
+    std::int64_t first_row;  // of the row statistics
+  };
+  auto sources_of = [&](Step step) {
     const int query = step.tile * block_m;
-    Traits::QueryLoader::load(view, coord.batch, step.head, query, shape.seqlen_q - query,
-                              shape.head_dim, tile, thread);
+    auto source = [&](TensorView const& view) {
+      return Traits::QueryLoader::source(view, sequence.batch_q, step.head, sequence.row_q + query,
+                                         sequence.seqlen_q - query, thread);
+    };
+    return Sources{source(params.q), source(params.dout), q_tile_index(step) * block_m};
   };
-  auto load_row_statistics = [&](int buffer, Step step) {
+  auto load_queries = [&](TensorView const& view, auto const& source, Element* buffer) {
+    auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
+    Traits::QueryLoader::load(view, source, shape.head_dim, tile, thread);
+  };
+  auto load_row_statistics = [&](int buffer, std::int64_t first_row) {
     constexpr int copies = block_m / 4;  // of 16 bytes, for each of the two arrays
     if (thread >= 2 * copies) return;
-    const std::int64_t row =
-        (std::int64_t(coord.batch) * shape.num_heads_q + step.head) * args.seqlen_q_rounded +
-        step.tile * block_m;
     const bool is_lse = thread < copies;
     const int offset = 4 * (is_lse ? thread : thread - copies);
-    const float* source = (is_lse ? args.lse_log2 : params.softmax_d) + row + offset;
+    const float* source = (is_lse ? args.lse_log2 : args.softmax_d) + first_row + offset;
     float* target = (is_lse ? smem.lse_log2[buffer] : smem.softmax_d[buffer]) + offset;
     SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(source),
                                                *reinterpret_cast<uint128_t*>(target));
@@ -147,25 +205,21 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
   // This thread's (rows, columns) of S -> (query, key)
   auto tScS = rows_cols_view(scores_mma.get_thread_slice(thread).partition_C(cS));
-  auto store_scores =
-      make_tiled_copy_C(StoreMatrix<Element>{}, scores_mma).get_thread_slice(thread);
   auto to_shared = [&](auto const& accumulator, auto& tile) {
-    auto fragment = convert_fragment<Element>(accumulator);
-    cute::copy(StoreMatrix<Element>{}, store_scores.retile_S(fragment),
-               store_scores.partition_D(tile));
+    fragment_to_shared<Element>(accumulator, scores_mma, tile, thread);
   };
-  const ScoreMask<Traits::config.mask> mask{
-      .band = band_from_queries(params.window, shape.seqlen_q, shape.seqlen_k),
-      .seqlen_k = shape.seqlen_k};
+  [[maybe_unused]] RngState rng{};
+  if constexpr (Traits::has(feature::dropout)) rng = read_rng(params.dropout.rng);
 
   auto run_step = [&](Step step, int index, bool is_last) {
-    wait_for_loads();  // this step's tiles are here; the previous step's buffers are free
     const Step following = next(step);
+    const Sources sources = sources_of(following);
+    wait_for_loads();  // this step's tiles are here; the previous step's buffers are free
     if (!is_last) {
       const int other = (index + 1) % 2;
-      if (Traits::stages_q == 2) load_queries(params.q, smem.q[other], following);
-      if (Traits::stages_do == 2) load_queries(params.dout, smem.dout[other], following);
-      load_row_statistics(other, following);
+      if (Traits::stages_q == 2) load_queries(params.q, sources.q, smem.q[other]);
+      if (Traits::stages_do == 2) load_queries(params.dout, sources.dout, smem.dout[other]);
+      load_row_statistics(other, sources.first_row);
       commit_loads();
     }
     auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q[index % Traits::stages_q]);
@@ -173,6 +227,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     const float* lse_log2 = smem.lse_log2[index % 2];
     const float* softmax_d = smem.softmax_d[index % 2];
 
+    const int query_begin = step.tile * block_m;
     auto tSrS = partition_fragment_C(scores_mma, Shape<Int<block_m>, Int<block_n>>{});
     clear(tSrS);
     {
@@ -181,14 +236,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       gemm(scores_mma, tSrS, q, k);
     }
     auto scores = rows_cols_view(tSrS);
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      const float row_lse = lse_log2[get<0>(tScS(row, 0))];
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * args.scale_log2 - row_lse);
-      }
-    }
+    if constexpr (!Traits::has_modifiers) probabilities(scores, tScS, args.scale_log2, lse_log2);
 
     auto tdPrdP = partition_fragment_C(scores_mma, Shape<Int<block_m>, Int<block_n>>{});
     clear(tdPrdP);
@@ -197,19 +245,32 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       auto v = operand_b(LoadMatrix<Element>{}, scores_mma, sV, thread);
       gemm(scores_mma, tdPrdP, dout, v);
     }
-    // Only now, so that the exponentials share the product's basic block and fill its gaps.
-    if (ragged_keys || !range.is_interior(step.tile)) {
-      mask.apply(scores, tScS, step.tile * block_m, key_begin, 0.0f);
-    }
-    to_shared(tSrS, sP);
     auto dscores = rows_cols_view(tdPrdP);
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(dscores); ++row) {
-      const float row_d = softmax_d[get<0>(tScS(row, 0))];
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(dscores); ++col) {
-        dscores(row, col) = scores(row, col) * (dscores(row, col) - row_d);
-      }
+    // Only now, so that the exponentials share the product's basic block and fill its gaps.
+    auto hide = [&] {
+      if (key_begin + block_n <= sequence.seqlen_k && range.is_interior(step.tile)) return;
+      const ScoreMask<Traits::config.mask> mask{
+          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+          .seqlen_k = sequence.seqlen_k};
+      mask.apply(scores, tScS, query_begin, key_begin, 0.0f);
+    };
+    if constexpr (Traits::has_modifiers) {
+      const ModifiedScores<Traits::has(feature::dropout)> modified{
+          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head,
+                                          sequence.seqlen_k - sequence.seqlen_q),
+          .is_modified = has_score_modifiers(params.score),
+          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.index,
+                                     shape.num_heads_q, step.head),
+          .scale_log2 = args.scale_log2,
+          .keep_probability = args.keep_probability,
+          .query_begin = query_begin,
+          .key_begin = key_begin};
+      modified.differentiate(scores, dscores, tScS, lse_log2, softmax_d, hide,
+                             [&] { to_shared(tSrS, sP); });
+    } else {
+      hide();
+      to_shared(tSrS, sP);
+      score_gradients(scores, dscores, tScS, softmax_d);
     }
     to_shared(tdPrdP, sdS);
     __syncthreads();  // P and dS are whole
@@ -225,54 +286,69 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       auto tdQrdQ = partition_fragment_C(dq_mma, Shape<Int<block_m>, Int<head_dim>>{});
       clear(tdQrdQ);
       gemm(dq_mma, tdQrdQ, ds, k);
-      const std::int64_t tile =
-          (std::int64_t(coord.batch) * shape.num_heads_q + step.head) * query_tiles + step.tile;
-      DqAccumulator<Traits::threads>::add(args.dq_accum + tile * (block_m * head_dim), tdQrdQ,
-                                          thread);
+      if constexpr (Traits::has(feature::deterministic)) {
+        if (args.turns.used()) {
+          args.turns.wait(q_tile_index(step), adders_of<Traits>(params.window, sequence, step.tile),
+                          work.tile, thread);
+        }
+      }
+      DqAccumulator<Traits::threads>::add(args.dq_accum + q_tile_index(step) * (block_m * head_dim),
+                                          tdQrdQ, thread);
     }
     {
       auto ds = operand_a(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sdS), thread);
       auto q = operand_b(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sQ), thread);
       gemm(dkdv_mma, tdKrdK, ds, q);
     }
+    if constexpr (Traits::has(feature::deterministic)) {
+      if (args.turns.used()) args.turns.pass_on(q_tile_index(step), thread);
+    }
     if (!is_last && (Traits::stages_q == 1 || Traits::stages_do == 1)) {
+      const Sources after = sources_of(following);
       __syncthreads();  // the single buffers are read
-      if (Traits::stages_q == 1) load_queries(params.q, smem.q[0], following);
-      if (Traits::stages_do == 1) load_queries(params.dout, smem.dout[0], following);
+      if (Traits::stages_q == 1) load_queries(params.q, after.q, smem.q[0]);
+      if (Traits::stages_do == 1) load_queries(params.dout, after.dout, smem.dout[0]);
       commit_loads();
     }
   };
 
   const int steps = range.empty() ? 0 : heads_per_cta * (range.end - range.begin);
   if (steps > 0) {
-    const int keys = shape.seqlen_k - key_begin;
-    Traits::KeyLoader::load(params.k, coord.batch, head_k, key_begin, keys, shape.head_dim, sK,
+    const int keys = sequence.seqlen_k - key_begin;
+    const int row = sequence.row_k + key_begin;
+    Traits::KeyLoader::load(params.k, sequence.batch_k, head_k, row, keys, shape.head_dim, sK,
                             thread);
-    Traits::KeyLoader::load(params.v, coord.batch, head_k, key_begin, keys, shape.head_dim, sV,
+    Traits::KeyLoader::load(params.v, sequence.batch_k, head_k, row, keys, shape.head_dim, sV,
                             thread);
-    Step step{first_head, range.begin};
-    load_queries(params.q, smem.q[0], step);
-    load_queries(params.dout, smem.dout[0], step);
-    load_row_statistics(0, step);
+    Step step{first_head, first_tile()};
+    const Sources sources = sources_of(step);
+    load_queries(params.q, sources.q, smem.q[0]);
+    load_queries(params.dout, sources.dout, smem.dout[0]);
+    load_row_statistics(0, sources.first_row);
     commit_loads();
     for (int index = 0; index < steps; ++index, step = next(step)) {
       run_step(step, index, index + 1 == steps);
     }
   }
 
+  const float kept = Traits::has(feature::dropout) ? 1.0f / args.keep_probability : 1.0f;
   CUTE_UNROLL
-  for (int i = 0; i < size(tdKrdK); ++i) tdKrdK(i) *= params.softmax_scale;
+  for (int i = 0; i < size(tdKrdK); ++i) tdKrdK(i) *= args.score_factor;
+  if constexpr (Traits::has(feature::dropout)) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(tdVrdV); ++i) tdVrdV(i) *= kept;
+  }
   if (args.dkdv_splits > 1) {
-    write_partial<Traits>(args.dk_partial, split, shape, coord.batch, head_k, key_begin, tdKrdK,
+    write_partial<Traits>(args.dk_partial, args, sequence, split, head_k, key_begin, tdKrdK,
                           thread);
-    write_partial<Traits>(args.dv_partial, split, shape, coord.batch, head_k, key_begin, tdVrdV,
+    write_partial<Traits>(args.dv_partial, args, sequence, split, head_k, key_begin, tdVrdV,
                           thread);
     return;
   }
   __syncthreads();  // K and V are read, their buffers take dK and dV
-  write_key_gradient<Traits>(params.dk, shape, coord.batch, head_k, key_begin, tdKrdK, smem.k,
+  write_key_gradient<Traits>(params.dk, sequence, head_k, key_begin, shape.head_dim, tdKrdK, smem.k,
                              thread);
-  write_key_gradient<Traits>(params.dv, shape, coord.batch, head_k, key_begin, tdVrdV, smem.v,
+  write_key_gradient<Traits>(params.dv, sequence, head_k, key_begin, shape.head_dim, tdVrdV, smem.v,
                              thread);
 }
 

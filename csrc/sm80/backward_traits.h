@@ -2,6 +2,8 @@
 #pragma once
 
 #include "flash_attn/api.h"
+#include "shared/block_range.h"
+#include "shared/tile_work.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 
@@ -16,6 +18,10 @@ struct BackwardTraits {
   static constexpr int threads = config.num_warps * 32;
   static constexpr int stages_q = config.stages_q;
   static constexpr int stages_do = config.stages_do;
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  static constexpr bool has_modifiers =
+      has(feature::softcap | feature::alibi | feature::dropout);  // anything between the products
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma =
@@ -40,6 +46,8 @@ struct BackwardTraits {
     alignas(128) Element ds[block_m * block_n];
     alignas(128) float lse_log2[2][block_m];
     alignas(128) float softmax_d[2][block_m];
+    TileWork work;     // what the CTA does
+    BlockRange range;  // the query tiles that it visits
   };
 
   static constexpr bool warps_tile(int warps_m, int rows, int columns) {
@@ -48,7 +56,7 @@ struct BackwardTraits {
   static_assert(warps_tile(config.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
   static_assert(warps_tile(config.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
   static_assert(warps_tile(config.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
-  static_assert(round_up_seqlen(1) % block_m == 0, "row statistics are padded to whole tiles");
+  static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");
 };
 

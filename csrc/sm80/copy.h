@@ -87,17 +87,56 @@ template <class Element, int kRows, int kColumns, int kThreads>
 struct TileLoader {
   using Share = TileShare<Element, kRows, kColumns, kThreads>;
 
+  // Where a thread's share begins. Apart from the load, for a kernel that has time for it before
+  // it may load.
+  struct Source {
+    const Element* first;
+    int rows;
+  };
+
+  CUTE_DEVICE static Source source(TensorView const& view, int batch, int head, int row, int rows,
+                                   int thread) {
+    const int m = Share::first_row(thread);
+    return {row_pointer<Element>(view, batch, head, row + m) + Share::first_column(thread),
+            rows - m};
+  }
+
+  template <class SmemTensor>
+  CUTE_DEVICE static void load(TensorView const& view, Source const& source, int columns,
+                               SmemTensor&& tile, int thread) {
+    const int k = Share::first_column(thread);
+    Share::for_each(tile, thread, [&](int next_m, int next_k, uint128_t& target) {
+      const bool exists = next_m < source.rows && next_k < columns - k;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
+          *reinterpret_cast<const uint128_t*>(source.first + next_m * view.row_stride + next_k),
+          target, exists);
+    });
+  }
+
   template <class SmemTensor>
   CUTE_DEVICE static void load(TensorView const& view, int batch, int head, int row, int rows,
                                int columns, SmemTensor&& tile, int thread) {
+    load(view, source(view, batch, head, row, rows, thread), columns, tile, thread);
+  }
+};
+
+// The same where the rows lie anywhere: row_at(row) points to the first element of a row of the
+// tile, or is null for zeros.
+template <class Element, int kRows, int kColumns, int kThreads>
+struct RowLoader {
+  using Share = TileShare<Element, kRows, kColumns, kThreads>;
+
+  template <class SmemTensor, class RowAt>
+  CUTE_DEVICE static void load(int columns, SmemTensor&& tile, int thread, RowAt row_at) {
     const int m = Share::first_row(thread);
     const int k = Share::first_column(thread);
-    const Element* source = row_pointer<Element>(view, batch, head, row + m) + k;
+    const Element* source = nullptr;
     Share::for_each(tile, thread, [&](int next_m, int next_k, uint128_t& target) {
-      const bool exists = next_m < rows - m && next_k < columns - k;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
-          *reinterpret_cast<const uint128_t*>(source + next_m * view.row_stride + next_k), target,
-          exists);
+      if (next_k == 0) source = row_at(m + next_m);
+      const bool exists = source != nullptr && next_k < columns - k;
+      const Element* from = exists ? source + k + next_k : nullptr;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(from),
+                                                       target, exists);
     });
   }
 };

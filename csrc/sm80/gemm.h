@@ -23,11 +23,12 @@ using MmaAtom =
     MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>,
                                 SM80_16x8x16_F32BF16BF16F32_TN, SM80_16x8x16_F32F16F16F32_TN>>;
 
-// Warps in a grid of kWarpsM x kWarpsN. Sixteen columns a warp, so that one ldmatrix.x4 brings two
-// k16n8 B atoms.
+// Warps in a grid of kWarpsM x kWarpsN. Sixteen neighbouring columns a warp: one ldmatrix.x4 brings
+// two k16n8 B atoms, and a thread holds whole blocks of dropout decisions (shared/dropout.h).
 template <class Element, int kWarpsM, int kWarpsN>
-using WarpGridMma = TiledMMA<MmaAtom<Element>, Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
-                             Tile<Int<16 * kWarpsM>, Int<16 * kWarpsN>, _16>>;
+using WarpGridMma = TiledMMA<
+    MmaAtom<Element>, Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
+    Tile<Int<16 * kWarpsM>, Layout<Shape<_8, Int<kWarpsN>, _2>, Stride<_1, _16, _8>>, _16>>;
 
 template <class Element>
 using LoadMatrix = Copy_Atom<SM75_U32x4_LDSM_N, Element>;

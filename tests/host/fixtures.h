@@ -1,8 +1,12 @@
 // Devices and instance lists for planning tests.
 #pragma once
 
+#include <algorithm>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "check.h"
 #include "flash_attn/instance.h"
 
 namespace host_tests {
@@ -24,6 +28,7 @@ inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind
                      .dtype = dtype,
                      .mask = mask,
                      .head_dim = head_dim,
+                     .kind = ForwardKind::tiles,
                      .block_m = 128,
                      .block_n = 64,
                      .num_warps = 4,
@@ -32,8 +37,31 @@ inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind
           .launch = nullptr};
 }
 
+// A row that carries features, of training or of a KV cache.
+inline ForwardInstance features_instance(const char* name, int head_dim, FeatureSet features) {
+  ForwardInstance instance = forward_instance(name, head_dim, MaskKind::windowed);
+  instance.config.features = features;
+  return instance;
+}
+
+inline constexpr FeatureSet training_features =
+    feature::softcap | feature::alibi | feature::dropout;
+inline constexpr FeatureSet cache_features =
+    feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv;
+
+inline ForwardInstance decode_instance(const char* name, int head_dim) {
+  ForwardInstance instance = forward_instance(name, head_dim, MaskKind::windowed);
+  instance.config.kind = ForwardKind::decode;
+  instance.config.block_m = 16;
+  instance.config.block_n = 16;
+  instance.config.features = cache_features | feature::packed_gqa;
+  instance.smem_bytes = 97 * 1024;
+  return instance;
+}
+
 inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKind mask,
-                                          int block_m = 64, int block_n = 128) {
+                                          int block_m = 64, int block_n = 128,
+                                          FeatureSet features = feature::deterministic) {
   return {.name = name,
           .config = {.family = KernelFamily::sm80,
                      .dtype = Dtype::bf16,
@@ -47,7 +75,7 @@ inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKi
                      .warps_m_dq = 2,
                      .stages_q = 2,
                      .stages_do = 2,
-                     .features = 0},
+                     .features = features},
           .smem_bytes = 96 * 1024,
           .launch = nullptr,
           .convert_dq = nullptr};
@@ -77,6 +105,21 @@ inline const InstanceList<ForwardInstance>& forward_table() {
   return table;
 }
 
+// As the table of an installation: plain rows before those with features, decode rows last.
+inline const InstanceList<ForwardInstance>& complete_forward_table() {
+  static const InstanceList<ForwardInstance> table({
+      forward_instance("hd64", 64, MaskKind::windowed),
+      features_instance("hd64_features", 64, training_features),
+      features_instance("hd64_cache", 64, cache_features),
+      forward_instance("hd128", 128, MaskKind::windowed),
+      features_instance("hd128_features", 128, training_features),
+      features_instance("hd128_cache", 128, cache_features),
+      decode_instance("hd64_decode", 64),
+      decode_instance("hd128_decode", 128),
+  });
+  return table;
+}
+
 inline const InstanceList<BackwardInstance>& backward_table() {
   static const InstanceList<BackwardInstance> table({
       backward_instance("hd32_full", 32, MaskKind::full),
@@ -95,8 +138,39 @@ Params call(const AttentionShape& shape, Window window = {}) {
   Params params;
   params.shape = shape;
   params.window = window;
-  params.softmax_scale = 0.125f;
+  params.score.softmax_scale = 0.125f;
   return params;
+}
+
+// What stands for an array in device memory: planning looks whether there is one, no more.
+inline constexpr int some_int = 0;
+inline constexpr float some_float = 0.0f;
+
+// The same call with every sequence packed into one batch entry; shape.seqlen_q and seqlen_k are
+// then totals.
+template <class Params>
+Params packed_call(const AttentionShape& shape, Window window = {}) {
+  auto params = call<Params>(shape, window);
+  params.sequences.cu_seqlens_q = &some_int;
+  params.sequences.cu_seqlens_k = &some_int;
+  return params;
+}
+
+// Checks that buffers (offset, bytes) of a workspace are aligned and apart, and that it ends with
+// the last one.
+using Buffer = std::pair<std::size_t, std::size_t>;
+
+inline void check_workspace(std::vector<Buffer> buffers, std::size_t workspace_bytes) {
+  constexpr std::size_t alignment = 256;
+  std::sort(buffers.begin(), buffers.end());
+  std::size_t end = 0;
+  for (const auto& [offset, bytes] : buffers) {
+    CHECK_EQ(offset % alignment, std::size_t{0});
+    CHECK(offset >= end);
+    end = offset + bytes;
+  }
+  CHECK(workspace_bytes >= end);
+  CHECK(workspace_bytes < end + alignment);
 }
 
 }  // namespace host_tests

@@ -145,62 +145,125 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
            1);
 }
 
+TEST(left_padding_rules_splits_out) {
+  // Their partial sums would leave the rows of the padding unwritten.
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = 2048,
+                             .seqlen_k = 2048,
+                             .num_heads_q = 64,
+                             .num_heads_k = 4,
+                             .head_dim = 128};
+  auto params = call<BackwardParams>(shape);
+  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
+  params.sequences.seqused_k = &some_int;
+  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
+  params.sequences.leftpad_k = &some_int;
+  const BackwardPlan padded = plan_backward(params, h200, backward_table());
+  CHECK_EQ(padded.dkdv_splits, 1);
+  CHECK_EQ(padded.schedule.num_heads, 4);
+  params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 1);
+}
+
 TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
-  const auto check = [](const AttentionShape& shape) {
-    const BackwardPlan result = plan(shape);
+  const auto check = [](const AttentionShape& shape, bool deterministic) {
+    auto params = call<BackwardParams>(shape);
+    params.deterministic = deterministic;
+    const BackwardPlan result = plan_backward(params, h200, backward_table());
     const BackwardConfig& config = result.instance->config;
-    struct Buffer {
-      std::size_t offset;
-      std::int64_t floats;
-    };
-    const std::int64_t query_heads = shape.batch_size * shape.num_heads_q;
-    std::vector<Buffer> buffers{{result.lse_log2_offset, query_heads * result.seqlen_q_rounded},
-                                {result.dq_accum_offset, dq_accum_floats(shape, config)}};
+    const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
+    const std::size_t rows_bytes = query_tiles * config.block_m * sizeof(float);
+    CHECK_EQ(std::size_t(dq_accum_floats(shape, config)) * sizeof(float),
+             rows_bytes * config.head_dim);
+    std::vector<Buffer> buffers{{result.lse_log2_offset, rows_bytes},
+                                {result.softmax_d_offset, rows_bytes},
+                                {result.dq_accum_offset, rows_bytes * config.head_dim}};
+    if (deterministic) buffers.push_back({result.turns_offset, (query_tiles + 1) * sizeof(int)});
     if (result.dkdv_splits > 1) {
-      const std::int64_t partial = std::int64_t{result.dkdv_splits} * shape.batch_size *
-                                   shape.num_heads_k * shape.seqlen_k * config.head_dim;
+      const std::size_t partial = sizeof(float) * result.dkdv_splits * shape.batch_size *
+                                  shape.num_heads_k * shape.seqlen_k * config.head_dim;
       buffers.push_back({result.dk_partial_offset, partial});
       buffers.push_back({result.dv_partial_offset, partial});
     }
-    std::sort(buffers.begin(), buffers.end(),
-              [](const Buffer& a, const Buffer& b) { return a.offset < b.offset; });
-    std::size_t end = 0;
-    for (const Buffer& buffer : buffers) {
-      CHECK_EQ(buffer.offset % 256, std::size_t{0});
-      CHECK(buffer.offset >= end);
-      end = buffer.offset + static_cast<std::size_t>(buffer.floats) * sizeof(float);
-    }
-    CHECK(result.workspace_bytes >= end);
-    CHECK(result.workspace_bytes < end + 256);
+    check_workspace(buffers, result.workspace_bytes);
   };
   // With 3 splits of an odd seqlen a partial at head_dim 32 ends on half of 256 bytes.
   for (const int head_dim : {24, 48, 128}) {
     for (const int seqlen : {1, 65, 128, 1001}) {
       for (const int num_heads_k : {1, 9}) {
-        check({.batch_size = 3,
-               .seqlen_q = seqlen,
-               .seqlen_k = seqlen,
-               .num_heads_q = 9,
-               .num_heads_k = num_heads_k,
-               .head_dim = head_dim});
+        for (const bool deterministic : {false, true}) {
+          check({.batch_size = 3,
+                 .seqlen_q = seqlen,
+                 .seqlen_k = seqlen,
+                 .num_heads_q = 9,
+                 .num_heads_k = num_heads_k,
+                 .head_dim = head_dim},
+                deterministic);
+        }
       }
     }
   }
 }
 
-TEST(row_statistics_are_rounded_up_to_128) {
-  AttentionShape shape = training;
-  for (const auto& [seqlen, rounded] : {std::pair{0, 0}, {1, 128}, {128, 128}, {129, 256}}) {
+TEST(query_tiles_are_counted_over_all_sequences) {
+  AttentionShape shape = training;  // 4 sequences, tiles of 64 rows
+  for (const auto& [seqlen, tiles] : {std::pair{0, 0}, {1, 4}, {64, 4}, {65, 8}, {4096, 256}}) {
     shape.seqlen_q = seqlen;
-    CHECK_EQ(plan(shape).seqlen_q_rounded, rounded);
+    CHECK_EQ(plan(shape).q_tiles, tiles);
   }
+}
+
+TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
+  auto params = call<BackwardParams>(training, causal);
+  const BackwardPlan free = plan_backward(params, h200, backward_table());
+  params.deterministic = true;
+  const BackwardPlan ordered = plan_backward(params, h200, backward_table());
+  CHECK_EQ(ordered.instance, free.instance);
+  CHECK_EQ(ordered.schedule.heads_per_section, free.schedule.heads_per_section);
+  const std::size_t counters = 16 * 64 * 4 + 1;  // a head's query tiles of 4 sequences, a ticket
+  CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, (counters * 4 + 255) / 256 * 256);
+}
+
+TEST(the_order_of_turns_is_the_order_of_starts) {
+  for (const auto& [window, descends] : {std::pair{Window{}, false},
+                                         {causal, false},
+                                         {Window{.left = 100, .right = 100}, false},
+                                         {Window{.left = 100, .right = Window::unbounded}, true}}) {
+    const BackwardPlan result = plan(training, window);
+    CHECK_EQ(result.tiles_descend, descends);
+    CHECK_EQ(result.schedule.longest_first, descends);
+  }
+}
+
+TEST(features_choose_the_row) {
+  const FeatureSet all =
+      feature::deterministic | feature::softcap | feature::alibi | feature::dropout;
+  const InstanceList<BackwardInstance> table(
+      {backward_instance("plain", 128, MaskKind::windowed),
+       backward_instance("features", 128, MaskKind::windowed, 64, 128, all)});
+  const auto chosen = [&](auto change) {
+    auto params = call<BackwardParams>(training);
+    change(params);
+    return std::string(plan_backward(params, h200, table).instance->name);
+  };
+  CHECK_EQ(chosen([](auto&) {}), "plain");
+  CHECK_EQ(chosen([](auto& p) { p.deterministic = true; }), "plain");
+  CHECK_EQ(chosen([](auto& p) { p.score.softcap = 30.0f; }), "features");
+  CHECK_EQ(chosen([](auto& p) { p.score.softcap = -1.0f; }), "plain");  // off
+  CHECK_EQ(chosen([](auto& p) { p.score.alibi_slopes = &some_float; }), "features");
+  CHECK_EQ(chosen([](auto& p) { p.dropout.threshold = 1; }), "features");
+  auto params = call<BackwardParams>(training);
+  params.dropout.threshold = 1;
+  CHECK_ERROR(plan_backward(params, h200, backward_table()),
+              "no compiled backward kernel covers dtype bf16, head_dim 128, full mask, features "
+              "dropout");
 }
 
 TEST(workspaces_past_4_gib_are_counted_in_64_bits) {
   AttentionShape shape = training;
   shape.seqlen_q = shape.seqlen_k = 1 << 20;
-  // 64 heads * 2^20 rows * (128 + 1) floats.
-  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{64} * (1 << 20) * 129 * 4);
+  // 64 heads * 2^20 rows * (128 of dQ + 2 of statistics) floats.
+  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{64} * (1 << 20) * 130 * 4);
 }
 
 TEST(the_nonempty_side_of_an_empty_call_still_has_a_grid) {
@@ -229,15 +292,32 @@ TEST(too_many_rows_are_refused_and_nothing_overflows_on_the_way) {
   shape.batch_size = shape.num_heads_q = shape.num_heads_k = 2'147'483'647;
   shape.seqlen_q = shape.seqlen_k = max_seqlen;
   CHECK_ERROR(plan(shape),
-              "batch_size * num_heads_q * seqlen_q (rounded up to 128) must be at most");
+              "query rows of all sequences (rounded up to 64) times num_heads_q must be at most "
+              "17179869176, got 2147483647000000000 * 2147483647");
   shape.batch_size = 0;
-  CHECK_ERROR(plan(shape), "0 * 2147483647 * 1000000000");
+  CHECK_EQ(plan(shape).schedule.grid_size(), 0);
   shape.batch_size = 1;
   shape.num_heads_q = shape.num_heads_k = 17;
-  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{17} * max_seqlen * 129 * 4);
+  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{17} * max_seqlen * 130 * 4);
   shape.num_heads_q = shape.num_heads_k = 18;
-  CHECK_ERROR(plan(shape), "1 * 18 * 1000000000");
+  CHECK_ERROR(plan(shape), "got 1000000000 * 18");
   shape.seqlen_q = 1;
   shape.num_heads_q = shape.num_heads_k = 1 << 10;
   CHECK_ERROR(plan(shape), "batch_size * heads * tiles must be at most 2147483647");
+}
+
+TEST(what_no_backward_can_compute_is_refused_by_name) {
+  const auto with = [](auto change) {
+    auto params = call<BackwardParams>(training);
+    change(params);
+    return plan_backward(params, h200, backward_table());
+  };
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 59; }),
+              "head_dim must be a multiple of 8 in a backward, got 59");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "head_dim must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.seqlen_q = -1; }), "seqlen_q must be from 0");
+  CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_q = &some_int; }),
+              "cu_seqlens_q and cu_seqlens_k must be given together, got cu_seqlens_q alone");
+  CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_k = &some_int; }),
+              "got cu_seqlens_k alone");
 }

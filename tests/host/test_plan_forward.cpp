@@ -143,10 +143,12 @@ TEST(a_call_no_kernel_can_compute_is_refused_by_name) {
   CHECK_ERROR(with([](auto& p) { p.shape.num_heads_k = 5; }),
               "num_heads_k must divide num_heads_q (16), got 5");
   CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 59; }),
-              "head_dim must be a positive multiple of 8, got 59");
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "got 0");
+              "no compiled decode kernel covers dtype bf16, head_dim 59");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "head_dim must be from 1");
   CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 136; }), "head_dim 136");
-  CHECK_ERROR(with([](auto& p) { p.softmax_scale = std::nanf(""); }),
+  CHECK_ERROR(with([](auto& p) { p.score.softmax_scale = std::nanf(""); }),
               "softmax_scale must be finite");
-  CHECK_ERROR(with([](auto& p) { p.softmax_scale = INFINITY; }), "got inf");
+  CHECK_ERROR(with([](auto& p) { p.score.softmax_scale = INFINITY; }), "got inf");
+  CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_k = &some_int; }),
+              "cu_seqlens_q must be given where cu_seqlens_k is");
 }

@@ -1,46 +1,80 @@
 // run_forward and run_backward with launches that only note that they happened.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
 #include <string>
 
 #include "auxiliary/auxiliary.h"
 #include "check.h"
 #include "fixtures.h"
+#include "host/plan.h"
 
 using namespace host_tests;
 
 namespace {
 
-struct Launch {
-  std::string step;
-  Window window;
+// What the steps of one run were given.
+struct Record {
+  std::string steps;
+  std::vector<Window> windows;
+  SequenceTableRequest table_request;
+  CombineParams combine;
 };
 
-std::vector<Launch>& launches() {
-  static std::vector<Launch> all;
-  return all;
+cudaError_t memset_status = cudaSuccess;
+
+Record& record() {
+  static Record made;
+  return made;
 }
 
-template <class Plan, class Params>
-void note(const char* step, const Plan&, const Params& params, Stream) {
-  launches().push_back({step, params.window});
+void note(const char* step, const Window& window) {
+  record().steps += std::string(step) + " ";
+  record().windows.push_back(window);
 }
 
-std::string steps() {
-  std::string joined;
-  for (const Launch& launch : launches()) joined += launch.step + " ";
-  return joined;
-}
-
-constexpr AttentionShape shape{.batch_size = 1,
+constexpr AttentionShape shape{.batch_size = 2,
                                .seqlen_q = 64,
                                .seqlen_k = 64,
                                .num_heads_q = 8,
                                .num_heads_k = 1,
                                .head_dim = 64};
-template <class Plan, class Instance>
-Plan plan_of(const Instance& instance) {
-  Plan plan;
-  plan.instance = &instance;
-  return plan;
+
+ForwardInstance noting(ForwardInstance instance) {
+  instance.launch = [](const ForwardPlan&, const ForwardParams& params, Stream) {
+    note("main", params.window);
+  };
+  return instance;
+}
+
+BackwardInstance noting(BackwardInstance instance) {
+  instance.launch = [](const BackwardPlan&, const BackwardParams& params, Stream) {
+    note("main", params.window);
+  };
+  instance.convert_dq = [](const BackwardPlan&, const BackwardParams& params, Stream) {
+    note("convert", params.window);
+  };
+  return instance;
+}
+
+const Record& run(const ForwardParams& params, int num_splits = 1) {
+  static const InstanceList<ForwardInstance> table(
+      {noting(forward_instance("plain", 64, MaskKind::windowed)),
+       noting(features_instance("features", 64, training_features)),
+       noting(decode_instance("decode", 64))});
+  record() = {};
+  ForwardParams changed = params;
+  changed.split.num_splits = num_splits;
+  run_forward(plan_forward(changed, h200, table), changed, nullptr);
+  return record();
+}
+
+const Record& run(const BackwardParams& params) {
+  static const InstanceList<BackwardInstance> table(
+      {noting(backward_instance("b", 64, MaskKind::windowed))});
+  record() = {};
+  run_backward(plan_backward(params, h200, table), params, nullptr);
+  return record();
 }
 
 constexpr int max_int = 2'147'483'647;
@@ -49,49 +83,178 @@ constexpr int max_int = 2'147'483'647;
 
 namespace flash_attn_cuda {
 
-void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  note("preprocess", plan, params, stream);
+std::span<const ForwardInstance* const> forward_instances() { return {}; }
+std::span<const BackwardInstance* const> backward_instances() { return {}; }
+
+void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
+                         Stream) {
+  if (!plan.used) return;
+  record().steps += "table ";
+  record().table_request = request;
 }
 
-void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  note("reduce", plan, params, stream);
+void backward_preprocess(const BackwardPlan&, const BackwardParams& params, Stream) {
+  note("preprocess", params.window);
+}
+
+void reduce_dkv(const BackwardPlan&, const BackwardParams& params, Stream) {
+  note("reduce", params.window);
+}
+
+void run_combine(const CombineParams& params, Stream) {
+  record().steps += "combine ";
+  record().combine = params;
 }
 
 }  // namespace flash_attn_cuda
 
+extern "C" {
+
+cudaError_t CUDARTAPI cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream_t) {
+  record().steps += "memset ";
+  std::memset(data, value, bytes);
+  return memset_status;
+}
+
+const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "made-up failure"; }
+
+}  // extern "C"
+
 TEST(forward_launches_with_a_window_that_cannot_overflow) {
-  ForwardInstance instance = forward_instance("f", 64, MaskKind::windowed);
-  instance.launch = [](const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
-    note("main", plan, params, stream);
+  const Record& made = run(call<ForwardParams>(shape, {.left = max_int, .right = 3}));
+  CHECK_EQ(made.steps, "main ");
+  CHECK_EQ(made.windows.front().left, Window::unbounded);
+  CHECK_EQ(made.windows.front().right, 3);
+}
+
+TEST(a_packed_forward_makes_its_table_first) {
+  auto params = packed_call<ForwardParams>(shape, causal);
+  DeviceErrors errors{};
+  params.errors = &errors;
+  char workspace = 0;
+  params.workspace = &workspace;
+  const Record& made = run(params);
+  CHECK_EQ(made.steps, "table main ");
+  CHECK_EQ(made.table_request.sequences.cu_seqlens_q, &some_int);
+  CHECK_EQ(made.table_request.shape.batch_size, 2);
+  CHECK_EQ(made.table_request.errors, &errors);
+  CHECK_EQ(made.table_request.workspace, static_cast<void*>(&workspace));
+  CHECK(!made.table_request.tiles_of_keys);
+  CHECK(!made.table_request.is_paged);
+  params.shape.seqlen_q = 1;
+  params.paged = {.block_table = &some_int, .table_stride = 4, .max_pages = 4, .page_size = 16};
+  CHECK_EQ(run(params).steps, "table main ");
+  CHECK(record().table_request.is_paged);
+}
+
+TEST(splits_are_combined_into_the_calls_own_outputs) {
+  AttentionShape decode = shape;
+  decode.seqlen_q = 3;
+  decode.seqlen_k = 4096;
+  auto params = call<ForwardParams>(decode);
+  params.dtype = Dtype::bf16;
+  alignas(16) static char out[16];
+  static float lse[1];
+  static char workspace[1];
+  params.out = {.data = out, .batch_stride = 8 * 64 * 4, .row_stride = 8 * 64, .head_stride = 64};
+  params.lse = {.data = lse, .batch_stride = 24, .head_stride = 3};
+  params.workspace = workspace;
+  CHECK_EQ(run(params).steps, "main ");
+  const Record& made = run(params, 4);
+  CHECK_EQ(made.steps, "main combine ");
+  const CombineParams& combine = made.combine;
+  CHECK_EQ(combine.num_splits, 4);
+  CHECK_EQ(combine.out_dtype, Dtype::bf16);
+  CHECK(!combine.out_fp32);
+  CHECK_EQ(combine.head_dim, 64);
+  CHECK_EQ(combine.num_heads, 8);
+  CHECK_EQ(combine.rows, std::int64_t{6});
+  CHECK_EQ(combine.rows_per_batch, std::int64_t{3});
+  CHECK_EQ(combine.out, static_cast<void*>(out));
+  CHECK_EQ(combine.out_batch_stride, std::int64_t{8 * 64 * 4});
+  CHECK_EQ(combine.out_row_stride, std::int64_t{8 * 64});
+  CHECK_EQ(combine.out_head_stride, std::int64_t{64});
+  CHECK_EQ(combine.lse.data, &lse[0]);
+  CHECK_EQ(combine.lse.batch_stride, std::int64_t{24});
+  CHECK_EQ(combine.lse.head_stride, std::int64_t{3});
+  const auto offset_of = [](const float* data) {
+    return reinterpret_cast<const char*>(data) - workspace;
   };
-  launches().clear();
-  run_forward(plan_of<ForwardPlan>(instance),
-              call<ForwardParams>(shape, {.left = max_int, .right = 3}), nullptr);
-  CHECK_EQ(steps(), "main ");
-  CHECK_EQ(launches().front().window.left, Window::unbounded);
-  CHECK_EQ(launches().front().window.right, 3);
+  CHECK_EQ(offset_of(combine.out_partial), 0);
+  CHECK_EQ(offset_of(combine.lse_partial), 4 * 6 * 8 * 64 * 4);
+}
+
+TEST(packed_splits_are_rows_of_one_batch_entry) {
+  AttentionShape decode = shape;
+  decode.seqlen_q = 6;  // in all
+  decode.seqlen_k = 4096;
+  const Record& made = run(packed_call<ForwardParams>(decode), 4);
+  CHECK_EQ(made.steps, "table main combine ");
+  CHECK_EQ(made.combine.rows, std::int64_t{6});
+  CHECK_EQ(made.combine.rows_per_batch, std::int64_t{6});
+}
+
+TEST(the_state_of_random_numbers_is_zeroed_where_no_kernel_writes_it) {
+  std::int64_t rng_state[2] = {-1, -1};
+  auto params = call<ForwardParams>(shape);
+  params.dropout.rng_state = rng_state;
+  params.dropout.threshold = 1;
+  CHECK_EQ(run(params).steps, "main ");
+  CHECK_EQ(rng_state[0], std::int64_t{-1});
+  params.dropout.threshold = 0;
+  CHECK_EQ(run(params).steps, "memset main ");
+  CHECK_EQ(rng_state[0], std::int64_t{0});
+  CHECK_EQ(rng_state[1], std::int64_t{0});
+}
+
+TEST(without_queries_only_the_state_of_random_numbers_is_written) {
+  AttentionShape empty = shape;
+  empty.seqlen_q = 0;
+  auto params = call<ForwardParams>(empty);
+  CHECK_EQ(run(params).steps, "");
+  std::int64_t rng_state[2] = {-1, -1};
+  params.dropout.rng_state = rng_state;
+  params.dropout.threshold = 1;
+  CHECK_EQ(run(params).steps, "memset ");
+  CHECK_EQ(rng_state[0], std::int64_t{0});
+  CHECK_EQ(rng_state[1], std::int64_t{0});
+  memset_status = cudaErrorInvalidValue;
+  CHECK_ERROR(run(params), "zero rng_state: made-up failure");
+  memset_status = cudaSuccess;
+  CHECK_EQ(run(packed_call<ForwardParams>(empty)).steps, "");
 }
 
 TEST(backward_runs_its_steps_in_order_and_reduces_only_splits) {
-  BackwardInstance instance = backward_instance("b", 64, MaskKind::windowed);
-  instance.launch = [](const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-    note("main", plan, params, stream);
-  };
-  instance.convert_dq = [](const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-    note("convert", plan, params, stream);
-  };
-  const auto params = call<BackwardParams>(shape, {.left = 7, .right = max_int});
-
-  launches().clear();
-  auto plan = plan_of<BackwardPlan>(instance);
-  run_backward(plan, params, nullptr);
-  CHECK_EQ(steps(), "preprocess main convert ");
-  launches().clear();
-  plan.dkdv_splits = 4;
-  run_backward(plan, params, nullptr);
-  CHECK_EQ(steps(), "preprocess main convert reduce ");
-  for (const Launch& launch : launches()) {
-    CHECK_EQ(launch.window.left, 7);
-    CHECK_EQ(launch.window.right, Window::unbounded);
+  const Window window{.left = 7, .right = max_int};
+  AttentionShape single = shape;
+  single.num_heads_k = 8;
+  CHECK_EQ(run(call<BackwardParams>(single, window)).steps, "preprocess main convert ");
+  const Record& made = run(call<BackwardParams>(shape, window));
+  CHECK_EQ(made.steps, "preprocess main convert reduce ");
+  for (const Window& seen : made.windows) {
+    CHECK_EQ(seen.left, 7);
+    CHECK_EQ(seen.right, Window::unbounded);
   }
+}
+
+TEST(a_packed_backward_makes_its_table_first) {
+  auto params = packed_call<BackwardParams>(shape, causal);
+  DeviceErrors errors{};
+  params.errors = &errors;
+  const Record& made = run(params);
+  CHECK_EQ(made.steps, "table preprocess main convert reduce ");
+  CHECK(made.table_request.tiles_of_keys);
+  CHECK(!made.table_request.is_paged);
+  CHECK_EQ(made.table_request.errors, &errors);
+}
+
+TEST(every_step_of_an_empty_backward_still_runs) {
+  // Each launches nothing where its own grid is empty; the others write their zeros.
+  AttentionShape empty = shape;
+  empty.num_heads_k = 8;
+  empty.seqlen_q = 0;
+  CHECK_EQ(run(call<BackwardParams>(empty)).steps, "preprocess main convert ");
+  empty.seqlen_q = 64;
+  empty.seqlen_k = 0;
+  CHECK_EQ(run(call<BackwardParams>(empty)).steps, "preprocess main convert ");
 }

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "fixtures.h"
+#include "host/names.h"
 
 using namespace host_tests;
 
@@ -80,15 +81,32 @@ TEST(a_row_that_needs_more_shared_memory_than_there_is_is_passed_over) {
 TEST(every_requested_feature_must_be_there) {
   ForwardInstance plain = forward_instance("plain", 64, MaskKind::full);
   ForwardInstance rich = forward_instance("rich", 64, MaskKind::full);
-  plain.config.features = 0b001;
-  rich.config.features = 0b011;
+  plain.config.features = feature::softcap;
+  rich.config.features = feature::softcap | feature::alibi;
   const InstanceList<ForwardInstance> table({plain, rich});
   KernelRequest needs = request(64);
   CHECK_EQ(selected(table, needs), "plain");
-  needs.features = 0b010;
+  needs.features = feature::softcap;
+  CHECK_EQ(selected(table, needs), "plain");
+  needs.features = feature::alibi;
   CHECK_EQ(selected(table, needs), "rich");
-  needs.features = 0b110;
-  CHECK_ERROR(selected(table, needs), "features 6");
+  needs.features = feature::alibi | feature::dropout;
+  CHECK_ERROR(selected(table, needs), "features alibi, dropout on");
+}
+
+TEST(the_kind_must_match) {
+  KernelRequest needs = request(64);
+  CHECK_EQ(selected(complete_forward_table(), needs), "hd64");
+  needs.kind = ForwardKind::decode;
+  CHECK_EQ(selected(complete_forward_table(), needs), "hd64_decode");
+  CHECK(find_instance(forward_table(), needs, h200) == nullptr);
+  CHECK_ERROR(selected(forward_table(), needs), "no compiled decode kernel");
+}
+
+TEST(features_have_the_names_of_the_table) {
+  CHECK_EQ(names_of(FeatureSet{0}), "none");
+  CHECK_EQ(names_of(~FeatureSet{0}),
+           "softcap, alibi, dropout, deterministic, paged_kv, split_kv, packed_gqa");
 }
 
 TEST(the_error_says_what_was_required_and_what_exists) {

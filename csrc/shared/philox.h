@@ -1,0 +1,38 @@
+// Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011,
+// table 2: the fewest that pass BigCrush): random bits as a function of a counter and a key.
+#pragma once
+
+#include <cstdint>
+
+#include "shared/host_device.h"
+
+namespace flash_attn_cuda {
+
+struct PhiloxKey {
+  std::uint32_t low;
+  std::uint32_t high;
+};
+
+struct PhiloxBlock {
+  std::uint32_t words[4];
+};
+
+FAC_HOST_DEVICE constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key) {
+  constexpr int rounds = 7;
+  PhiloxBlock block = counter;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int round = 0; round < rounds; ++round) {
+    const std::uint64_t first = std::uint64_t{0xD2511F53u} * block.words[0];
+    const std::uint64_t second = std::uint64_t{0xCD9E8D57u} * block.words[2];
+    block = {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
+              static_cast<std::uint32_t>(second),
+              static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
+              static_cast<std::uint32_t>(first)}};
+    key = {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u};
+  }
+  return block;
+}
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,58 @@
+// Block id -> the tile, the head and the sequence that a CTA of an attention kernel works on.
+#pragma once
+
+#include "shared/sequence.h"
+#include "shared/tile_scheduler.h"
+
+namespace flash_attn_cuda {
+
+struct TileWork {
+  Sequence sequence;
+  int tile;  // of the sequence
+  int head;  // of the schedule's grid
+};
+
+inline constexpr int no_tile = -1;  // as TileWork::tile: nothing to do
+
+// False for a CTA beyond the end of a packed call's list, which has nothing to do.
+template <class Params>
+FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable& table,
+                               const Params& params, int block_id, TileWork& work) {
+  const TileCoord coord = tile_coord(schedule, block_id);
+  work.head = coord.head;
+  if (table.counts == nullptr) {
+    work.tile = coord.tile;
+    work.sequence = read_sequence(params.sequences, params.shape, coord.batch, params.errors);
+    return true;
+  }
+  if (coord.tile >= table.counts[0]) return false;
+  const TileEntry entry = table.tiles[coord.tile];
+  work.tile = entry.tile;
+  work.sequence = table.sequences[entry.sequence];
+  return true;
+}
+
+// A query tile of the kernels around the backward's main one, which take all tiles of a head in
+// the order of Sequence::first_q_tile.
+struct QueryTile {
+  Sequence sequence;
+  int tile;
+};
+
+template <class Params>
+FAC_HOST_DEVICE bool find_query_tile(const SequenceTable& table, const Params& params,
+                                     int tiles_per_sequence, int index, QueryTile& work) {
+  if (table.counts == nullptr) {
+    const int sequence = index / tiles_per_sequence;
+    work.tile = index - sequence * tiles_per_sequence;
+    work.sequence = read_sequence(params.sequences, params.shape, sequence, params.errors);
+    return true;
+  }
+  if (index >= table.counts[1]) return false;
+  const TileEntry entry = table.q_tiles[index];
+  work.tile = entry.tile;
+  work.sequence = table.sequences[entry.sequence];
+  return true;
+}
+
+}  // namespace flash_attn_cuda

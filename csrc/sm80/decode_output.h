@@ -1,0 +1,204 @@
+// The end of a decode kernel: the warps' parts of O and LSE become the tile's, in the order of the
+// warps, so that the same keys give the same bits.
+#pragma once
+
+#include "shared/layout_views.h"
+#include "shared/online_softmax.h"
+#include "sm80/decode_split.h"
+
+namespace flash_attn_cuda::sm80 {
+
+// A row of a tile: the heads of one query lie together.
+struct PackedRow {
+  int query;  // of the sequence
+  int head;   // of q
+};
+
+template <class Traits>
+CUTE_DEVICE PackedRow packed_row(DecodeArguments const& args, TileWork const& work, int row) {
+  const int index = work.tile * Traits::block_m + row;
+  const int query = args.group.quotient(index);
+  const int group = static_cast<int>(args.group.divisor);
+  return {query, work.head * group + index - query * group};
+}
+
+// What a warp's O and row sum are multiplied with when its reference becomes that of `target`.
+CUTE_DEVICE float warp_weight(RowState const& warp, RowState const& target, float scale_log2) {
+  if (warp.sum == 0.0f) return 0.0f;
+  const bool shifts = warp.shifts || target.shifts;
+  return fast_exp2(shifts ? (warp.max - target.max) * scale_log2 : warp.offset - target.offset);
+}
+
+// The row over all warps.
+template <class Traits>
+CUTE_DEVICE RowState merged_row(typename Traits::SharedStorage const& smem, int row,
+                                float scale_log2) {
+  RowState merged{.max = -INFINITY, .offset = 0.0f, .sum = 0.0f, .shifts = false};
+  CUTE_UNROLL
+  for (int warp = 0; warp < Traits::num_warps; ++warp) {
+    const RowState state = smem.rows[warp][row];
+    if (state.sum != 0.0f && state.max > merged.max) merged = state;
+  }
+  merged.sum = 0.0f;
+  CUTE_UNROLL
+  for (int warp = 0; warp < Traits::num_warps; ++warp) {
+    const RowState state = smem.rows[warp][row];
+    merged.sum += state.sum * warp_weight(state, merged, scale_log2);
+  }
+  return merged;
+}
+
+// Natural logarithm; -inf for a row that saw no key.
+CUTE_DEVICE float row_lse(RowState const& row, float scale_log2) {
+  constexpr float ln2 = 0.693147180559945f;
+  if (row.sum == 0.0f) return -INFINITY;
+  return (row.shifts ? row.max * scale_log2 : row.offset) * ln2 + logf(row.sum);
+}
+
+// This warp's O, unscaled, and what it takes to scale it: registers -> its own shared memory.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator const& tOrO,
+                              OnlineSoftmax<Traits::rows_per_thread> const& softmax, int warp,
+                              int lane) {
+  auto* o = reinterpret_cast<float*>(smem.pipelines[warp]);
+  typename Traits::Mma mma;
+  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
+  auto coords = rows_cols_view(mma.get_thread_slice(lane).partition_C(cO));
+  auto output = rows_cols_view(tOrO);
+  CUTE_UNROLL
+  for (int row = 0; row < Traits::rows_per_thread; ++row) {
+    const int tile_row = get<0>(coords(row, 0));
+    const float sum = quad_reduce(softmax.row_sum[row], [](float a, float b) { return a + b; });
+    if (lane % 4 == 0) {
+      smem.rows[warp][tile_row] = {.max = softmax.row_max[row],
+                                   .offset = softmax.row_offset[row],
+                                   .sum = sum,
+                                   .shifts = softmax.shifts};
+    }
+    float* target = o + tile_row * Traits::output_pitch + get<1>(coords(row, 0));
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); col += 2) {
+      const int column = get<1>(coords(row, col)) - get<1>(coords(row, 0));
+      *reinterpret_cast<float2*>(target + column) = {output(row, col), output(row, col + 1)};
+    }
+  }
+}
+
+// Eight columns of one row.
+struct OutputChunk {
+  static constexpr int columns = 8;
+  float values[columns];
+
+  CUTE_DEVICE void add(const float* source, float weight) {
+    CUTE_UNROLL
+    for (int i = 0; i < columns; i += 4) {
+      const float4 part = *reinterpret_cast<const float4*>(source + i);
+      values[i] += weight * part.x;
+      values[i + 1] += weight * part.y;
+      values[i + 2] += weight * part.z;
+      values[i + 3] += weight * part.w;
+    }
+  }
+
+  // The first `count` of them.
+  CUTE_DEVICE void store_partial(float* target, int count, bool aligned) const {
+    if (aligned) {
+      *reinterpret_cast<float4*>(target) = {values[0], values[1], values[2], values[3]};
+      if (count > 4)
+        *reinterpret_cast<float4*>(target + 4) = {values[4], values[5], values[6], values[7]};
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < columns; ++i) {
+        if (i < count) target[i] = values[i];
+      }
+    }
+  }
+
+  template <class Element>
+  CUTE_DEVICE void store(Element* target, int count, bool aligned) const {
+    if (aligned) {
+      auto source = make_tensor(&values[0], Layout<Int<columns>>{});
+      auto converted = convert_fragment<Element>(source);
+      *reinterpret_cast<uint128_t*>(target) = *reinterpret_cast<const uint128_t*>(converted.data());
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < columns; ++i) {
+        if (i < count) target[i] = static_cast<Element>(values[i]);
+      }
+    }
+  }
+};
+
+// Of one row, in the tensors over all splits.
+CUTE_DEVICE std::int64_t partial_index(DecodeArguments const& args, Sequence const& sequence,
+                                       PackedRow const& row, int split) {
+  AttentionShape const& shape = args.params.shape;
+  const std::int64_t tensor_row =
+      std::int64_t(sequence.batch_q) * shape.seqlen_q + sequence.row_q + row.query;
+  return (split * args.partial_rows + tensor_row) * shape.num_heads_q + row.head;
+}
+
+CUTE_DEVICE float* lse_pointer(DecodeArguments const& args, Sequence const& sequence,
+                               PackedRow const& row, int split) {
+  if (args.num_splits > 1) return args.lse_partial + partial_index(args, sequence, row, split);
+  RowView<float> const& lse = args.params.lse;
+  return lse.data + sequence.batch_q * lse.batch_stride + row.head * lse.head_stride +
+         sequence.row_q + row.query;
+}
+
+// All warps must have left theirs.
+template <class Traits>
+CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work, int split,
+                              typename Traits::SharedStorage const& smem) {
+  using Element = typename Traits::Element;
+  Sequence const& sequence = work.sequence;
+  TensorView const& out = args.params.out;
+  const int head_dim = args.params.shape.head_dim;
+  constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
+  for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
+    const int tile_row = i / chunks_per_row;
+    const int column = i % chunks_per_row * OutputChunk::columns;
+    const PackedRow row = packed_row<Traits>(args, work, tile_row);
+    if (row.query >= sequence.rows_q || column >= head_dim) continue;
+
+    OutputChunk chunk{};
+    float lse = -INFINITY;
+    if (row.query < sequence.seqlen_q) {
+      const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2);
+      lse = row_lse(merged, args.scale_log2);
+      CUTE_UNROLL
+      for (int warp = 0; warp < Traits::num_warps; ++warp) {
+        const float weight = warp_weight(smem.rows[warp][tile_row], merged, args.scale_log2);
+        if (weight == 0.0f) continue;  // what it left may be anything
+        const auto* o = reinterpret_cast<const float*>(smem.pipelines[warp]);
+        chunk.add(o + tile_row * Traits::output_pitch + column, weight / merged.sum);
+      }
+    }
+    if (column == 0) *lse_pointer(args, sequence, row, split) = lse;
+    const int count = head_dim - column;
+    if (args.num_splits > 1) {
+      if (lse == -INFINITY) continue;  // will not be read
+      chunk.store_partial(
+          args.out_partial + partial_index(args, sequence, row, split) * head_dim + column, count,
+          head_dim % 4 == 0);
+    } else {
+      chunk.store(
+          row_pointer<Element>(out, sequence.batch_q, row.head, sequence.row_q + row.query) +
+              column,
+          count, args.has_vector_rows);
+    }
+  }
+}
+
+// Splits [first, end) of a tile hold no keys.
+template <class Traits>
+CUTE_DEVICE void write_unused_splits(DecodeArguments const& args, TileWork const& work, int first,
+                                     int end) {
+  for (int i = threadIdx.x; i < (end - first) * Traits::block_m; i += Traits::threads) {
+    const PackedRow row = packed_row<Traits>(args, work, i % Traits::block_m);
+    if (row.query < work.sequence.rows_q)
+      *lse_pointer(args, work.sequence, row, first + i / Traits::block_m) = -INFINITY;
+  }
+}
+
+}  // namespace flash_attn_cuda::sm80

@@ -1,0 +1,214 @@
+// What a CTA of a decode kernel works on: a tile, and a part of the keys that it sees.
+//
+// Sequences of one length: all tiles have the same number of splits, and the grid counts them.
+// Otherwise every CTA reads all lengths, finds out how many splits each sequence gets, and takes
+// the next item of the list that they make; nobody has to write the list first. Long sequences have
+// many splits then, short ones a single one, and the grid has hardly a CTA without keys.
+#pragma once
+
+#include "shared/block_range.h"
+#include "shared/paged_kv.h"
+#include "shared/tile_work.h"
+#include "sm80/decode_traits.h"
+
+namespace flash_attn_cuda::sm80 {
+
+struct DecodeArguments {
+  ForwardParams params;
+  TileSchedule schedule;  // heads are key heads
+  SequenceTable table;
+  Divider group;       // query heads of a key head
+  float scale_log2;    // as in ForwardArguments
+  bool negate_q;       // softmax_scale < 0
+  bool scales_scores;  // softcap or ALiBi: scores are scaled before the softmax
+  bool
+      has_vector_rows;  // every row of q, k, v and out begins at 16 bytes and is a multiple of them
+  bool lengths_decide;  // about the number of splits
+  int num_splits;       // at most
+  int ctas_per_split;
+  int keys_per_split;         // 0: what the lengths ask for
+  int resident_ctas;          // on the whole device
+  std::int64_t partial_rows;  // per split: rows of q over all sequences
+  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim)
+  float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
+};
+
+// CTAs that all tiles together may have on top of one each, in numbers of resident ones.
+inline constexpr int most_waves = 3;
+
+struct DecodeItem {
+  TileWork work;
+  int split;
+  int splits;  // of this tile
+};
+
+// Keys [begin, end), in slices that count from `origin`: warp w takes w, w + num_warps, ..
+struct KeySpan {
+  int origin;
+  int begin;
+  int end;
+
+  CUTE_DEVICE bool empty() const { return begin >= end; }
+};
+
+CUTE_DEVICE int ceil_div_positive(int dividend, int divisor) {
+  return (dividend + divisor - 1) / divisor;
+}
+
+CUTE_DEVICE Sequence sequence_at(DecodeArguments const& args, int index) {
+  return args.table.counts != nullptr
+             ? args.table.sequences[index]
+             : read_sequence(args.params.sequences, args.params.shape, index, args.params.errors);
+}
+
+template <class Traits>
+CUTE_DEVICE int tiles_of(DecodeArguments const& args, int queries) {
+  return ceil_div_positive(queries * static_cast<int>(args.group.divisor), Traits::block_m);
+}
+
+// What a tile of the sequence has to read, in steps of a CTA, or a little more.
+template <class Traits>
+CUTE_DEVICE int steps_of(Window const& window, Sequence const& sequence) {
+  std::int64_t keys = sequence.seqlen_k;
+  if (window.left != Window::unbounded && window.right != Window::unbounded)
+    keys = min(keys, std::int64_t(window.left) + window.right + sequence.seqlen_q);
+  return ceil_div_positive(static_cast<int>(keys), Traits::step);
+}
+
+// Steps that a CTA should have, so that all of a call take about as long: one wave where all tiles
+// fit the device at once and are equally long, shorter parts where a long one could end up last.
+template <class Traits>
+CUTE_DEVICE float balanced_steps(DecodeArguments const& args,
+                                 typename Traits::SharedStorage& smem) {
+  TotalWork own{0.0f, 0.0f, 0.0f};
+  for (int i = threadIdx.x; i < args.params.shape.batch_size; i += Traits::threads) {
+    const Sequence sequence = sequence_at(args, i);
+    const auto steps = static_cast<float>(steps_of<Traits>(args.params.window, sequence));
+    const auto tiles = static_cast<float>(tiles_of<Traits>(args, sequence.seqlen_q));
+    if (sequence.seqlen_k > 0) own.tiles += tiles;
+    own.steps += tiles * steps;
+    own.longest = fmaxf(own.longest, steps);
+  }
+  // Always in the same order, so that all CTAs agree.
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2) {
+    own.steps += __shfl_xor_sync(0xffffffffu, own.steps, step);
+    own.tiles += __shfl_xor_sync(0xffffffffu, own.tiles, step);
+    own.longest = fmaxf(own.longest, __shfl_xor_sync(0xffffffffu, own.longest, step));
+  }
+  if (threadIdx.x % 32 == 0) smem.totals[threadIdx.x / 32] = own;
+  __syncthreads();
+  TotalWork total{0.0f, 0.0f, 0.0f};
+  for (int warp = 0; warp < Traits::num_warps; ++warp) {
+    total.steps += smem.totals[warp].steps;
+    total.tiles += smem.totals[warp].tiles;
+    total.longest = fmaxf(total.longest, smem.totals[warp].longest);
+  }
+  const auto heads = static_cast<float>(args.params.shape.num_heads_k);
+  const auto resident = static_cast<float>(args.resident_ctas);
+  const bool fits = total.tiles * heads <= resident;
+  const bool is_even = total.longest * total.tiles <= 1.15f * total.steps;
+  const float waves = fits ? (is_even ? 1.0f : 2.0f) : float(most_waves);
+  return total.steps * heads / (resident * waves);
+}
+
+// Splits of every tile of a sequence.
+template <class Traits>
+CUTE_DEVICE int splits_of(DecodeArguments const& args, Sequence const& sequence,
+                          float steps_wanted) {
+  if (args.keys_per_split > 0) {
+    const int splits = ceil_div_positive(sequence.seqlen_k, args.keys_per_split);
+    return max(1, min(splits, args.num_splits));
+  }
+  constexpr float tolerance = 0.15f;  // that a CTA may be longer rather than split once more
+  const int steps = steps_of<Traits>(args.params.window, sequence);
+  const int most = max(1, min(args.num_splits, steps / Traits::least_steps));
+  const float parts = ceilf(static_cast<float>(steps) / fmaxf(steps_wanted, 1.0f) - tolerance);
+  return static_cast<int>(fminf(fmaxf(parts, 1.0f), static_cast<float>(most)));
+}
+
+// Item `index` of the list that the lengths make: of one sequence after the other all heads and
+// tiles of its first split, of its second, and so on. False beyond its end. Every thread of the CTA
+// must call it; what they did with shared memory before is over when it returns.
+template <class Traits>
+CUTE_DEVICE bool find_listed(DecodeArguments const& args, int index, float steps_wanted,
+                             typename Traits::SharedStorage& smem, DecodeItem& item) {
+  const int heads = args.params.shape.num_heads_k;
+  const int sequences =
+      args.params.shape.batch_size + (args.table.counts != nullptr ? gap_sequences : 0);
+  const int warp = threadIdx.x / 32;
+  int before = 0;  // items of earlier sequences
+  for (int first = 0; first < sequences; first += Traits::threads) {
+    const int candidate = first + threadIdx.x;
+    int items = 0;
+    int splits = 0;
+    if (candidate < sequences) {
+      const Sequence sequence = sequence_at(args, candidate);
+      splits = splits_of<Traits>(args, sequence, steps_wanted);
+      items = splits * heads * tiles_of<Traits>(args, sequence.rows_q);
+    }
+    int end = items;  // of this thread's items, within the warp first
+    CUTE_UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, end, step);
+      if (int(threadIdx.x % 32) >= step) end += other;
+    }
+    if (threadIdx.x % 32 == 31) smem.item_sums[warp] = end;
+    __syncthreads();
+    end += before;
+    CUTE_UNROLL
+    for (int w = 0; w < Traits::num_warps; ++w) {
+      if (w < warp) end += smem.item_sums[w];
+      before += smem.item_sums[w];
+    }
+    if (index >= end - items && index < end)
+      smem.found = {.sequence = candidate, .item = index - (end - items), .splits = splits};
+    __syncthreads();
+    if (index < before) break;
+  }
+  if (index >= before) return false;
+  const FoundSequence found = smem.found;
+  item.work.sequence = sequence_at(args, found.sequence);
+  item.splits = found.splits;
+  const int tiles = tiles_of<Traits>(args, item.work.sequence.rows_q);
+  item.split = found.item / (tiles * heads);
+  const int rest = found.item - item.split * tiles * heads;
+  item.work.tile = rest / heads;
+  item.work.head = rest - item.work.tile * heads;
+  return true;
+}
+
+template <class Traits>
+CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, float steps_wanted,
+                           typename Traits::SharedStorage& smem, DecodeItem& item) {
+  if (args.lengths_decide) return find_listed<Traits>(args, index, steps_wanted, smem, item);
+  item.split = index / args.ctas_per_split;
+  item.splits = args.num_splits;
+  return item.split < args.num_splits &&
+         find_work(args.schedule, args.table, args.params, index - item.split * args.ctas_per_split,
+                   item.work);
+}
+
+// The part of `visible` that a split takes.
+template <class Traits>
+CUTE_DEVICE KeySpan split_span(DecodeArguments const& args, BlockRange const& visible,
+                               DecodeItem const& item) {
+  std::int64_t begin = visible.begin;
+  std::int64_t keys = args.keys_per_split;
+  if (keys > 0) {
+    begin = 0;  // whatever is visible, so that windows change no bits of what both sides see
+  } else {
+    const int steps = ceil_div_positive(visible.end - visible.begin, Traits::step);
+    const int least = item.splits > 1 ? Traits::least_steps : 0;
+    keys = std::int64_t(max(ceil_div_positive(steps, item.splits), least)) * Traits::step;
+  }
+  begin += item.split * keys;
+  if (begin >= visible.end) return {0, 0, 0};
+  const bool is_last = item.split + 1 == item.splits;
+  const int origin = static_cast<int>(begin);
+  const int end =
+      is_last ? visible.end : static_cast<int>(min(begin + keys, std::int64_t(visible.end)));
+  return {origin, max(visible.begin, origin), end};
+}
+
+}  // namespace flash_attn_cuda::sm80

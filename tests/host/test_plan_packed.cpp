@@ -1,0 +1,284 @@
+// Plans of packed calls: the sequence table, whose lists of tiles are only known on the device.
+#include <random>
+#include <string>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/plan.h"
+#include "host/plan_steps.h"
+#include "shared/sequence.h"
+
+using namespace host_tests;
+
+namespace {
+
+constexpr AttentionShape batch_of_8{.batch_size = 8,
+                                    .seqlen_q = 10'000,
+                                    .seqlen_k = 12'000,
+                                    .num_heads_q = 16,
+                                    .num_heads_k = 4,
+                                    .head_dim = 128};
+
+ForwardPlan forward(const ForwardParams& params, const DeviceInfo& device = h200) {
+  return plan_forward(params, device, complete_forward_table());
+}
+
+BackwardPlan backward(const BackwardParams& params, const DeviceInfo& device = h200) {
+  return plan_backward(params, device, backward_table());
+}
+
+// Tiles that `lengths` fill, each its own.
+std::int64_t tiles_of(const std::vector<int>& lengths, int rows_per_row, int tile_rows) {
+  std::int64_t tiles = 0;
+  for (const int length : lengths)
+    tiles += ceil_div(std::int64_t{length} * rows_per_row, std::int64_t{tile_rows});
+  return tiles;
+}
+
+// Runs visit(lengths) over every way to share `rows` out to `parts` sequences.
+template <class Visit>
+void for_each_sharing(int rows, int parts, std::vector<int>& lengths, Visit visit) {
+  if (parts == 1) {
+    lengths.push_back(rows);
+    visit(lengths);
+    lengths.pop_back();
+    return;
+  }
+  for (int length = 0; length <= rows; ++length) {
+    lengths.push_back(length);
+    for_each_sharing(rows - length, parts - 1, lengths, visit);
+    lengths.pop_back();
+  }
+}
+
+// The most tiles that any sharing fills.
+std::int64_t most_tiles(int rows, int parts, int rows_per_row, int tile_rows) {
+  std::int64_t most = 0;
+  std::vector<int> lengths;
+  for_each_sharing(rows, parts, lengths, [&](const std::vector<int>& shared) {
+    most = std::max(most, tiles_of(shared, rows_per_row, tile_rows));
+  });
+  return most;
+}
+
+}  // namespace
+
+std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
+  return complete_forward_table();
+}
+std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
+  return backward_table();
+}
+
+TEST(every_batch_of_lengths_fits_the_list_of_tiles) {
+  for (const int batch_size : {0, 1, 2}) {
+    for (int rows = 0; rows <= 12; ++rows) {
+      for (const int rows_per_row : {1, 3}) {
+        for (const int tile_rows : {1, 2, 4, 5, 16}) {
+          const AttentionShape shape{.batch_size = batch_size};
+          const int one_batch = checked_tiles(rows, rows_per_row, tile_rows);
+          const int planned = most_packed_tiles(shape, one_batch, rows);
+          // The rows before the first sequence and behind the last one are two more.
+          const std::int64_t most =
+              most_tiles(rows, batch_size + gap_sequences, rows_per_row, tile_rows);
+          CHECK(most <= planned);
+          CHECK(planned <= most + batch_size + gap_sequences);
+        }
+      }
+    }
+  }
+}
+
+TEST(random_batches_fit_the_lists_of_both_passes) {
+  std::mt19937 random(20);
+  for (int round = 0; round < 500; ++round) {
+    std::vector<int> lengths(1 + random() % 40);
+    const int longest = 1 << random() % 12;
+    int total = 0;
+    for (int& length : lengths) total += length = static_cast<int>(random() % longest);
+    AttentionShape shape = batch_of_8;
+    shape.batch_size = static_cast<int>(lengths.size()) - gap_sequences;
+    if (shape.batch_size < 0) continue;
+    shape.seqlen_q = shape.seqlen_k = total;
+    shape.num_heads_q = shape.num_heads_k * (1 << random() % 3);
+    auto params = packed_call<ForwardParams>(shape);
+    params.sequences.max_seqlen_q = random() % 2 ? 1 : 0;
+    const ForwardPlan plan = forward(params);
+    const SequenceTablePlan& table = plan.table;
+    CHECK(tiles_of(lengths, table.rows_per_query, table.tile_rows) <= table.max_tiles);
+    const SequenceTablePlan keys = backward(packed_call<BackwardParams>(shape)).table;
+    CHECK(tiles_of(lengths, 1, keys.tile_rows) <= keys.max_tiles);
+    CHECK(tiles_of(lengths, 1, keys.q_tile_rows) <= keys.max_q_tiles);
+  }
+}
+
+TEST(dense_calls_need_no_table) {
+  CHECK(!forward(call<ForwardParams>(batch_of_8)).table.used);
+  CHECK_EQ(forward(call<ForwardParams>(batch_of_8)).workspace_bytes, std::size_t{0});
+  CHECK(!backward(call<BackwardParams>(batch_of_8)).table.used);
+  auto with_lengths = call<ForwardParams>(batch_of_8);
+  with_lengths.sequences.seqused_q = with_lengths.sequences.seqused_k = &some_int;
+  CHECK(!forward(with_lengths).table.used);
+}
+
+TEST(the_forwards_grid_is_the_list_for_every_head) {
+  const ForwardPlan plan = forward(packed_call<ForwardParams>(batch_of_8));
+  CHECK_EQ(std::string(plan.instance->name), "hd128");
+  CHECK(plan.table.used);
+  CHECK_EQ(plan.table.max_tiles, 79 + 10);  // ceil(10000 / 128), 8 sequences and 2 gaps
+  CHECK_EQ(plan.table.tile_rows, 128);
+  CHECK_EQ(plan.table.rows_per_query, 1);
+  CHECK_EQ(plan.table.max_q_tiles, 0);
+  CHECK_EQ(plan.schedule.num_tiles, plan.table.max_tiles);
+  CHECK_EQ(plan.schedule.num_heads, 16);
+  CHECK_EQ(plan.schedule.num_batch_heads, 16);
+}
+
+TEST(decode_tiles_of_packed_queries_hold_several_heads) {
+  auto params = packed_call<ForwardParams>(batch_of_8);
+  params.shape.seqlen_q = 11;
+  params.sequences.max_seqlen_q = 4;
+  const ForwardPlan plan = forward(params);
+  CHECK_EQ(std::string(plan.instance->name), "hd128_decode");
+  CHECK_EQ(plan.table.max_tiles, 3 + 10);  // ceil(11 * 4 / 16)
+  CHECK_EQ(plan.table.tile_rows, 16);
+  CHECK_EQ(plan.table.rows_per_query, 4);
+  CHECK_EQ(plan.schedule.num_heads, 4);
+}
+
+TEST(the_backwards_lists_are_of_keys_and_of_queries) {
+  const BackwardPlan plan = backward(packed_call<BackwardParams>(batch_of_8));
+  CHECK_EQ(plan.table.max_tiles, 94 + 10);     // ceil(12000 / 128)
+  CHECK_EQ(plan.table.max_q_tiles, 157 + 10);  // ceil(10000 / 64)
+  CHECK_EQ(plan.table.tile_rows, 128);
+  CHECK_EQ(plan.table.q_tile_rows, 64);
+  CHECK_EQ(plan.table.rows_per_query, 1);
+  CHECK_EQ(plan.q_tiles, plan.table.max_q_tiles);
+  CHECK_EQ(plan.schedule.num_tiles, plan.table.max_tiles);
+  CHECK_EQ(plan.schedule.num_batch_heads, 4 * plan.dkdv_splits);
+}
+
+TEST(the_list_has_the_order_that_a_dense_schedule_would_have) {
+  const auto forward_descends = [](Window window) {
+    const ForwardPlan plan = forward(packed_call<ForwardParams>(batch_of_8, window));
+    CHECK(!plan.schedule.longest_first);  // the list is in order already
+    return plan.table.tiles_descend;
+  };
+  CHECK(!forward_descends({}));
+  CHECK(forward_descends(causal));
+  CHECK(!forward_descends({.left = 100, .right = Window::unbounded}));
+  const auto backward_descends = [](Window window) {
+    const BackwardPlan plan = backward(packed_call<BackwardParams>(batch_of_8, window));
+    CHECK(!plan.schedule.longest_first);
+    CHECK_EQ(plan.tiles_descend, plan.table.tiles_descend);
+    return plan.table.tiles_descend;
+  };
+  CHECK(!backward_descends({}));
+  CHECK(!backward_descends(causal));
+  CHECK(backward_descends({.left = 100, .right = Window::unbounded}));
+}
+
+TEST(the_mask_is_judged_by_bounds_of_the_lengths) {
+  // One query in all, so that no sequence has two: causal hides nothing.
+  AttentionShape shape = batch_of_8;
+  shape.seqlen_q = 1;
+  const InstanceList<ForwardInstance> both({forward_instance("full", 128, MaskKind::full),
+                                            forward_instance("windowed", 128, MaskKind::windowed)});
+  const auto chosen = [&](int seqlen_q) {
+    shape.seqlen_q = seqlen_q;
+    const auto params = packed_call<ForwardParams>(shape, causal);
+    return std::string(plan_forward(params, h200, both).instance->name);
+  };
+  CHECK_EQ(chosen(1), "full");
+  CHECK_EQ(chosen(2), "windowed");
+}
+
+TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
+  for (const int batch_size : {0, 1, 7, 1000}) {
+    for (const int total : {0, 1, 1000, 10'001}) {
+      for (const bool deterministic : {false, true}) {
+        auto params = packed_call<BackwardParams>(batch_of_8);
+        params.shape.batch_size = batch_size;
+        params.shape.seqlen_q = params.shape.seqlen_k = total;
+        params.shape.head_dim = 40;
+        params.deterministic = deterministic;
+        const BackwardPlan plan = backward(params);
+        const BackwardConfig& config = plan.instance->config;
+        const std::size_t query_tiles = std::size_t{16} * plan.q_tiles;
+        const std::size_t rows = query_tiles * config.block_m * sizeof(float);
+        std::vector<Buffer> buffers{{plan.table.offset, table_bytes(batch_size, plan.table)},
+                                    {plan.lse_log2_offset, rows},
+                                    {plan.softmax_d_offset, rows},
+                                    {plan.dq_accum_offset, rows * config.head_dim}};
+        if (deterministic) buffers.push_back({plan.turns_offset, (query_tiles + 1) * 4});
+        if (plan.dkdv_splits > 1) {
+          const std::size_t partial = std::size_t{4} * total * 4 * config.head_dim;
+          buffers.push_back({plan.dk_partial_offset, partial * plan.dkdv_splits});
+          buffers.push_back({plan.dv_partial_offset, partial * plan.dkdv_splits});
+        }
+        check_workspace(buffers, plan.workspace_bytes);
+      }
+    }
+  }
+}
+
+TEST(the_table_is_laid_out_within_its_bytes) {
+  const SequenceTablePlan plan = backward(packed_call<BackwardParams>(batch_of_8)).table;
+  alignas(256) static char workspace[1 << 16];
+  const std::size_t bytes = table_bytes(8, plan);
+  CHECK(bytes <= sizeof(workspace));
+  const SequenceTable table = SequenceTable::at(workspace, 8, plan);
+  const auto offset = [](const void* data) {
+    return static_cast<std::size_t>(static_cast<const char*>(data) - workspace);
+  };
+  CHECK_EQ(offset(table.counts), plan.offset);
+  CHECK(offset(table.sequences) >= offset(table.counts + 2));
+  CHECK_EQ(offset(table.sequences) % alignof(Sequence), std::size_t{0});
+  CHECK_EQ(offset(table.tiles), offset(table.sequences + 8 + gap_sequences));
+  CHECK_EQ(offset(table.tiles) % alignof(TileEntry), std::size_t{0});
+  CHECK_EQ(offset(table.q_tiles), offset(table.tiles + plan.max_tiles));
+  CHECK_EQ(offset(table.q_tiles + plan.max_q_tiles), plan.offset + bytes);
+  CHECK(SequenceTable::at(workspace, 8, {}).counts == nullptr);
+}
+
+TEST(empty_packed_calls_keep_the_grids_that_have_zeros_to_write) {
+  auto params = packed_call<BackwardParams>(batch_of_8);
+  params.shape.seqlen_q = 0;
+  BackwardPlan plan = backward(params);
+  CHECK_EQ(plan.q_tiles, 0);
+  CHECK(plan.schedule.grid_size() > 0);  // dk = dv = 0
+  CHECK_EQ(plan.dkdv_splits, 1);
+  params.shape.seqlen_q = 1000;
+  params.shape.seqlen_k = 0;
+  plan = backward(params);
+  CHECK_EQ(plan.schedule.grid_size(), 0);
+  CHECK(plan.q_tiles > 0);      // dq = 0
+  params.shape.batch_size = 0;  // rows that belong to no sequence
+  CHECK(backward(params).q_tiles > 0);
+
+  auto no_queries = packed_call<ForwardParams>(batch_of_8);
+  no_queries.shape.seqlen_q = 0;
+  CHECK_EQ(forward(no_queries).schedule.grid_size(), 0);
+  auto no_sequences = packed_call<ForwardParams>(batch_of_8);
+  no_sequences.shape.batch_size = 0;
+  CHECK(forward(no_sequences).schedule.grid_size() > 0);  // out = 0
+}
+
+TEST(lists_beyond_the_grid_are_refused) {
+  AttentionShape shape = batch_of_8;
+  shape.num_heads_q = shape.num_heads_k = 1;
+  shape.batch_size = 2'147'483'647;
+  shape.seqlen_q = max_seqlen;  // each row a sequence of its own
+  auto params = packed_call<ForwardParams>(shape);
+  CHECK_EQ(forward(params).table.max_tiles, 7'812'500 + max_seqlen);
+  params.shape.num_heads_q = params.shape.num_heads_k = 3;
+  CHECK_ERROR(forward(params),
+              "batch_size * heads * tiles must be at most 2147483647, got 1 * 3 * 1007812500");
+  params.shape.num_heads_q = 3 * 64;  // rows of a decode tile: 64 to a query
+  params.sequences.max_seqlen_q = 1;
+  params.split.batch_invariant = true;
+  CHECK_ERROR(forward(params), "tiles of 16 rows must be at most 2147483647, got 4000000000");
+  params.shape.num_heads_q = 3 * 32;
+  CHECK_ERROR(forward(params),
+              "tiles of all sequences must be at most 2147483647, got up to 3000000000");
+}

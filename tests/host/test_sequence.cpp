@@ -1,0 +1,325 @@
+// Where a sequence's rows and keys lie, against the definitions of flash_attn/params.h: lengths
+// from device memory with everything that can be wrong about them, tiles of work, and pages.
+#include "shared/sequence.h"
+
+#include <random>
+#include <set>
+#include <tuple>
+
+#include "check.h"
+#include "fixtures.h"
+#include "shared/paged_kv.h"
+#include "shared/tile_work.h"
+
+using namespace host_tests;
+
+namespace {
+
+constexpr AttentionShape shape_of_4{.batch_size = 4,
+                                    .seqlen_q = 10,
+                                    .seqlen_k = 100,
+                                    .num_heads_q = 6,
+                                    .num_heads_k = 2,
+                                    .head_dim = 64};
+
+bool operator==(const DeviceErrors& a, const DeviceErrors& b) {
+  return std::tie(a.check, a.index, a.value, a.limit) ==
+         std::tie(b.check, b.index, b.value, b.limit);
+}
+
+DeviceErrors error(DeviceCheck check, int index, int value, int limit) {
+  return {static_cast<int>(check), index, value, limit};
+}
+
+// read_sequence and what it reported.
+struct Reading {
+  Sequence sequence;
+  DeviceErrors errors{};
+};
+
+Reading read(const SequenceParams& params, int index, const AttentionShape& shape = shape_of_4) {
+  Reading reading;
+  reading.sequence = read_sequence(params, shape, index, &reading.errors);
+  const Sequence unreported = read_sequence(params, shape, index, nullptr);
+  CHECK_EQ(unreported.seqlen_k, reading.sequence.seqlen_k);
+  return reading;
+}
+
+}  // namespace
+
+// Lengths
+
+TEST(without_lengths_a_sequence_is_what_the_shape_says) {
+  for (int index = 0; index < 4; ++index) {
+    const auto [sequence, errors] = read({}, index);
+    CHECK_EQ(sequence.index, index);
+    CHECK_EQ(sequence.batch_q, index);
+    CHECK_EQ(sequence.batch_k, index);
+    CHECK_EQ(sequence.row_q, 0);
+    CHECK_EQ(sequence.row_k, 0);
+    CHECK_EQ(sequence.seqlen_q, 10);
+    CHECK_EQ(sequence.rows_q, 10);
+    CHECK_EQ(sequence.seqlen_k, 100);
+    CHECK_EQ(sequence.rows_k, 100);
+    CHECK_EQ(errors.check, 0);
+  }
+}
+
+TEST(used_lengths_shorten_what_attends_and_nothing_else) {
+  const int seqused_q[] = {0, 3, 10, 10}, seqused_k[] = {100, 0, 7, 100};
+  const SequenceParams params{.seqused_q = seqused_q, .seqused_k = seqused_k};
+  for (int index = 0; index < 4; ++index) {
+    const auto [sequence, errors] = read(params, index);
+    CHECK_EQ(sequence.seqlen_q, seqused_q[index]);
+    CHECK_EQ(sequence.seqlen_k, seqused_k[index]);
+    CHECK_EQ(sequence.rows_q, 10);
+    CHECK_EQ(sequence.rows_k, 100);
+    CHECK_EQ(errors.check, 0);
+  }
+}
+
+TEST(left_padding_lies_before_the_first_key_and_counts_as_used) {
+  const int seqused_k[] = {60, 60, 60, 60}, leftpad_k[] = {0, 20, 60, 59};
+  const SequenceParams params{.seqused_k = seqused_k, .leftpad_k = leftpad_k};
+  for (int index = 0; index < 4; ++index) {
+    const auto [sequence, errors] = read(params, index);
+    CHECK_EQ(sequence.row_k, leftpad_k[index]);
+    CHECK_EQ(sequence.seqlen_k, 60 - leftpad_k[index]);
+    CHECK_EQ(sequence.rows_k, 100 - leftpad_k[index]);
+    CHECK_EQ(errors.check, 0);
+  }
+}
+
+TEST(appended_keys_are_there) {
+  const int seqused_k[] = {0, 60, 95, 100};
+  SequenceParams params{.seqused_k = seqused_k, .seqlen_k_new = 5};
+  CHECK_EQ(read(params, 0).sequence.seqlen_k, 5);
+  CHECK_EQ(read(params, 1).sequence.seqlen_k, 65);
+  CHECK_EQ(read(params, 2).sequence.seqlen_k, 100);
+  CHECK_EQ(read(params, 2).errors.check, 0);
+  CHECK_EQ(read(params, 3).sequence.seqlen_k, 100);
+  CHECK(read(params, 3).errors == error(DeviceCheck::append_capacity, 3, 100, 100));
+  const int cu_seqlens_k_new[] = {0, 4, 4, 9, 8};
+  params = {.seqused_k = seqused_k, .cu_seqlens_k_new = cu_seqlens_k_new};
+  CHECK_EQ(read(params, 0).sequence.seqlen_k, 4);
+  CHECK_EQ(read(params, 1).sequence.seqlen_k, 60);
+  CHECK_EQ(read(params, 2).sequence.seqlen_k, 100);
+  CHECK_EQ(read(params, 3).sequence.seqlen_k, 100);  // fewer than none are none
+}
+
+TEST(a_sequence_may_read_another_batch_entry) {
+  const int kv_batch_idx[] = {6, 0, 7, -1};
+  SequenceParams params{.kv_batch_idx = kv_batch_idx, .num_kv_batches = 7};
+  CHECK_EQ(read(params, 0).sequence.batch_k, 6);
+  CHECK_EQ(read(params, 0).sequence.batch_q, 0);
+  CHECK_EQ(read(params, 0).sequence.index, 0);
+  CHECK_EQ(read(params, 1).sequence.batch_k, 0);
+  CHECK_EQ(read(params, 1).sequence.seqlen_k, 100);
+  for (const int index : {2, 3}) {  // no such entry, no keys, and an entry that exists
+    const auto [sequence, errors] = read(params, index);
+    CHECK_EQ(sequence.seqlen_k, 0);
+    CHECK_EQ(sequence.batch_k, 0);
+    CHECK(errors == error(DeviceCheck::cache_batch_idx, index, kv_batch_idx[index], 6));
+  }
+  params.num_kv_batches = 0;  // as many as sequences
+  CHECK(read(params, 0).errors == error(DeviceCheck::cache_batch_idx, 0, 6, 3));
+}
+
+TEST(values_out_of_range_are_clamped_and_the_first_is_reported) {
+  constexpr int least = -2'147'483'647 - 1, most = 2'147'483'647;
+  std::mt19937 random(7);
+  const auto value = [&](int limit) {
+    const int edges[] = {least, -1, 0, 1, limit - 1, limit, limit + 1, most};
+    return random() % 2 ? edges[random() % 8] : static_cast<int>(random() % (limit + 1));
+  };
+  const auto clamped = [](std::int64_t x, std::int64_t limit) {
+    return static_cast<int>(std::max<std::int64_t>(0, std::min(x, limit)));
+  };
+  for (int round = 0; round < 50'000; ++round) {
+    const int used_q = value(10), used_k = value(100), pad = value(100), batch = value(8);
+    const SequenceParams params{.seqused_q = &used_q,
+                                .seqused_k = &used_k,
+                                .leftpad_k = &pad,
+                                .kv_batch_idx = &batch,
+                                .seqlen_k_new = static_cast<int>(random() % 20),
+                                .num_kv_batches = 8};
+    const auto [sequence, errors] = read(params, 0);
+
+    std::vector<DeviceErrors> wrong;
+    if (used_q < 0 || used_q > 10) wrong.push_back(error(DeviceCheck::seqused_q, 0, used_q, 10));
+    if (used_k < 0 || used_k > 100) wrong.push_back(error(DeviceCheck::seqused_k, 0, used_k, 100));
+    const int before = clamped(used_k, 100);
+    if (before + params.seqlen_k_new > 100)
+      wrong.push_back(error(DeviceCheck::append_capacity, 0, before, 100));
+    const int used = clamped(before + params.seqlen_k_new, 100);
+    if (pad < 0 || pad > used) wrong.push_back(error(DeviceCheck::leftpad_k, 0, pad, used));
+    const bool is_entry = batch >= 0 && batch < 8;
+    if (!is_entry) wrong.push_back(error(DeviceCheck::cache_batch_idx, 0, batch, 7));
+
+    CHECK_EQ(errors.check != 0, !wrong.empty());
+    if (!wrong.empty()) CHECK(errors == wrong.front());
+    CHECK_EQ(sequence.seqlen_q, clamped(used_q, 10));
+    CHECK_EQ(sequence.row_k, clamped(pad, used));
+    CHECK_EQ(sequence.seqlen_k, is_entry ? used - clamped(pad, used) : 0);
+    CHECK_EQ(sequence.batch_k, is_entry ? batch : 0);
+    CHECK(sequence.row_k + sequence.seqlen_k <= 100);
+    CHECK_EQ(sequence.row_k + sequence.rows_k, 100);
+  }
+}
+
+TEST(a_record_keeps_the_first_error) {
+  DeviceErrors errors{};
+  report(&errors, DeviceCheck::block_table, 1, 2, 3);
+  report(&errors, DeviceCheck::leftpad_k, 4, 5, 6);
+  CHECK(errors == error(DeviceCheck::block_table, 1, 2, 3));
+  report(nullptr, DeviceCheck::leftpad_k, 4, 5, 6);
+}
+
+// Tiles
+
+TEST(dense_work_covers_every_tile_of_every_head) {
+  const int seqused_k[] = {1, 2, 3, 4};
+  auto params = call<ForwardParams>(shape_of_4);
+  params.sequences.seqused_k = seqused_k;
+  const TileSchedule schedule{
+      .num_tiles = 3, .num_heads = 6, .num_batch_heads = 24, .heads_per_section = 4};
+  std::set<std::tuple<int, int, int>> seen;
+  for (int block = 0; block < schedule.grid_size(); ++block) {
+    TileWork work;
+    CHECK(find_work(schedule, SequenceTable{}, params, block, work));
+    CHECK_EQ(work.sequence.seqlen_k, seqused_k[work.sequence.index]);
+    seen.insert({work.sequence.index, work.head, work.tile});
+  }
+  CHECK_EQ(seen.size(), std::size_t{4 * 6 * 3});
+  std::set<std::pair<int, int>> query_tiles;
+  for (int index = 0; index < 4 * 3; ++index) {
+    QueryTile work;
+    CHECK(find_query_tile(SequenceTable{}, params, 3, index, work));
+    CHECK_EQ(work.sequence.index * 3 + work.tile, index);
+    query_tiles.insert({work.sequence.index, work.tile});
+  }
+  CHECK_EQ(query_tiles.size(), std::size_t{12});
+}
+
+TEST(packed_work_is_what_the_lists_say_and_ends_with_them) {
+  std::vector<Sequence> sequences(3);
+  for (int index = 0; index < 3; ++index) sequences[index].index = index;
+  const TileEntry tiles[] = {{2, 0}, {2, 1}, {0, 0}};
+  const TileEntry q_tiles[] = {{0, 0}, {2, 0}};
+  const int counts[] = {3, 2};
+  const SequenceTable table{
+      .counts = counts, .sequences = sequences.data(), .tiles = tiles, .q_tiles = q_tiles};
+  const TileSchedule schedule{
+      .num_tiles = 5, .num_heads = 2, .num_batch_heads = 2, .heads_per_section = 2};
+  const auto params = call<ForwardParams>(shape_of_4);
+  int found = 0;
+  for (int block = 0; block < schedule.grid_size(); ++block) {
+    TileWork work;
+    const int entry = tile_coord(schedule, block).tile;
+    CHECK_EQ(find_work(schedule, table, params, block, work), entry < 3);
+    if (entry >= 3) continue;
+    ++found;
+    CHECK_EQ(work.sequence.index, tiles[entry].sequence);
+    CHECK_EQ(work.tile, tiles[entry].tile);
+    CHECK_EQ(work.head, tile_coord(schedule, block).head);
+  }
+  CHECK_EQ(found, 3 * 2);
+  QueryTile work;
+  CHECK(find_query_tile(table, params, 0, 1, work));
+  CHECK_EQ(work.sequence.index, 2);
+  CHECK(!find_query_tile(table, params, 0, 2, work));
+}
+
+// Pages
+
+TEST(a_divider_divides) {
+  constexpr int most = 2'147'483'647;
+  std::mt19937 random(8);
+  const auto check = [](int dividend, int divisor) {
+    const Divider divider = Divider::by(divisor);
+    CHECK_EQ(divider.quotient(dividend), dividend / divisor);
+    CHECK_EQ(divider.remainder(dividend), dividend % divisor);
+  };
+  for (int divisor = 1; divisor <= 300; ++divisor) {
+    for (int dividend = 0; dividend <= 2000; ++dividend) check(dividend, divisor);
+  }
+  for (int round = 0; round < 200'000; ++round) {
+    const int divisor = 1 + static_cast<int>((random() >> random() % 31) % most);
+    const int dividend = static_cast<int>((random() >> random() % 31) & most);
+    check(dividend, divisor);
+    check(most, divisor);
+    const int multiple = dividend / divisor * divisor;  // where a quotient could be one off
+    check(multiple, divisor);
+    if (multiple > 0) check(multiple - 1, divisor);
+  }
+  check(most, most);
+  check(most - 1, most);
+}
+
+TEST(rows_of_a_dense_cache_follow_each_other) {
+  Sequence sequence{};
+  sequence.batch_k = 3;
+  sequence.row_k = 5;
+  const KeyRows rows = KeyRows::of({}, sequence);
+  CHECK(!rows.is_paged());
+  const TensorView view{.batch_stride = 1'000'000'000'000, .row_stride = 640, .head_stride = 64};
+  const KeyPlace place = rows.find(7, nullptr);
+  CHECK(place.exists());
+  CHECK_EQ(place.batch, 3);
+  CHECK_EQ(place.row, 12);
+  CHECK_EQ(place.offset(view, 2), std::int64_t{3'000'000'000'000 + 12 * 640 + 2 * 64});
+}
+
+TEST(rows_of_a_paged_cache_are_where_the_table_says) {
+  std::mt19937 random(9);
+  for (int round = 0; round < 300; ++round) {
+    const int page_size = 1 + static_cast<int>(random() % 40);
+    const int max_pages = 1 + static_cast<int>(random() % 20);
+    const int num_pages = 1 + static_cast<int>(random() % 50);
+    const int stride = max_pages + static_cast<int>(random() % 3);
+    std::vector<int> table(std::size_t(4) * stride);
+    for (int& page : table) page = static_cast<int>(random() % (num_pages + 2)) - 1;
+    const PagedKvParams paged{.block_table = table.data(),
+                              .table_stride = stride,
+                              .max_pages = max_pages,
+                              .page_size = page_size,
+                              .num_pages = num_pages};
+    Sequence sequence{};
+    sequence.batch_k = static_cast<int>(random() % 4);
+    sequence.row_k = static_cast<int>(random() % page_size);
+    const KeyRows rows = KeyRows::of(paged, sequence);
+    CHECK(rows.is_paged());
+    const TensorView view{.batch_stride = 1 << 20, .row_stride = 128, .head_stride = 64};
+    for (int key = 0; key < page_size * max_pages; ++key) {
+      const int row = sequence.row_k + key;
+      DeviceErrors errors{};
+      const KeyPlace place = rows.find(key, &errors);
+      const bool is_within = row / page_size < max_pages;
+      const int page = is_within ? table[sequence.batch_k * stride + row / page_size] : -1;
+      const bool exists = page >= 0 && page < num_pages;
+      CHECK_EQ(place.exists(), exists);
+      CHECK_EQ(rows.has(key), exists);
+      if (exists) {
+        CHECK_EQ(errors.check, 0);
+        CHECK_EQ(place.batch, page);
+        CHECK_EQ(place.row, row % page_size);
+        const auto offset = std::int64_t{page} * (1 << 20) + row % page_size * 128 + 64;
+        CHECK_EQ(place.offset(view, 1), offset);
+      } else {
+        CHECK(errors == error(DeviceCheck::block_table, sequence.batch_k, page, num_pages - 1));
+      }
+    }
+  }
+}
+
+TEST(a_key_that_is_nowhere_has_no_address) {
+  const int table[] = {1, -4};
+  const PagedKvParams paged{
+      .block_table = table, .table_stride = 2, .max_pages = 2, .page_size = 2, .num_pages = 2};
+  const KeyRows rows = KeyRows::of(paged, Sequence{});
+  short pool[2 * 2 * 8] = {};
+  const TensorView view{.data = pool, .batch_stride = 16, .row_stride = 8, .head_stride = 8};
+  CHECK_EQ(rows.row<short>(view, 0, 1, nullptr) - pool, std::ptrdiff_t{16 + 8});
+  CHECK(rows.row<short>(view, 0, 2, nullptr) == nullptr);
+  CHECK(rows.row<short>(view, 0, 4, nullptr) == nullptr);  // beyond the table
+}

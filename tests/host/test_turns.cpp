@@ -1,0 +1,354 @@
+// The backward's fixed order of additions to dQ: that the key tiles which visit a query tile are
+// the ones that its turns count, and that nobody waits for a CTA that may not have started.
+#include "shared/turns.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/normalize_window.h"
+#include "host/plan.h"
+#include "host/plan_steps.h"
+#include "shared/tile_work.h"
+
+using namespace host_tests;
+
+namespace {
+
+struct Tiles {
+  int block_m;
+  int block_n;
+};
+
+// As the main kernel asks from a key tile, and as it asks from a query tile whose turn it awaits.
+BlockRange queries_of(const Window& window, int seqlen_q, int seqlen_k, int tile, Tiles tiles) {
+  const int key = tile * tiles.block_n;
+  return block_range(band_from_keys(window, seqlen_q, seqlen_k), key,
+                     std::min(key + tiles.block_n, seqlen_k) - 1, seqlen_q, tiles.block_m);
+}
+
+BlockRange adders_of(const Window& window, int seqlen_q, int seqlen_k, int tile, Tiles tiles) {
+  const int query = tile * tiles.block_m;
+  return block_range(band_from_queries(window, seqlen_q, seqlen_k), query,
+                     std::min(query + tiles.block_m, seqlen_q) - 1, seqlen_k, tiles.block_n);
+}
+
+// A CTA of the main kernel: the additions to dQ that it makes, in order.
+struct Addition {
+  std::int64_t counter;  // of all heads and query tiles
+  int turn;
+};
+using Program = std::vector<Addition>;
+
+Program program_of(const BackwardPlan& plan, const BackwardParams& params,
+                   const SequenceTable& table, const Turns& turns, int ticket) {
+  TileWork work;
+  if (!find_work(plan.schedule, table, params, ticket, work)) return {};
+  const AttentionShape& shape = params.shape;
+  const BackwardConfig& config = plan.instance->config;
+  const Tiles tiles{config.block_m, config.block_n};
+  const Window window = normalize_window(params.window, shape);
+  const Sequence& sequence = work.sequence;
+  const int first_q_tile = plan.table.used
+                               ? sequence.first_q_tile
+                               : sequence.index * ceil_div(shape.seqlen_q, config.block_m);
+  const BlockRange range =
+      queries_of(window, sequence.seqlen_q, sequence.seqlen_k, work.tile, tiles);
+  const int heads = shape.num_heads_q / shape.num_heads_k / plan.dkdv_splits;
+  Program program;
+  for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
+    for (int step = 0; step < range.end - range.begin; ++step) {
+      const int tile = turns.tiles_descend ? range.begin + step : range.end - 1 - step;
+      const BlockRange adders =
+          adders_of(window, sequence.seqlen_q, sequence.seqlen_k, tile, tiles);
+      program.push_back({std::int64_t{head} * plan.q_tiles + first_q_tile + tile,
+                         turns.turn_of(adders, work.tile)});
+    }
+  }
+  return program;
+}
+
+std::vector<Program> programs_of(const BackwardPlan& plan, const BackwardParams& params,
+                                 const SequenceTable& table = {}) {
+  static int counters;  // never written here
+  const Turns turns{
+      .counters = &counters, .tickets = &counters, .tiles_descend = plan.tiles_descend};
+  std::vector<Program> programs;
+  for (int ticket = 0; ticket < plan.schedule.grid_size(); ++ticket)
+    programs.push_back(program_of(plan, params, table, turns, ticket));
+  return programs;
+}
+
+// Whether every counter sees its turns 0, 1, 2, .. once each, in the order of tickets.
+bool turns_follow_tickets(const std::vector<Program>& programs) {
+  std::map<std::int64_t, int> next;
+  for (const Program& program : programs) {
+    for (const Addition& addition : program) {
+      if (addition.turn != next[addition.counter]++) return false;
+    }
+  }
+  return true;
+}
+
+// Rounds until all CTAs are done, of which `resident` run at a time and start in the order of their
+// tickets; in a round each adds once, if it is its turn. -1: nobody could go on.
+int rounds_of(const std::vector<Program>& programs, int resident) {
+  std::map<std::int64_t, int> done;
+  std::vector<std::pair<std::size_t, std::size_t>> running;  // (ticket, additions so far)
+  std::size_t next_ticket = 0;
+  int rounds = 0;
+  for (;;) {
+    while (static_cast<int>(running.size()) < resident && next_ticket < programs.size())
+      running.push_back({next_ticket++, 0});
+    std::erase_if(running,
+                  [&](const auto& cta) { return cta.second == programs[cta.first].size(); });
+    if (running.empty() && next_ticket == programs.size()) return rounds;
+    if (running.empty()) continue;
+    std::vector<std::int64_t> passed_on;
+    for (auto& [ticket, steps] : running) {
+      const Addition& addition = programs[ticket][steps];
+      if (done[addition.counter] != addition.turn) continue;
+      passed_on.push_back(addition.counter);
+      ++steps;
+    }
+    if (passed_on.empty()) return -1;
+    for (const std::int64_t counter : passed_on) ++done[counter];
+    ++rounds;
+  }
+}
+
+int longest_of(const std::vector<Program>& programs) {
+  std::size_t longest = 0;
+  for (const Program& program : programs) longest = std::max(longest, program.size());
+  return static_cast<int>(longest);
+}
+
+constexpr Window left_alone{.left = 70, .right = Window::unbounded};
+constexpr Window windows[] = {{},
+                              causal,
+                              left_alone,
+                              {.left = Window::unbounded, .right = 150},
+                              {.left = 100, .right = 0},
+                              {.left = 40, .right = 300},
+                              {.left = 0, .right = 0}};
+
+BackwardParams deterministic_call(const AttentionShape& shape, Window window, bool is_packed) {
+  auto params =
+      is_packed ? packed_call<BackwardParams>(shape, window) : call<BackwardParams>(shape, window);
+  params.deterministic = true;
+  return params;
+}
+
+const InstanceList<BackwardInstance>& small_tiles() {
+  static const InstanceList<BackwardInstance> table(
+      {backward_instance("small", 64, MaskKind::windowed, 16, 32)});
+  return table;
+}
+
+// What sequence_table.cu makes of these lengths: sequences in any order, their tiles together.
+class HostTable {
+ public:
+  HostTable(const BackwardPlan& plan, const std::vector<std::pair<int, int>>& lengths,
+            std::mt19937& random) {
+    int first_q_tile = 0, row_q = 0, row_k = 0;
+    for (const auto& [seqlen_q, seqlen_k] : lengths) {
+      const int index = static_cast<int>(sequences_.size());
+      // The last rows may be there and not attend.
+      const int used_q = static_cast<int>(random() % 2 ? seqlen_q : random() % (seqlen_q + 1));
+      const int used_k = static_cast<int>(random() % 2 ? seqlen_k : random() % (seqlen_k + 1));
+      sequences_.push_back({.index = index,
+                            .batch_q = 0,
+                            .batch_k = 0,
+                            .row_q = row_q,
+                            .row_k = row_k,
+                            .seqlen_q = used_q,
+                            .rows_q = seqlen_q,
+                            .seqlen_k = used_k,
+                            .rows_k = seqlen_k,
+                            .first_q_tile = first_q_tile});
+      first_q_tile += ceil_div(seqlen_q, plan.table.q_tile_rows);
+      row_q += seqlen_q;
+      row_k += seqlen_k;
+    }
+    std::vector<Sequence> order = sequences_;
+    std::shuffle(order.begin(), order.end(), random);
+    for (const Sequence& sequence : order) {
+      const int count = ceil_div(sequence.rows_k, plan.table.tile_rows);
+      for (int i = 0; i < count; ++i)
+        tiles_.push_back({sequence.index, plan.table.tiles_descend ? count - 1 - i : i});
+    }
+    counts_[0] = static_cast<int>(tiles_.size());
+    counts_[1] = first_q_tile;
+  }
+
+  SequenceTable view() const {
+    return {.counts = counts_,
+            .sequences = sequences_.data(),
+            .tiles = tiles_.data(),
+            .q_tiles = nullptr};
+  }
+
+ private:
+  int counts_[2];
+  std::vector<Sequence> sequences_;
+  std::vector<TileEntry> tiles_;
+};
+
+}  // namespace
+
+std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
+  return backward_table();
+}
+
+TEST(the_key_tiles_that_visit_a_query_tile_are_its_adders) {
+  std::mt19937 random(5);
+  const auto below = [&](int limit) { return static_cast<int>(random() % limit); };
+  for (int round = 0; round < 20'000; ++round) {
+    const Tiles tiles{1 + below(9), 1 + below(9)};
+    const int seqlen_q = below(40), seqlen_k = below(40);
+    // Normalised by bounds that the shape gives, which other sequences may have filled.
+    const AttentionShape bounds{.seqlen_q = seqlen_q + below(30), .seqlen_k = seqlen_k + below(30)};
+    const Window window = normalize_window({.left = below(45) - 1, .right = below(45) - 1}, bounds);
+    std::map<int, std::set<int>> visitors;
+    // Beyond seqlen_k there can be tiles of rows that do not attend.
+    for (int tile = 0; tile * tiles.block_n < seqlen_k + 20; ++tile) {
+      const BlockRange range = queries_of(window, seqlen_q, seqlen_k, tile, tiles);
+      for (int query_tile = range.begin; query_tile < range.end; ++query_tile)
+        visitors[query_tile].insert(tile);
+    }
+    for (int query_tile = 0; query_tile * tiles.block_m < seqlen_q + 20; ++query_tile) {
+      const BlockRange adders = adders_of(window, seqlen_q, seqlen_k, query_tile, tiles);
+      std::set<int> counted;
+      for (int tile = adders.begin; tile < adders.end; ++tile) counted.insert(tile);
+      CHECK(counted == visitors[query_tile]);
+    }
+  }
+}
+
+TEST(turns_number_the_adders_from_the_first_that_starts) {
+  const BlockRange adders{.begin = 3, .end = 7, .interior_begin = 3, .interior_end = 3};
+  const Turns up{.tiles_descend = false}, down{.tiles_descend = true};
+  for (int tile = 3; tile < 7; ++tile) {
+    CHECK_EQ(up.turn_of(adders, tile), tile - 3);
+    CHECK_EQ(down.turn_of(adders, tile), 6 - tile);
+  }
+}
+
+TEST(turns_are_used_when_asked_for_and_there_are_queries) {
+  auto params = deterministic_call({.batch_size = 3,
+                                    .seqlen_q = 100,
+                                    .seqlen_k = 100,
+                                    .num_heads_q = 4,
+                                    .num_heads_k = 2,
+                                    .head_dim = 64},
+                                   left_alone, false);
+  alignas(256) static char workspace[1];
+  params.workspace = workspace;
+  BackwardPlan plan = plan_backward(params, h200, small_tiles());
+  const Turns turns = turns_of(plan, params);
+  CHECK(turns.used());
+  CHECK(turns.tiles_descend);
+  CHECK_EQ(reinterpret_cast<char*>(turns.counters) - workspace,
+           static_cast<std::ptrdiff_t>(plan.turns_offset));
+  CHECK_EQ(turns.tickets - turns.counters, std::ptrdiff_t{4 * plan.q_tiles});
+  params.deterministic = false;
+  CHECK(!turns_of(plan, params).used());
+  params.deterministic = true;
+  params.shape.seqlen_q = 0;
+  plan = plan_backward(params, h200, small_tiles());
+  CHECK(!turns_of(plan, params).used());
+}
+
+TEST(dense_turns_follow_tickets_and_never_wait_for_a_later_one) {
+  for (const Window& window : windows) {
+    for (const auto& [seqlen_q, seqlen_k] :
+         {std::pair{250, 250}, {64, 400}, {400, 64}, {33, 31}, {1, 100}}) {
+      for (const int num_heads_k : {1, 2, 4}) {
+        const AttentionShape shape{.batch_size = 2,
+                                   .seqlen_q = seqlen_q,
+                                   .seqlen_k = seqlen_k,
+                                   .num_heads_q = 4,
+                                   .num_heads_k = num_heads_k,
+                                   .head_dim = 64};
+        const BackwardParams params = deterministic_call(shape, window, false);
+        DeviceInfo device = h200;
+        for (const std::int64_t l2_bytes : {std::int64_t{1}, h200.l2_bytes}) {
+          device.l2_bytes = l2_bytes;  // sections of one group of heads, or of all
+          device.num_sms = l2_bytes == 1 ? 1 : 132;
+          const BackwardPlan plan = plan_backward(params, device, small_tiles());
+          const std::vector<Program> programs = programs_of(plan, params);
+          CHECK(turns_follow_tickets(programs));
+          for (const int resident : {1, 2, 3, 7, 1000}) CHECK(rounds_of(programs, resident) >= 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(lengths_on_the_device_change_nothing_about_it) {
+  const int seqused_q[] = {250, 0, 17, 100}, seqused_k[] = {9, 250, 0, 180};
+  const int leftpad_k[] = {8, 33, 0, 100};
+  const AttentionShape shape{.batch_size = 4,
+                             .seqlen_q = 250,
+                             .seqlen_k = 250,
+                             .num_heads_q = 2,
+                             .num_heads_k = 1,
+                             .head_dim = 64};
+  for (const Window& window : windows) {
+    BackwardParams params = deterministic_call(shape, window, false);
+    params.sequences.seqused_q = seqused_q;
+    params.sequences.seqused_k = seqused_k;
+    params.sequences.leftpad_k = leftpad_k;
+    const BackwardPlan plan = plan_backward(params, h200, small_tiles());
+    const std::vector<Program> programs = programs_of(plan, params);
+    CHECK(longest_of(programs) > 0);
+    CHECK(turns_follow_tickets(programs));
+    for (const int resident : {1, 3, 1000}) CHECK(rounds_of(programs, resident) >= 0);
+  }
+}
+
+TEST(packed_turns_follow_tickets_and_never_wait_for_a_later_one) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 60; ++round) {
+    std::vector<std::pair<int, int>> lengths(1 + random() % 6);
+    AttentionShape shape{.batch_size = static_cast<int>(lengths.size()),
+                         .num_heads_q = 4,
+                         .num_heads_k = 1 << random() % 3,
+                         .head_dim = 64};
+    for (auto& [seqlen_q, seqlen_k] : lengths) {
+      shape.seqlen_q += seqlen_q = static_cast<int>(random() % 200);
+      shape.seqlen_k += seqlen_k = static_cast<int>(random() % 300);
+    }
+    const BackwardParams params = deterministic_call(shape, windows[round % 7], true);
+    const BackwardPlan plan = plan_backward(params, h200, small_tiles());
+    const HostTable table(plan, lengths, random);
+    CHECK(table.view().counts[0] <= plan.table.max_tiles);
+    CHECK(table.view().counts[1] <= plan.q_tiles);
+    const std::vector<Program> programs = programs_of(plan, params, table.view());
+    CHECK(turns_follow_tickets(programs));
+    for (const int resident : {1, 3, 1000}) CHECK(rounds_of(programs, resident) >= 0);
+  }
+}
+
+// Waiting in line costs at most a step for each key tile: the walk runs towards where the ranges
+// of the key tiles end, not towards what all of them share.
+TEST(key_tiles_follow_each_other_closely) {
+  for (const Window& window : windows) {
+    const AttentionShape shape{.batch_size = 1,
+                               .seqlen_q = 1024,
+                               .seqlen_k = 1024,
+                               .num_heads_q = 1,
+                               .num_heads_k = 1,
+                               .head_dim = 64};
+    const BackwardParams params = deterministic_call(shape, window, false);
+    const BackwardPlan plan = plan_backward(params, h200, small_tiles());
+    const std::vector<Program> programs = programs_of(plan, params);
+    const int rounds = rounds_of(programs, 1000);
+    CHECK(rounds >= longest_of(programs));
+    CHECK(rounds <= longest_of(programs) + plan.schedule.num_tiles);
+  }
+}

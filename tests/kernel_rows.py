@@ -1,0 +1,42 @@
+"""Rows of a kernel table for tests of what the build makes of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from build_tools.kernel_table import BackwardRow, Dtype, Family, Feature, ForwardRow, Kind, Mask
+
+ROW = ForwardRow(
+    family=Family.sm80,
+    dtype=Dtype.bf16,
+    mask=Mask.windowed,
+    head_dim=128,
+    block_m=128,
+    block_n=64,
+    num_warps=4,
+)
+FEATURES_ROW = replace(ROW, features=Feature.softcap | Feature.dropout, variant="features")
+DECODE_ROW = replace(ROW, kind=Kind.decode, block_m=16, features=Feature.split_kv, variant="decode")
+
+
+BACKWARD_CONFIG = {
+    **{"block_m": 64, "block_n": 64, "num_warps": 8},
+    **{"warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2, "stages_q": 2, "stages_do": 1},
+}
+TABLE = [
+    *(
+        replace(ROW, head_dim=head_dim, dtype=dtype)
+        for head_dim, dtype in product((32, 64, 128), Dtype)
+    ),
+    *(
+        BackwardRow(
+            family=Family.sm80,
+            mask=Mask.full,
+            head_dim=head_dim,
+            dtype=Dtype.bf16,
+            **BACKWARD_CONFIG,
+        )
+        for head_dim in (32, 64)
+    ),
+]
