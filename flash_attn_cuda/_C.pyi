@@ -2,11 +2,31 @@
 
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Generator, Tensor, dtype
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
 ) -> tuple[Tensor, Tensor]: ...
+def attention_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -21,6 +41,32 @@ def fwd(
     softcap: float,
     return_softmax: bool,
     unused_generator: Generator | None,
+) -> list[Tensor]: ...
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_softmax: bool,
+    unused_generator: Generator | None,
+    num_splits: int = 0,
+    seqused_q: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> list[Tensor]: ...
 def bwd(
     dout: Tensor,
@@ -44,6 +90,70 @@ def bwd(
     rng_state: Tensor | None,
     dlse: Tensor | None = None,
 ) -> list[Tensor]: ...
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    unused_generator: Generator | None,
+    rng_state: Tensor | None,
+    dlse: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> list[Tensor]: ...
+def fwd_kvcache(
+    q: Tensor,
+    kcache: Tensor,
+    vcache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    seqlens_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    is_rotary_interleaved: bool,
+    num_splits: int,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    batch_invariant: bool = False,
+    seqlen_k: int | None = None,
+) -> list[Tensor]: ...
+def combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: dtype | None = None,
+) -> list[Tensor]: ...
+def device_errors(device: int | None = None) -> tuple[str, int, int, int] | None: ...
 def explain_forward(
     dtype: str,
     head_dim: int,
@@ -54,6 +164,17 @@ def explain_forward(
     num_heads_k: int,
     causal: bool,
     device: int | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    packed: bool = False,
+    softcap: float = 0.0,
+    alibi: bool = False,
+    p_dropout: float = 0.0,
+    page_size: int = 0,
+    lengths_on_device: bool = False,
+    num_splits: int = 1,
+    batch_invariant: bool = False,
+    max_seqlen_q: int = 0,
 ) -> dict[str, Any]: ...
 def explain_backward(
     dtype: str,
@@ -65,6 +186,13 @@ def explain_backward(
     num_heads_k: int,
     causal: bool,
     device: int | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    packed: bool = False,
+    softcap: float = 0.0,
+    alibi: bool = False,
+    p_dropout: float = 0.0,
+    deterministic: bool = False,
 ) -> dict[str, Any]: ...
 def forward_instances() -> list[str]: ...
 def backward_instances() -> list[str]: ...

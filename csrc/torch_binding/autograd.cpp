@@ -1,6 +1,6 @@
-// attention(): the eager path, whose backward is a node of autograd's graph written directly. Of
-// torch's ways to attach a gradient this is the one without per-call maps, lists and wrapping,
-// which on a small call cost more than the launch.
+// attention() and attention_full(): the eager path, whose backward is a node of autograd's graph
+// written directly. Of torch's ways to attach a gradient this is the one without per-call maps,
+// lists and wrapping, which on a small call cost more than the launch.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,8 +13,10 @@
 
 #include "torch_binding/backward.h"
 #include "torch_binding/check.h"
+#include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
@@ -37,19 +39,51 @@ struct NoDoubleBackward : Node {
 
 // dO of a loss that does not depend on the output: one row of zeros that every row reads.
 at::Tensor zero_gradient(const at::Tensor& out) {
-  return at::zeros({out.size(3)}, out.options()).expand(out.sizes());
+  return at::zeros({out.size(out.dim() - 1)}, out.options()).expand(out.sizes());
 }
 
+// The tensors of a call that have no gradient.
+struct SavedSettings {
+  SavedVariable cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k;
+  SavedVariable alibi_slopes, rng_state;
+
+  explicit SavedSettings(const AttentionCall& call, const at::Tensor& rng)
+      : cu_seqlens_q(call.cu_seqlens_q, /*is_output=*/false),
+        cu_seqlens_k(call.cu_seqlens_k, /*is_output=*/false),
+        seqused_q(call.seqused_q, /*is_output=*/false),
+        seqused_k(call.seqused_k, /*is_output=*/false),
+        leftpad_k(call.leftpad_k, /*is_output=*/false),
+        alibi_slopes(call.alibi_slopes, /*is_output=*/false),
+        rng_state(rng, /*is_output=*/false) {}
+
+  void unpack(BackwardInputs& inputs) const {
+    inputs.call.cu_seqlens_q = cu_seqlens_q.unpack();
+    inputs.call.cu_seqlens_k = cu_seqlens_k.unpack();
+    inputs.call.seqused_q = seqused_q.unpack();
+    inputs.call.seqused_k = seqused_k.unpack();
+    inputs.call.leftpad_k = leftpad_k.unpack();
+    inputs.call.alibi_slopes = alibi_slopes.unpack();
+    inputs.rng_state = rng_state.unpack();
+  }
+
+  void reset() {
+    for (SavedVariable* saved : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k,
+                                 &alibi_slopes, &rng_state})
+      saved->reset_data();
+  }
+};
+
 struct AttentionBackward : Node {
-  Window window;
-  float softmax_scale = 1.0f;
+  CallOptions options;
   SavedVariable q, k, v, out, softmax_lse;
+  std::unique_ptr<SavedSettings> settings;  // null where the call has none
 
   std::string name() const override { return "FlashAttentionBackward"; }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (SavedVariable* saved : {&q, &k, &v, &out, &softmax_lse}) saved->reset_data();
+    if (settings) settings->reset();
   }
 
   // The gradients of (out, softmax_lse), either of which may be undefined -> those of (q, k, v).
@@ -62,17 +96,19 @@ struct AttentionBackward : Node {
 
     const std::shared_ptr<Node> self = getptr();
     BackwardInputs inputs{.dout = dout,
-                          .q = q.unpack(),
-                          .k = k.unpack(),
-                          .v = v.unpack(),
                           .out = out.unpack(self),
                           .softmax_lse = softmax_lse.unpack(self),
                           .dlse = dlse};
+    inputs.call.q = q.unpack();
+    inputs.call.k = k.unpack();
+    inputs.call.v = v.unpack();
+    inputs.call.options = options;
+    if (settings) settings->unpack(inputs);
     variable_list results = compute(inputs);
     if (is_differentiated) {
       const auto refusal = std::shared_ptr<NoDoubleBackward>(
-          new NoDoubleBackward(
-              torch::autograd::collect_next_edges(dout, dlse, inputs.q, inputs.k, inputs.v)),
+          new NoDoubleBackward(torch::autograd::collect_next_edges(dout, dlse, inputs.call.q,
+                                                                   inputs.call.k, inputs.call.v)),
           torch::autograd::deleteNode);
       torch::autograd::set_history(results, refusal);
     }
@@ -83,15 +119,20 @@ struct AttentionBackward : Node {
   }
 
  private:
-  variable_list compute(BackwardInputs inputs) const {
+  static variable_list compute(BackwardInputs inputs) {
     const at::NoGradGuard no_grad;
     if (!inputs.dout.defined()) inputs.dout = zero_gradient(inputs.out);
-    const at::ScalarType dtype = inputs.q.scalar_type();
-    at::Tensor dq = allocate(inputs.q.sizes(), dtype, inputs.q);
-    at::Tensor dk = allocate(inputs.k.sizes(), dtype, inputs.q);
-    at::Tensor dv = allocate(inputs.v.sizes(), dtype, inputs.q);
+    const AttentionCall& call = inputs.call;
+    const at::ScalarType dtype = call.q.scalar_type();
+    at::Tensor dq = allocate(call.q.sizes(), dtype, call.q);
+    at::Tensor dk = allocate(call.k.sizes(), dtype, call.q);
+    at::Tensor dv = allocate(call.v.sizes(), dtype, call.q);
+    if (call.leftpad_k.defined()) {
+      dk.zero_();
+      dv.zero_();
+    }
     run_backward_call(inputs, {.dq = output_view(dq), .dk = output_view(dk), .dv = output_view(dv)},
-                      window, softmax_scale);
+                      /*softmax_d=*/{});
     return {std::move(dq), std::move(dk), std::move(dv)};
   }
 };
@@ -101,44 +142,106 @@ void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
                               ": must not carry a forward-mode gradient, got a dual tensor");
 }
 
+void check_no_forward_gradients(const AttentionCall& call) {
+  check_no_forward_gradient("q", call.q);
+  check_no_forward_gradient("k", call.k);
+  check_no_forward_gradient("v", call.v);
+}
+
+void check_no_gradient(const char* name, const OptionalTensor& tensor) {
+  if (!tensor.has_value()) return;
+  check_no_forward_gradient(name, *tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !tensor->requires_grad(), name,
+                              ": must not require grad, as it has no gradient");
+}
+
+struct Results {
+  at::Tensor out;
+  ForwardResults forward;
+};
+
+// Runs the call and, where q, k or v require it, hangs its backward into the graph. `call` is left
+// with the tensors that were computed with.
+Results differentiable(AttentionCall& call, bool has_settings) {
+  // The node hangs on the tensors as they were given; what is saved may be copies.
+  const bool requires_grad = torch::autograd::compute_requires_grad(call.q, call.k, call.v);
+  torch::autograd::edge_list edges;
+  if (requires_grad) edges = torch::autograd::collect_next_edges(call.q, call.k, call.v);
+
+  Results results;
+  {
+    const at::NoGradGuard no_grad;
+    use_kernel_layout(call);
+    results.out = allocate(call.q.sizes(), call.q.scalar_type(), call.q);
+    results.forward = run_forward_call(call, output_view(results.out));
+  }
+  if (requires_grad) {
+    const auto node =
+        std::shared_ptr<AttentionBackward>(new AttentionBackward(), torch::autograd::deleteNode);
+    node->set_next_edges(std::move(edges));
+    torch::autograd::set_history(results.out, node);
+    torch::autograd::set_history(results.forward.softmax_lse, node);
+    node->options = call.options;
+    // Where the layout asked for a copy, the copy is saved: the backward would need it again.
+    node->q = SavedVariable(call.q, /*is_output=*/false);
+    node->k = SavedVariable(call.k, /*is_output=*/false);
+    node->v = SavedVariable(call.v, /*is_output=*/false);
+    node->out = SavedVariable(results.out, /*is_output=*/true);
+    node->softmax_lse = SavedVariable(results.forward.softmax_lse, /*is_output=*/true);
+    if (has_settings)
+      node->settings = std::make_unique<SavedSettings>(call, results.forward.rng_state);
+  }
+  return results;
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v,
                                              std::optional<double> softmax_scale, bool causal) {
   check_inputs(q, k, v);
-  check_no_forward_gradient("q", q);
-  check_no_forward_gradient("k", k);
-  check_no_forward_gradient("v", v);
-  const Window window{.right = causal ? 0 : Window::unbounded};
-  const float scale = checked_softmax_scale(
+  AttentionCall call{.q = q, .k = k, .v = v};
+  check_no_forward_gradients(call);
+  call.options.window.right = causal ? 0 : Window::unbounded;
+  call.options.softmax_scale = checked_softmax_scale(
       softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))));
+  Results results = differentiable(call, /*has_settings=*/false);
+  return {std::move(results.out), std::move(results.forward.softmax_lse)};
+}
 
-  at::Tensor kernel_q, kernel_k, kernel_v, out, softmax_lse;
-  {
-    const at::NoGradGuard no_grad;
-    kernel_q = with_kernel_layout(q);
-    kernel_k = with_kernel_layout(k);
-    kernel_v = with_kernel_layout(v);
-    out = allocate(q.sizes(), q.scalar_type(), q);
-    softmax_lse = run_forward_call(kernel_q, kernel_k, kernel_v, output_view(out), window, scale);
-  }
-  if (torch::autograd::compute_requires_grad(q, k, v)) {
-    const auto node =
-        std::shared_ptr<AttentionBackward>(new AttentionBackward(), torch::autograd::deleteNode);
-    node->set_next_edges(torch::autograd::collect_next_edges(q, k, v));
-    torch::autograd::set_history(out, node);
-    torch::autograd::set_history(softmax_lse, node);
-    node->window = window;
-    node->softmax_scale = scale;
-    // Where the layout asked for a copy, the copy is saved: the backward would need it again.
-    node->q = SavedVariable(kernel_q, /*is_output=*/false);
-    node->k = SavedVariable(kernel_k, /*is_output=*/false);
-    node->v = SavedVariable(kernel_v, /*is_output=*/false);
-    node->out = SavedVariable(out, /*is_output=*/true);
-    node->softmax_lse = SavedVariable(softmax_lse, /*is_output=*/true);
-  }
-  return {std::move(out), std::move(softmax_lse)};
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_full(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+    const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+    double dropout_p, std::optional<double> softmax_scale, bool causal, std::int64_t window_left,
+    std::int64_t window_right, double softcap, const OptionalTensor& alibi_slopes,
+    bool deterministic) {
+  check_no_gradient("alibi_slopes", alibi_slopes);
+  AttentionCall call = checked_call({.q = q,
+                                     .k = k,
+                                     .v = v,
+                                     .cu_seqlens_q = cu_seqlens_q,
+                                     .cu_seqlens_k = cu_seqlens_k,
+                                     .seqused_q = seqused_q,
+                                     .seqused_k = seqused_k,
+                                     .leftpad_k = leftpad_k,
+                                     .max_seqlen_q = max_seqlen_q,
+                                     .max_seqlen_k = max_seqlen_k,
+                                     .alibi_slopes = alibi_slopes,
+                                     .p_dropout = dropout_p,
+                                     .softmax_scale = softmax_scale,
+                                     .is_causal = causal,
+                                     .window_left = window_left,
+                                     .window_right = window_right,
+                                     .softcap = softcap,
+                                     .deterministic = deterministic,
+                                     .p_dropout_name = "dropout_p"});
+  check_no_forward_gradients(call);
+  Results results = differentiable(call, /*has_settings=*/true);
+  at::Tensor& rng_state = results.forward.rng_state;
+  if (!rng_state.defined()) rng_state = allocate({0}, at::kLong, q);
+  return {std::move(results.out), std::move(results.forward.softmax_lse), std::move(rng_state)};
 }
 
 }  // namespace flash_attn_cuda::binding

@@ -4,19 +4,18 @@
 #include <ATen/core/Tensor.h>
 
 #include "flash_attn/params.h"
-#include "torch_binding/to_params.h"
+#include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
-// What the forward had and made, and what came back. Inputs as check_inputs leaves them.
+// What the forward had and made, and what came back.
 struct BackwardInputs {
+  AttentionCall call;
   at::Tensor dout;
-  at::Tensor q;
-  at::Tensor k;
-  at::Tensor v;
   at::Tensor out;
   at::Tensor softmax_lse;
-  at::Tensor dlse;  // undefined for none
+  at::Tensor dlse;       // undefined for none
+  at::Tensor rng_state;  // undefined without dropout
 };
 
 struct GradientViews {
@@ -25,8 +24,13 @@ struct GradientViews {
   TensorView dv;
 };
 
-// Writes the gradients; returns softmax_d (batch, heads_q, seqlen_q rounded up to 128).
-at::Tensor run_backward_call(const BackwardInputs& inputs, const GradientViews& gradients,
-                             Window window, float softmax_scale);
+// softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q), for
+// run_backward_call to write; zero behind seqlen_q.
+at::Tensor allocate_softmax_d(const at::Tensor& q);
+
+// Writes the gradients, and softmax_d unless it is undefined. dk and dv of left padding are not
+// written: the caller fills them with zeros first.
+void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradients,
+                       const at::Tensor& softmax_d);
 
 }  // namespace flash_attn_cuda::binding

@@ -1,9 +1,11 @@
 #include "torch_binding/check.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "flash_attn/api.h"
+#include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
@@ -11,7 +13,14 @@ namespace {
 constexpr std::int64_t max_int = std::numeric_limits<int>::max();
 constexpr std::int64_t max_head_dim = 256;
 
-void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
+const char* describe(int dims, InputLayout::Kv kv) {
+  if (dims == 3) return "3 dimensions (total, heads, head_dim)";
+  if (kv == InputLayout::Kv::paged) return "4 dimensions (num_pages, page_size, heads, head_dim)";
+  return "4 dimensions (batch, seqlen, heads, head_dim)";
+}
+
+void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q, int dims,
+                 InputLayout::Kv kv) {
   TORCH_CHECK_VALUE(tensor.is_cuda(), name, ": must be a CUDA tensor, got one on ",
                     tensor.device());
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": must be a dense tensor, got layout ",
@@ -20,8 +29,7 @@ void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q
                     q.device(), "), got ", tensor.device());
   TORCH_CHECK_TYPE(tensor.scalar_type() == q.scalar_type(), name, ": must have the dtype of q (",
                    q.scalar_type(), "), got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.dim() == 4, name,
-                    ": must have 4 dimensions (batch, seqlen, heads, head_dim), got shape ",
+  TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": must have ", describe(dims, kv), ", got shape ",
                     tensor.sizes());
   for (const std::int64_t size : tensor.sizes()) {
     TORCH_CHECK_VALUE(size <= max_int, name, ": every dimension must be at most ", max_int,
@@ -29,33 +37,55 @@ void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q
   }
 }
 
+void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                 const at::Tensor& q) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": must be a dense tensor, got layout ",
+                   tensor.layout());
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, ": must be on the device of q (",
+                    q.device(), "), got ", tensor.device());
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ",
+                   tensor.scalar_type());
+}
+
+int checked_bound(std::int64_t bound) {
+  return bound < 0 || bound > max_int ? Window::unbounded : static_cast<int>(bound);
+}
+
 }  // namespace
 
-void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  check_input("q", q, q);
+void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const InputLayout& layout) {
+  using Kv = InputLayout::Kv;
+  const int q_dims = layout.packed_q ? 3 : 4;
+  const int kv_dims = layout.kv == Kv::packed ? 3 : 4;
+  const char* const k_name = layout.k_name;
+  check_input("q", q, q, q_dims, Kv::dense);
   TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
                    "q: dtype must be float16 or bfloat16, got ", q.scalar_type());
-  check_input("k", k, q);
-  check_input("v", v, q);
+  check_input(k_name, k, q, kv_dims, layout.kv);
+  check_input(layout.v_name, v, q, kv_dims, layout.kv);
 
-  const std::int64_t heads_q = q.size(2);
-  const std::int64_t heads_k = k.size(2);
-  const std::int64_t head_dim = q.size(3);
+  const std::int64_t heads_q = q.size(q_dims - 2);
+  const std::int64_t heads_k = k.size(kv_dims - 2);
+  const std::int64_t head_dim = q.size(q_dims - 1);
   TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= max_head_dim,
                     "q: last dimension (head_dim) must be from 1 to ", max_head_dim, ", got ",
                     head_dim);
-  TORCH_CHECK_VALUE(head_dim % 8 == 0, "q: last dimension (head_dim) must be a multiple of 8, got ",
-                    head_dim);
+  TORCH_CHECK_VALUE(layout.any_head_dim || head_dim % 8 == 0,
+                    "q: last dimension (head_dim) must be a multiple of 8, got ", head_dim);
   TORCH_CHECK_VALUE(heads_q >= 1, "q: must have at least one head, got shape ", q.sizes());
-  TORCH_CHECK_VALUE(heads_k >= 1, "k: must have at least one head, got shape ", k.sizes());
-  TORCH_CHECK_VALUE(heads_q % heads_k == 0, "k: number of heads must divide that of q (", heads_q,
-                    "), got ", heads_k);
-  TORCH_CHECK_VALUE(k.size(0) == q.size(0), "k: batch must be that of q (", q.size(0), "), got ",
-                    k.size(0));
-  TORCH_CHECK_VALUE(k.size(3) == head_dim, "k: last dimension (head_dim) must be that of q (",
-                    head_dim, "), got ", k.size(3));
-  TORCH_CHECK_VALUE(v.sizes() == k.sizes(), "v: must have the shape of k, ", k.sizes(), ", got ",
-                    v.sizes());
+  TORCH_CHECK_VALUE(heads_k >= 1, k_name, ": must have at least one head, got shape ", k.sizes());
+  TORCH_CHECK_VALUE(heads_q % heads_k == 0, k_name, ": number of heads must divide that of q (",
+                    heads_q, "), got ", heads_k);
+  TORCH_CHECK_VALUE(layout.kv != Kv::dense || k.size(0) == q.size(0), k_name,
+                    ": batch must be that of q (", q.size(0), "), got ", k.size(0));
+  TORCH_CHECK_VALUE(layout.kv != Kv::paged || k.size(1) >= 1, k_name,
+                    ": a page must hold at least one key, got shape ", k.sizes());
+  TORCH_CHECK_VALUE(k.size(kv_dims - 1) == head_dim, k_name,
+                    ": last dimension (head_dim) must be that of q (", head_dim, "), got ",
+                    k.size(kv_dims - 1));
+  TORCH_CHECK_VALUE(v.sizes() == k.sizes(), layout.v_name, ": must have the shape of ", k_name,
+                    ", ", k.sizes(), ", got ", v.sizes());
 
   const int capability = device_info(q.get_device()).compute_capability;
   TORCH_CHECK(capability >= 80, "q: must be on a GPU of compute capability 8.0 or higher, got ",
@@ -64,14 +94,85 @@ void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)
 
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": must be a dense tensor, got layout ",
-                   tensor.layout());
-  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, ": must be on the device of q (",
-                    q.device(), "), got ", tensor.device());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ",
-                   tensor.scalar_type());
+  check_place(name, tensor, dtype, q);
   TORCH_CHECK_VALUE(tensor.sizes() == shape, name, ": must have shape ", shape, ", got ",
                     tensor.sizes());
+}
+
+void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
+                 at::ScalarType dtype, const at::Tensor& q) {
+  check_like(name, tensor, shape, dtype, q);
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), name,
+                    ": must be contiguous, got strides ", tensor.strides());
+}
+
+void check_read_in_place(const char* name, const at::Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  TORCH_CHECK_VALUE(tensor.stride(last) == 1 || tensor.size(last) == 1, name,
+                    ": last dimension must have stride 1, got strides ", tensor.strides());
+  TORCH_CHECK_VALUE(!tensor.is_neg(), name, ": must not be a negated view");
+}
+
+std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
+                                   const at::Tensor& q) {
+  check_place(name, cu_seqlens, at::kInt, q);
+  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, name,
+                    ": must have shape (batch + 1,), got ", cu_seqlens.sizes());
+  TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), name, ": must be contiguous, got strides ",
+                    cu_seqlens.strides());
+  TORCH_CHECK_VALUE(cu_seqlens.size(0) <= max_int, name, ": must have at most ", max_int,
+                    " entries, got ", cu_seqlens.size(0));
+  return cu_seqlens.size(0) - 1;
+}
+
+at::Tensor checked_per_sequence(const char* name, const OptionalTensor& tensor,
+                                std::int64_t entries, const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  check_array(name, *tensor, {entries}, at::kInt, q);
+  return *tensor;
+}
+
+at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
+                               const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  const at::Tensor& table = *tensor;
+  check_place("block_table", table, at::kInt, q);
+  TORCH_CHECK_VALUE(table.dim() == 2, "block_table: must have 2 dimensions (batch, max_pages), ",
+                    "got shape ", table.sizes());
+  TORCH_CHECK_VALUE(rows < 0 || table.size(0) == rows, "block_table: must have a row for each of ",
+                    rows, " sequences, got shape ", table.sizes());
+  TORCH_CHECK_VALUE(table.stride(1) == 1 || table.size(1) <= 1,
+                    "block_table: rows must be contiguous, got strides ", table.strides());
+  return table;
+}
+
+at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch,
+                                const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  const at::Tensor& slopes = *tensor;
+  check_place("alibi_slopes", slopes, at::kFloat, q);
+  const std::int64_t heads = q.size(q.dim() - 2);
+  const bool is_shared = slopes.dim() == 1 && slopes.size(0) == heads;
+  const bool is_per_sequence =
+      slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == heads;
+  TORCH_CHECK_VALUE(is_shared || is_per_sequence, "alibi_slopes: must have shape (", heads,
+                    ",) or (", batch, ", ", heads, "), got ", slopes.sizes());
+  const bool is_readable = (slopes.stride(slopes.dim() - 1) == 1 || heads == 1) && !slopes.is_neg();
+  return is_readable ? slopes : contiguous(slopes);
+}
+
+at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q) {
+  if (p_dropout == 0.0) return {};
+  TORCH_CHECK_VALUE(tensor.has_value(),
+                    "rng_state: must be that of the forward where p_dropout > 0 (", p_dropout,
+                    "), got None");
+  check_array("rng_state", *tensor, {2}, at::kLong, q);
+  return *tensor;
+}
+
+void check_max_seqlen(const char* name, std::optional<std::int64_t> max_seqlen) {
+  const std::int64_t bound = max_seqlen.value_or(0);
+  TORCH_CHECK_VALUE(bound >= 0, name, ": must not be negative, got ", bound);
 }
 
 float checked_softmax_scale(double softmax_scale) {
@@ -81,18 +182,34 @@ float checked_softmax_scale(double softmax_scale) {
   return scale;
 }
 
-Window checked_window(bool is_causal, std::int64_t left, std::int64_t right) {
-  TORCH_CHECK_NOT_IMPLEMENTED(left < 0, "window_left: must be -1 (unlimited), got ", left);
-  TORCH_CHECK_NOT_IMPLEMENTED(is_causal || right <= 0,
-                              "window_right: must be -1 (unlimited) or 0 (causal), got ", right);
-  return {.left = Window::unbounded, .right = is_causal || right == 0 ? 0 : Window::unbounded};
+float checked_softcap(double softcap) {
+  if (softcap <= 0.0) return 0.0f;
+  const float cap = static_cast<float>(softcap);
+  // Scores are divided by it.
+  TORCH_CHECK_VALUE(std::isnormal(cap), "softcap: must be off (0) or a normal number in float32, ",
+                    "got ", softcap);
+  return cap;
 }
 
-void refuse_later_arguments(double p_dropout, double softcap, bool has_alibi_slopes,
-                            bool has_generator) {
-  TORCH_CHECK_NOT_IMPLEMENTED(p_dropout == 0.0, "p_dropout: must be 0.0, got ", p_dropout);
-  TORCH_CHECK_NOT_IMPLEMENTED(!(softcap > 0.0), "softcap: must be 0.0, got ", softcap);
-  TORCH_CHECK_NOT_IMPLEMENTED(!has_alibi_slopes, "alibi_slopes: must be None, got a tensor");
+double checked_p_dropout(const char* name, double p_dropout) {
+  TORCH_CHECK_VALUE(p_dropout >= 0.0 && p_dropout < 1.0, name,
+                    ": must be at least 0 and below 1, got ", p_dropout);
+  return p_dropout;
+}
+
+Window checked_window(bool is_causal, std::int64_t left, std::int64_t right) {
+  return {.left = checked_bound(left), .right = is_causal ? 0 : checked_bound(right)};
+}
+
+int checked_num_splits(std::int64_t num_splits) {
+  constexpr std::int64_t most = 256;
+  TORCH_CHECK_VALUE(num_splits >= 0 && num_splits <= most,
+                    "num_splits: must be from 0 (as many as serve the device) to ", most, ", got ",
+                    num_splits);
+  return static_cast<int>(num_splits);
+}
+
+void refuse_generator(bool has_generator) {
   TORCH_CHECK_NOT_IMPLEMENTED(!has_generator, "unused_generator: must be None, got a generator");
 }
 

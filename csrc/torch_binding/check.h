@@ -1,32 +1,79 @@
 // Checks of what a caller passed. Each throws naming the argument, the rule and the value, and
 // costs a few comparisons when nothing is wrong: TypeError for a dtype, ValueError for a shape, a
-// device or a number, NotImplementedError for an argument that this version refuses.
+// device or a number, NotImplementedError for what is refused. None looks into device memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "flash_attn/params.h"
 
 namespace flash_attn_cuda::binding {
 
-// q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim), on one CUDA
-// device, of one 16-bit dtype.
-void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+using OptionalTensor = std::optional<at::Tensor>;
+
+// How q, k and v lie, and what errors call k and v.
+struct InputLayout {
+  enum class Kv { dense, packed, paged, cache };
+  bool packed_q = false;  // (total_q, heads_q, head_dim) instead of (batch, seqlen_q, ...)
+  // dense (batch, seqlen_k, heads_k, head_dim), cache the same of any batch, packed (total_k,
+  // heads_k, head_dim), paged (num_pages, page_size, heads_k, head_dim).
+  Kv kv = Kv::dense;
+  const char* k_name = "k";
+  const char* v_name = "v";
+  bool any_head_dim = false;  // else a multiple of 8
+};
+
+// q, k and v have this layout, one CUDA device, one 16-bit dtype, and heads that fit.
+void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const InputLayout& layout = {});
 
 // `tensor` has this shape and dtype and lies on the device of q.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q);
 
+// As check_like, and contiguous: what kernels read as a plain array.
+void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
+                 at::ScalarType dtype, const at::Tensor& q);
+
+// Kernels read such a tensor where it lies: it is never copied.
+void check_read_in_place(const char* name, const at::Tensor& tensor);
+
+// The number of sequences of an int32 (batch + 1) tensor. B = 0 has one entry.
+std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
+                                   const at::Tensor& q);
+
+// int32 (entries), or not given.
+at::Tensor checked_per_sequence(const char* name, const OptionalTensor& tensor,
+                                std::int64_t entries, const at::Tensor& q);
+
+// int32 (rows, max_pages), rows contiguous; rows -1: any number of them.
+at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
+                               const at::Tensor& q);
+
+// fp32 (heads_q) or (batch, heads_q), or not given. Rows are contiguous in the tensor returned.
+at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch,
+                                const at::Tensor& q);
+
+// int64 (2), needed where p_dropout > 0; undefined where not.
+at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q);
+
+// Whether it is an upper bound of lengths, device memory tells alone.
+void check_max_seqlen(const char* name, std::optional<std::int64_t> max_seqlen);
+
 // The fp32 that kernels use.
 float checked_softmax_scale(double softmax_scale);
+float checked_softcap(double softcap);
+double checked_p_dropout(const char* name, double p_dropout);
 
 // The window of FlashAttention-2's three mask arguments, where negative means unlimited.
 Window checked_window(bool is_causal, std::int64_t left, std::int64_t right);
 
-// Arguments of FlashAttention-2 that forward and backward share and this version refuses.
-void refuse_later_arguments(double p_dropout, double softcap, bool has_alibi_slopes,
-                            bool has_generator);
+int checked_num_splits(std::int64_t num_splits);
+
+// FlashAttention-2 raises for it as well.
+void refuse_generator(bool has_generator);
 
 }  // namespace flash_attn_cuda::binding

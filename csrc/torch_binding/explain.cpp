@@ -4,12 +4,17 @@
 
 #include "flash_attn/instance.h"
 #include "host/names.h"
+#include "torch_binding/check.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
 namespace py = pybind11;
 using namespace pybind11::literals;
+
+// Planning asks whether there is such an array, and never reads it.
+constexpr int some_int = 0;
+constexpr float some_float = 0.0f;
 
 Dtype parse_dtype(const std::string& dtype) {
   for (const Dtype candidate : {Dtype::fp16, Dtype::bf16}) {
@@ -18,12 +23,30 @@ Dtype parse_dtype(const std::string& dtype) {
   TORCH_CHECK_VALUE(false, "dtype: must be 'fp16' or 'bf16', got '", dtype, "'");
 }
 
+// What both passes take.
+struct Request {
+  const std::string& dtype;
+  AttentionShape shape;
+  bool causal;
+  std::int64_t window_left;
+  std::int64_t window_right;
+  bool packed;
+  double softcap;
+  bool alibi;
+  double p_dropout;
+};
+
 template <class Params>
-Params params_of(const std::string& dtype, const AttentionShape& shape, bool causal) {
+Params params_of(const Request& request) {
   Params params;
-  params.dtype = parse_dtype(dtype);
-  params.shape = shape;
-  params.window.right = causal ? 0 : Window::unbounded;
+  params.dtype = parse_dtype(request.dtype);
+  params.shape = request.shape;
+  params.window = checked_window(request.causal, request.window_left, request.window_right);
+  params.score.softcap = checked_softcap(request.softcap);
+  params.score.alibi_slopes = request.alibi ? &some_float : nullptr;
+  params.dropout.threshold = dropout_threshold(checked_p_dropout("p_dropout", request.p_dropout));
+  params.sequences.cu_seqlens_q = request.packed ? &some_int : nullptr;
+  params.sequences.cu_seqlens_k = params.sequences.cu_seqlens_q;
   return params;
 }
 
@@ -36,10 +59,15 @@ py::dict common_config(const Config& config) {
   return py::dict("family"_a = name_of(config.family), "dtype"_a = name_of(config.dtype),
                   "mask"_a = name_of(config.mask), "head_dim"_a = config.head_dim,
                   "block_m"_a = config.block_m, "block_n"_a = config.block_n,
-                  "num_warps"_a = config.num_warps, "features"_a = config.features);
+                  "num_warps"_a = config.num_warps, "features"_a = config.features,
+                  "feature_names"_a = flash_attn_cuda::names_of(config.features));
 }
 
-py::dict describe(const ForwardConfig& config) { return common_config(config); }
+py::dict describe(const ForwardConfig& config) {
+  py::dict result = common_config(config);
+  result["kind"] = name_of(config.kind);
+  return result;
+}
 
 py::dict describe(const BackwardConfig& config) {
   py::dict result = common_config(config);
@@ -58,15 +86,21 @@ py::dict describe(const TileSchedule& schedule) {
                   "longest_first"_a = schedule.longest_first);
 }
 
+py::object describe(const SequenceTablePlan& table) {
+  if (!table.used) return py::none();
+  return py::dict("max_tiles"_a = table.max_tiles, "max_q_tiles"_a = table.max_q_tiles);
+}
+
 template <class Plan>
-py::dict describe_plan(const Plan& plan, std::size_t workspace_bytes) {
+py::dict describe_plan(const Plan& plan) {
   return py::dict("instance"_a = plan.instance->name, "config"_a = describe(plan.instance->config),
                   "smem_bytes"_a = plan.instance->smem_bytes, "grid"_a = plan.schedule.grid_size(),
-                  "schedule"_a = describe(plan.schedule), "workspace_bytes"_a = workspace_bytes);
+                  "schedule"_a = describe(plan.schedule), "sequence_table"_a = describe(plan.table),
+                  "workspace_bytes"_a = plan.workspace_bytes);
 }
 
 template <class Instances>
-std::vector<std::string> names_of(Instances instances) {
+std::vector<std::string> instance_names(Instances instances) {
   std::vector<std::string> names;
   for (const auto* instance : instances) names.emplace_back(instance->name);
   return names;
@@ -76,36 +110,62 @@ std::vector<std::string> names_of(Instances instances) {
 
 py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size, int seqlen_q,
                          int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
-                         std::optional<int> device) {
+                         std::optional<int> device, std::int64_t window_left,
+                         std::int64_t window_right, bool packed, double softcap, bool alibi,
+                         double p_dropout, int page_size, bool lengths_on_device, int num_splits,
+                         bool batch_invariant, int max_seqlen_q) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
                              .head_dim = head_dim};
-  const auto params = params_of<ForwardParams>(dtype, shape, causal);
-  return describe_plan(plan_forward(params, device_or_current(device)), 0);
+  auto params = params_of<ForwardParams>(
+      {dtype, shape, causal, window_left, window_right, packed, softcap, alibi, p_dropout});
+  TORCH_CHECK_VALUE(page_size >= 0, "page_size: must not be negative, got ", page_size);
+  if (page_size > 0) {
+    const int pages = seqlen_k / page_size + (seqlen_k % page_size != 0);
+    params.paged = {.block_table = &some_int,
+                    .table_stride = pages,
+                    .max_pages = pages,
+                    .page_size = page_size,
+                    .num_pages = pages};
+    params.sequences.cu_seqlens_k = nullptr;
+  }
+  if (lengths_on_device || page_size > 0) params.sequences.seqused_k = &some_int;
+  params.sequences.max_seqlen_q = packed ? max_seqlen_q : 0;
+  params.split = {.num_splits = checked_num_splits(num_splits), .batch_invariant = batch_invariant};
+  const ForwardPlan plan = plan_forward(params, device_or_current(device));
+  py::dict result = describe_plan(plan);
+  result["num_splits"] = plan.num_splits;
+  result["keys_per_split"] = plan.keys_per_split;
+  return result;
 }
 
 py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size, int seqlen_q,
                           int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
-                          std::optional<int> device) {
+                          std::optional<int> device, std::int64_t window_left,
+                          std::int64_t window_right, bool packed, double softcap, bool alibi,
+                          double p_dropout, bool deterministic) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
                              .head_dim = head_dim};
-  const auto params = params_of<BackwardParams>(dtype, shape, causal);
+  auto params = params_of<BackwardParams>(
+      {dtype, shape, causal, window_left, window_right, packed, softcap, alibi, p_dropout});
+  params.deterministic = deterministic;
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
-  py::dict result = describe_plan(plan, plan.workspace_bytes);
+  py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
-  result["seqlen_q_rounded"] = plan.seqlen_q_rounded;
+  result["q_tiles"] = plan.q_tiles;
+  result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
   return result;
 }
 
-std::vector<std::string> forward_instance_names() { return names_of(forward_instances()); }
+std::vector<std::string> forward_instance_names() { return instance_names(forward_instances()); }
 
-std::vector<std::string> backward_instance_names() { return names_of(backward_instances()); }
+std::vector<std::string> backward_instance_names() { return instance_names(backward_instances()); }
 
 }  // namespace flash_attn_cuda::binding

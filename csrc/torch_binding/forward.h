@@ -4,12 +4,28 @@
 #include <ATen/core/Tensor.h>
 
 #include "flash_attn/params.h"
-#include "torch_binding/to_params.h"
+#include "torch_binding/call.h"
+#include "torch_binding/errors.h"
 
 namespace flash_attn_cuda::binding {
 
-// q, k, v as check_inputs and with_kernel_layout leave them. Writes `out`; returns softmax_lse.
-at::Tensor run_forward_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            TensorView out, Window window, float softmax_scale);
+struct ForwardExtras {
+  SplitParams split;
+  // S_dmask (batch, heads_q, rows, columns) of a call with dropout.
+  bool wants_probabilities = false;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  ContentNames names;
+};
+
+struct ForwardResults {
+  at::Tensor softmax_lse;
+  at::Tensor rng_state;      // undefined without dropout
+  at::Tensor probabilities;  // undefined where not wanted
+};
+
+// The call's tensors as use_kernel_layout leaves them, or as a cache is. Writes `out`.
+ForwardResults run_forward_call(const AttentionCall& call, TensorView out,
+                                const ForwardExtras& extras = {});
 
 }  // namespace flash_attn_cuda::binding

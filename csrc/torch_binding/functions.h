@@ -1,4 +1,5 @@
-// The functions of flash_attn_cuda._C; module.cpp binds and documents them.
+// The functions of flash_attn_cuda._C; module.cpp binds and documents them. Their long lists of
+// arguments are FlashAttention-2's; inside the binding an AttentionCall goes on.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -12,17 +13,37 @@
 namespace flash_attn_cuda::binding {
 
 using OptionalTensor = std::optional<at::Tensor>;
+using OptionalGenerator = std::optional<at::Generator>;
+using OptionalInt = std::optional<std::int64_t>;
 
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v,
                                              std::optional<double> softmax_scale, bool causal);
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_full(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+    const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+    double dropout_p, std::optional<double> softmax_scale, bool causal, std::int64_t window_left,
+    std::int64_t window_right, double softcap, const OptionalTensor& alibi_slopes,
+    bool deterministic);
+
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const OptionalTensor& out, const OptionalTensor& alibi_slopes,
                             double p_dropout, double softmax_scale, bool is_causal,
                             std::int64_t window_left, std::int64_t window_right, double softcap,
-                            bool return_softmax,
-                            const std::optional<at::Generator>& unused_generator);
+                            bool return_softmax, const OptionalGenerator& unused_generator);
+
+std::vector<at::Tensor> varlen_fwd(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
+    const at::Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
+    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
+    std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double p_dropout, double softmax_scale,
+    bool zero_tensors, bool is_causal, std::int64_t window_left, std::int64_t window_right,
+    double softcap, bool return_softmax, const OptionalGenerator& unused_generator,
+    std::int64_t num_splits, const OptionalTensor& seqused_q, bool batch_invariant);
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const at::Tensor& out,
@@ -31,7 +52,32 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalTensor& alibi_slopes, double p_dropout,
                             double softmax_scale, bool is_causal, std::int64_t window_left,
                             std::int64_t window_right, double softcap, bool deterministic,
-                            const std::optional<at::Generator>& unused_generator,
+                            const OptionalGenerator& unused_generator,
                             const OptionalTensor& rng_state, const OptionalTensor& dlse);
+
+std::vector<at::Tensor> varlen_bwd(
+    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& dq,
+    const OptionalTensor& dk, const OptionalTensor& dv, const at::Tensor& cu_seqlens_q,
+    const at::Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, std::int64_t max_seqlen_q,
+    std::int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool zero_tensors,
+    bool is_causal, std::int64_t window_left, std::int64_t window_right, double softcap,
+    bool deterministic, const OptionalGenerator& unused_generator, const OptionalTensor& rng_state,
+    const OptionalTensor& dlse, const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+    const OptionalTensor& leftpad_k);
+
+std::vector<at::Tensor> fwd_kvcache(
+    const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,
+    const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& seqlens_k,
+    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
+    const OptionalTensor& cache_batch_idx, const OptionalTensor& leftpad_k,
+    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
+    std::int64_t window_right, double softcap, bool is_rotary_interleaved, std::int64_t num_splits,
+    const OptionalTensor& cu_seqlens_q, OptionalInt max_seqlen_q,
+    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k);
+
+std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
+                                const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);
 
 }  // namespace flash_attn_cuda::binding

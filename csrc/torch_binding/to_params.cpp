@@ -10,11 +10,27 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
+constexpr std::int64_t vector_bytes = 16;
+
+// A dimension of one entry may have any stride; 0 keeps it from looking misaligned.
+std::int64_t stride_of(const at::Tensor& tensor, int dim) {
+  return tensor.size(dim) > 1 ? tensor.stride(dim) : 0;
+}
+
 TensorView view_at(void* data, const at::Tensor& tensor) {
+  const int first = tensor.dim() - 3;
   return {.data = data,
-          .batch_stride = tensor.stride(0),
-          .row_stride = tensor.stride(1),
-          .head_stride = tensor.stride(2)};
+          .batch_stride = first == 0 ? 0 : stride_of(tensor, 0),
+          .row_stride = stride_of(tensor, first),
+          .head_stride = stride_of(tensor, first + 1)};
+}
+
+template <class Number>
+RowView<Number> rows_at(Number* data, const at::Tensor& tensor) {
+  const int heads = tensor.dim() - 2;
+  return {.data = data,
+          .batch_stride = heads == 0 ? 0 : tensor.stride(0),
+          .head_stride = tensor.stride(heads)};
 }
 
 // Two indices of an expanded tensor name the same memory; copy_ refuses it with a clear error, a
@@ -26,35 +42,103 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
+bool has_whole_vectors(const at::Tensor& tensor) {
+  return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
+}
+
+at::Tensor contiguous_copy(const at::Tensor& tensor) {
+  return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
+}
+
 }  // namespace
 
 Dtype dtype_of(const at::Tensor& q) {
   return q.scalar_type() == at::kHalf ? Dtype::fp16 : Dtype::bf16;
 }
 
-AttentionShape shape_of(const at::Tensor& q, const at::Tensor& k) {
-  return {.batch_size = static_cast<int>(q.size(0)),
-          .seqlen_q = static_cast<int>(q.size(1)),
-          .seqlen_k = static_cast<int>(k.size(1)),
-          .num_heads_q = static_cast<int>(q.size(2)),
-          .num_heads_k = static_cast<int>(k.size(2)),
-          .head_dim = static_cast<int>(q.size(3))};
+AttentionShape shape_of(const AttentionCall& call) {
+  const int q_rows = call.q.dim() - 3;
+  const int k_rows = call.k.dim() - 3;
+  const std::int64_t batch = call.is_packed() ? call.cu_seqlens_q.size(0) - 1 : call.q.size(0);
+  std::int64_t seqlen_k = call.cache.seqlen_k;
+  if (seqlen_k < 0) {
+    seqlen_k =
+        call.is_paged() ? cache_capacity(call.k, call.cache.block_table) : call.k.size(k_rows);
+  }
+  return {.batch_size = static_cast<int>(batch),
+          .seqlen_q = static_cast<int>(call.q.size(q_rows)),
+          .seqlen_k = static_cast<int>(seqlen_k),
+          .num_heads_q = static_cast<int>(call.q.size(q_rows + 1)),
+          .num_heads_k = static_cast<int>(call.k.size(k_rows + 1)),
+          .head_dim = static_cast<int>(call.q.size(q_rows + 2))};
+}
+
+SequenceParams sequence_params(const AttentionCall& call) {
+  const CacheTensors& cache = call.cache;
+  const at::Tensor& entries = call.is_paged() ? cache.block_table : call.k;
+  return {.cu_seqlens_q = int_data(call.cu_seqlens_q),
+          .cu_seqlens_k = int_data(call.cu_seqlens_k),
+          .seqused_q = int_data(call.seqused_q),
+          .seqused_k = int_data(call.seqused_k),
+          .leftpad_k = int_data(call.leftpad_k),
+          .kv_batch_idx = int_data(cache.kv_batch_idx),
+          .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
+          .seqlen_k_new = cache.seqlen_k_new,
+          .max_seqlen_q = call.max_seqlen_q,
+          .num_kv_batches = cache.kv_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0};
+}
+
+ScoreParams score_params(const AttentionCall& call) {
+  const at::Tensor& slopes = call.alibi_slopes;
+  return {.softmax_scale = call.options.softmax_scale,
+          .softcap = call.options.softcap,
+          .alibi_slopes = slopes.defined() ? slopes.const_data_ptr<float>() : nullptr,
+          .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0};
+}
+
+PagedKvParams paged_params(const AttentionCall& call) {
+  if (!call.is_paged()) return {};
+  const at::Tensor& table = call.cache.block_table;
+  return {.block_table = int_data(table),
+          .table_stride = table.stride(0),
+          .max_pages = static_cast<int>(table.size(1)),
+          .page_size = static_cast<int>(call.k.size(1)),
+          .num_pages = static_cast<int>(call.k.size(0))};
+}
+
+std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table) {
+  constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
+  if (!block_table.defined()) return k_cache.size(1);
+  const std::int64_t pages = block_table.size(1);
+  const std::int64_t page_size = k_cache.size(1);
+  TORCH_CHECK_VALUE(pages <= largest / page_size, "block_table: pages * page_size must be at most ",
+                    largest, ", got ", pages, " * ", page_size);
+  return pages * page_size;
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
-  constexpr std::int64_t alignment = 16;
-  const std::int64_t elements = alignment / tensor.element_size();
-  if (tensor.stride(3) != 1 || tensor.is_neg()) return false;
-  for (int dim = 0; dim < 3; ++dim) {
+  const std::int64_t elements = vector_bytes / tensor.element_size();
+  const int last = tensor.dim() - 1;
+  if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
+  for (int dim = 0; dim < last; ++dim) {
     if (tensor.size(dim) > 1 && tensor.stride(dim) % elements != 0) return false;
   }
-  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
+  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % vector_bytes == 0;
+}
+
+bool is_addressable(const at::Tensor& tensor) {
+  return has_whole_vectors(tensor) ? has_kernel_layout(tensor)
+                                   : tensor.is_contiguous() && !tensor.is_neg();
 }
 
 at::Tensor with_kernel_layout(const at::Tensor& tensor) {
-  if (has_kernel_layout(tensor)) return tensor;
+  if (is_addressable(tensor)) return tensor;
   // Not contiguous(): a contiguous tensor can start off a 16-byte boundary.
-  return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
+  return contiguous_copy(tensor);
+}
+
+at::Tensor contiguous(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_neg() ? tensor : contiguous_copy(tensor);
 }
 
 TensorView input_view(const at::Tensor& tensor) {
@@ -65,18 +149,36 @@ TensorView output_view(const at::Tensor& tensor) {
   return view_at(tensor.mutable_data_ptr(), tensor);
 }
 
+RowView<float> output_rows(const at::Tensor& tensor) {
+  return rows_at(tensor.mutable_data_ptr<float>(), tensor);
+}
+
+RowView<const float> input_rows(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return rows_at(tensor.const_data_ptr<float>(), tensor);
+}
+
+const int* int_data(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<int>() : nullptr;
+}
+
 at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q) {
   return at::Tensor(at::detail::empty_cuda(shape, dtype, q.device(), std::nullopt));
 }
 
+at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows) {
+  if (q.dim() == 3) return allocate({q.size(1), rows}, at::kFloat, q);
+  return allocate({q.size(0), q.size(2), rows}, at::kFloat, q);
+}
+
 OutputTensor::OutputTensor(const char* name, const std::optional<at::Tensor>& given,
-                           at::IntArrayRef shape, const at::Tensor& q) {
+                           at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q) {
   if (given.has_value()) {
-    check_like(name, *given, shape, q.scalar_type(), q);
+    check_like(name, *given, shape, dtype, q);
     given_ = *given;
   }
-  const bool is_written = given_.defined() && has_kernel_layout(given_) && !is_expanded(given_);
-  written_ = is_written ? given_ : allocate(shape, q.scalar_type(), q);
+  const bool is_written = given_.defined() && is_addressable(given_) && !is_expanded(given_);
+  written_ = is_written ? given_ : allocate(shape, dtype, q);
 }
 
 at::Tensor OutputTensor::finish() {

@@ -6,32 +6,60 @@
 #include <optional>
 
 #include "flash_attn/api.h"
+#include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
 Dtype dtype_of(const at::Tensor& q);
-AttentionShape shape_of(const at::Tensor& q, const at::Tensor& k);
+AttentionShape shape_of(const AttentionCall& call);
+SequenceParams sequence_params(const AttentionCall& call);
+ScoreParams score_params(const AttentionCall& call);
+PagedKvParams paged_params(const AttentionCall& call);
 
-// Whether kernels can address the tensor as it lies: contiguous rows of head_dim, every row on a
-// 16-byte boundary.
+// Rows that a cache holds of every sequence.
+std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table);
+
+// Contiguous rows of head_dim, every row on a 16-byte boundary.
 bool has_kernel_layout(const at::Tensor& tensor);
 
-// The tensor itself where it has that layout, else a contiguous copy.
+// Whether kernels can address the tensor as it lies: it has that layout, or, where head_dim is no
+// multiple of 16 bytes, it is contiguous.
+bool is_addressable(const at::Tensor& tensor);
+
+// The tensor itself where it is addressable, else a contiguous copy.
 at::Tensor with_kernel_layout(const at::Tensor& tensor);
 
+// The tensor itself where it is contiguous, else a copy.
+at::Tensor contiguous(const at::Tensor& tensor);
+
+// Three dimensions: packed sequences.
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);
+
+// A contiguous (batch, heads, rows) or (heads, rows) tensor.
+RowView<float> output_rows(const at::Tensor& tensor);
+RowView<const float> input_rows(const at::Tensor& tensor);  // of an undefined one: none
+
+// The elements, null for an undefined tensor.
+const int* int_data(const at::Tensor& tensor);
 
 // Uninitialised and contiguous on the device of q. Skips the dispatcher: on a small call its cost
 // would show.
 at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q);
+
+// One fp32 number per query and head of q: (batch, heads, rows), or (heads, total_q).
+at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 
 // A tensor a call writes that its caller may have given. Where kernels cannot write the given one,
 // they write a temporary and finish() copies it over.
 class OutputTensor {
  public:
   OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
-               const at::Tensor& q);
+               const at::Tensor& q)
+      : OutputTensor(name, given, shape, q.scalar_type(), q) {}
+  OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
+               at::ScalarType dtype, const at::Tensor& q);
+  const at::Tensor& written() const { return written_; }
   TensorView view() const { return output_view(written_); }
   at::Tensor finish();
 

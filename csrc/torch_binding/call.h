@@ -1,0 +1,51 @@
+// One attention call as the binding's functions pass it on: checked tensors and numbers. A tensor
+// that was not given is undefined.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flash_attn/params.h"
+
+namespace flash_attn_cuda::binding {
+
+struct CallOptions {
+  Window window;
+  float softmax_scale = 1.0f;
+  float softcap = 0.0f;    // 0: off
+  double p_dropout = 0.0;  // 0: off
+  bool deterministic = false;
+};
+
+// What a forward over a cache has beyond lengths.
+struct CacheTensors {
+  at::Tensor block_table;       // int32 (entries, max_pages): k and v are pages of a pool
+  at::Tensor kv_batch_idx;      // int32 (batch): entry of k and v, or row of block_table
+  at::Tensor cu_seqlens_k_new;  // int32 (batch + 1), of keys appended since seqused_k was written
+  int seqlen_k_new = 0;         // the same for every sequence where cu_seqlens_k_new is not given
+  int seqlen_k = -1;  // keys of every sequence with appended ones; -1: what device memory says
+};
+
+// Dense: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim).
+// Packed, with cu_seqlens: (total_q, heads_q, head_dim) and (total_k, heads_k, head_dim). Paged,
+// with cache.block_table: k and v (num_pages, page_size, heads_k, head_dim), and cu_seqlens_k tells
+// lengths alone.
+struct AttentionCall {
+  at::Tensor q, k, v;
+  at::Tensor cu_seqlens_q, cu_seqlens_k;       // int32 (batch + 1)
+  at::Tensor seqused_q, seqused_k, leftpad_k;  // int32 (batch)
+  at::Tensor alibi_slopes;                     // fp32 (heads_q) or (batch, heads_q)
+  int max_seqlen_q = 0;                        // of packed sequences, an upper bound; 0: not known
+  CacheTensors cache;
+  CallOptions options;
+
+  bool is_packed() const { return cu_seqlens_q.defined(); }
+  bool is_paged() const { return cache.block_table.defined(); }
+  // Whether kernels read lengths or indices that may be wrong.
+  bool has_device_contents() const {
+    return cu_seqlens_q.defined() || cu_seqlens_k.defined() || seqused_q.defined() ||
+           seqused_k.defined() || leftpad_k.defined() || cache.block_table.defined() ||
+           cache.kv_batch_idx.defined() || cache.cu_seqlens_k_new.defined();
+  }
+};
+
+}  // namespace flash_attn_cuda::binding

@@ -1,0 +1,87 @@
+// combine: partial results of attention over parts of the keys become one.
+#include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <limits>
+
+#include "flash_attn/api.h"
+#include "torch_binding/check.h"
+#include "torch_binding/functions.h"
+#include "torch_binding/to_params.h"
+
+namespace flash_attn_cuda::binding {
+namespace {
+
+void check_partials(const at::Tensor& out_partial, const at::Tensor& lse_partial) {
+  TORCH_CHECK_VALUE(out_partial.is_cuda(), "out_partial: must be a CUDA tensor, got one on ",
+                    out_partial.device());
+  TORCH_CHECK_TYPE(out_partial.layout() == at::kStrided,
+                   "out_partial: must be a dense tensor, got layout ", out_partial.layout());
+  TORCH_CHECK_TYPE(out_partial.scalar_type() == at::kFloat, "out_partial: dtype must be ",
+                   at::kFloat, ", got ", out_partial.scalar_type());
+  TORCH_CHECK_VALUE(out_partial.dim() == 5, "out_partial: must have 5 dimensions (splits, batch, ",
+                    "seqlen, heads, head_dim), got shape ", out_partial.sizes());
+  for (const std::int64_t size : out_partial.sizes()) {
+    TORCH_CHECK_VALUE(size <= std::numeric_limits<int>::max(),
+                      "out_partial: every dimension must be at most ",
+                      std::numeric_limits<int>::max(), ", got shape ", out_partial.sizes());
+  }
+  TORCH_CHECK_VALUE(out_partial.size(4) >= 1, "out_partial: last dimension (head_dim) must be at ",
+                    "least 1, got shape ", out_partial.sizes());
+  check_like("lse_partial", lse_partial, out_partial.sizes().slice(0, 4), at::kFloat, out_partial);
+}
+
+at::ScalarType checked_out_dtype(const OptionalTensor& out,
+                                 std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType dtype =
+      out_dtype.value_or(out.has_value() ? out->scalar_type() : at::kFloat);
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat,
+                   out_dtype.has_value() ? "out_dtype" : "out",
+                   ": dtype must be float16, bfloat16 or float32, got ", dtype);
+  return dtype;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
+                                const OptionalTensor& out,
+                                std::optional<at::ScalarType> out_dtype) {
+  check_partials(out_partial, lse_partial);
+  const at::ScalarType dtype = checked_out_dtype(out, out_dtype);
+  const std::int64_t batch = out_partial.size(1);
+  const std::int64_t seqlen = out_partial.size(2);
+  const std::int64_t heads = out_partial.size(3);
+
+  const at::NoGradGuard no_grad;
+  OutputTensor output("out", out, out_partial.sizes().slice(1), dtype, out_partial);
+  at::Tensor softmax_lse = allocate({batch, heads, seqlen}, at::kFloat, out_partial);
+  if (out_partial.size(0) == 0) {  // no part, no key
+    output.written().zero_();
+    softmax_lse.fill_(-std::numeric_limits<float>::infinity());
+  } else if (softmax_lse.numel() > 0) {
+    const at::Tensor outs = with_kernel_layout(contiguous(out_partial));
+    const at::Tensor lses = contiguous(lse_partial);
+    const TensorView view = output.view();
+    const c10::DeviceIndex device = out_partial.device().index();
+    const c10::cuda::CUDAGuard guard(device);
+    run_combine({.out_dtype = dtype_of(output.written()),
+                 .out_fp32 = dtype == at::kFloat,
+                 .num_splits = static_cast<int>(outs.size(0)),
+                 .head_dim = static_cast<int>(outs.size(4)),
+                 .num_heads = static_cast<int>(heads),
+                 .rows = batch * seqlen,
+                 .out_partial = outs.const_data_ptr<float>(),
+                 .lse_partial = lses.const_data_ptr<float>(),
+                 .out = view.data,
+                 .out_batch_stride = view.batch_stride,
+                 .out_row_stride = view.row_stride,
+                 .out_head_stride = view.head_stride,
+                 .rows_per_batch = seqlen,
+                 .lse = output_rows(softmax_lse)},
+                c10::cuda::getCurrentCUDAStream(device).stream());
+  }
+  return {output.finish(), std::move(softmax_lse)};
+}
+
+}  // namespace flash_attn_cuda::binding

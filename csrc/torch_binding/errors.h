@@ -1,0 +1,35 @@
+// The record, one per device, in which kernels note bad lengths and indices that no host check
+// could see (flash_attn/device_errors.h).
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "flash_attn/api.h"
+
+namespace flash_attn_cuda::binding {
+
+// In device memory, zero when it is handed out first, never freed.
+DeviceErrors* device_record(c10::DeviceIndex device);
+
+// What a call's functions name seqused_k and leftpad_k.
+struct ContentNames {
+  const char* seqused_k = "seqused_k";
+  const char* leftpad_k = "leftpad_k";
+};
+
+// With FLASH_ATTN_CUDA_CHECK=1 waits for the stream and raises ValueError for what its kernels
+// noted; does nothing without, or while the stream is captured. For the end of a call that has
+// device contents.
+void raise_if_checking(c10::DeviceIndex device, Stream stream, const ContentNames& names = {});
+
+// (check, index, value, limit) of the first error since the last call, or none. Waits for the
+// device and clears the record.
+using FoundError = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>;
+std::optional<FoundError> device_errors(std::optional<std::int64_t> device);
+
+}  // namespace flash_attn_cuda::binding
