@@ -5,9 +5,11 @@ The public functions are those of FlashAttention-2, with its names and parameter
 
 __version__ = "0.1.0"
 
-from . import ops
+from . import kvcache_ops, ops, varlen_ops
 from .build_info import compiled_rows, cuda_unavailable_reason
 from .interface import (
+    check_device_errors,
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -18,8 +20,10 @@ from .interface import (
 )
 
 __all__ = [
+    "check_device_errors",
     "compiled_rows",
     "cuda_unavailable_reason",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -27,5 +31,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "kvcache_ops",
     "ops",
+    "varlen_ops",
 ]

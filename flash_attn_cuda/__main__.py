@@ -43,25 +43,39 @@ def explain(given: argparse.Namespace) -> int:
         return 1
     seqlen_k = given.seqlen_q if given.seqlen_k is None else given.seqlen_k
     heads_k = given.heads_q if given.heads_k is None else given.heads_k
-    passes = (
-        ("forward", build_info.extension.explain_forward),
-        ("backward", build_info.extension.explain_backward),
-    )
+    call = {
+        "dtype": given.dtype,
+        "head_dim": given.head_dim,
+        "batch_size": given.batch,
+        "seqlen_q": given.seqlen_q,
+        "seqlen_k": seqlen_k,
+        "num_heads_q": given.heads_q,
+        "num_heads_k": heads_k,
+        "causal": given.causal,
+        "device": given.device,
+        "window_left": given.window[0],
+        "window_right": given.window[1],
+        "packed": given.packed,
+        "softcap": given.softcap,
+        "alibi": given.alibi,
+        "p_dropout": given.dropout,
+    }
+    serving = {
+        "page_size": given.page_size,
+        "lengths_on_device": given.cache,
+        "num_splits": given.num_splits,
+        "batch_invariant": given.batch_invariant,
+    }
+    extension = build_info.extension
+    passes = [("forward", extension.explain_forward, {**call, **serving})]
+    if not given.cache and given.page_size == 0:
+        training = {**call, "deterministic": given.deterministic}
+        passes.append(("backward", extension.explain_backward, training))
     status = 0
-    for name, explain_pass in passes:
+    for name, explain_pass, arguments in passes:
         print(name)
         try:
-            plan = explain_pass(
-                dtype=given.dtype,
-                head_dim=given.head_dim,
-                batch_size=given.batch,
-                seqlen_q=given.seqlen_q,
-                seqlen_k=seqlen_k,
-                num_heads_q=given.heads_q,
-                num_heads_k=heads_k,
-                causal=given.causal,
-                device=given.device,
-            )
+            plan = explain_pass(**arguments)
         except (RuntimeError, ValueError) as error:
             print(f"  none: {error}")
             status = 1
@@ -83,6 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     call.add_argument("--heads-q", type=int, default=16)
     call.add_argument("--heads-k", type=int, help="default: --heads-q")
     call.add_argument("--causal", action="store_true")
+    call.add_argument(
+        "--window", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="-1: none"
+    )
+    call.add_argument("--softcap", type=float, default=0.0)
+    call.add_argument("--alibi", action="store_true")
+    call.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    call.add_argument("--deterministic", action="store_true")
+    call.add_argument("--packed", action="store_true", help="sequence lengths are totals of all")
+    call.add_argument("--cache", action="store_true", help="attention over a KV cache")
+    call.add_argument("--page-size", type=int, default=0, help="of a paged cache (0: not paged)")
+    call.add_argument("--num-splits", type=int, default=0, help="parts of the keys (0: automatic)")
+    call.add_argument("--batch-invariant", action="store_true")
     call.add_argument("--device", type=int, help="CUDA device index (default: the current one)")
     return parser
 

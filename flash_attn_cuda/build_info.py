@@ -40,6 +40,16 @@ class CompiledRow:
     head_dim: int  # serves every head dim up to this one
     config: dict[str, Any]  # tile sizes and what else the table says
 
+    @property
+    def kind(self) -> str:
+        """ "tiles" of many queries, or "decode", for few queries over many keys."""
+        return self.config.get("kind", "tiles")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it computes beyond masks: "softcap", "alibi", "dropout", ..."""
+        return tuple(self.config.get("features") or ())
+
 
 def _load_extension() -> tuple[ModuleType | None, str | None]:
     """The extension module, or None and the reason."""
@@ -180,10 +190,15 @@ def _describe_devices() -> list[str]:
 def _describe_rows() -> list[str]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for row in compiled_rows():
-        head_dims = groups.setdefault((row.pass_name, row.family, f"{row.dtype} {row.mask}"), [])
+        parts = [row.dtype, row.mask]
+        if row.kind == "decode":
+            parts.append("decode")
+        elif "softcap" in row.features:
+            parts.append("features")
+        head_dims = groups.setdefault((row.pass_name, row.family, " ".join(parts)), [])
         head_dims.append(row.head_dim)
     lines = [f"kernels          {len(compiled_rows())}"]
     for (pass_name, family, kind), head_dims in groups.items():
         dims = ", ".join(str(head_dim) for head_dim in sorted(set(head_dims)))
-        lines.append(f"  {pass_name:8} {family} {kind:13} head dims {dims}")
+        lines.append(f"  {pass_name:8} {family} {kind:22} head dims {dims}")
     return lines

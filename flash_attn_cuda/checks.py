@@ -1,8 +1,8 @@
 """What the arguments of an attention call must satisfy, whichever backend runs it.
 
 Every error names the argument, the rule and the offending value. TypeError: not a tensor, not a
-number, a dtype without a kernel. ValueError: shapes, devices, values. NotImplementedError: an
-argument of FlashAttention-2 that this version refuses.
+number, a dtype without a kernel. ValueError: shapes, devices, values. Lengths and indices, of
+packed sequences and of caches, are in length_checks.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
-MAX_SCALE = torch.finfo(torch.float32).max
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,6 +23,10 @@ CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a caller knows q, k and v as: slices of a packed tensor are errors of that tensor.
 Names = tuple[str, str, str]
 QKV_NAMES: Names = ("q", "k", "v")
+
+DENSE_LAYOUT = "(batch, seqlen, heads, head_dim)"
+PACKED_LAYOUT = "(total, heads, head_dim)"
+PAGED_LAYOUT = "(num_pages, page_size, heads, head_dim)"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,20 +38,25 @@ def check_attention_inputs(
     q: Any, k: Any, v: Any, softmax_scale: Any, names: Names = QKV_NAMES
 ) -> None:
     """Raise unless q (B, Sq, Hq, D) and k, v (B, Sk, Hk, D) are a call that some backend runs."""
-    q_name, k_name, v_name = names
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        _check_tensor(name, tensor)
-        if tensor.device != q.device:
-            raise ValueError(
-                f"{name}: must be on the device of {q_name} ({q.device}), got {tensor.device}"
-            )
-        if tensor.dtype != q.dtype:
-            raise TypeError(
-                f"{name}: must have the dtype of {q_name} ({q.dtype}), got {tensor.dtype}"
-            )
+    check_qkv(q, k, v, names, DENSE_LAYOUT, DENSE_LAYOUT)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{names[1]}: batch must be that of {names[0]} ({q.shape[0]}), got {k.shape[0]}"
+        )
+    check_softmax_scale(softmax_scale)
 
-    batch, _, heads_q, head_dim = q.shape
-    heads_k = k.shape[2]
+
+def check_qkv(q: Any, k: Any, v: Any, names: Names, q_layout: str, k_layout: str) -> None:
+    """Raise unless the tensors have these layouts, one device, one dtype and heads that fit.
+
+    A layout is the names of the dimensions, which end in heads and head_dim.
+    """
+    q_name, k_name, v_name = names
+    for name, tensor, layout in zip(names, (q, k, v), (q_layout, k_layout, k_layout), strict=True):
+        _check_data(name, tensor, layout)
+        check_device_and_dtype(name, tensor, q, q_name)
+    heads_q, head_dim = q.shape[-2:]
+    heads_k = k.shape[-2]
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"{q_name}: last dimension (head_dim) must be from 1 to {MAX_HEAD_DIM}, got {head_dim}"
@@ -59,18 +69,25 @@ def check_attention_inputs(
         raise ValueError(
             f"{k_name}: number of heads must divide that of {q_name} ({heads_q}), got {heads_k}"
         )
-    if k.shape[0] != batch:
-        raise ValueError(f"{k_name}: batch must be that of {q_name} ({batch}), got {k.shape[0]}")
-    if k.shape[3] != head_dim:
+    if k.shape[-1] != head_dim:
         raise ValueError(
             f"{k_name}: last dimension (head_dim) must be that of {q_name} ({head_dim}), "
-            f"got {k.shape[3]}"
+            f"got {k.shape[-1]}"
         )
     if v.shape != k.shape:
         raise ValueError(
             f"{v_name}: must have the shape of {k_name}, {tuple(k.shape)}, got {tuple(v.shape)}"
         )
-    check_softmax_scale(softmax_scale)
+
+
+def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` has the device and the dtype of q."""
+    if tensor.device != q.device:
+        raise ValueError(
+            f"{name}: must be on the device of {q_name} ({q.device}), got {tensor.device}"
+        )
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name}: must have the dtype of {q_name} ({q.dtype}), got {tensor.dtype}")
 
 
 def check_softmax_scale(softmax_scale: Any) -> None:
@@ -80,39 +97,76 @@ def check_softmax_scale(softmax_scale: Any) -> None:
     if not isinstance(softmax_scale, int | float):
         kind = type(softmax_scale).__name__
         raise TypeError(f"softmax_scale: must be None or a number, got {kind}")
-    if not abs(softmax_scale) <= MAX_SCALE:
+    if not abs(softmax_scale) <= MAX_FLOAT32:
         raise ValueError(f"softmax_scale: must be finite in float32, got {softmax_scale}")
 
 
-def check_backward_inputs(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    softmax_scale: float,
-    dlse: Tensor | None,
+def check_dropout_p(dropout_p: Any) -> None:
+    """Raise unless dropout_p is a number in [0, 1)."""
+    if not isinstance(dropout_p, int | float | torch.SymFloat):
+        raise TypeError(f"dropout_p: must be a number, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raise unless softcap is a number: zero or negative, which is off, or normal in fp32."""
+    if not isinstance(softcap, int | float | torch.SymFloat):
+        raise TypeError(f"softcap: must be a number, got {type(softcap).__name__}")
+    if not (softcap <= 0.0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
+        raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
+
+
+def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
+    """Raise unless slopes is None or an fp32 tensor (Hq,) or (batch, Hq) on the device of q."""
+    if slopes is None:
+        return
+    check_tensor("alibi_slopes", slopes)
+    _check_place("alibi_slopes", slopes, torch.float32, q)
+    heads = q.shape[-2]
+    if slopes.dim() == 1 and slopes.shape[0] == heads:
+        return
+    if slopes.dim() != 2 or slopes.shape[0] != batch or slopes.shape[1] != heads:
+        raise ValueError(
+            f"alibi_slopes: must have shape ({heads},) or ({batch}, {heads}), "
+            f"got {tuple(slopes.shape)}"
+        )
+
+
+def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
+    """Raise unless a backward with dropout has the forward's (seed, offset), int64."""
+    if dropout_p == 0.0:
+        return
+    if rng_state is None:
+        raise ValueError(
+            f"rng_state: must be that of the forward where dropout_p > 0 ({dropout_p}), got None"
+        )
+    check_tensor("rng_state", rng_state)
+    check_like("rng_state", rng_state, (2,), torch.int64, q)
+
+
+def check_backward_tensors(
+    dout: Any, out: Any, softmax_lse: Any, dlse: Any, q: Tensor, lse_shape: Sequence[int]
 ) -> None:
-    """Raise unless the tensors are those of one attention call and of its outputs' gradients."""
-    check_attention_inputs(q, k, v, softmax_scale)
-    batch, seqlen_q, heads_q, _ = q.shape
-    rows = (batch, heads_q, seqlen_q)
+    """Raise unless these are outputs of one call on q and their gradients."""
     check_like("dout", dout, q.shape, q.dtype, q)
     check_like("out", out, q.shape, q.dtype, q)
-    check_like("softmax_lse", softmax_lse, rows, lse_dtype(q.dtype), q)
+    check_like("softmax_lse", softmax_lse, lse_shape, lse_dtype(q.dtype), q)
     if dlse is not None:
-        check_like("dlse", dlse, rows, lse_dtype(q.dtype), q)
+        check_like("dlse", dlse, lse_shape, lse_dtype(q.dtype), q)
 
 
-def check_like(
-    name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, q: Tensor
-) -> None:
+def check_targets(dq: Any, dk: Any, dv: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless each is None or a tensor for the gradient of q, k or v."""
+    for name, target, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if target is not None:
+            check_like(name, target, like.shape, like.dtype, q)
+
+
+def check_like(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:
     """Raise unless `tensor` has this shape and dtype and lies on the device of q."""
-    if tensor.device != q.device:
-        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+    check_tensor(name, tensor)
+    _check_place(name, tensor, dtype, q)
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
@@ -126,67 +180,45 @@ def check_cuda_head_dim(q: Tensor) -> None:
 
 
 def check_packed(name: str, tensor: Any, layout: str, packed: int) -> None:
-    """Raise unless `tensor` has five dimensions, with `packed` tensors along dimension 2."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dim() != 5 or tensor.shape[2] != packed:
+    """Raise unless `tensor` has this layout, with `packed` tensors along the dimension before the
+    last two.
+    """
+    check_tensor(name, tensor)
+    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != packed:
         raise ValueError(f"{name}: must have shape {layout}, got {tuple(tensor.shape)}")
 
 
-def refuse_later_arguments(
-    dropout_p: float, softcap: float, alibi_slopes: Any, deterministic: bool
-) -> None:
-    """Raise NotImplementedError for the first argument that asks for what this version lacks."""
-    if dropout_p != 0.0:
-        raise not_implemented("dropout_p", "must be 0.0", dropout_p)
-    if softcap > 0.0:
-        raise not_implemented("softcap", "must be 0.0", softcap)
-    if alibi_slopes is not None:
-        raise not_implemented("alibi_slopes", "must be None", type(alibi_slopes).__name__)
-    if deterministic:
-        raise not_implemented("deterministic", "must be False", deterministic)
-
-
-def causal_from_window(causal: bool, window_size: Any) -> bool:
-    """Fold `window_size` into `causal`; NotImplementedError for a window that is more than that.
-
-    `window_size` is (left, right), a sequence or tensor of two integers, both ends inclusive;
-    negative or None is unlimited on that side. causal=True sets right to 0.
-    """
-    try:
-        left, right = window_size
-        left = -1 if left is None else int(left)
-        right = -1 if right is None else int(right)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
-    if left < 0 and (causal or right <= 0):
-        return bool(causal) or right == 0
-    raise not_implemented("window_size", "must be (-1, -1) or (-1, 0), causal", (left, right))
-
-
-def not_implemented(argument: str, rule: str, value: object) -> NotImplementedError:
-    """The error for a value of a FlashAttention-2 argument that this version does not implement."""
-    return NotImplementedError(f"{argument}: {rule}, got {value} (not implemented yet)")
-
-
-def packed_sequences_not_implemented(argument: str) -> NotImplementedError:
-    """The error of the functions of packed sequences, which `argument` describes."""
-    return NotImplementedError(
-        f"{argument}: packed sequences of different lengths are not implemented yet; "
-        "flash_attn_func takes one sequence, or several of one length"
-    )
-
-
-def _check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise unless `tensor` is a dense tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name}: must be a dense tensor, got {layout}")
-    if tensor.dim() != 4:
+
+
+def refuse_gradients(reason: str, **tensors: Any) -> None:
+    """Raise NotImplementedError if autograd would want the gradient of one of the tensors."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise NotImplementedError(f"{name}: must not require grad, {reason}")
+
+
+def _check_place(name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+
+
+def _check_data(name: str, tensor: Any, layout: str) -> None:
+    check_tensor(name, tensor)
+    dims = layout.count(",") + 1
+    if tensor.dim() != dims:
         raise ValueError(
-            f"{name}: must have 4 dimensions (batch, seqlen, heads, head_dim), "
-            f"got shape {tuple(tensor.shape)}"
+            f"{name}: must have {dims} dimensions {layout}, got shape {tuple(tensor.shape)}"
         )
     device = tensor.device.type
     if device not in ("cuda", "cpu", "meta"):

@@ -4,132 +4,257 @@
     _flash_attn_backward   FlashAttention-2's operator; writes dq, dk, dv and returns softmax_d
     _flash_attn_gradients  the same gradients as new tensors: the first one's autograd formula
 
-private.py and interface.py are what people call.
+Those of packed sequences are in varlen_ops.py, those of a KV cache in kvcache_ops.py. private.py
+and interface.py are what people call.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from . import build_info, cpu
+from . import cpu
 from .checks import (
-    causal_from_window,
     check_attention_inputs,
-    check_backward_inputs,
+    check_backward_tensors,
     check_cuda_head_dim,
-    check_like,
+    check_rng_state,
+    check_targets,
     lse_dtype,
-    not_implemented,
-    refuse_later_arguments,
+)
+from .op_support import (
+    FORWARD_RETURNS,
+    GRADIENTS_RETURNS,
+    RANDOM,
+    Tensors3,
+    Tensors4,
+    call_extension,
+    check_score_arguments,
+    cpu_options,
+    draw_rng_state,
+    empty_rng_state,
+    empty_s_dmask,
+    extension_options,
+    for_transforms,
+    is_functorch_active,
+    no_double_backward,
+    save_nothing,
+    schema_of,
 )
 
 _ops = torch.ops.flash_attn_cuda
 
-Tensors3 = tuple[Tensor, Tensor, Tensor]
-Tensors4 = tuple[Tensor, Tensor, Tensor, Tensor]
-Tensors6 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
 # -- forward -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """Arguments of _flash_attn_forward: FlashAttention-2's, and what its backward will want."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    return_softmax: bool
+    deterministic: bool = False
+
+    def check(self) -> None:
+        """Raise for what no backend runs."""
+        check_attention_inputs(self.q, self.k, self.v, self.softmax_scale)
+        check_score_arguments(self, self.q.shape[0], self.q)
+        check_cuda_head_dim(self.q)
+
+    @property
+    def wants_s_dmask(self) -> bool:
+        return self.return_softmax and self.dropout_p > 0.0
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        batch, seqlen_q, heads_q, _ = self.q.shape
+        return batch, heads_q, seqlen_q
 
 
 @torch.library.custom_op(
     "flash_attn_cuda::_flash_attn_forward",
     mutates_args=(),
     device_types="cpu",
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
-        "SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes, "
-        "bool return_softmax) -> (Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state)"
-    ),
+    schema=schema_of(ForwardCall, FORWARD_RETURNS),
+    **RANDOM,
 )
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensors4:
-    softmax_scale, causal = _check_forward(q, k, v, *options)
+def _forward_op(*args: Any) -> Tensors4:
+    call = ForwardCall(*args)
+    call.check()
+    q, k, v = call.q, call.k, call.v
+    rng_state = draw_rng_state(call.dropout_p)
+    options = cpu_options(call, rng_state)
     with torch.autocast("cpu", enabled=False):
-        out, softmax_lse = cpu.attention_forward(q, k, v, softmax_scale, causal)
-    return out, softmax_lse, *_no_dropout_state(q)
+        out, softmax_lse = cpu.attention_forward(q, k, v, options)
+        if call.wants_s_dmask:
+            s_dmask = cpu.probabilities(q, k, softmax_lse, options)
+        else:
+            s_dmask = q.new_empty((0,))
+    return out, softmax_lse, s_dmask, rng_state
 
 
 @_forward_op.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensors4:
-    softmax_scale, causal = _check_forward(q, k, v, *options)
-    out, softmax_lse, s_dmask, rng_state = _call_extension(
+def _(*args: Any) -> Tensors4:
+    call = ForwardCall(*args)
+    call.check()
+    out, softmax_lse, s_dmask, rng_state = call_extension(
         "fwd",
-        *(q, k, v),
+        *(call.q, call.k, call.v),
         out=None,
-        alibi_slopes=None,
-        p_dropout=0.0,
-        softmax_scale=softmax_scale,
-        is_causal=causal,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        return_softmax=False,
+        p_dropout=call.dropout_p,
+        return_softmax=call.wants_s_dmask,
         unused_generator=None,
+        **extension_options(call),
     )
     return out, softmax_lse, s_dmask, rng_state
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensors4:
-    _check_forward(q, k, v, *options)
-    batch, seqlen_q, heads_q, _ = q.shape
-    softmax_lse = q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q.dtype))
-    return q.new_empty(q.shape), softmax_lse, *_no_dropout_state(q)
+def _(*args: Any) -> Tensors4:
+    call = ForwardCall(*args)
+    call.check()
+    q = call.q
+    softmax_lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype))
+    s_dmask = empty_s_dmask(q, call.wants_s_dmask, (*call.lse_shape, call.k.shape[1]))
+    return q.new_empty(q.shape), softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
 
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
-    q, k, v, _, softmax_scale, causal, window_left, window_right, *_ = inputs
+    call = ForwardCall(*inputs)
     out, softmax_lse, s_dmask, rng_state = output
-    ctx.save_for_backward(q, k, v, out, softmax_lse)
-    ctx.softmax_scale = softmax_scale
-    ctx.causal = causal_from_window(causal, (window_left, window_right))
+    ctx.save_for_backward(call.q, call.k, call.v, out, softmax_lse, rng_state, call.alibi_slopes)
+    ctx.options = (
+        *(call.dropout_p, call.softmax_scale, call.causal, call.window_size_left),
+        *(call.window_size_right, call.softcap, call.deterministic),
+    )
     ctx.mark_non_differentiable(s_dmask, rng_state)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    options = (None,) * 8
+    options = (None,) * (len(fields(ForwardCall)) - 3)
     if dout is None and dlse is None:
         return None, None, None, *options
-    op = _FunctorchGradients.apply if is_functorch_active() else _ops._flash_attn_gradients
-    return *op(dout, dlse, *ctx.saved_tensors, ctx.softmax_scale, ctx.causal), *options
+    op = _gradients_for_transforms if is_functorch_active() else _ops._flash_attn_gradients
+    return *op(dout, dlse, *ctx.saved_tensors, *ctx.options), *options
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save_for_gradients)
+forward_for_transforms = for_transforms(_forward_op, _save_for_gradients, _gradients)
 
 
 @_forward_op.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensors4, tuple[Any, ...]]:
-    q, k, v = _fold_into_batch(info.batch_size, args[:3], in_dims[:3])
-    out, softmax_lse, s_dmask, rng_state = _forward_op(q, k, v, *args[3:])
-    out, softmax_lse = _unfold_batch(info.batch_size, (out, softmax_lse))
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors4, tuple[Any, ...]]:
+    call, size = ForwardCall(*args), info.batch_size
+    dims: Any = ForwardCall(*in_dims)
+    if call.dropout_p > 0.0 and info.randomness != "different":
+        raise RuntimeError(
+            "dropout_p: under torch.vmap, dropout needs randomness='different', "
+            f"got randomness={info.randomness!r}"
+        )
+    q, k, v = (
+        _fold_into_batch(size, x, dim)
+        for x, dim in ((call.q, dims.q), (call.k, dims.k), (call.v, dims.v))
+    )
+    batch = q.shape[0] // size
+    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
+    folded = replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
+    out, softmax_lse, s_dmask, rng_state = _forward_op(*_arguments(folded))
+    out, softmax_lse = (_unfold_batch(size, x) for x in (out, softmax_lse))
+    if call.wants_s_dmask:
+        return (out, softmax_lse, _unfold_batch(size, s_dmask), rng_state), (0, 0, 0, None)
     return (out, softmax_lse, s_dmask, rng_state), (0, 0, None, None)
 
 
 # -- backward into given tensors -----------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class BackwardCall:
+    """Arguments of _flash_attn_backward: FlashAttention-2's, and dlse."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    softmax_lse: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    rng_state: Tensor | None = None
+    dlse: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise for what no backend runs."""
+        q = self.q
+        check_attention_inputs(q, self.k, self.v, self.softmax_scale)
+        check_score_arguments(self, q.shape[0], q)
+        batch, seqlen_q, heads_q, _ = q.shape
+        rows = (batch, heads_q, seqlen_q)
+        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, rows)
+        check_rng_state(self.rng_state, self.dropout_p, q)
+        check_cuda_head_dim(q)
+        check_targets(self.dq, self.dk, self.dv, q, self.k, self.v)
+
+    def on_cpu(self) -> Tensors4:
+        """(dq, dk, dv, softmax_d) in new tensors."""
+        with torch.autocast("cpu", enabled=False):
+            return cpu.attention_backward(
+                *(self.dout, self.q, self.k, self.v, self.out, self.softmax_lse),
+                cpu_options(self, self.rng_state),
+                self.dlse,
+            )
+
+    def on_cuda(self) -> Tensors4:
+        """(dq, dk, dv, softmax_d), in the targets where given, else in new tensors."""
+        dq, dk, dv, softmax_d = call_extension(
+            "bwd",
+            *(self.dout, self.q, self.k, self.v, self.out, self.softmax_lse),
+            dq=self.dq,
+            dk=self.dk,
+            dv=self.dv,
+            p_dropout=self.dropout_p,
+            deterministic=self.deterministic,
+            unused_generator=None,
+            rng_state=self.rng_state if self.dropout_p > 0.0 else None,
+            dlse=self.dlse,
+            **extension_options(self),
+        )
+        return dq, dk, dv, softmax_d
+
+
 @torch.library.custom_op(
     "flash_attn_cuda::_flash_attn_backward",
     mutates_args=("dq", "dk", "dv"),
     device_types="cpu",
-    schema=(
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-        "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, float dropout_p, float softmax_scale, "
-        "bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
-        "Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None, Tensor? dlse=None) "
-        "-> Tensor softmax_d"
-    ),
+    schema=schema_of(BackwardCall, "Tensor softmax_d", mutated=("dq", "dk", "dv")),
 )
 def _backward_op(*args: Any) -> Tensor:
-    tensors, targets, softmax_scale, causal, dlse = _check_backward(*args)
-    with torch.autocast("cpu", enabled=False):
-        *gradients, softmax_d = cpu.attention_backward(*tensors, softmax_scale, causal, dlse)
-    for target, gradient in zip(targets, gradients, strict=True):
+    call = BackwardCall(*args)
+    call.check()
+    *gradients, softmax_d = call.on_cpu()
+    for target, gradient in zip((call.dq, call.dk, call.dv), gradients, strict=True):
         if target is not None:
             target.copy_(gradient)
     return softmax_d
@@ -137,236 +262,135 @@ def _backward_op(*args: Any) -> Tensor:
 
 @_backward_op.register_kernel("cuda")
 def _(*args: Any) -> Tensor:
-    return _cuda_backward(*_check_backward(*args))[3]
+    call = BackwardCall(*args)
+    call.check()
+    return call.on_cuda()[3]
 
 
 @_backward_op.register_fake
 def _(*args: Any) -> Tensor:
-    (_, q, *_), _, _, _, _ = _check_backward(*args)
-    batch, seqlen_q, heads_q, _ = q.shape
+    call = BackwardCall(*args)
+    call.check()
+    batch, seqlen_q, heads_q, _ = call.q.shape
     rows = cpu.round_up_seqlen(seqlen_q)
-    return q.new_empty((batch, heads_q, rows), dtype=lse_dtype(q.dtype))
+    return call.q.new_empty((batch, heads_q, rows), dtype=lse_dtype(call.q.dtype))
 
 
 # -- backward into new tensors -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientsCall:
+    """Arguments of _flash_attn_gradients. dout or dlse None: the loss does not depend on it."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    softmax_lse: Tensor
+    rng_state: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    deterministic: bool
+
+    def backward_call(self) -> BackwardCall:
+        """The same as arguments of the backward, checked."""
+        call = BackwardCall(
+            dout=torch.zeros_like(self.out) if self.dout is None else self.dout,
+            dq=None,
+            dk=None,
+            dv=None,
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "dout"},
+        )
+        call.check()
+        return call
 
 
 @torch.library.custom_op(
     "flash_attn_cuda::_flash_attn_gradients",
     mutates_args=(),
     device_types="cpu",
-    schema=(
-        "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-        "Tensor softmax_lse, float softmax_scale, bool causal) -> (Tensor dq, Tensor dk, Tensor dv)"
-    ),
+    schema=schema_of(GradientsCall, GRADIENTS_RETURNS),
 )
-def _gradients_op(dout: Tensor | None, dlse: Tensor | None, *args: Any) -> Tensors3:
-    tensors, softmax_scale, causal = _check_gradients(dout, dlse, *args)
-    with torch.autocast("cpu", enabled=False):
-        dq, dk, dv, _ = cpu.attention_backward(*tensors, softmax_scale, causal, dlse)
-    return dq, dk, dv
+def _gradients_op(*args: Any) -> Tensors3:
+    return GradientsCall(*args).backward_call().on_cpu()[:3]
 
 
 @_gradients_op.register_kernel("cuda")
-def _(dout: Tensor | None, dlse: Tensor | None, *args: Any) -> Tensors3:
-    tensors, softmax_scale, causal = _check_gradients(dout, dlse, *args)
-    dq, dk, dv, _ = _cuda_backward(tensors, (None, None, None), softmax_scale, causal, dlse)
-    return dq, dk, dv
+def _(*args: Any) -> Tensors3:
+    return GradientsCall(*args).backward_call().on_cuda()[:3]
 
 
 @_gradients_op.register_fake
-def _(dout: Tensor | None, dlse: Tensor | None, *args: Any) -> Tensors3:
-    (_, q, k, v, *_), _, _ = _check_gradients(dout, dlse, *args)
+def _(*args: Any) -> Tensors3:
+    call = GradientsCall(*args).backward_call()
+    q, k, v = call.q, call.k, call.v
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "flash_attn_cuda does not implement double backward: the gradients of attention cannot be "
-        "differentiated again (create_graph=True)"
-    )
-
-
-_gradients_op.register_autograd(_no_double_backward)
+_gradients_op.register_autograd(no_double_backward)
+_gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_double_backward)
 
 
 @_gradients_op.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensors3, tuple[int, ...]]:
-    tensors = _fold_into_batch(info.batch_size, args[:7], in_dims[:7])
-    dq, dk, dv = _unfold_batch(info.batch_size, _gradients_op(*tensors, *args[7:]))
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors3, tuple[int, ...]]:
+    call, size = GradientsCall(*args), info.batch_size
+    dims: Any = GradientsCall(*in_dims)
+    if call.dropout_p > 0.0 and dims.out is None:
+        # The forward was not mapped, and batch entries are part of what decides about dropout.
+        each = [_gradients_op(*_select(args, in_dims, index)) for index in range(size)]
+        dq, dk, dv = (torch.stack(x) for x in zip(*each, strict=True))
+        return (dq, dk, dv), (0, 0, 0)
+    names = ("dout", "dlse", "q", "k", "v", "out", "softmax_lse")
+    tensors = {
+        name: _fold_into_batch(size, getattr(call, name), getattr(dims, name)) for name in names
+    }
+    batch = tensors["q"].shape[0] // size
+    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
+    folded = replace(call, alibi_slopes=slopes, **tensors)
+    dq, dk, dv = (_unfold_batch(size, x) for x in _gradients_op(*_arguments(folded)))
     return (dq, dk, dv), (0, 0, 0)
 
 
-# -- torch.func ----------------------------------------------------------------------------------
-# Its transforms want autograd formulas as autograd.Functions of a form custom_op does not make.
+# -- vmap ----------------------------------------------------------------------------------------
 
 
-class _FunctorchAttention(torch.autograd.Function):
-    generate_vmap_rule = True
-    setup_context = staticmethod(_save_for_gradients)
-    backward = staticmethod(_gradients)
-
-    @staticmethod
-    def forward(*args: Any) -> Tensors4:
-        return _forward_op(*args)
+def _arguments(call: Any) -> tuple[Any, ...]:
+    """The fields in order. dataclasses.astuple would copy the tensors."""
+    return tuple(getattr(call, f.name) for f in fields(call))
 
 
-class _FunctorchGradients(torch.autograd.Function):
-    generate_vmap_rule = True
-    backward = staticmethod(_no_double_backward)
-
-    @staticmethod
-    def forward(*args: Any) -> Tensors3:
-        return _gradients_op(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors3) -> None:
-        pass
+def _fold_into_batch(size: int, x: Any, dim: int | None) -> Any:
+    """Merge vmap's dimension into the batch of a tensor; one without it is repeated."""
+    if x is None:
+        return None
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
 
 
-forward_for_transforms = _FunctorchAttention.apply
+def _fold_slopes(size: int, batch: int, slopes: Any, dim: int | None) -> Any:
+    """ALiBi slopes (heads,) or (batch, heads) of the folded batch."""
+    if slopes is None or (dim is None and slopes.dim() == 1):
+        return slopes
+    slopes = slopes.expand(size, *slopes.shape) if dim is None else slopes.movedim(dim, 0)
+    if slopes.dim() == 2:
+        slopes = slopes[:, None]
+    return slopes.expand(size, batch, slopes.shape[-1]).flatten(0, 1)
 
 
-def is_functorch_active() -> bool:
-    """Whether a transform of torch.func, vmap included, is running."""
-    return not is_compiling() and torch._C._are_functorch_transforms_active()
+def _unfold_batch(size: int, x: Tensor) -> Tensor:
+    return x.unflatten(0, (size, x.shape[0] // size))
 
 
-# -- shared pieces -------------------------------------------------------------------------------
-
-
-def _check_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[float, bool]:
-    """Raise for what no backend runs; returns (softmax_scale, causal with the window folded in)."""
-    refuse_later_arguments(dropout_p, softcap, alibi_slopes, deterministic=False)
-    if return_softmax:
-        raise not_implemented("return_softmax", "must be False", return_softmax)
-    causal = causal_from_window(causal, (window_size_left, window_size_right))
-    check_attention_inputs(q, k, v, softmax_scale)
-    check_cuda_head_dim(q)
-    return softmax_scale, causal
-
-
-def _check_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    dlse: Tensor | None = None,
-) -> tuple[Tensors6, tuple[Tensor | None, ...], float, bool, Tensor | None]:
-    """Raise for what no backend runs; returns (tensors, targets, softmax_scale, causal, dlse)."""
-    refuse_later_arguments(dropout_p, softcap, alibi_slopes, deterministic)
-    causal = causal_from_window(causal, (window_size_left, window_size_right))
-    tensors = (dout, q, k, v, out, softmax_lse)
-    check_backward_inputs(*tensors, softmax_scale, dlse)
-    check_cuda_head_dim(q)
-    for name, target, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if target is not None:
-            check_like(name, target, like.shape, like.dtype, q)
-    return tensors, (dq, dk, dv), softmax_scale, causal, dlse
-
-
-def _check_gradients(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    softmax_scale: float,
-    causal: bool,
-) -> tuple[Tensors6, float, bool]:
-    """Raise for mismatched tensors; returns (tensors with a dout, softmax_scale, causal)."""
-    if dout is None:
-        dout = torch.zeros_like(out)
-    tensors = (dout, q, k, v, out, softmax_lse)
-    check_backward_inputs(*tensors, softmax_scale, dlse)
-    check_cuda_head_dim(q)
-    return tensors, softmax_scale, causal
-
-
-def _no_dropout_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """S_dmask and rng_state of a call without dropout."""
-    return q.new_empty((0,)), q.new_empty((0,), dtype=torch.int64)
-
-
-def _cuda_backward(
-    tensors: tuple[Tensor, ...],
-    targets: tuple[Tensor | None, ...],
-    softmax_scale: float,
-    causal: bool,
-    dlse: Tensor | None,
-) -> Tensors4:
-    """Gradients in `targets` where given, else in new tensors; returns (dq, dk, dv, softmax_d)."""
-    dq, dk, dv = targets
-    dq, dk, dv, softmax_d = _call_extension(
-        "bwd",
-        *tensors,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        alibi_slopes=None,
-        p_dropout=0.0,
-        softmax_scale=softmax_scale,
-        is_causal=causal,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        deterministic=False,
-        unused_generator=None,
-        rng_state=None,
-        dlse=dlse,
-    )
-    return dq, dk, dv, softmax_d
-
-
-def _call_extension(function: str, *tensors: Tensor, **options: Any) -> list[Tensor]:
-    """Call a function of the extension; where it cannot run on the device, say why."""
-    try:
-        return getattr(build_info.extension, function)(*tensors, **options)
-    except (AttributeError, RuntimeError) as error:
-        build_info.require_cuda(tensors[0].device, error)
-        raise
-
-
-def _fold_into_batch(
-    size: int, tensors: tuple[Tensor | None, ...], dims: tuple[int | None, ...]
-) -> list[Tensor | None]:
-    """Merge vmap's dimension into the batch of every tensor; one without it is repeated."""
-    folded: list[Tensor | None] = []
-    for x, dim in zip(tensors, dims, strict=True):
-        if x is not None:
-            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
-        folded.append(x)
-    return folded
-
-
-def _unfold_batch(size: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in tensors)
+def _select(args: tuple[Any, ...], in_dims: tuple[Any, ...], index: int) -> list[Any]:
+    """The arguments of one entry of vmap's dimension."""
+    return [
+        x if dim is None else x.select(dim, index) for x, dim in zip(args, in_dims, strict=True)
+    ]

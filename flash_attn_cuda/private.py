@@ -8,8 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import packed_sequences_not_implemented
-from .ops import Tensors4, forward_for_transforms, is_functorch_active
+from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
+from .checks import check_tensor, refuse_gradients
+from .op_support import Tensors4, is_functorch_active
+from .ops import forward_for_transforms
+from .varlen_ops import varlen_forward_for_transforms
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -26,18 +29,21 @@ def _flash_attn_forward(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_softmax: bool,
+    deterministic: bool = False,
 ) -> Tensors4:
     """FlashAttention-2's private forward, on q (B, Sq, Hq, D) and k, v (B, Sk, Hk, D).
 
     Returns (out, softmax_lse, S_dmask, rng_state): out (B, Sq, Hq, D); softmax_lse (B, Hq, Sq), the
-    natural logarithm, fp32 (fp64 for fp64 inputs); S_dmask and rng_state, which are empty without
-    dropout. On CUDA D must be a multiple of 8. Errors as flash_attn_func. Unlike
-    FlashAttention-2's, it is differentiable in q, k, v.
+    natural logarithm, fp32 (fp64 for fp64 inputs); rng_state, (seed, offset) of the dropout, int64,
+    and S_dmask (B, Hq, Sq, Sk) if return_softmax, both empty without dropout. On CUDA D must be a
+    multiple of 8. Errors as flash_attn_func. Unlike FlashAttention-2's, it is differentiable in q,
+    k, v; `deterministic`, of its backward, is an addition.
     """
+    check_slopes_have_no_gradient(alibi_slopes)
     op = forward_for_transforms if is_functorch_active() else _ops._flash_attn_forward
     return op(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right),
-        *(softcap, alibi_slopes, return_softmax),
+        *(softcap, alibi_slopes, return_softmax, deterministic),
     )
 
 
@@ -65,8 +71,8 @@ def _flash_attn_backward(
     """FlashAttention-2's private backward: writes dq, dk, dv (None: not wanted).
 
     Returns softmax_d (B, Hq, Sq rounded up to 128), rowsum(dout * out) - dlse in softmax_lse's
-    dtype. `dlse` (B, Hq, Sq), the gradient of softmax_lse, is an addition to FlashAttention-2's
-    arguments. rng_state is of no use without dropout.
+    dtype, zero beyond Sq. `dlse` (B, Hq, Sq), the gradient of softmax_lse, is an addition to
+    FlashAttention-2's arguments. rng_state is the forward's, and of no use without dropout.
     """
     return _ops._flash_attn_backward(
         *(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal),
@@ -80,9 +86,9 @@ def _flash_attn_varlen_forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -96,9 +102,32 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
     num_splits: int = 0,
+    seqused_q: Tensor | None = None,
+    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> Tensors4:
-    """FlashAttention-2's private forward of packed sequences; raises NotImplementedError."""
-    raise packed_sequences_not_implemented("cu_seqlens_q")
+    """FlashAttention-2's private forward of packed sequences, q (total_q, Hq, D).
+
+    Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
+    no effect, as all rows are written. Returns (out, softmax_lse (Hq, total_q), S_dmask (B, Hq,
+    max_seqlen_q, max_seqlen_k), rng_state), the last two empty without dropout. On CUDA D must be a
+    multiple of 8. Differentiable in q, k, v, but not with a block_table.
+    """
+    check_slopes_have_no_gradient(alibi_slopes)
+    check_tensor("q", q)
+    check_tensor("k", k)
+    if block_table is not None:
+        reason = "as attention over the pages of a block_table has no backward"
+        refuse_gradients(reason, q=q, k=k, v=v)
+    op = varlen_forward_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_forward
+    return op(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
+        seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
+        *(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        *(alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors),
+        *(num_splits, seqused_q, batch_invariant, deterministic),
+    )
 
 
 def _flash_attn_varlen_backward(
@@ -113,8 +142,8 @@ def _flash_attn_varlen_backward(
     dv: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -125,6 +154,25 @@ def _flash_attn_varlen_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
+    dlse: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
 ) -> Tensor:
-    """FlashAttention-2's private backward of packed sequences; raises NotImplementedError."""
-    raise packed_sequences_not_implemented("cu_seqlens_q")
+    """FlashAttention-2's private backward of packed sequences: writes dq, dk, dv (None: not
+    wanted), every row.
+
+    Returns softmax_d (Hq, total_q), rowsum(dout * out) - dlse. Those behind zero_tensors, which has
+    no effect, are additions: dlse (Hq, total_q), the gradient of softmax_lse, and what the forward
+    was given.
+    """
+    check_tensor("q", q)
+    check_tensor("k", k)
+    return _ops._flash_attn_varlen_backward(
+        *(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k),
+        seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k)),
+        *(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        *(alibi_slopes, deterministic, rng_state, zero_tensors, dlse),
+        *(seqused_q, seqused_k, leftpad_k),
+    )

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .build_info import CompiledRow, compiled_rows
 from .checks import lse_dtype
-from .interface import flash_attn_func
+from .interface import flash_attn_func, flash_attn_with_kvcache
 
 DTYPES = {
     "fp16": torch.float16,
@@ -27,6 +29,15 @@ DTYPE_EPSILONS = 4.0
 SUM_EPSILONS = 64.0
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_K = 2, 190, 301, 4, 2
+SOFTCAP = 2.0
+
+
+class Kind(Enum):
+    """What is called, and with which options."""
+
+    plain = "plain"
+    features = "softcap and ALiBi"
+    decode = "KV cache"  # one query per sequence, without a backward
 
 
 @dataclass(frozen=True)
@@ -37,25 +48,42 @@ class Check:
     dtype: str
     head_dim: int
     causal: bool
+    kind: Kind
     backward: bool
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         what = "forward and backward" if self.backward else "forward"
-        return f"{self.device:5} {self.dtype} head_dim {self.head_dim:3} {mask:6} {what}"
+        kind = "" if self.kind is Kind.plain else f", {self.kind.value}"
+        return f"{self.device:5} {self.dtype} head_dim {self.head_dim:3} {mask:6} {what}{kind}"
 
 
 def checks(device: str) -> Iterator[Check]:
-    """What to check on "cpu", or on "cuda": one call for every compiled forward kernel."""
+    """What to check on "cpu", or on "cuda": one call for every kind of compiled forward kernel."""
     if device == "cpu":
         for dtype in DTYPES:
             for causal in (False, True):
-                yield Check(device, dtype, head_dim=40, causal=causal, backward=True)
+                yield Check(device, dtype, 40, causal, Kind.plain, backward=True)
+            yield Check(device, dtype, 40, True, Kind.features, backward=True)
+            yield Check(device, dtype, 40, True, Kind.decode, backward=False)
         return
-    for row in compiled_rows():
-        if row.pass_name == "forward":
-            backward = any(_is_backward_of(other, row) for other in compiled_rows())
-            yield Check(device, row.dtype, row.head_dim, row.mask == "windowed", backward)
+    forwards = [row for row in compiled_rows() if row.pass_name == "forward"]
+    yield from dict.fromkeys(_check_of(row) for row in forwards)
+
+
+def _check_of(row: CompiledRow) -> Check:
+    kind = Kind.features if "softcap" in row.features else Kind.plain
+    if row.kind == "decode":
+        kind = Kind.decode
+    backward = any(_is_backward_of(other, row) for other in compiled_rows())
+    return Check(
+        device="cuda",
+        dtype=row.dtype,
+        head_dim=row.head_dim,
+        causal=row.mask == "windowed",
+        kind=kind,
+        backward=backward and kind is not Kind.decode,
+    )
 
 
 def _is_backward_of(row: CompiledRow, forward: CompiledRow) -> bool:
@@ -64,29 +92,38 @@ def _is_backward_of(row: CompiledRow, forward: CompiledRow) -> bool:
         and row.dtype == forward.dtype
         and row.head_dim >= forward.head_dim
         and row.mask in (forward.mask, "windowed")
+        and ("softcap" in row.features or "softcap" not in forward.features)
     )
 
 
 def run(check: Check) -> float:
     """The largest error of out, lse and the gradients, as a fraction of what is allowed."""
     dtype = DTYPES[check.dtype]
+    seqlen_q = 1 if check.kind is Kind.decode else SEQLEN_Q
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
-    q = normal(BATCH, SEQLEN_Q, HEADS_Q, check.head_dim)
+    q = normal(BATCH, seqlen_q, HEADS_Q, check.head_dim)
     k = normal(BATCH, SEQLEN_K, HEADS_K, check.head_dim)
     v = normal(BATCH, SEQLEN_K, HEADS_K, check.head_dim)
-    dout, dlse = normal(*q.shape), normal(BATCH, HEADS_Q, SEQLEN_Q)
+    dout, dlse = normal(*q.shape), normal(BATCH, HEADS_Q, seqlen_q)
+    slopes = 2.0 ** -torch.arange(1.0, HEADS_Q + 1.0)  # Press et al., "ALiBi", 2022, section 3
 
     def leaves(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         copies = (x.to(device, dtype, copy=True).requires_grad_(check.backward) for x in (q, k, v))
         return next(copies), next(copies), next(copies)
 
     inputs, exact_inputs = leaves(check.device, dtype), leaves("cpu", torch.float64)
-    out, lse, _ = flash_attn_func(*inputs, causal=check.causal, return_attn_probs=True)
-    exact = plain_attention(*exact_inputs, causal=check.causal)
+    with_features = check.kind is Kind.features
+    out, lse = _attend(check, *inputs, slopes.to(check.device))
+    exact = plain_attention(
+        *exact_inputs,
+        causal=check.causal,
+        softcap=SOFTCAP if with_features else 0.0,
+        slopes=slopes.double() if with_features else None,
+    )
 
     pairs = list(zip((out, lse), exact, strict=True))
     if check.backward:
@@ -97,14 +134,38 @@ def run(check: Check) -> float:
     return max(_error(actual, expected, dtype) for actual, expected in pairs)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(check: Check, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the call to check."""
+    if check.kind is Kind.decode:
+        result = flash_attn_with_kvcache(q, k, v, causal=check.causal, return_softmax_lse=True)
+        return result[0], result[1]
+    options: dict[str, Any] = {"causal": check.causal, "return_attn_probs": True}
+    if check.kind is Kind.features:
+        options |= {"softcap": SOFTCAP, "alibi_slopes": slopes}
+    out, lse, _ = flash_attn_func(q, k, v, **options)
+    return out, lse
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) with all scores in memory, in the dtype of q (B, Sq, Hq, D), k and v."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * q.shape[-1] ** -0.5
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
+    distance = torch.arange(k.shape[1], device=q.device) - rows
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance.abs()
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(hidden.triu(k.shape[1] - q.shape[1] + 1), -math.inf)
+        scores = scores.masked_fill(distance > 0, -math.inf)
     return torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 

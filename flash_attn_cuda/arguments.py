@@ -1,0 +1,183 @@
+"""What the public functions make of their arguments before a backend sees them.
+
+Windows become two integers, defaults numbers, autocast's dtypes are applied and head dims padded.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
+
+from . import build_info
+from .checks import check_dropout_p, check_softcap, check_tensor, refuse_gradients
+
+WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
+Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
+
+UNLIMITED = (-1, -1)  # the window_size that hides nothing
+
+
+class Options(NamedTuple):
+    """The options of one call, checked as far as no other argument is needed for that."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+
+    @property
+    def is_mask_only(self) -> bool:
+        """Whether there is no option but a full or a causal mask."""
+        return (
+            self.dropout_p == 0.0
+            and self.softcap <= 0.0
+            and self.alibi_slopes is None
+            and not self.deterministic
+            and self.window_left < 0
+            and (self.causal or self.window_right <= 0)
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal or self.window_right == 0
+
+
+# What nearly every call wants, full and causal: making one would be a tenth of a small call's time.
+_PLAIN = tuple(Options(0.0, None, causal, -1, -1, 0.0, None, False) for causal in (False, True))
+
+
+def make_options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> Options:
+    """The options of a public function. TypeError and ValueError name the argument."""
+    causal = bool(causal)
+    if not (dropout_p or softcap or deterministic) and alibi_slopes is None:
+        if window_size is UNLIMITED and softmax_scale is None:
+            return _PLAIN[causal]
+    else:
+        check_dropout_p(dropout_p)
+        check_softcap(softcap)
+        check_slopes_have_no_gradient(alibi_slopes)
+    left, right = window_bounds(window_size)
+    return Options(
+        *(float(dropout_p or 0.0), softmax_scale, causal, left, right, float(softcap or 0.0)),
+        *(alibi_slopes, bool(deterministic)),
+    )
+
+
+def window_bounds(window_size: WindowSize) -> tuple[int, int]:
+    """(left, right) of a sequence or tensor of two integers; -1 where it says None."""
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
+    try:
+        left, right = window_size
+        return _bound(left), _bound(right)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
+
+
+def _bound(value: Any) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, int | torch.SymInt):
+        return cast(int, value)
+    return int(value) if isinstance(value, Tensor) else operator.index(value)
+
+
+def check_slopes_have_no_gradient(alibi_slopes: Any) -> None:
+    """Raise for what is no tensor, and for slopes that a backward would have to differentiate."""
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        refuse_gradients("which attention does not give to slopes", alibi_slopes=alibi_slopes)
+
+
+def seqlen_bound(name: str, max_seqlen: Any, total: int) -> int:
+    """A host integer for max_seqlen, without reading a tensor: `total` for a tensor or None."""
+    if isinstance(max_seqlen, Tensor):
+        if max_seqlen.dim() != 0:
+            shape = tuple(max_seqlen.shape)
+            raise ValueError(f"{name}: must be an integer or a 0-d tensor, got shape {shape}")
+        return total
+    if max_seqlen is None:
+        return total
+    if isinstance(max_seqlen, int | torch.SymInt):
+        return cast(int, max_seqlen)
+    try:
+        return operator.index(max_seqlen)
+    except TypeError as error:
+        kind = type(max_seqlen).__name__
+        raise TypeError(f"{name}: must be an integer, a 0-d tensor or None, got {kind}") from error
+
+
+def rows_bound(x: Tensor, block_table: Any = None) -> int:
+    """An upper bound of the length of a sequence packed in x, or in its pages; 0 for what checks
+    will refuse.
+    """
+    if x.dim() == 0:
+        return 0
+    if not isinstance(block_table, Tensor):
+        return x.shape[0]
+    return block_table.shape[1] * x.shape[1] if block_table.dim() == 2 and x.dim() > 1 else 0
+
+
+def is_plain_cuda_call(q: Any, k: Any, v: Any, *others: Any) -> bool:
+    """Whether nothing but eager autograd would see an operator: half a microsecond.
+
+    `others` may be None. While a compiler is tracing, the answer is no.
+    """
+    return (
+        not is_compiling()
+        and build_info.extension is not None
+        and type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and q.is_cuda
+        and _len_torch_dispatch_stack() == 0
+        and _len_torch_function_stack() == 0
+        and not _are_functorch_transforms_active()
+        and (not others or all(x is None or type(x) is Tensor for x in others))
+    )
+
+
+def default_scale(q: Tensor, softmax_scale: float | None) -> float:
+    """head_dim ** -0.5, of q before any padding, unless a scale is given."""
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+
+
+def pad_head_dim(x: Tensor) -> Tensor:
+    """Zeros to a multiple of 8: they add nothing to a score, and their outputs are cut off."""
+    return pad(x, (0, -x.shape[-1] % 8))
+
+
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """To torch.autocast's dtype, except fp64, as it does for torch's own attention."""
+    return tuple(_cast_one(x) if isinstance(x, Tensor) else x for x in tensors)
+
+
+def _cast_one(x: Tensor) -> Tensor:
+    device = x.device.type
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))

@@ -1,0 +1,158 @@
+"""Attention of sequences of one length, and its gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .tiles import DEFAULT_TILING, AttentionOptions, Problem, Tiling
+
+
+def round_up_seqlen(seqlen: int) -> int:
+    """Rows per head of softmax_d, as the CUDA backward returns it: a multiple of 128."""
+    return (seqlen + 127) // 128 * 128
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    tiling: Tiling = DEFAULT_TILING,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, Sq, Hq, D) over k, v (B, Sk, Hk, D); FlashAttention-2, Algorithm 1.
+
+    Returns out (B, Sq, Hq, D) in the input dtype and lse (B, Hq, Sq), the natural logarithm of the
+    softmax's denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and
+    lse -inf. Dropout takes part in out alone.
+    """
+    problem = Problem.of(q, k, options, tiling)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(problem.lse_shape, dtype=problem.dtype, device=q.device)
+    for lanes in problem.lanes():
+        for m_block in problem.query_blocks():
+            q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
+            row_max = q_tile.new_full((*q_tile.shape[:2], 1), -math.inf)
+            row_sum = torch.zeros_like(row_max)
+            out_tile = torch.zeros_like(q_tile)
+            for n_block in problem.key_blocks_seen_by(m_block):
+                scores = torch.bmm(q_tile, lanes.key_tile(k, n_block).mT)
+                problem.modify(scores, lanes, m_block, n_block)
+                new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+                # A row that has seen no key has maximum -inf, and -inf - -inf is no number.
+                finite_max = new_max.masked_fill(new_max == -math.inf, 0.0)
+                probs = scores.sub_(finite_max).exp_()
+                rescale = torch.exp(row_max - finite_max)
+                row_sum.mul_(rescale).add_(probs.sum(-1, keepdim=True))
+                dropped = problem.dropped(lanes, m_block, n_block)
+                if dropped is not None:
+                    probs.masked_fill_(dropped, 0.0)
+                out_tile.mul_(rescale).baddbmm_(probs, lanes.key_tile(v, n_block))
+                row_max = new_max
+            divisor = row_sum.masked_fill(row_sum == 0.0, 1.0) / options.keep_scale
+            lanes.store_queries(out, m_block, out_tile.div_(divisor))
+            lanes.store_rows(lse, m_block, row_max + row_sum.log())
+    return out, lse
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    dlse: Tensor | None = None,
+    tiling: Tiling = DEFAULT_TILING,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of attention_forward; FlashAttention-2, Algorithm 2, and dlse (B, Hq, Sq).
+
+    With S the scaled products and P the probabilities, dS = P * (dP - softmax_d) where softmax_d =
+    rowsum(dO * O) - dLSE, times 1 - tanh^2 under a softcap; dropout multiplies dP, and P where it
+    makes dV, by its mask. Returns dq, dk, dv in the shapes and dtype of q, k, v, and softmax_d (B,
+    Hq, Sq rounded up to 128; zero beyond Sq) in lse's dtype. dk and dv are summed over the query
+    heads of their group in the compute dtype.
+    """
+    problem = Problem.of(q, k, options, tiling)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    batch, heads_q, seqlen_q = problem.lse_shape
+    softmax_d = torch.zeros(
+        (batch, heads_q, round_up_seqlen(seqlen_q)), dtype=problem.dtype, device=q.device
+    )
+    for lanes in problem.lanes():
+        dq_tiles = {}
+        for m_block in problem.query_blocks():
+            dout_tile = lanes.query_tile(dout, m_block)
+            row_d = (dout_tile * lanes.query_tile(out, m_block)).sum(-1, keepdim=True)
+            if dlse is not None:
+                row_d -= lanes.row_tile(dlse, m_block)
+            # A query without a visible key has no gradient, whatever arrives through its lse.
+            row_d.masked_fill_(lanes.row_tile(lse, m_block) == -math.inf, 0.0)
+            lanes.store_rows(softmax_d, m_block, row_d)
+            dq_tiles[m_block] = torch.zeros_like(dout_tile)
+
+        for n_block in problem.key_blocks():
+            k_tile, v_tile = lanes.key_tile(k, n_block), lanes.key_tile(v, n_block)
+            dk_tile = torch.zeros(k_tile.shape, dtype=k_tile.dtype, device=k_tile.device)
+            dv_tile = torch.zeros_like(dk_tile)
+            for m_block in problem.query_blocks_that_see(n_block):
+                q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
+                dout_tile = lanes.query_tile(dout, m_block)
+                scores = torch.bmm(q_tile, k_tile.mT)
+                slope = problem.modify(scores, lanes, m_block, n_block)
+                probs = scores.sub_(_finite_lse(lanes.row_tile(lse, m_block))).exp_()
+                dprobs = torch.bmm(dout_tile, v_tile.mT)
+                dropped = problem.dropped(lanes, m_block, n_block)
+                if dropped is None:
+                    dv_tile.baddbmm_(probs.mT, dout_tile)
+                else:
+                    kept = probs.masked_fill(dropped, 0.0)
+                    dv_tile.baddbmm_(kept.mT, dout_tile, alpha=options.keep_scale)
+                    dprobs.masked_fill_(dropped, 0.0).mul_(options.keep_scale)
+                dscores = dprobs.sub_(lanes.row_tile(softmax_d, m_block)).mul_(probs)
+                if slope is not None:
+                    dscores.mul_(slope)
+                dq_tiles[m_block].baddbmm_(dscores, k_tile)
+                dk_tile.baddbmm_(dscores.mT, q_tile)
+            lanes.store_keys(dk, n_block, dk_tile)
+            lanes.store_keys(dv, n_block, dv_tile)
+
+        for m_block, dq_tile in dq_tiles.items():
+            lanes.store_queries(dq, m_block, dq_tile.mul_(options.softmax_scale))
+    return dq, dk, dv, softmax_d
+
+
+def probabilities(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    tiling: Tiling = DEFAULT_TILING,
+) -> Tensor:
+    """The probabilities (B, Hq, Sq, Sk) of attention_forward, which returned `lse`, in q's dtype.
+
+    0 where the mask hides a key; where dropout takes one away its sign is flipped, so that a
+    probability of 0 becomes -0. For inspection: memory is O(Sq * Sk).
+    """
+    problem = Problem.of(q, k, options, tiling)
+    probs = torch.zeros((*problem.lse_shape, problem.seqlen_k), dtype=q.dtype, device=q.device)
+    for lanes in problem.lanes():
+        for m_block in problem.query_blocks():
+            q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
+            for n_block in problem.key_blocks():
+                scores = torch.bmm(q_tile, lanes.key_tile(k, n_block).mT)
+                problem.modify(scores, lanes, m_block, n_block)
+                tile = scores.sub_(_finite_lse(lanes.row_tile(lse, m_block))).exp_()
+                dropped = problem.dropped(lanes, m_block, n_block)
+                if dropped is not None:
+                    tile = torch.where(dropped, -tile, tile)
+                lanes.store_scores(probs, m_block, n_block, tile)
+    return probs
+
+
+def _finite_lse(lse: Tensor) -> Tensor:
+    """lse with +inf, which makes every probability 0, for rows that see no key."""
+    return lse.masked_fill(lse == -math.inf, math.inf)

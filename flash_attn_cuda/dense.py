@@ -1,0 +1,224 @@
+"""The public functions of sequences of one length, (batch, seqlen, heads, head_dim)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import cast
+
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+
+from . import build_info
+from .arguments import (
+    UNLIMITED,
+    Options,
+    Result,
+    WindowSize,
+    cast_for_autocast,
+    default_scale,
+    is_plain_cuda_call,
+    make_options,
+    pad_head_dim,
+)
+from .checks import (
+    QKV_NAMES,
+    Names,
+    check_alibi_slopes,
+    check_attention_inputs,
+    check_packed,
+)
+from .op_support import MAX_INT32
+from .private import _flash_attn_forward
+
+_KVPACKED_NAMES: Names = ("q", "kv[:, :, 0]", "kv[:, :, 1]")
+_QKVPACKED_NAMES: Names = ("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
+
+    Sequences of q and k, v may differ in length. Fewer key heads than query heads is grouped-query
+    (or, with one, multi-query) attention: query head h reads key head h // (heads_q / heads_k).
+    The score of query i and key j is softmax_scale * q_i k_j; then softcap is applied, then ALiBi,
+    then the mask.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), head_dim from 1 to 256. fp16 or bf16 on CUDA; also
+            fp32 and fp64 on the CPU. Any strides. On CUDA, tensors whose rows do not start on
+            16-byte boundaries, and a head_dim that is not a multiple of 8, cost a copy.
+        k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
+        v: (batch, seqlen_k, heads_k, head_dim).
+        dropout_p: probability in [0, 1), to 2 ** -16, of dropping an attention weight; the others
+            are scaled so that the expectation stays. Random numbers come from torch's default
+            generator of the device; the mask is a function of the call's (seed, offset), batch,
+            head, row and column alone.
+        softmax_scale: factor of the scores before the softmax, any number that is finite in fp32;
+            None for head_dim ** -0.5.
+        causal: query i sees key j only if j <= i + seqlen_k - seqlen_q (bottom right alignment).
+        window_size: (left, right): query i sees key j only if
+            i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right. Negative or
+            None for unlimited, each side on its own; causal sets right to 0. A tensor of two
+            integers will do; on CUDA reading it waits for the device.
+        softcap: scores become softcap * tanh(score / softcap); zero or negative for off.
+        alibi_slopes: (heads_q,) or (batch, heads_q), fp32, without a gradient: scores become
+            score - slope * |i + seqlen_k - seqlen_q - j| (Press et al., "ALiBi", 2022).
+        deterministic: bitwise repeatable gradients, at some cost. The forward always repeats.
+        return_attn_probs: also return softmax_lse and S_dmask, for tests.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim) in q's dtype, or (out, softmax_lse, S_dmask):
+        softmax_lse (batch, heads_q, seqlen_q) is the natural logarithm of the softmax's
+        denominator, in fp32 (fp64 for fp64 inputs). S_dmask is empty without dropout; with it,
+        (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, it holds the probabilities before
+        dropout, negated where they are dropped.
+        A query that sees no key has out 0, softmax_lse -inf and no gradient.
+        Differentiable, once, in q, k and v through out and softmax_lse. Under torch.autocast the
+        inputs are cast to its dtype first.
+
+    Raises:
+        TypeError: an argument is not of the type or dtype required.
+        ValueError: shapes, devices or numbers do not fit.
+        NotImplementedError: alibi_slopes requires grad, or a second derivative is asked for.
+        RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
+    """
+    options = make_options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(q, k, v, options, return_attn_probs, QKV_NAMES)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func with kv (batch, seqlen_k, 2, heads_k, head_dim) for keys and values.
+
+    The gradient of kv is made in one piece, without adding two padded halves. Everything else,
+    errors included, is as in flash_attn_func.
+    """
+    options = make_options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    check_packed("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
+    k, v = kv.unbind(2)
+    return _attend(q, k, v, options, return_attn_probs, _KVPACKED_NAMES)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """flash_attn_func with qkv (batch, seqlen, 3, heads, head_dim) for all three.
+
+    Queries and keys have the same number of heads. The gradient of qkv is made in one piece.
+    Everything else, errors included, is as in flash_attn_func.
+    """
+    options = make_options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
+    q, k, v = qkv.unbind(2)
+    return _attend(q, k, v, options, return_attn_probs, _QKVPACKED_NAMES)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool, names: Names
+) -> Result:
+    wants_s_dmask = return_attn_probs and options.dropout_p > 0.0
+    slopes = () if options.alibi_slopes is None else (options.alibi_slopes,)
+    if not wants_s_dmask and is_plain_cuda_call(q, k, v, *slopes):
+        out, softmax_lse = _attend_by_extension(q, k, v, options, names)
+        if return_attn_probs:
+            return out, softmax_lse, q.new_empty((0,), dtype=out.dtype)
+        return out
+    out, softmax_lse, s_dmask = _attend_by_operator(q, k, v, options, wants_s_dmask, names)
+    return (out, softmax_lse, s_dmask) if return_attn_probs else out
+
+
+def _attend_by_extension(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, names: Names
+) -> tuple[Tensor, Tensor]:
+    """The fast path: the extension checks its inputs, so only a rejected call is checked here."""
+    if _is_any_autocast_enabled():
+        q, k, v = cast_for_autocast(q, k, v)
+    try:
+        head_dim = q.shape[-1]
+        if head_dim % 8 == 0:
+            return _call_attention(q, k, v, options, options.softmax_scale)
+        scale = default_scale(q, options.softmax_scale)
+        padded = (pad_head_dim(q), pad_head_dim(k), pad_head_dim(v))
+        out, softmax_lse = _call_attention(*padded, options, scale)
+        return out[..., :head_dim], softmax_lse
+    except Exception as error:
+        check_attention_inputs(q, k, v, options.softmax_scale, names)
+        check_alibi_slopes(options.alibi_slopes, q.shape[0], q)
+        build_info.require_cuda(q.device, error)
+        raise
+
+
+def _call_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    extension = cast(ModuleType, build_info.extension)
+    if options.is_mask_only:
+        return extension.attention(q, k, v, scale, options.is_causal)
+    no_lengths = (None, None, None, None, None)
+    out, softmax_lse, _ = extension.attention_full(
+        *(q, k, v, *no_lengths, q.shape[1], k.shape[1], options.dropout_p),
+        *(default_scale(q, scale), options.causal),
+        *(min(options.window_left, MAX_INT32), min(options.window_right, MAX_INT32)),
+        *(options.softcap, options.alibi_slopes, options.deterministic),
+    )
+    return out, softmax_lse
+
+
+def _attend_by_operator(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, wants_s_dmask: bool, names: Names
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = cast_for_autocast(q, k, v)
+    check_attention_inputs(q, k, v, options.softmax_scale, names)
+    scale = default_scale(q, options.softmax_scale)
+    head_dim = q.shape[-1]
+    needs_padding = q.is_cuda and head_dim % 8 != 0
+    if needs_padding:
+        q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
+    out, softmax_lse, s_dmask, _ = _flash_attn_forward(
+        *(q, k, v),
+        dropout_p=options.dropout_p,
+        softmax_scale=scale,
+        causal=options.causal,
+        window_size_left=options.window_left,
+        window_size_right=options.window_right,
+        softcap=options.softcap,
+        alibi_slopes=options.alibi_slopes,
+        return_softmax=wants_s_dmask,
+        deterministic=options.deterministic,
+    )
+    return out[..., :head_dim] if needs_padding else out, softmax_lse, s_dmask

@@ -1,0 +1,1 @@
+"""Ties to other libraries, imported only by who asks for them."""

@@ -1,0 +1,211 @@
+"""Models of Hugging Face transformers on this package's attention.
+
+    from flash_attn_cuda.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attn_cuda")
+
+Runs what transformers runs with "flash_attention_2", on the CPU too: causal and bidirectional
+attention, sliding windows, softcap, grouped-query attention, dropout, generation with dynamic and
+static caches, padding on either side or anywhere, and batches packed by position_ids or by
+cu_seq_lens_q and cu_seq_lens_k. A mask that is none of these (a custom 4-D one, chunks, blocks of
+images) goes to torch's attention with that mask; what neither can do raises.
+
+Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
+flash-attention; no layer waits. torch.compile breaks the graph there, and nowhere else of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import modeling_flash_attention_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ..padding import pad_input, unpad_input
+from .sequences import Sequences, for_decoding, is_decoding
+from .transformers_masks import attention_mask as attention_mask_function
+from .transformers_masks import packed_by_positions, sequences_of
+
+__all__ = ["attention", "register"]
+
+_registered: set[str] = set()
+
+
+def register(name: str = "flash_attn_cuda") -> None:
+    """Make attn_implementation=`name` known to transformers. Calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers is too old: its mask functions must take q_length.
+        ValueError: transformers has an attention of that name already.
+    """
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(
+            "flash_attn_cuda.integrations.transformers needs a transformers whose mask functions "
+            f"take q_length, got version {transformers.__version__}"
+        )
+    if name == "eager" or AttentionInterface._global_mapping.get(name, attention) is not attention:
+        raise ValueError(f"name: must not be one that transformers has already, got {name!r}")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, attention_mask_function)
+    _registered.add(name)
+    _answer_for_registered_names()
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (out (batch, seqlen_q, heads, value_dim), None).
+
+    Args:
+        module: the attention layer; its is_causal counts where the argument is None.
+        query: (batch, heads_q, seqlen_q, head_dim).
+        key: (batch, heads_k, seqlen_k, head_dim), what was cached included.
+        value: (batch, heads_k, seqlen_k, value_dim), value_dim <= head_dim.
+        attention_mask: what the registered mask function made, or a 4-D mask for torch's attention.
+        dropout, scaling, softcap: flash_attn_func's dropout_p, softmax_scale and softcap.
+        sliding_window: number of keys that a causal query sees, its own included; a bidirectional
+            one sees that many on either side.
+        position_ids: (1, seqlen): several runs from the same lowest number are packed sequences.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences in the flattened
+            batch, as flash_attn_varlen_func takes them.
+        deterministic: bitwise repeatable backward; None asks the environment's
+            FLASH_ATTENTION_DETERMINISTIC and torch.use_deterministic_algorithms.
+
+    Raises:
+        NotImplementedError: attention sinks (s_aux), position_bias, a paged cache, or softcap with
+            a 4-D mask.
+    """
+    _refuse(kwargs)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
+        return _torch_attention(module, query, key, value, attention_mask, options)
+    query, key, value = (x.transpose(1, 2) for x in _half_precision(module, query, key, value))
+    value_dim = value.shape[-1]
+    if value_dim < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - value_dim))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    has_window = sliding_window is not None and key.shape[1] > sliding_window
+    options = {
+        "causal": causal,
+        "softmax_scale": scaling,
+        "window_size": _window_size(sliding_window if has_window else None, causal),
+        "softcap": softcap or 0.0,
+        "dropout_p": dropout,
+        "deterministic": _deterministic(deterministic),
+    }
+    batch, seqlen_q, seqlen_k = *query.shape[:2], key.shape[1]
+    sequences: Sequences | None
+    if attention_mask is not None:
+        sequences = sequences_of(attention_mask, seqlen_q, seqlen_k, causal, has_window)
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        starts = (cu_seq_lens_q.int(), cu_seq_lens_k.int())
+        sequences = Sequences(*starts, max_seqlens=(max_length_q, max_length_k))
+    else:
+        sequences = packed_by_positions(position_ids, batch, seqlen_q, seqlen_k)
+    out: Any
+    if sequences is not None:
+        out = sequences.attend(query, key, value, **options)
+    elif is_decoding(query, key, value, **options):
+        out = flash_attn_with_kvcache(query, key, value, **for_decoding(options))
+    else:
+        out = flash_attn_func(query, key, value, **options)
+    return out[..., :value_dim], None
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    """Raise for what would change the result and is not implemented."""
+    for name, what in (
+        ("s_aux", "attention sinks are"),
+        ("position_bias", "an additive bias is"),
+        ("cache", "transformers' paged cache is"),
+    ):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name}: {what} not implemented by flash_attn_cuda")
+
+
+def _torch_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    if options.pop("softcap"):
+        raise NotImplementedError(
+            "softcap: not with a mask of its own for every query; the kernels compute causal, "
+            f"windowed, padded and packed masks, got a mask of shape {tuple(mask.shape)}"
+        )
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **options)
+
+
+def _half_precision(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """fp32 tensors on CUDA in the dtype of the layer's weights: some trainers norm in fp32."""
+    query = tensors[0]
+    if query.dtype != torch.float32 or not query.is_cuda or torch.is_autocast_enabled("cuda"):
+        return tensors
+    for weight in module.parameters():
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            return tuple(x.to(weight.dtype) for x in tensors)
+    return tensors
+
+
+def _window_size(sliding_window: int | None, causal: bool) -> tuple[int, int]:
+    """transformers counts a query's own key; both of our ends are inclusive distances."""
+    if sliding_window is None:
+        return (-1, -1)
+    return (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _deterministic(wish: bool | None) -> bool:
+    if wish is not None:
+        return wish
+    wanted = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+    return wanted or torch.are_deterministic_algorithms_enabled()
+
+
+def _answer_for_registered_names() -> None:
+    """Let transformers load our functions where it would look for a kernel on its hub.
+
+    It takes every name with "flash" in it for a build of flash-attention, whose functions it loads
+    when it makes the model, although it then calls only what AttentionInterface holds.
+    """
+    original = getattr(modeling_flash_attention_utils, "_lazy_imports", None)
+    if original is None or getattr(original, "_knows_flash_attn_cuda", False):
+        return
+
+    @functools.wraps(original)
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation not in _registered:
+            return original(implementation, *args, **kwargs)
+        attention = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+        return (*attention, pad_input, unpad_input)
+
+    lazy_imports._knows_flash_attn_cuda = True  # type: ignore[attr-defined]
+    modeling_flash_attention_utils._lazy_imports = lazy_imports

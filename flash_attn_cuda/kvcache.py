@@ -1,0 +1,199 @@
+"""The public functions of serving: attention over a KV cache, and sums of partial results."""
+
+from __future__ import annotations
+
+import operator
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import build_info
+from .arguments import (
+    UNLIMITED,
+    WindowSize,
+    default_scale,
+    is_plain_cuda_call,
+    make_options,
+    seqlen_bound,
+)
+from .checks import check_softmax_scale, check_tensor, refuse_gradients
+from .kvcache_ops import KvCacheCall
+
+_ops = torch.ops.flash_attn_cuda
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache of keys and values, to which k and v are appended.
+
+    For inference: without gradients. Options that are not listed are those of flash_attn_func,
+    where seqlen_k is the number of keys of a sequence, appended ones included and left padding
+    excluded, and key 0 the first one behind the padding. Nothing waits for the device. All tensors
+    have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
+            No head_dim costs a copy of the cache.
+        k_cache: (batch_cache, capacity, heads_k, head_dim), or with a block_table (num_pages,
+            page_size, heads_k, head_dim), of any page_size. Written in place if k is given.
+        v_cache: as k_cache.
+        k: (batch, seqlen_new, heads_k, head_dim): appended at row cache_seqlens of each sequence.
+            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim).
+        v: as k.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
+            positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
+            causal or windowed, all at cache_seqlens otherwise (Su et al., "RoFormer", 2021,
+            section 3.2.2). Only with k.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: (batch,), or an integer for all: rows of the cache that are filled, before
+            appending, left padding included. None, without k, for the whole capacity.
+        cache_batch_idx: (batch,): the entry of the cache, or row of block_table, of each sequence.
+            Appending to one entry twice leaves either's keys.
+        cache_leftpad: (batch,): rows of the cache before a sequence's first key.
+        block_table: (batch, max_pages): row r of sequence b is row r % page_size of page
+            block_table[b, r // page_size].
+        rotary_interleaved: rotate elements (0, 1), (2, 3), ... rather than (0, rotary_dim / 2),
+            (1, rotary_dim / 2 + 1), ...
+        num_splits: parts that the keys of a sequence are divided into, to occupy the device; 0
+            chooses.
+        return_softmax_lse: also return softmax_lse.
+        cu_seqlens_q: (batch + 1,): sequences of queries are packed, as in flash_attn_varlen_func.
+        max_seqlen_q: an upper bound of their lengths: an integer, a 0-d tensor, which is not read,
+            or None. On CUDA results are right whatever it is: it helps to choose a kernel.
+        cu_seqlens_k_new: (batch + 1,), the same of k and v; None for cu_seqlens_q.
+        batch_invariant: split keys at fixed lengths, so that a sequence's results are the same bits
+            whatever the batch and the capacity; num_splits is not used then.
+
+    Returns:
+        out like q, or (out, softmax_lse), softmax_lse (batch, heads_q, seqlen_q) or (heads_q,
+        total_q) in fp32.
+
+    Raises:
+        As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
+        not written. NotImplementedError: a tensor requires grad while gradients are enabled.
+    """
+    _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, tensor)
+    check_softmax_scale(softmax_scale)
+    used, seqlen_k = _cache_lengths(cache_seqlens)
+    if k is not None and cu_seqlens_k_new is None:
+        cu_seqlens_k_new = cu_seqlens_q
+    arguments = (
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, used, cache_batch_idx),
+        *(cache_leftpad, block_table, _scale(q, options.softmax_scale), options.causal),
+        *(options.window_left, options.window_right, options.softcap, bool(rotary_interleaved)),
+        *(options.alibi_slopes, num_splits, cu_seqlens_q),
+        seqlen_bound("max_seqlen_q", max_seqlen_q, q.shape[0] if cu_seqlens_q is not None else 0),
+        *(cu_seqlens_k_new, bool(batch_invariant), seqlen_k),
+    )
+    indices = (used, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q, cu_seqlens_k_new)
+    others = (k, v, rotary_cos, rotary_sin, alibi_slopes, *indices)
+    if is_plain_cuda_call(q, k_cache, v_cache, *others):
+        out, softmax_lse = _attend_by_extension(KvCacheCall(*arguments))
+    else:
+        KvCacheCall(*arguments).check()
+        if k is None:
+            out, softmax_lse = _ops._flash_attn_with_kvcache(*arguments)
+        else:
+            out, softmax_lse = _ops._flash_attn_with_kvcache_append(*arguments)
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One result from those of any number of disjoint parts of the keys.
+
+    With lse = log(sum of exp(lse_partial)) over the parts, out is the sum of exp(lse_partial - lse)
+    * out_partial. Parts where lse_partial is -inf do not count, whatever their out_partial holds.
+    Without gradients.
+
+    Args:
+        out_partial: (splits, batch, seqlen, heads, head_dim), fp32 (fp64 too on the CPU).
+        lse_partial: (splits, batch, seqlen, heads), of the same dtype.
+        out: (batch, seqlen, heads, head_dim) to write into; None for a new tensor.
+        out_dtype: dtype of a new one: fp32, fp16 or bf16; None for out_partial's.
+
+    Returns:
+        (out, softmax_lse), softmax_lse (batch, heads, seqlen).
+
+    Raises:
+        TypeError, ValueError: naming the argument. NotImplementedError: a partial result requires
+        grad while gradients are enabled.
+    """
+    reason = "as a sum of partial results has no backward"
+    refuse_gradients(reason, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    if out is None:
+        return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
+    check_tensor("out", out)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"out_dtype: must be the dtype of out ({out.dtype}), got {out_dtype}")
+    softmax_lse = _ops._flash_attn_combine_out(out_partial, lse_partial, out)
+    return out, softmax_lse
+
+
+def _attend_by_extension(call: KvCacheCall) -> tuple[Tensor, Tensor]:
+    """The fast path: the extension checks its inputs, so only a rejected call is checked here."""
+    extension = cast(ModuleType, build_info.extension)
+    try:
+        out, softmax_lse = extension.fwd_kvcache(call.q, **call.extension_arguments())
+    except Exception as error:
+        call.check()
+        build_info.require_cuda(call.q.device, error)
+        raise
+    return out, softmax_lse
+
+
+def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
+    """(a tensor or None, one number for every sequence or None)."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens, None
+    if isinstance(cache_seqlens, torch.SymInt):
+        return None, cast(int, cache_seqlens)
+    try:
+        return None, operator.index(cache_seqlens)
+    except TypeError as error:
+        kind = type(cache_seqlens).__name__
+        raise TypeError(f"cache_seqlens: must be an integer or a tensor, got {kind}") from error
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    """default_scale, of a q that is not checked yet."""
+    return 1.0 if q.dim() == 0 or q.shape[-1] == 0 else default_scale(q, softmax_scale)
+
+
+def _refuse_gradients(*tensors: Tensor | None) -> None:
+    names = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+    reason = "as attention over a cache has no backward (torch.no_grad() says that none is wanted)"
+    refuse_gradients(reason, **dict(zip(names, tensors, strict=True)))

@@ -1,0 +1,246 @@
+"""Lengths and indices of packed sequences and caches: their form, and on the CPU their contents.
+
+The form (type, dtype, shape, device) is checked on every device. Contents are checked where the
+host holds them, on the CPU; on CUDA kernels do it (device_errors.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .checks import (
+    PACKED_LAYOUT,
+    PAGED_LAYOUT,
+    check_like,
+    check_qkv,
+    check_tensor,
+)
+
+MAX_SPLITS = 256
+
+
+class VarlenNames(NamedTuple):
+    """What a caller knows the arguments of packed sequences as."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+    cu_seqlens_q: str = "cu_seqlens_q"
+    cu_seqlens_k: str = "cu_seqlens_k"
+    max_seqlen_q: str = "max_seqlen_q"
+    max_seqlen_k: str = "max_seqlen_k"
+
+
+class Lengths(NamedTuple):
+    """Where packed sequences lie and how long they are, by FlashAttention-2's names."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    block_table: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+
+VARLEN_NAMES = VarlenNames()
+
+
+def check_varlen_inputs(
+    q: Any, k: Any, v: Any, lengths: Lengths, names: VarlenNames = VARLEN_NAMES
+) -> None:
+    """Raise unless q (total_q, Hq, D), k and v (total_k, Hk, D), or with a block_table (pages,
+    page_size, Hk, D), and the lengths have the form of one call.
+    """
+    is_paged = lengths.block_table is not None
+    layout = PAGED_LAYOUT if is_paged else PACKED_LAYOUT
+    check_qkv(q, k, v, (names.q, names.k, names.v), PACKED_LAYOUT, layout)
+    check_cu_seqlens(names.cu_seqlens_q, lengths.cu_seqlens_q, q)
+    batch = lengths.batch
+    if not (lengths.cu_seqlens_k is None and is_paged and lengths.seqused_k is not None):
+        entries = check_cu_seqlens(names.cu_seqlens_k, lengths.cu_seqlens_k, q)
+        if entries != batch + 1:
+            raise ValueError(
+                f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
+                f"({batch + 1}), got {entries}"
+            )
+    check_optional("seqused_q", lengths.seqused_q, (batch,), q)
+    check_optional("seqused_k", lengths.seqused_k, (batch,), q)
+    check_optional("leftpad_k", lengths.leftpad_k, (batch,), q)
+    check_block_table(lengths.block_table, batch, k, q, names.k)
+    check_max_seqlen(names.max_seqlen_q, lengths.max_seqlen_q)
+    check_max_seqlen(names.max_seqlen_k, lengths.max_seqlen_k)
+
+
+def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
+    """Raise unless `tensor` is (batch + 1,), int32, on the device of q; returns its entries."""
+    check_tensor(name, tensor)
+    if tensor.dim() != 1 or tensor.shape[0] < 1:
+        raise ValueError(f"{name}: must have shape (batch + 1,), got {tuple(tensor.shape)}")
+    check_like(name, tensor, tensor.shape, torch.int32, q)
+    return tensor.shape[0]
+
+
+def check_optional(name: str, tensor: Any, shape: tuple[int, ...], q: Tensor) -> None:
+    """Raise unless `tensor` is None or an int32 tensor of this shape on the device of q."""
+    if tensor is not None:
+        check_like(name, tensor, shape, torch.int32, q)
+
+
+def check_block_table(
+    table: Any, rows: int | None, pool: Tensor, q: Tensor, pool_name: str
+) -> None:
+    """Raise unless `table` is None or int32 (rows, max_pages) over a pool of pages.
+
+    rows None is any number of rows.
+    """
+    if table is None:
+        return
+    check_tensor("block_table", table)
+    if table.dim() != 2 or (rows is not None and table.shape[0] != rows):
+        wanted = "batch" if rows is None else rows
+        raise ValueError(
+            f"block_table: must have shape ({wanted}, max_pages), got {tuple(table.shape)}"
+        )
+    check_like("block_table", table, table.shape, torch.int32, q)
+    if pool.shape[1] < 1:
+        raise ValueError(
+            f"{pool_name}: pages must have at least one row, got shape {tuple(pool.shape)}"
+        )
+
+
+def check_max_seqlen(name: str, max_seqlen: Any) -> None:
+    """Raise for a negative bound; whether it is one of the lengths, their contents tell alone.
+
+    What a compiler may hold as symbols is left alone: a comparison would bind it to this call's
+    numbers.
+    """
+    if not is_compiling() and isinstance(max_seqlen, int) and max_seqlen < 0:
+        raise ValueError(f"{name}: must not be negative, got {max_seqlen}")
+
+
+def check_num_splits(num_splits: Any) -> None:
+    """Raise unless num_splits is 0, for automatic, or a number of splits."""
+    if not isinstance(num_splits, int):
+        return
+    if not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(
+            f"num_splits: must be from 0, for automatic, to {MAX_SPLITS}, got {num_splits}"
+        )
+
+
+# -- contents, on the CPU ------------------------------------------------------------------------
+
+
+def check_varlen_contents(q: Tensor, k: Tensor, lengths: Lengths) -> None:
+    """Raise unless the contents of the lengths, tensors on the CPU, lie within q, k and v."""
+    used_q = check_cu_seqlens_contents("cu_seqlens_q", lengths.cu_seqlens_q, q.shape[0], "total_q")
+    if lengths.seqused_q is not None:
+        check_range("seqused_q", lengths.seqused_q, 0, used_q)
+        used_q = lengths.seqused_q
+    check_bound("max_seqlen_q", lengths.max_seqlen_q, used_q)
+
+    table = lengths.block_table
+    if table is None:
+        total = k.shape[0]
+        used_k = check_cu_seqlens_contents("cu_seqlens_k", lengths.cu_seqlens_k, total, "total_k")
+        if lengths.seqused_k is not None:
+            check_range("seqused_k", lengths.seqused_k, 0, used_k)
+            used_k = lengths.seqused_k
+    else:
+        capacity = table.shape[1] * k.shape[1]
+        if lengths.seqused_k is not None:
+            name, used_k = "seqused_k", lengths.seqused_k
+        else:
+            name = "cu_seqlens_k"
+            used_k = check_cu_seqlens_contents(name, lengths.cu_seqlens_k, None, "")
+        check_range(name, used_k, 0, capacity, "a sequence's length")
+    check_bound("max_seqlen_k", lengths.max_seqlen_k, used_k)
+    if lengths.leftpad_k is not None:
+        check_range("leftpad_k", lengths.leftpad_k, 0, used_k)
+    if table is not None:
+        check_pages(table, lengths.leftpad_k, used_k, k.shape[:2])
+
+
+def check_cu_seqlens_contents(
+    name: str, cu_seqlens: Any, total: int | None, total_name: str
+) -> Tensor:
+    """Raise unless the entries start at 0, do not decrease and end within total; returns lengths.
+
+    Rows behind the last sequence are nobody's: buffers of CUDA graphs are longer than a batch.
+    """
+    first = int(cu_seqlens[0])
+    if first != 0:
+        raise ValueError(f"{name}: must start at 0, got {first} at index 0")
+    lengths = cu_seqlens.long().diff()
+    if (index := _first_true(lengths < 0)) is not None:
+        raise ValueError(
+            f"{name}: must not decrease, got {int(cu_seqlens[index + 1])} at index {index + 1} "
+            f"after {int(cu_seqlens[index])}"
+        )
+    last = int(cu_seqlens[-1])
+    if total is not None and last > total:
+        raise ValueError(
+            f"{name}: must end within {total_name} ({total}), "
+            f"got {last} at index {len(cu_seqlens) - 1}"
+        )
+    return lengths
+
+
+def check_range(
+    name: str, values: Tensor, low: int, high: Tensor | int, what: str | None = None
+) -> None:
+    """Raise unless low <= value <= high for every entry."""
+    index = _first_true((values < low) | (values > high))
+    if index is not None:
+        bound = high if isinstance(high, int) else int(high[index])
+        entry = f"{name}: {what}" if what else f"{name}:"
+        raise ValueError(
+            f"{entry} must be from {low} to {bound}, got {int(values[index])} at index {index}"
+        )
+
+
+def check_bound(name: str, bound: int, lengths: Tensor) -> None:
+    """Raise if a length exceeds its bound."""
+    index = _first_true(lengths > bound)
+    if index is not None:
+        raise ValueError(
+            f"{name}: must be at least the longest sequence, got {bound} for "
+            f"{int(lengths[index])} rows of sequence {index}"
+        )
+
+
+def check_pages(
+    table: Tensor, leftpad: Tensor | None, used: Tensor, pool: torch.Size | tuple[int, int]
+) -> None:
+    """Raise unless every entry of a block table that holds rows [leftpad, used) is a page of the
+    pool (num_pages, page_size). Entries beyond may be anything.
+    """
+    num_pages, page_size = pool
+    begin = torch.arange(table.shape[1]) * page_size
+    needed = begin < used[:, None]
+    if leftpad is not None:
+        needed &= begin + page_size > leftpad[:, None]
+    bad = needed & ((table < 0) | (table >= num_pages))
+    where = _first_true(bad.flatten())
+    if where is not None:
+        row, page = divmod(where, table.shape[1])
+        raise ValueError(
+            f"block_table: must be a page of the pool, from 0 to {num_pages - 1}, "
+            f"got {int(table[row, page])} at index ({row}, {page})"
+        )
+
+
+def _first_true(x: Tensor) -> int | None:
+    """The index of the first true entry of one dimension, or None."""
+    found = x.nonzero()
+    return int(found[0, 0]) if found.numel() > 0 else None

@@ -1,0 +1,182 @@
+"""What the custom operators share: schemas, the options of the scores, calls of the extension.
+
+An operator's arguments are the fields of a dataclass, in its order: the schema is made of them, and
+an implementation reads its arguments through them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import build_info, cpu
+from .checks import check_alibi_slopes, check_dropout_p, check_softcap, check_softmax_scale
+
+MAX_INT32 = 2**31 - 1
+
+Tensors2 = tuple[Tensor, Tensor]
+Tensors3 = tuple[Tensor, Tensor, Tensor]
+Tensors4 = tuple[Tensor, Tensor, Tensor, Tensor]
+
+FORWARD_RETURNS = "Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state"
+GRADIENTS_RETURNS = "Tensor dq, Tensor dk, Tensor dv"
+
+# A dropout's seed comes from torch's generator: whoever recomputes a call must restore it first.
+# custom_op knows tags since torch 2.7.
+_HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
+RANDOM: dict[str, Any] = {"tags": (torch.Tag.nondeterministic_seeded,)} if _HAS_TAGS else {}
+
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "float": "float",
+    "bool": "bool",
+    "torch.dtype | None": "ScalarType?",
+}
+
+
+class ScoreArguments(Protocol):
+    """The arguments that say how scores and probabilities are made; all but one, all forwards and
+    backwards have them.
+    """
+
+    @property
+    def dropout_p(self) -> float: ...
+    @property
+    def softmax_scale(self) -> float: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window_size_left(self) -> int: ...
+    @property
+    def window_size_right(self) -> int: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def alibi_slopes(self) -> Tensor | None: ...
+
+
+def schema_of(call: type, returns: str, mutated: Collection[str] = ()) -> str:
+    """The schema of an operator whose arguments are the fields of the dataclass `call`.
+
+    `returns` is the schema's list of results; `mutated` names the arguments it writes into.
+    """
+    aliases = dict(zip(mutated, "abc", strict=False))
+    arguments = []
+    for argument in dataclasses.fields(call):
+        kind = _SCHEMA_TYPES[str(argument.type)]
+        if argument.name in aliases:
+            kind = kind.replace("Tensor", f"Tensor({aliases[argument.name]}!)")
+        default = argument.default
+        value = "" if default is dataclasses.MISSING else f"={default}"
+        arguments.append(f"{kind} {argument.name}{value}")
+    return f"({', '.join(arguments)}) -> ({returns})"
+
+
+def check_score_arguments(call: ScoreArguments, batch: int, q: Tensor) -> None:
+    """Raise unless every option of the scores is one that some backend runs."""
+    check_softmax_scale(call.softmax_scale)
+    check_dropout_p(call.dropout_p)
+    check_softcap(call.softcap)
+    check_alibi_slopes(call.alibi_slopes, batch, q)
+
+
+def cpu_options(call: ScoreArguments, rng_state: Tensor | None) -> cpu.AttentionOptions:
+    """The options as the CPU backend takes them."""
+    right = 0 if call.causal else call.window_size_right
+    return cpu.AttentionOptions(
+        softmax_scale=call.softmax_scale,
+        window=(max(call.window_size_left, -1), max(right, -1)),
+        softcap=max(call.softcap, 0.0),
+        alibi_slopes=call.alibi_slopes,
+        dropout_p=call.dropout_p,
+        rng_state=rng_state if call.dropout_p > 0.0 else None,
+    )
+
+
+def extension_options(call: ScoreArguments) -> dict[str, Any]:
+    """The options by the names that the extension's functions give them, but for dropout."""
+    return {
+        "alibi_slopes": call.alibi_slopes,
+        "softmax_scale": call.softmax_scale,
+        "is_causal": call.causal,
+        "window_left": min(call.window_size_left, MAX_INT32),
+        "window_right": min(call.window_size_right, MAX_INT32),
+        "softcap": call.softcap,
+    }
+
+
+def call_extension(function: str, *tensors: Tensor, **options: Any) -> list[Tensor]:
+    """Call a function of the extension; where it cannot run on the device, say why."""
+    device = tensors[0].device
+    try:
+        return getattr(build_info.extension, function)(*tensors, **options)
+    except (AttributeError, RuntimeError) as error:
+        build_info.require_cuda(device, error)
+        raise
+
+
+def draw_rng_state(dropout_p: float) -> Tensor:
+    """(seed, offset) of a call on the CPU, int64, from torch's default generator; empty without
+    dropout.
+    """
+    if dropout_p == 0.0:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device="cpu")
+    rng_state[1] = 0
+    return rng_state
+
+
+def empty_rng_state(q: Tensor, dropout_p: float) -> Tensor:
+    """A tensor like the rng_state of a call on q."""
+    return q.new_empty((2 if dropout_p > 0.0 else 0,), dtype=torch.int64)
+
+
+def empty_s_dmask(q: Tensor, is_wanted: bool, shape: Sequence[int]) -> Tensor:
+    """A tensor like the S_dmask of a call on q."""
+    return q.new_empty(tuple(shape) if is_wanted else (0,))
+
+
+def no_double_backward(ctx: Any, *_: Any) -> None:
+    """The autograd formula of every operator that computes gradients."""
+    raise NotImplementedError(
+        "flash_attn_cuda does not implement double backward: the gradients of attention cannot be "
+        "differentiated again (create_graph=True)"
+    )
+
+
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """setup_context of a formula that needs nothing."""
+
+
+def for_transforms(
+    op: Callable[..., Any], save: Callable[..., None], gradients: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`op` as an autograd.Function: torch.func wants formulas in a form custom_op does not make.
+
+    Takes all arguments of `op`, by position.
+    """
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+        setup_context = staticmethod(save)
+        backward = staticmethod(gradients)
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+    return Function.apply
+
+
+def is_functorch_active() -> bool:
+    """Whether a transform of torch.func, vmap included, is running."""
+    return not is_compiling() and torch._C._are_functorch_transforms_active()
