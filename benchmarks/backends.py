@@ -53,16 +53,23 @@ class Backend:
 
 
 def prepare_ours(case: AttentionCase) -> Attend:
-    from flash_attn_cuda import cuda_unavailable_reason, flash_attn_func
+    from flash_attn_cuda import flash_attn_func
 
-    if is_cuda(case) and (reason := cuda_unavailable_reason()):
-        raise Unsupported(reason)
+    require_ours(case.device)
+    # Only what the case asks for: a plain call is timed as callers write it.
+    features = {
+        name: value for name, value in case.arguments().items() if name in features_of(case)
+    }
+    if case.alibi is not None:
+        generator = torch.Generator(case.device).manual_seed(0)
+        features["alibi_slopes"] = case.make_slopes(case.batch, case.num_heads_q, generator)
     scale, causal = case.softmax_scale, case.causal
-    return lambda q, k, v: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+    return lambda q, k, v: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **features)
 
 
 def prepare_fa3(case: AttentionCase) -> Attend:
     require_cuda(case)
+    refuse_features(case)
     try:
         from flash_attn_interface import flash_attn_func
     except ImportError as error:
@@ -77,7 +84,9 @@ def prepare_fa3(case: AttentionCase) -> Attend:
 
 
 def prepare_sdpa(case: AttentionCase) -> Attend:
+    refuse_features(case, but="dropout_p")
     options = {"scale": case.softmax_scale, "enable_gqa": has_grouped_heads(case)}
+    options["dropout_p"] = case.dropout_p
     # is_causal aligns to the top left corner; this package, and this bias, to the bottom right.
     if case.causal and case.seqlen_q != case.seqlen_k:
         options["attn_mask"] = causal_lower_right(case.seqlen_q, case.seqlen_k)
@@ -95,6 +104,7 @@ def prepare_flex(case: AttentionCase) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask
 
     require_cuda(case)
+    refuse_features(case)
     flex_attention = compiled_flex_attention()
     shift = case.seqlen_k - case.seqlen_q
 
@@ -127,6 +137,32 @@ def is_cuda(case: AttentionCase) -> bool:
 def require_cuda(case: AttentionCase) -> None:
     if not is_cuda(case):
         raise Unsupported("runs on CUDA devices only")
+
+
+def require_ours(device: str) -> None:
+    from flash_attn_cuda import cuda_unavailable_reason
+
+    if torch.device(device).type == "cuda" and (reason := cuda_unavailable_reason()):
+        raise Unsupported(reason)
+
+
+def features_of(case: AttentionCase) -> list[str]:
+    """The arguments by which a call differs from plain attention; the mask's `causal` is plain."""
+    wanted = {
+        "window_size": case.window != (-1, -1),
+        "softcap": case.softcap > 0.0,
+        "alibi_slopes": case.alibi is not None,
+        "dropout_p": case.dropout_p > 0.0,
+        "deterministic": case.deterministic,
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def refuse_features(case: AttentionCase, but: str | None = None) -> None:
+    """Raises Unsupported if the case has a feature, `but` excepted."""
+    refused = [name for name in features_of(case) if name != but]
+    if refused:
+        raise Unsupported(f"not measured with {', '.join(refused)}")
 
 
 def has_grouped_heads(case: AttentionCase) -> bool:

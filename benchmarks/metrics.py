@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cases import AttentionCase
+from cases import AttentionCase, VarlenCase
 
 
 class Pass(str, Enum):
@@ -15,13 +15,33 @@ class Pass(str, Enum):
     backward = "backward"
 
 
-def operations(case: AttentionCase, which: Pass) -> int:
+def operations(case: AttentionCase | VarlenCase, which: Pass) -> int:
     """Floating-point operations of the matrix products on visible query-key pairs.
 
     4 * pairs * head_dim per head forward, 2.5 times that backward; a causal mask leaves half of a
-    square and half of its diagonal.
+    square and half of its diagonal. Packed sequences: the sum over them.
     """
+    if isinstance(case, VarlenCase):
+        return sum(operations(sequence, which) for sequence in sequences(case))
     return case.forward_flops() if which is Pass.forward else case.backward_flops()
+
+
+def sequences(case: VarlenCase) -> Iterator[AttentionCase]:
+    """Each sequence as a problem of its own, of the rows that take part."""
+    used_q = case.lengths_q if case.used_q is None else case.used_q
+    used_k = case.keys if case.used_k is None else case.used_k
+    leftpad = (0,) * case.batch if case.leftpad is None else case.leftpad
+    for seqlen_q, end, begin in zip(used_q, used_k, leftpad, strict=True):
+        yield AttentionCase(
+            batch=1,
+            seqlen_q=seqlen_q,
+            seqlen_k=end - begin,
+            num_heads_q=case.num_heads_q,
+            num_heads_k=case.num_heads_k,
+            head_dim=case.head_dim,
+            causal=case.causal,
+            window=case.window,
+        )
 
 
 def least_traffic(case: AttentionCase, which: Pass) -> int:
@@ -47,7 +67,13 @@ class Timing:
             samples=len(samples_ms),
         )
 
-    def teraflops(self, case: AttentionCase, which: Pass) -> float:
+    def divided_by(self, count: int) -> Timing:
+        """Of one of `count` equal parts of a call."""
+        return Timing(
+            self.median_ms / count, self.low_ms / count, self.high_ms / count, self.samples
+        )
+
+    def teraflops(self, case: AttentionCase | VarlenCase, which: Pass) -> float:
         """10^12 operations per second."""
         return operations(case, which) / self.median_ms / 1e9
 

@@ -264,11 +264,22 @@ def write_outputs(
         plot(document, plot_path)
 
 
+def show_features(document: Row, *, as_markdown: bool) -> None:
+    import feature_tables
+    from features import BENCHMARKS
+
+    columns = BENCHMARKS[document["benchmark"]].COLUMNS
+    if as_markdown:
+        print(feature_tables.markdown(document, columns))
+    else:
+        feature_tables.print_document(document, columns)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="what bench.py --json wrote")
+    parser.add_argument("results", type=Path, help="what --json of bench.py or features.py wrote")
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -277,6 +288,11 @@ def main(arguments: list[str] | None = None) -> int:
     if document.get("schema") != SCHEMA:
         found = document.get("schema")
         raise SystemExit(f"{options.results}: schema must be {SCHEMA}, got {found}")
+    if "benchmark" in document:  # written by features.py
+        if options.csv or options.plot:
+            raise SystemExit(f"{options.results}: --csv and --plot are for results of bench.py")
+        show_features(document, as_markdown=options.markdown)
+        return 0
     write_outputs(document, json_path=None, csv_path=options.csv, plot_path=options.plot)
     print(markdown(document) if options.markdown else "\n".join(summary_lines(document)))
     return 0

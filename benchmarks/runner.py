@@ -1,4 +1,4 @@
-"""Times several backends on one case, interleaved, so that clocks and temperature hit all alike."""
+"""Times several things in turns, so that clocks and temperature hit all alike."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
-from backends import Backend, Unsupported, is_cuda
+from backends import Attend, Backend, Unsupported, is_cuda
 from cases import AttentionCase, AttentionInputs
 from metrics import Pass, Timing
+from torch import Tensor
 
 Call = Callable[[], object]
 
@@ -60,12 +63,33 @@ class Result:
     check: dict[str, object] | None = None  # refcheck's verdict
 
 
+@dataclass(frozen=True)
+class Subject:
+    """Something to time. `prepare` sets it up and makes one call per input set, to be used in turn;
+    `scope` makes the context that its calls need.
+    """
+
+    name: str
+    prepare: Callable[[], Sequence[Call]]
+    scope: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What became of a subject. Without status ok there is a reason and no figures."""
+
+    status: Status
+    reason: str | None = None
+    timing: Timing | None = None
+    peak_bytes: int | None = None  # most memory one call held beyond its inputs; CUDA only
+
+
 @dataclass
 class Contender:
-    """A backend set up for one case and pass: one call per input set."""
+    """A subject that is set up."""
 
-    backend: Backend
-    calls: list[Call]
+    subject: Subject
+    calls: Sequence[Call]
     peak_bytes: int | None = None
     calls_per_sample: int = 1
     estimate_ms: float = 0.0
@@ -93,30 +117,45 @@ def run_case(
     inputs: Sequence[AttentionInputs],
     budget_ms: float,
 ) -> list[Result]:
-    """Times all backends; about `budget_ms` of device time for each of them."""
-    contenders, failures = [], {}
-    for backend in backends:
-        try:
-            contenders.append(prepare_contender(backend, case, which, inputs))
-        except Exception as error:
-            failures[backend.name] = failure(case, which, backend, error)
-    samples = collect_samples(contenders, which, is_cuda(case), budget_ms)
-    measured = {
-        contender.backend.name: Result(
-            case,
-            which,
-            contender.backend.name,
-            Status.ok,
-            timing=Timing.of(values),
-            peak_bytes=contender.peak_bytes,
-        )
-        for contender, values in zip(contenders, samples, strict=True)
-    }
-    return [(failures | measured)[backend.name] for backend in backends]
+    """Times all backends on one case; about `budget_ms` of device time for each of them."""
+    subjects = [
+        Subject(backend.name, partial(make_calls, backend, case, which, inputs), backend.scope)
+        for backend in backends
+    ]
+    measured = measure(
+        subjects, records=which is Pass.backward, on_cuda=is_cuda(case), budget_ms=budget_ms
+    )
+    return [
+        Result(case, which, subject.name, m.status, m.reason, m.timing, m.peak_bytes)
+        for subject, m in zip(subjects, measured, strict=True)
+    ]
 
 
-def failure(case: AttentionCase, which: Pass, backend: Backend, error: Exception) -> Result:
-    """A backend that cannot run a case is a row of the table, not the end of the benchmark."""
+def measure(
+    subjects: Sequence[Subject], *, records: bool, on_cuda: bool, budget_ms: float
+) -> list[Measurement]:
+    """One per subject, all timed in turns; with `records` calls are recorded for autograd."""
+    contenders: list[Contender] = []
+    outcomes: list[Contender | Measurement] = []
+    with torch.set_grad_enabled(records):
+        for subject in subjects:
+            try:
+                contenders.append(set_up(subject, on_cuda))
+                outcomes.append(contenders[-1])
+            except Exception as error:
+                outcomes.append(failure(error))
+        samples = collect_samples(contenders, on_cuda, budget_ms)
+    timings = iter([Timing.of(values) for values in samples])
+    return [
+        outcome
+        if isinstance(outcome, Measurement)
+        else Measurement(Status.ok, timing=next(timings), peak_bytes=outcome.peak_bytes)
+        for outcome in outcomes
+    ]
+
+
+def failure(error: Exception) -> Measurement:
+    """What cannot run is a row of the table, not the end of the benchmark."""
     if isinstance(error, LOST_DEVICE):
         raise error
     if isinstance(error, torch.OutOfMemoryError):
@@ -127,29 +166,36 @@ def failure(case: AttentionCase, which: Pass, backend: Backend, error: Exception
     else:
         status = Status.failed
     reason = str(error).strip().splitlines()
-    return Result(case, which, backend.name, status, reason=reason[0] if reason else repr(error))
+    return Measurement(status, reason=reason[0] if reason else repr(error))
 
 
-def prepare_contender(
-    backend: Backend, case: AttentionCase, which: Pass, inputs: Sequence[AttentionInputs]
-) -> Contender:
-    """Sets the backend up and runs it once on every input set, which also compiles and tunes it."""
-    attend = backend.prepare(case)
-    with backend.scope(), torch.set_grad_enabled(which is Pass.backward):
-        calls = [make_call(backend, attend, which, one) for one in inputs]
+def set_up(subject: Subject, on_cuda: bool) -> Contender:
+    """Prepares the subject and runs its calls once each, which also compiles and tunes them."""
+    with subject.scope():
+        calls = subject.prepare()
         calls[0]()
-        contender = Contender(backend, calls, peak_bytes=peak_memory(calls[0], is_cuda(case)))
+        contender = Contender(subject, calls, peak_bytes=peak_memory(calls[0], on_cuda))
         for call in calls:
             call()
-        estimate(contender, is_cuda(case))
+        estimate(contender, on_cuda)
     return contender
 
 
-def make_call(backend: Backend, attend: Callable, which: Pass, inputs: AttentionInputs) -> Call:
-    q, k, v = (backend.view(x) for x in (inputs.q, inputs.k, inputs.v))
+def make_calls(
+    backend: Backend, case: AttentionCase, which: Pass, inputs: Sequence[AttentionInputs]
+) -> list[Call]:
+    attend = backend.prepare(case)
+    return [
+        make_call(attend, which, *(backend.view(x) for x in (one.q, one.k, one.v, one.dout)))
+        for one in inputs
+    ]
+
+
+def make_call(attend: Attend, which: Pass, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Call:
+    """One pass of `attend`. For the backward the forward runs here, once."""
     if which is Pass.forward:
         return lambda: attend(q, k, v)
-    out, dout = attend(q, k, v), backend.view(inputs.dout)
+    out = attend(q, k, v)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
@@ -175,7 +221,7 @@ def estimate(contender: Contender, on_cuda: bool) -> None:
 
 
 def collect_samples(
-    contenders: Sequence[Contender], which: Pass, on_cuda: bool, budget_ms: float
+    contenders: Sequence[Contender], on_cuda: bool, budget_ms: float
 ) -> list[list[float]]:
     """Milliseconds per call, one list per contender, all of the same length."""
     if not contenders:
@@ -185,13 +231,12 @@ def collect_samples(
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, rounds))
     samples: list[list[Sample]] = [[] for _ in contenders]
     gc.collect()
-    gc.disable()  # a collection inside a sample would be taken for the backend's own time
+    gc.disable()  # a collection inside a sample would be taken for the subject's own time
     try:
-        with torch.set_grad_enabled(which is Pass.backward):
-            for round_index, turn in interleave(len(contenders), rounds):
-                with contenders[turn].backend.scope():
-                    start = round_index * contenders[turn].calls_per_sample
-                    samples[turn].append(take_sample(contenders[turn], start, on_cuda))
+        for round_index, turn in interleave(len(contenders), rounds):
+            with contenders[turn].subject.scope():
+                start = round_index * contenders[turn].calls_per_sample
+                samples[turn].append(take_sample(contenders[turn], start, on_cuda))
     finally:
         gc.enable()
     return [[sample.milliseconds() for sample in of_one] for of_one in samples]

@@ -1,0 +1,92 @@
+"""Speed of packed sequences, of features and of decoding, with the targets of each.
+
+    python benchmarks/features.py varlen --json varlen.json      # packed against dense and torch
+    python benchmarks/features.py features                       # dropout, softcap, ALiBi, ...
+    python benchmarks/features.py decode --quick                 # KV cache in CUDA graphs
+
+bf16, random normal data, medians of interleaved runs; what is compared is timed in one process.
+Backward is timed alone, without the forward.
+`report.py results.json --markdown` prints the table of a saved run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one that is measured.
+sys.path += [str(ROOT / "tests"), str(ROOT)]
+
+import decode_speed  # noqa: E402
+import feature_cost  # noqa: E402
+import torch  # noqa: E402
+import varlen_speed  # noqa: E402
+from feature_tables import Row, failures, print_document  # noqa: E402
+from report import environment, write_outputs  # noqa: E402
+
+SCHEMA = 1
+BENCHMARKS = {"varlen": varlen_speed, "features": feature_cost, "decode": decode_speed}
+QUICK_BUDGET_MS = 20.0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("--quick", action="store_true", help="few cases and few samples")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget-ms", type=float, help="per figure (default: 120, quick: 20)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if options.budget_ms is None:
+        options.budget_ms = QUICK_BUDGET_MS if options.quick else 120.0
+    return options
+
+
+def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of one group after another."""
+    module = BENCHMARKS[options.benchmark]
+    if module is decode_speed:
+        yield [decode_speed.measure_copy(options.device, options.budget_ms)]
+    groups = module.groups(options.device, options.quick)
+    for index, group in enumerate(groups, start=1):
+        print(f"[{index}/{len(groups)}] {group}", file=sys.stderr, flush=True)
+        yield list(module.measure_group(group, options.budget_ms))
+        gc.collect()
+        if torch.device(options.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    rows: list[Row] = []
+    try:
+        for of_group in measure(options):
+            rows += of_group
+    finally:  # what was measured before an error is not lost with it
+        if options.benchmark == "decode":
+            decode_speed.add_copy_shares(rows)
+        command = ["python", "benchmarks/features.py", *(arguments or sys.argv[1:])]
+        document = {
+            "schema": SCHEMA,
+            "benchmark": options.benchmark,
+            "command": shlex.join(command),
+            "environment": environment(options.device),
+            "results": rows,
+        }
+        write_outputs(document, json_path=options.json, csv_path=None, plot_path=None)
+        print_document(document, BENCHMARKS[options.benchmark].COLUMNS)
+    failed = failures(rows)
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
