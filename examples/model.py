@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,18 @@ class GPT(nn.Module):
                 [tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1
             )
         return bytes(tokens[0].tolist())
+
+
+def save_model(model: GPT, path: Path) -> None:
+    torch.save({"config": asdict(model.config), "weights": model.state_dict()}, path)
+
+
+def load_model(path: Path, device: torch.device) -> GPT:
+    """The model that save_model wrote; reads tensors and numbers only, no code."""
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model = GPT(GPTConfig(**saved["config"])).to(device)
+    model.load_state_dict(saved["weights"])
+    return model
 
 
 def normalise(x: Tensor) -> Tensor:

@@ -4,9 +4,9 @@
     python examples/train_gpt.py --text book.txt --preset small --steps 2000
     python examples/train_gpt.py --compare-curves   # trains with torch's attention too, same seeds
 
-Writes loss.png, losses.csv and sample.txt into the folder --out. Exits with status 1 when the loss
-or a gradient of one training step, or a loss curve, disagrees with torch's
-scaled_dot_product_attention beyond rounding.
+Writes model.pt (generate.py reads it), loss.png, losses.csv and sample.txt into the folder --out.
+Exits with status 1 when the loss or a gradient of one training step, or a loss curve, disagrees
+with torch's scaled_dot_product_attention beyond rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from agreement import compare_curves, compare_step
-from model import ATTENTIONS, GPT
+from model import ATTENTIONS, GPT, save_model
 from training import PRESETS, Corpus, Curve, Preset, autocast, manual_text, train
 
 from flash_attn_cuda import cuda_unavailable_reason
@@ -72,18 +72,18 @@ def positive_int(text: str) -> int:
     return value
 
 
-def choose_device(wish: str) -> torch.device:
+def choose_device(wish: str, doing: str = "training") -> torch.device:
     """CUDA where it works; says in one line when the CPU is taken instead."""
     if wish == "cpu":
-        print("training on the CPU backend of flash_attn_cuda, as asked")
+        print(f"{doing} on the CPU backend of flash_attn_cuda, as asked")
         return torch.device("cpu")
     reason = cuda_unavailable_reason()
     if reason is None:
-        print(f"training on {torch.cuda.get_device_name()}")
+        print(f"{doing} on {torch.cuda.get_device_name()}")
         return torch.device("cuda")
     if wish == "cuda":
         raise SystemExit(f"--device cuda: {reason}")
-    print(f"training on the CPU backend of flash_attn_cuda with a smaller model: {reason}")
+    print(f"{doing} on the CPU backend of flash_attn_cuda: {reason}")
     return torch.device("cpu")
 
 
@@ -168,6 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         report(name, curves[name])
 
+    save_model(model, options.out / "model.pt")
     picture = save_curves(curves, options.out)
     print(f"sample: {save_sample(model, device, options.seed, options.out)}")
     print(f"loss curve: {picture}")
