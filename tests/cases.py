@@ -8,86 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
+from kvcache_cases import KvCacheCase, KvCacheInputs
+from layouts import DTYPE_NAMES, Alibi, Features, Layout, arrange
 from torch import Tensor
+from varlen_cases import VarlenCase, VarlenInputs
 
-DTYPE_NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
-
-
-class Layout(Enum):
-    """How a (B, S, H, D) tensor lies in memory. Gaps between its elements hold NaN."""
-
-    contiguous = "contiguous"
-    heads_first = "heads_first"  # memory order (B, H, S, D), as torch's own attention wants it
-    seqlen_first = "seqlen_first"  # memory order (S, B, H, D)
-    packed = "packed"  # the middle one of three tensors in one (B, S, 3, H, D)
-    sliced_head_dim = "sliced_head_dim"  # the first D of D + 8 columns
-    odd_stride = "odd_stride"  # rows D + 1 apart: no row but the first is aligned to 16 bytes
-    misaligned = "misaligned"  # dense, but the first element is 2 bytes off any alignment
-    every_other_row = "every_other_row"  # positions 0, 2, 4, ... of a sequence twice as long
-    surrounded = "surrounded"  # a block inside a tensor larger in every dimension
-    expanded_batch = "expanded_batch"  # one batch entry shown B times, stride 0
-    strided_head_dim = "strided_head_dim"  # last stride 2: what no kernel reads in place
-
-
-def arrange(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor with the shape and values of `x` (B, S, H, D) in memory of `layout`.
-
-    For expanded_batch every batch entry takes the values of the first.
-    """
-    batch, seqlen, heads, head_dim = x.shape
-    match layout:
-        case Layout.contiguous:
-            return x.contiguous()
-        case Layout.expanded_batch:
-            return x[:1].clone().expand(x.shape)
-        case Layout.heads_first:
-            view = _poison(x, batch, heads, seqlen, head_dim).transpose(1, 2)
-        case Layout.seqlen_first:
-            view = _poison(x, seqlen, batch, heads, head_dim).transpose(0, 1)
-        case Layout.packed:
-            view = _poison(x, batch, seqlen, 3, heads, head_dim)[:, :, 1]
-        case Layout.sliced_head_dim:
-            view = _poison(x, batch, seqlen, heads, head_dim + 8)[..., :head_dim]
-        case Layout.odd_stride:
-            view = _poison(x, batch, seqlen, heads, head_dim + 1)[..., :head_dim]
-        case Layout.misaligned:
-            view = _poison(x, x.numel() + 1)[1:].view(x.shape)
-        case Layout.every_other_row:
-            view = _poison(x, batch, 2 * seqlen, heads, head_dim)[:, ::2]
-        case Layout.surrounded:
-            view = _poison(x, batch + 2, seqlen + 2, heads + 2, head_dim + 16)
-            view = view[1:-1, 1:-1, 1:-1, 8:-8]
-        case Layout.strided_head_dim:
-            view = _poison(x, batch, seqlen, heads, 2 * head_dim)[..., ::2]
-    return view.copy_(x)
-
-
-def _poison(like: Tensor, *shape: int) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+__all__ = [
+    "ALL_HEAD_DIMS",
+    "BENCHMARK_HEAD_DIMS",
+    "BENCHMARK_SEQLENS",
+    "BUCKET_HEAD_DIMS",
+    "DTYPE_NAMES",
+    "FURTHER_BENCHMARK_HEAD_DIMS",
+    "HEAD_RATIOS",
+    "LONG_SEQLENS",
+    "ODD_SEQLENS",
+    "Alibi",
+    "AttentionCase",
+    "AttentionInputs",
+    "Features",
+    "KvCacheCase",
+    "KvCacheInputs",
+    "Layout",
+    "VarlenCase",
+    "VarlenInputs",
+    "arrange",
+    "benchmark_cases",
+]
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """q, dout (B, Sq, Hq, D), k, v (B, Sk, Hk, D), dlse (B, Hq, Sq) in fp32."""
+    """q, dout (B, Sq, Hq, D), k, v (B, Sk, Hk, D), dlse (B, Hq, Sq) in fp32, slopes in fp32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
 
 @dataclass(frozen=True)
-class AttentionCase:
-    """One attention problem. Lengths in tokens; softmax_scale None means head_dim ** -0.5."""
+class AttentionCase(Features):
+    """One attention problem with sequences of one length, in tokens."""
 
     batch: int = 2
     seqlen_q: int = 128
@@ -95,11 +61,7 @@ class AttentionCase:
     num_heads_q: int = 4
     num_heads_k: int = 4
     head_dim: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    causal: bool = False
-    softmax_scale: float | None = None
     layout: Layout = Layout.contiguous
-    device: str = "cuda"
 
     def __post_init__(self) -> None:
         if self.num_heads_k < 1 or self.num_heads_q % self.num_heads_k != 0:
@@ -113,11 +75,8 @@ class AttentionCase:
             f"q{self.seqlen_q}k{self.seqlen_k}",
             f"h{self.num_heads_q}/{self.num_heads_k}",
             f"d{self.head_dim}",
-            DTYPE_NAMES[self.dtype],
-            "causal" if self.causal else "full",
+            *self.feature_parts(),
         ]
-        if self.softmax_scale is not None:
-            parts.append(f"scale{self.softmax_scale:g}")
         if self.layout is not Layout.contiguous:
             parts.append(self.layout.value)
         return "-".join(parts)
@@ -145,17 +104,19 @@ class AttentionCase:
         )
         rows = (self.batch, self.num_heads_q, self.seqlen_q)
         dlse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return AttentionInputs(q=q, k=k, v=v, dout=dout, dlse=normal(*rows, dtype=dlse_dtype))
+        dlse = normal(*rows, dtype=dlse_dtype)
+        slopes = self.make_slopes(self.batch, self.num_heads_q, generator)
+        return AttentionInputs(q=q, k=k, v=v, dout=dout, dlse=dlse, alibi_slopes=slopes)
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head that the mask leaves."""
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        # Query i sees i + 1 + shift keys, the first max(0, -shift) queries none: an arithmetic
-        # series.
-        shift = self.seqlen_k - self.seqlen_q
-        queries = min(self.seqlen_q, self.seqlen_k)
-        return queries * (max(0, shift) + 1 + self.seqlen_k) // 2
+        left, right = self.window
+        right = 0 if self.causal else right
+        diagonal = torch.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
+        first = (diagonal - left).clamp_min(0) if left >= 0 else torch.zeros_like(diagonal)
+        last = diagonal + right if right >= 0 else torch.full_like(diagonal, self.seqlen_k)
+        last = last.clamp_max(self.seqlen_k - 1)
+        return int((last - first + 1).clamp_min(0).sum())
 
     def forward_flops(self) -> int:
         """Multiplications and additions of the two products of the forward, on visible pairs."""

@@ -4,6 +4,8 @@ run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import gpu_summary
 import pytest
 import torch
@@ -17,6 +19,8 @@ from harness import (
     skip_without_row,
 )
 from tolerance import Closeness
+
+from flash_attn_cuda import check_device_errors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +58,14 @@ def _no_gpu_reason() -> str | None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_device_error_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A bad length that a test's kernels met is that test's error, not a later one's."""
+    yield
+    if not ON_CPU and request.node.get_closest_marker("gpu") is not None:
+        check_device_errors()
 
 
 @pytest.fixture

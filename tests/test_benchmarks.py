@@ -7,11 +7,12 @@ import json
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cases import AttentionCase, benchmark_cases
+from cases import AttentionCase, VarlenCase, benchmark_cases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -89,6 +90,38 @@ def test_operations_follow_the_papers_convention():
     )
 
 
+def test_operations_of_packed_sequences_are_the_sum_of_theirs():
+    case = VarlenCase(
+        lengths_q=(1, 7, 0), lengths_k=(3, 7, 2), num_heads_q=2, num_heads_k=1, head_dim=8
+    )
+    pairs = 1 * 3 + 7 * 7
+    assert operations(case, Pass.forward) == 4 * pairs * 2 * 8
+    assert operations(case, Pass.backward) == 10 * pairs * 2 * 8
+    pairs = 3 + 7 * 8 // 2
+    assert operations(replace(case, causal=True), Pass.forward) == 4 * pairs * 2 * 8
+
+
+def test_operations_count_only_rows_that_take_part():
+    case = VarlenCase(
+        lengths_q=(9,), used_q=(4,), used_k=(6,), leftpad=(2,), num_heads_q=1, num_heads_k=1
+    )
+    assert operations(case, Pass.forward) == 4 * (4 * 4) * case.head_dim
+
+
+def test_operations_fall_with_the_window():
+    full = AttentionCase(1, 4096, 4096, 1, 1, 64, causal=True)
+    window = replace(full, window=(1024, 0))
+    pairs = sum(min(row + 1, 1025) for row in range(4096))
+    assert operations(window, Pass.forward) == 4 * pairs * 64
+    assert operations(replace(full, causal=False, window=(1024, 0)), Pass.forward) == operations(
+        window, Pass.forward
+    )
+    packed = VarlenCase(
+        lengths_q=(4096,), num_heads_q=1, num_heads_k=1, causal=True, window=(1024, 0)
+    )
+    assert operations(packed, Pass.backward) == operations(window, Pass.backward)
+
+
 def test_rates_have_the_right_units():
     case = AttentionCase(1, 1024, 1024, 8, 8, 64)
     timing = Timing(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=1)
@@ -116,7 +149,7 @@ def test_samples_of_two_backends_alternate(monkeypatch):
     original = runner.take_sample
 
     def spy(contender, start, on_cuda):
-        taken.append(contender.backend.name)
+        taken.append(contender.subject.name)
         return original(contender, start, on_cuda)
 
     monkeypatch.setattr(runner, "take_sample", spy)

@@ -108,24 +108,28 @@ def test_a_scale_that_is_not_finite(extension: Any, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    ("argument", "value", "error"),
     [
-        ("p_dropout", 0.1),
-        ("softcap", 30.0),
-        ("window_left", 5),
-        ("alibi_slopes", torch.zeros(HEADS)),
-        ("return_softmax", True),
-        ("unused_generator", torch.Generator()),
-        ("deterministic", True),
+        ("p_dropout", -0.1, ValueError),
+        ("p_dropout", 1.0, ValueError),
+        ("p_dropout", math.nan, ValueError),
+        ("softcap", math.inf, ValueError),
+        ("softcap", math.nan, ValueError),
+        ("softcap", 1e-40, ValueError),
+        ("alibi_slopes", torch.zeros(HEADS), ValueError),  # on the CPU
+        ("alibi_slopes", torch.half, TypeError),
+        ("alibi_slopes", (HEADS + 1,), ValueError),
+        ("alibi_slopes", (BATCH + 1, HEADS), ValueError),
+        ("unused_generator", torch.Generator(), NotImplementedError),
     ],
 )
-def test_arguments_of_a_later_version(extension: Any, argument: str, value: Any) -> None:
-    x = tensor()
-    with pytest.raises(NotImplementedError, match=f"{argument}: must be"):
-        if argument == "deterministic":
-            backward(extension, x, x, x, x, x, x, deterministic=value)
-        else:
-            forward(extension, x, x, x, **{argument: value})
+def test_bad_options(extension: Any, argument: str, value: Any, error: type[Exception]) -> None:
+    if isinstance(value, torch.dtype):
+        value = tensor(HEADS, dtype=value)
+    elif isinstance(value, tuple):
+        value = tensor(*value, dtype=torch.float32)
+    with pytest.raises(error, match=f"^{argument}: .*must (be|have)"):
+        forward(extension, tensor(), tensor(), tensor(), **{argument: value})
 
 
 def test_window_arguments(extension: Any) -> None:
@@ -133,8 +137,36 @@ def test_window_arguments(extension: Any) -> None:
     causal = forward(extension, q, k, v)[0]
     assert torch.equal(forward(extension, q, k, v, is_causal=False, window_right=0)[0], causal)
     assert torch.equal(forward(extension, q, k, v, window_right=7)[0], causal)  # causal wins
-    with pytest.raises(NotImplementedError, match=r"window_right: must be -1 .* got 7"):
-        forward(extension, q, k, v, is_causal=False, window_right=7)
+    assert not torch.equal(forward(extension, q, k, v, is_causal=False, window_right=7)[0], causal)
+
+
+@pytest.mark.parametrize("right", [-1, 7])
+def test_negative_and_huge_window_bounds_are_none(extension: Any, right: int) -> None:
+    q, k, v = tensor(), tensor(), tensor()
+
+    def attend(left: int, right: int) -> Tensor:
+        return forward(extension, q, k, v, is_causal=False, window_left=left, window_right=right)[0]
+
+    for left in (-5, -(2**31), 2**31 - 1, 2**40):
+        assert torch.equal(attend(left, right), attend(-1, right)), left
+        if right == -1:
+            assert torch.equal(attend(-1, left), attend(-1, -1)), left
+
+
+@pytest.mark.parametrize("return_softmax", [False, True])
+def test_what_dropout_returns(extension: Any, return_softmax: bool) -> None:
+    """rng_state, and probabilities on demand; without dropout both are empty."""
+    skip_without_row(make_case(head_dim=HEAD_DIM, causal=True, dropout_p=0.5), backward=False)
+    q, k, v = tensor(), tensor(), tensor()[:, :-1]
+    k = k[:, :-1]
+    for p in (0.0, 0.5):
+        *_, s_dmask, rng_state = forward(
+            extension, q, k, v, p_dropout=p, return_softmax=return_softmax
+        )
+        shape = (BATCH, HEADS, SEQLEN, SEQLEN - 1) if return_softmax and p > 0.0 else (0,)
+        assert s_dmask.shape == shape and s_dmask.dtype == q.dtype
+        assert torch.signbit(s_dmask).any() == (s_dmask.numel() > 0)
+        assert rng_state.dtype == torch.int64 and rng_state.numel() == (2 if p > 0.0 else 0)
 
 
 @pytest.mark.parametrize(

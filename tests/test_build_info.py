@@ -35,8 +35,9 @@ def test_an_extension_that_does_not_load(tmp_path: Path) -> None:
     """One warning that names both torch versions, and a package that works on the CPU."""
     package = tmp_path / "flash_attn_cuda"
     package.mkdir()
-    for source in Path(flash_attn_cuda.__file__).parent.glob("*.py"):
-        (package / source.name).symlink_to(source)
+    for source in Path(flash_attn_cuda.__file__).parent.iterdir():
+        if source.suffix == ".py" or (source / "__init__.py").is_file():
+            (package / source.name).symlink_to(source)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     (package / f"_C{suffix}").write_text(BROKEN_EXTENSION)
     result = subprocess.run(
@@ -109,6 +110,31 @@ def test_compiled_rows_and_explain(
     printed = capsys.readouterr().out
     assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
     assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
+
+    decode = ["--cache", "--page-size", "16", "--window", "7", "0", "--num-splits", "3"]
+    assert main(["--explain", *decode]) == 0
+    wanted = {"page_size": 16, "lengths_on_device": True, "window_left": 7, "num_splits": 3}
+    assert calls[1].items() >= wanted.items()
+    assert "backward" not in capsys.readouterr().out
+
+
+def test_self_check_covers_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn_cuda import self_check
+
+    def row(name: str, **fields: Any) -> build_info.CompiledRow:
+        common = {"family": "sm80", "dtype": "fp16", "mask": "windowed", "head_dim": 64}
+        config = {key: fields.pop(key) for key in ("kind", "features") if key in fields}
+        return build_info.CompiledRow(**{**common, "name": name, "config": config, **fields})
+
+    rows = (
+        row("plain", pass_name="forward"),
+        row("features", pass_name="forward", features=["softcap", "alibi"]),
+        row("decode", pass_name="forward", kind="decode", features=["softcap"]),
+        row("backward", pass_name="backward", features=["deterministic"]),
+    )
+    monkeypatch.setattr(self_check, "compiled_rows", lambda: rows)
+    kinds = {check.kind.name: check.backward for check in self_check.checks("cuda")}
+    assert kinds == {"plain": True, "features": False, "decode": False}
 
 
 def test_cuda_without_a_device_says_why() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from reference import attention, attention_with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,7 +66,7 @@ def test_opcheck_gradients(missing: str) -> None:
     dout, q, k, v, out, lse = backward_inputs()
     incoming = (None if missing == "dout" else dout, None if missing == "dlse" else lse.sin())
     op = torch.ops.flash_attn_cuda._flash_attn_gradients
-    opcheck(op, (*incoming, q, k, v, out, lse, SCALE, True))
+    opcheck(op, (*incoming, q, k, v, out, lse, None, None, 0.0, SCALE, True, -1, -1, 0.0, False))
 
 
 def test_private_functions_agree_with_the_reference() -> None:
@@ -223,6 +224,82 @@ def test_vmap_and_vmap_of_grad(in_dims: tuple[int | None, ...]) -> None:
         list(torch.vmap(gradient, in_dims)(*inputs)),
         one_by_one(torch.func.grad(lambda *x: loss(expected_outputs(*x)), argnums=(0, 1, 2))),
     )
+
+
+@pytest.mark.parametrize("slopes_dim", [None, 0])
+def test_vmap_with_slopes(slopes_dim: int | None) -> None:
+    inputs = [torch.stack([x, x.flip(1), 2 * x]) for x in make_inputs()]
+    for shape in ((4,), (2, 4)):
+        slopes = torch.rand(shape if slopes_dim is None else (3, *shape))
+        actual = torch.vmap(
+            lambda q, k, v, s: flash_attn_func(q, k, v, alibi_slopes=s),
+            in_dims=(0, 0, 0, slopes_dim),
+        )(*inputs, slopes)
+        each = [slopes] * 3 if slopes_dim is None else list(slopes)
+        expected = [
+            flash_attn_func(*x, alibi_slopes=s)
+            for *x, s in zip(*inputs, each, strict=True)
+        ]  # fmt: skip
+        torch.testing.assert_close(actual, torch.stack(expected))
+
+
+def test_vmap_with_dropout() -> None:
+    q, k, v = (torch.stack([x, x]) for x in make_inputs())
+
+    def attend(*x: Tensor) -> tuple[Tensor, ...]:
+        return flash_attn_func(*x, 0.5, return_attn_probs=True)
+
+    with pytest.raises(RuntimeError, match=r"^dropout_p: .*randomness='different'"):
+        torch.vmap(attend)(q, k, v)
+    out, lse, s_dmask = torch.vmap(attend, randomness="different")(q, k, v)
+    assert s_dmask.shape == (2, 2, 4, 7, 9) and torch.equal(lse[0], lse[1])
+    assert not torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_vmap_of_a_backward_alone(dropout_p: float) -> None:
+    """Gradients for several dout of one call, whose dropout is that call's for all of them."""
+    leaves = make_inputs(requires_grad=True)
+    out = flash_attn_func(*leaves, dropout_p, alibi_slopes=torch.rand(2, 4))
+    douts = torch.randn(3, *out.shape, dtype=out.dtype)
+    each = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True)
+    torch.testing.assert_close(batched, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+
+
+def test_opcheck_with_every_feature() -> None:
+    slopes = torch.rand(2, 4)
+    options = (0.4, SCALE, False, 5, 1, 1.5, slopes, True, True)
+    for requires_grad in (False, True):
+        inputs = make_inputs(requires_grad=requires_grad)
+        opcheck(torch.ops.flash_attn_cuda._flash_attn_forward, (*inputs, *options))
+    q, k, v = make_inputs()
+    out, lse, _, state = torch.ops.flash_attn_cuda._flash_attn_forward(q, k, v, *options)
+    tensors = (lse.sin(), q, k, v, out, lse, state, slopes)
+    opcheck(
+        torch.ops.flash_attn_cuda._flash_attn_gradients,
+        (out.sin(), *tensors, 0.4, SCALE, False, 5, 1, 1.5, True),
+    )
+
+
+def test_checkpointed_dropout_is_that_of_the_forward() -> None:
+    """What is recomputed in the backward drops what the forward dropped, compiled or not."""
+    torch._dynamo.reset()
+    leaves = make_inputs(requires_grad=True)
+
+    def attend(*x: Tensor) -> Tensor:
+        return flash_attn_func(*x, 0.5)
+
+    def checkpointed(*x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False)
+
+    results = []
+    for function in (attend, checkpointed, torch.compile(checkpointed, backend="aot_eager")):
+        torch.manual_seed(2)
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
 
 
 def test_backend_keeps_its_precision_under_autocast() -> None:

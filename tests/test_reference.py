@@ -79,7 +79,9 @@ def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     arguments = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
     whole = attention_with_gradients(*arguments, causal=True)
     naive = low_precision(*arguments, causal=True)
-    monkeypatch.setattr("reference.MAX_SCORES_PER_CHUNK", 30)  # one lane and two queries at a time
+    monkeypatch.setattr(
+        "reference_dense.MAX_SCORES_PER_CHUNK", 30
+    )  # one lane and two queries at a time
     for name, expected in attention_with_gradients(*arguments, causal=True).tensors().items():
         torch.testing.assert_close(expected, whole.tensors()[name])
     for name, expected in low_precision(*arguments, causal=True).tensors().items():

@@ -1,0 +1,201 @@
+"""deterministic=True: the same bits in every run, while the device is busy with other things. The
+forward is bitwise repeatable in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Alibi, AttentionCase, VarlenCase
+from harness import (
+    ON_CPU,
+    Check,
+    assert_same_bits,
+    bits,
+    make_case,
+    make_varlen_case,
+    run_forward,
+    run_forward_backward,
+    scaled,
+    skip_without_row,
+)
+
+pytestmark = pytest.mark.gpu
+
+REPEATS = scaled(200, 2)
+BUCKETS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+
+
+class Load:
+    """Matrix products on two other streams, a few more at every `push`: thread blocks of the
+    kernels under test start late, in another order, and on fewer SMs.
+    """
+
+    def __init__(self) -> None:
+        if ON_CPU:
+            return
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+        self._operands = [
+            torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for size in (2048, 256)
+        ]
+        torch.cuda.synchronize()
+
+    def push(self) -> None:
+        if ON_CPU:
+            return
+        for stream, operand, times in zip(self._streams, self._operands, (2, 9), strict=True):
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    torch.mm(operand, operand)
+
+
+def assert_repeatable(case: AttentionCase | VarlenCase, repeats: int = REPEATS) -> None:
+    """out, lse, dq, dk, dv bit for bit, with results compared on the device."""
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    first = run_forward_backward(case, inputs)
+    names = list(first.tensors())
+    different = []
+    load = Load()
+    for _ in range(repeats):
+        load.push()
+        tensors = run_forward_backward(case, inputs).tensors()
+        different.append(
+            torch.stack([(bits(tensors[n]) != bits(first.tensors()[n])).sum() for n in names])
+        )
+    counts = torch.stack(different).sum(0).tolist()
+    wrong = {name: count for name, count in zip(names, counts, strict=True) if count}
+    assert not wrong, f"elements that differed in {repeats} runs: {wrong}"
+
+
+def crowded_case(**fields: Any) -> AttentionCase:
+    """Many key blocks add to each query, and more thread blocks than run at a time."""
+    return make_case(
+        **{
+            "batch": 2,
+            "seqlen_q": scaled(1100, 100),
+            "seqlen_k": scaled(1300, 150),
+            "num_heads_q": 8,
+            "num_heads_k": 8,
+            "deterministic": True,
+            **fields,
+        }
+    )
+
+
+@BUCKETS
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"causal": True}, {"window": (300, 40), "num_heads_k": 2}],
+    ids=["full", "causal", "window_gqa"],
+)
+def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
+    assert_repeatable(crowded_case(head_dim=head_dim, **features))
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"dropout_p": 0.2, "causal": True},
+        {"num_heads_k": 1, "causal": True},
+        {"softcap": 5.0, "alibi": Alibi.per_batch},
+        {"dtype": torch.float16, "batch": 1, "num_heads_q": 1, "num_heads_k": 1},
+        {"seqlen_q": 100, "seqlen_k": scaled(4000, 200)},
+        {"head_dim": 59, "causal": True},
+    ],
+    ids=["dropout", "mqa", "softcap_alibi", "one_head", "few_queries", "padded"],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_features(head_dim: int, features: dict[str, Any]) -> None:
+    assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"dropout_p": 0.2}, {"num_heads_k": 1, "window": (100, 0)}],
+    ids=["causal", "dropout", "window_mqa"],
+)
+def test_packed_sequences(head_dim: int, features: dict[str, Any]) -> None:
+    lengths = (scaled(1500, 150), 1, 0, 300, *(17,) * 20, 700 if not ON_CPU else 70)
+    case = make_varlen_case(
+        lengths_q=lengths, head_dim=head_dim, causal=True, deterministic=True, **features
+    )
+    assert_repeatable(case)
+
+
+@BUCKETS
+def test_deterministic_gradients_are_right(check: Check, head_dim: int) -> None:
+    for heads_k, causal in ((4, True), (1, False)):
+        case = make_case(
+            seqlen_q=300,
+            seqlen_k=333,
+            num_heads_k=heads_k,
+            head_dim=head_dim,
+            causal=causal,
+            deterministic=True,
+        )
+        check(case)
+
+
+def test_only_the_order_of_sums_differs() -> None:
+    """dk and dv are the bits of the default mode, dq its sums to a rounding."""
+    case = crowded_case(causal=True, num_heads_k=2)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    plain = replace(case, deterministic=False)
+    expected, actual = run_forward_backward(plain, inputs), run_forward_backward(case, inputs)
+    for name, x in actual.tensors().items():
+        y = expected.tensors()[name].float()
+        allowed = torch.finfo(x.dtype).eps * y.abs() + 2.0**-16 * y.abs().max()
+        assert ((x.float() - y).abs() <= allowed).all(), name
+
+
+@BUCKETS
+def test_the_forward_always_gives_the_same_bits(head_dim: int) -> None:
+    """Without asking for it, and with everything that makes random numbers or long rows."""
+    cases = [
+        crowded_case(head_dim=head_dim, causal=True, deterministic=False),
+        crowded_case(head_dim=head_dim, dropout_p=0.3, num_heads_k=2, deterministic=False),
+        make_varlen_case(lengths_q=(700 if not ON_CPU else 70, 0, 33), head_dim=head_dim),
+    ]
+    for case in cases:
+        skip_without_row(case, backward=False)
+        inputs = case.make_inputs()
+        first = run_forward(case, inputs)
+        load = Load()
+        for _ in range(scaled(50, 2)):
+            load.push()
+            assert_same_bits(run_forward(case, inputs), first, str(case))
+
+
+@pytest.mark.cuda_only
+def test_workspace_is_at_most_one_fp32_dq() -> None:
+    """Beyond what the default mode takes, which sums dq in fp32 as well."""
+    peaks = []
+    for deterministic in (False, True):
+        case = make_case(
+            batch=1,
+            seqlen_q=4096,
+            seqlen_k=4096,
+            num_heads_q=16,
+            num_heads_k=16,
+            head_dim=128,
+            causal=True,
+            deterministic=deterministic,
+        )
+        skip_without_row(case)
+        inputs = case.make_inputs()
+        run_forward_backward(case, inputs)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_forward_backward(case, inputs)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    fp32_dq = 4 * inputs.q.numel()
+    results = 4 * inputs.q.numel() * inputs.q.element_size()  # out, dq, dk, dv
+    statistics = 16 * inputs.dlse.numel() + (1 << 20)
+    assert peaks[1] <= fp32_dq + results + statistics + (1 << 16)
+    assert peaks[1] <= peaks[0] + (1 << 20)

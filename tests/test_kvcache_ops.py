@@ -1,0 +1,249 @@
+"""The custom operators of a KV cache and of partial results: what they write, opcheck, compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from flash_attn_cuda import (
+    build_info,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+)
+
+_ops = torch.ops.flash_attn_cuda
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_cache(new: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """q (2, 3, 4, 16), caches of 3 entries and 9 rows, and `new` keys to append."""
+    made = {"q": torch.randn(2, 3, 4, 16, dtype=dtype)}
+    made |= {f"{name}_cache": torch.randn(3, 9, 2, 16, dtype=dtype) for name in "kv"}
+    if new:
+        made |= {name: torch.randn(2, new, 2, 16, dtype=dtype) for name in "kv"}
+    return made
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    result = flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=True, **options)
+    assert isinstance(result, tuple)
+    return result
+
+
+def test_appends_and_attends() -> None:
+    made = make_cache(new=2)
+    before = {name: x.clone() for name, x in made.items()}
+    index = {"cache_batch_idx": int32(2, 0), "cache_leftpad": int32(1, 0)}
+    out, lse = attend(**made, cache_seqlens=int32(4, 7), causal=True, **index)
+    for row, (entry, begin, used) in enumerate(((2, 1, 4), (0, 0, 7))):
+        keys = []
+        for name in "kv":
+            expected = before[f"{name}_cache"][entry].clone()
+            expected[used : used + 2] = before[name][row]
+            assert torch.equal(made[f"{name}_cache"][entry], expected)
+            keys.append(expected[None, begin : used + 2])
+        expected_out, expected_lse, _ = flash_attn_func(
+            before["q"][row : row + 1], *keys, causal=True, return_attn_probs=True
+        )
+        torch.testing.assert_close((out[row], lse[row]), (expected_out[0], expected_lse[0]))
+    assert torch.equal(made["k_cache"][1], before["k_cache"][1])
+
+
+@pytest.mark.parametrize("lengths", [5, torch.tensor(5), None], ids=["int", "numpy-like", "all"])
+def test_one_length_for_all(lengths: Any) -> None:
+    made = make_cache()
+    made = {name: x[:2] for name, x in made.items()}
+    if isinstance(lengths, Tensor):
+        lengths = lengths.numpy()[()]  # an integer that is no int
+    out, lse = attend(**made, cache_seqlens=lengths)
+    used = 9 if lengths is None else 5
+    k, v = made["k_cache"][:, :used], made["v_cache"][:, :used]
+    expected = flash_attn_func(made["q"], k, v, return_attn_probs=True)[:2]
+    torch.testing.assert_close((out, lse), expected)
+
+
+def test_packed_queries_and_new_keys() -> None:
+    made = make_cache(new=3)
+    by_batch = {name: x.clone() for name, x in made.items()}
+    index = {"cache_batch_idx": int32(2, 0), "cache_seqlens": int32(4, 6), "causal": True}
+    expected, expected_lse = attend(**by_batch, **index)
+    packed = {name: made[name].flatten(0, 1) for name in ("q", "k", "v")}
+    out, lse = attend(
+        **{**made, **packed}, **index, cu_seqlens_q=int32(0, 3, 6), max_seqlen_q=torch.tensor(3)
+    )
+    torch.testing.assert_close(out, expected.flatten(0, 1))
+    torch.testing.assert_close(lse, expected_lse.transpose(0, 1).flatten(1))
+    assert torch.equal(made["k_cache"], by_batch["k_cache"])
+
+
+def operator_arguments(**changes: Any) -> tuple[Any, ...]:
+    made = make_cache(new=2 if changes.get("new", True) else 0)
+    changes.pop("new", None)
+    rotary = {name: torch.randn(9, 4, dtype=torch.float64) for name in ("cos", "sin")}
+    appends = "k" in made
+    arguments = {
+        "q": made["q"], "k_cache": made["k_cache"], "v_cache": made["v_cache"],
+        "k": made.get("k"), "v": made.get("v"),
+        "rotary_cos": rotary["cos"] if appends else None,
+        "rotary_sin": rotary["sin"] if appends else None,
+        "cache_seqlens": int32(4, 6), "cache_batch_idx": int32(2, 0),
+        "cache_leftpad": int32(1, 0), "block_table": None, "softmax_scale": 0.3, "causal": True,
+        "window_size_left": 3, "window_size_right": -1, "softcap": 2.0,
+        "rotary_interleaved": False, "alibi_slopes": torch.rand(2, 4), "num_splits": 0,
+        "cu_seqlens_q": None, "max_seqlen_q": 0, "cu_seqlens_k_new": None,
+        "batch_invariant": False, "seqlen_k": None,
+    }  # fmt: skip
+    return tuple({**arguments, **changes}.values())
+
+
+def test_opcheck() -> None:
+    opcheck(_ops._flash_attn_with_kvcache, operator_arguments(new=False))
+    lengths = {"cache_seqlens": None, "seqlen_k": 5}
+    opcheck(_ops._flash_attn_with_kvcache, operator_arguments(new=False, **lengths))
+    opcheck(_ops._flash_attn_with_kvcache_append, operator_arguments())
+    partials = (torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
+    opcheck(_ops._flash_attn_combine, (*partials, torch.bfloat16))
+    opcheck(_ops._flash_attn_combine_out, (*partials, torch.empty(2, 5, 4, 8)))
+
+
+def test_operators_do_not_trade_places() -> None:
+    with pytest.raises(ValueError, match=r"^k: must be None"):
+        _ops._flash_attn_with_kvcache(*operator_arguments())
+    with pytest.raises(ValueError, match=r"^k: must be given"):
+        _ops._flash_attn_with_kvcache_append(*operator_arguments(new=False))
+
+
+def test_compiled_decoding() -> None:
+    """A loop of steps, whose lengths are tensors: one graph, and the cache it leaves behind."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def step(q: Tensor, kv_cache: Tensor, kv: Tensor, used: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(
+            q * 2.0, kv_cache[:, 0], kv_cache[:, 1], kv[:, :, 0], kv[:, :, 1],
+            cache_seqlens=used, causal=True,
+        )  # fmt: skip
+        return out + kv_cache[:, 0].sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    caches = [torch.zeros(3, 2, 11, 2, 8, dtype=torch.float64) for _ in range(2)]
+    used = int32(0, 3, 5)
+    for _ in range(4):
+        q = torch.randn(3, 1, 4, 8, dtype=torch.float64)
+        kv = torch.randn(3, 1, 2, 2, 8, dtype=torch.float64)
+        actual = compiled(q, caches[0], kv, used)
+        torch.testing.assert_close(actual, step(q, caches[1], kv, used))
+        used = used + 1
+    assert torch.equal(*caches) and caches[0].any() and len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_mutation_survives_functionalisation(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def two_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4)
+        second = flash_attn_with_kvcache(q, k_cache, v_cache, k + 1.0, v, cache_seqlens=6)
+        return first + second + flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=8)
+
+    compiled = torch.compile(two_steps, fullgraph=True, backend=backend)
+    made = {name: x[:2] for name, x in make_cache(new=2).items()}
+    copies = {name: x.clone() for name, x in made.items()}
+    torch.testing.assert_close(compiled(**made), two_steps(**copies))
+    torch.testing.assert_close(made, copies)
+
+
+def test_export() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, used: Tensor) -> Tensor:
+            return flash_attn_with_kvcache(q, k, v, kv, kv, cache_seqlens=used)
+
+    made = {name: x[:2] for name, x in make_cache(new=1).items()}
+    arguments = (made["q"], made["k_cache"], made["v_cache"], made["k"], int32(4, 6))
+    program = torch.export.export(Module(), tuple(x.clone() for x in arguments))
+    assert "_flash_attn_with_kvcache_append" in str(program.graph)
+    exported, eager = [[x.clone() for x in arguments] for _ in range(2)]
+    torch.testing.assert_close(program.module()(*exported), Module()(*eager))
+    torch.testing.assert_close(exported, eager)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_cuda_tensors(packed: bool) -> None:
+    with FakeTensorMode():
+        rows = (6,) if packed else (2, 3)
+        q = torch.empty(*rows, 4, 59, device="cuda", dtype=torch.float16)
+        pool = torch.empty(7, 5, 2, 59, device="cuda", dtype=torch.float16)
+        table = torch.empty(2, 3, device="cuda", dtype=torch.int32)
+        cu = torch.empty(3, device="cuda", dtype=torch.int32) if packed else None
+        out, lse = attend(q, pool, pool, block_table=table, cache_seqlens=4, cu_seqlens_q=cu)
+        assert out.shape == q.shape and lse.dtype == torch.float32
+        assert lse.shape == ((4, 6) if packed else (2, 4, 3))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_combine(out_dtype: torch.dtype | None) -> None:
+    q, k, v = (torch.randn(2, n, 4, 16) for n in (5, 12, 12))
+    parts = [
+        flash_attn_func(q, k[:, a:b], v[:, a:b], return_attn_probs=True)[:2]
+        for a, b in ((0, 4), (4, 4), (4, 12))
+    ]
+    out_partial = torch.stack([out for out, _ in parts])
+    out_partial[1] = torch.nan
+    lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    expected, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    out, lse = flash_attn_combine(out_partial, lse_partial, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.float32)
+    torch.testing.assert_close(out, expected.to(out.dtype))
+    torch.testing.assert_close(lse, expected_lse)
+    target = torch.full((2, 4, 5, 16), torch.nan, dtype=out.dtype).transpose(1, 2)
+    given, lse = flash_attn_combine(out_partial, lse_partial, target, out_dtype)
+    assert given is target and torch.equal(target, out)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+class TestExtensionRoute:
+    """Plain calls go to the extension, with a stand-in for it and its CUDA tensors."""
+
+    class Extension:
+        def __init__(self) -> None:
+            self.calls: list[dict[str, Any]] = []
+
+        def fwd_kvcache(self, q: Tensor, **arguments: Any) -> list[Tensor]:
+            self.calls.append(arguments)
+            if arguments["num_splits"] < 0:
+                raise RuntimeError("the extension's own words")
+            return [q, q.new_empty(q.shape[0], q.shape[2], q.shape[1])]
+
+    @pytest.fixture
+    def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
+        extension = self.Extension()
+        monkeypatch.setattr(build_info, "extension", extension)
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
+        return extension
+
+    def test_arguments(self, extension: Extension) -> None:
+        made = make_cache(new=1, dtype=torch.bfloat16)
+        attend(**made, cache_seqlens=4, window_size=(10**12, 0), cache_batch_idx=int32(0, 2))
+        (given,) = extension.calls
+        assert given["kcache"] is made["k_cache"] and given["k"] is made["k"]
+        assert given["seqlen_k"] == 4 and given["seqlens_k"] is None
+        assert given["window_left"] == 2**31 - 1 and given["window_right"] == 0
+        assert given["softmax_scale"] == 0.25 and given["cu_seqlens_k_new"] is None
+
+    def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
+        with pytest.raises(ValueError, match=r"^num_splits: must be from 0"):
+            attend(**make_cache(), cache_batch_idx=int32(0, 2), num_splits=-1)
+        assert len(extension.calls) == 1

@@ -1,0 +1,167 @@
+"""Which probabilities dropout keeps: the package's Philox against an independent one and against
+what random bits must be like.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import reference
+import torch
+from cpu_harness import OFFSET, RNG_STATE, SEED, one_thread  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash_attn_cuda.philox import dropout_threshold, keep_mask, keep_scale
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROBABILITIES = (0.001, 0.1, 0.5, 0.9)
+
+# Philox4x32 with 7 rounds, known answers published with Random123: counter, key, result.
+KNOWN_ANSWERS = [
+    ([0] * 4, [0] * 2, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A],
+    ),
+]
+
+
+def whole_mask(
+    dropout_p: float,
+    sizes: tuple[int, int, int, int],
+    state: Tensor = RNG_STATE,
+) -> Tensor:
+    """(B, H, Sq, Sk)."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    ranges = (range(batch), range(heads), heads, range(seqlen_q), range(seqlen_k))
+    return keep_mask(state, dropout_p, *ranges)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_reference_philox_gives_the_known_answers(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
+    words = reference.philox_4x32_7(tuple(np.array(c) for c in counter), tuple(key))
+    assert [int(word) for word in words] == expected
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 50)] * 2),
+    dropout_p=st.floats(0.0, 1.0, exclude_max=True),
+    seed=INT64,
+    offset=INT64,
+)
+def test_equals_the_reference(
+    sizes: tuple[int, int, int, int], dropout_p: float, seed: int, offset: int
+) -> None:
+    expected = reference.keep_mask(seed, offset, dropout_p, *sizes)
+    assert torch.equal(whole_mask(dropout_p, sizes, torch.tensor([seed, offset])), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_parts_are_parts_of_the_whole(data: st.DataObject) -> None:
+    sizes = (2, 3, 40, 50)
+    whole = whole_mask(0.4, sizes)
+    ranges = []
+    for size in sizes:
+        start = data.draw(st.integers(0, size))
+        ranges.append(range(start, data.draw(st.integers(start, size))))
+    batch, heads, rows, cols = ranges
+    part = keep_mask(RNG_STATE, 0.4, batch, heads, sizes[1], rows, cols)
+    slices = tuple(slice(x.start, x.stop) for x in ranges)
+    assert torch.equal(part, whole[slices])
+
+
+@pytest.mark.parametrize(
+    ("dropout_p", "threshold"),
+    [
+        (0.0, 0),
+        (2**-18, 0),
+        (2**-17, 1),  # half a step: away from zero
+        (2**-16, 1),
+        (0.001, 66),
+        (0.1, 6554),
+        (0.5, 32768),
+        (1 - 2**-18, 65535),
+        (0.99999999, 65535),
+    ],
+)
+def test_threshold(dropout_p: float, threshold: int) -> None:
+    assert dropout_threshold(dropout_p) == threshold
+    assert keep_scale(dropout_p) == 65536 / (65536 - threshold)
+
+
+def test_zero_keeps_everything() -> None:
+    assert whole_mask(0.0, (2, 3, 40, 40)).all()
+
+
+# -- randomness ----------------------------------------------------------------------------------
+
+SAMPLE = (2, 4, 256, 512)
+LIMIT = 5.0  # standard deviations: one false alarm in two million
+
+
+def dropped_of(dropout_p: float, state: Tensor = RNG_STATE) -> Tensor:
+    """Zero mean and unit variance if the bits are random: (drops - p) / sigma."""
+    p = dropout_threshold(dropout_p) / 65536
+    dropped = (~whole_mask(dropout_p, SAMPLE, state)).double()
+    return (dropped - p) / (p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize("dropout_p", PROBABILITIES)
+def test_the_share_of_drops(dropout_p: float) -> None:
+    x = dropped_of(dropout_p)
+    assert abs(x.mean() * x.numel() ** 0.5) < LIMIT
+    for dims in itertools.combinations(range(4), 3):  # of every row, column, head, batch entry
+        count = x.numel() / x.shape[6 - sum(dims)]
+        assert (x.mean(dims).abs() * count**0.5 < LIMIT).all(), dims
+
+
+@pytest.mark.parametrize("dropout_p", PROBABILITIES)
+def test_neighbours_are_independent(dropout_p: float) -> None:
+    """Along rows and columns at every distance within and across blocks, diagonals included."""
+    x = dropped_of(dropout_p)
+    distances = (0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 64)
+    for down, right in itertools.product(distances, distances):
+        if down == right == 0:
+            continue
+        products = x[..., down:, right:] * x[..., : 256 - down, : 512 - right]
+        z = products.mean() * products.numel() ** 0.5
+        # Rare drops: pairs of them are counted, not summed, and tail further than a normal.
+        limit = LIMIT if dropout_p > 0.01 else 3 * LIMIT
+        assert abs(z) < limit, (down, right)
+
+
+@pytest.mark.parametrize("dropout_p", PROBABILITIES)
+def test_heads_batches_and_states_are_independent(dropout_p: float) -> None:
+    base = dropped_of(dropout_p)
+    flat = base.flatten(0, 1).flatten(1)
+    correlation = flat @ flat.T / flat.shape[1] ** 0.5
+    limit = LIMIT if dropout_p > 0.01 else 3 * LIMIT
+    off_diagonal = correlation - torch.diag(correlation.diag())
+    assert off_diagonal.abs().max() < limit
+    states = [(SEED + 1, OFFSET), (SEED, OFFSET + 1), (SEED + 2**32, OFFSET), (0, 0), (1, 0)]
+    for state in [*states, (SEED, OFFSET + 2**32)]:
+        other = dropped_of(dropout_p, torch.tensor(state))
+        assert abs((base * other).mean() * base.numel() ** 0.5) < limit, state
+
+
+def test_all_16_bits_are_uniform() -> None:
+    """Thresholds at every power of two, so every bit decides somewhere."""
+    for bit in range(16):
+        p = 2.0**bit / 65536
+        drops = float((~whole_mask(p, (1, 4, 512, 512))).sum())
+        count = 4 * 512 * 512
+        assert abs(drops - count * p) < LIMIT * (count * p * (1 - p)) ** 0.5, bit

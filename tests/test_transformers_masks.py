@@ -1,0 +1,128 @@
+"""What transformers' masks are read as, and what the registered attention takes and refuses."""
+
+# ruff: noqa: E402 - what follows importorskip needs transformers
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import ON_CPU
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils
+from transformers.modeling_utils import AttentionInterface
+from transformers_cases import LLAMA, OURS, random_tokens, register_attentions
+
+from flash_attn_cuda.integrations.sequences import Sequences
+from flash_attn_cuda.integrations.transformers import register
+from flash_attn_cuda.integrations.transformers_masks import Pattern, recognise, sequences_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    register_attentions()
+    yield
+    torch.set_num_threads(threads)
+
+
+# What is recognised
+
+
+def test_patterns() -> None:
+    causal = masking_utils.causal_mask_function
+    segments = torch.tensor([[0, 0, 1]])
+    packed = masking_utils.packed_sequence_compatibility_function
+    known = {
+        causal: Pattern(causal=True),
+        masking_utils.bidirectional_mask_function: Pattern(),
+        masking_utils.sliding_window_causal_mask_function(7): Pattern(causal=True, window=7),
+        masking_utils.sliding_window_bidirectional_mask_function(7): Pattern(window=7),
+    }
+    for function, pattern in known.items():
+        assert recognise(function) == pattern
+        together = recognise(packed(function, torch.tensor([[0, 1, 0]]), segments))
+        assert together is not None and together.segments is segments
+        assert (together.causal, together.window) == (pattern.causal, pattern.window)
+    left_padding = torch.zeros(1, dtype=torch.int64)
+    for function in (
+        masking_utils.chunked_causal_mask_function(4, left_padding),
+        masking_utils.or_masks(causal, masking_utils.blockwise_overlay(segments)),
+        masking_utils.and_masks(causal, lambda b, h, q, k: q != k),
+        lambda b, h, q, k: q >= k,
+    ):
+        assert recognise(function) is None
+
+
+def test_a_mask_that_lost_its_sequences_says_the_same() -> None:
+    q, k, v = (torch.randn(2, n, 2, 8) for n in (4, 9, 9))
+    for mask in (
+        torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9], dtype=torch.bool),
+        torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool),
+    ):
+        sequences = sequences_of(mask, 4, 9, causal=True, window=False)
+        actual = sequences.attend(q, k, v, causal=True)
+        end = int(mask.any(0).nonzero().max()) + 1
+        places = torch.arange(end - 4, end)[:, None]
+        visible = mask[:, None, None, :] & (torch.arange(9) <= places)
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+        real = mask[:, end - 4 : end]
+        torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
+    with pytest.raises(NotImplementedError, match="attention_mask: a sliding window over padding"):
+        sequences_of(mask, 4, 9, causal=True, window=True)
+
+
+def test_packed_sequences_counted_or_not() -> None:
+    segments = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [3, 3, 4, 4, 4, 4, 4, 4]])
+    counted = Sequences.packed(segments)
+    assert counted.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8, 10, 16]
+    assert counted.seqused_q is not None
+    assert counted.seqused_q.tolist() == [3, 1, 2, 0, 2, 6]
+    bounded = Sequences.packed(segments, at_most=True)
+    assert bounded.seqused_q is not None
+    assert bounded.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8, 10] + [16] * 11
+    assert bounded.seqused_q.tolist() == [3, 1, 2, 0, 2, 6] + [0] * 10
+
+
+# Registration
+
+
+def test_names() -> None:
+    register("our_flash_attn_cuda")
+    register("our_flash_attn_cuda")
+    assert "our_flash_attn_cuda" in AttentionInterface._global_mapping
+    model = LLAMA.make("our_flash_attn_cuda", "cpu", torch.float32)
+    assert model(random_tokens(1, 5, device="cpu")).logits.isfinite().all()
+    for name in ("sdpa", "eager", "flash_attention_2"):
+        with pytest.raises(ValueError, match=f"name: must not be one .* got '{name}'"):
+            register(name)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "position_bias", "cache"])
+def test_what_would_be_dropped_is_refused(name: str) -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(NotImplementedError, match=f"{name}: .* not implemented"):
+        attention(torch.nn.Module(), x, x, x, None, **{name: x})
+
+
+def test_values_of_fewer_dimensions() -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    q, k, v = (torch.randn(1, 2, 5, dim) for dim in (16, 16, 8))
+    out, weights = attention(torch.nn.Module(), q, k, v, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert weights is None
+
+
+@pytest.mark.gpu
+def test_fp32_states_over_half_precision_weights(device: str) -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    layer = torch.nn.Linear(4, 4, device=device, dtype=torch.bfloat16)
+    q, k, v = (torch.randn(1, 2, 5, 16, device=device) for _ in range(3))
+    out, _ = attention(layer, q, k, v, None)
+    assert out.dtype == (torch.float32 if ON_CPU else torch.bfloat16)

@@ -1,0 +1,384 @@
+"""The custom operators of packed sequences: opcheck, compile, export, autograd, torch.func.
+
+Results are compared with flash_attn_func on every sequence by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from flash_attn_cuda import (
+    build_info,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from flash_attn_cuda.interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+_ops = torch.ops.flash_attn_cuda
+SCALE = 0.3
+STARTS_Q, STARTS_K = (0, 3, 3, 10), (0, 4, 5, 11)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_inputs(requires_grad: bool = False, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q (10, 4, 16), k and v (11, 2, 16), for three sequences."""
+    shapes = ((10, 4, 16), (11, 2, 16), (11, 2, 16))
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, None)
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, *lengths, softmax_scale=SCALE, return_attn_probs=True, **options
+    )
+    return out, lse
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) from a dense call for every sequence."""
+    outs, lses = [], []
+    bounds = zip(itertools.pairwise(STARTS_Q), itertools.pairwise(STARTS_K), strict=True)
+    for index, ((q0, q1), (k0, k1)) in enumerate(bounds):
+        out, lse, _ = flash_attn_func(
+            *(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]),
+            softmax_scale=SCALE,
+            alibi_slopes=None if slopes is None else slopes[index],
+            return_attn_probs=True,
+            **options,
+        )
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    out, lse = outputs
+    return out.sin().sum() + 2.0 * lse.nan_to_num(neginf=0.0).sin().sum()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (None, 1)},
+    "softcap": {"softcap": 2.0, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_outputs_and_gradients(feature: str) -> None:
+    leaves = make_inputs(requires_grad=True)
+    options = FEATURES[feature]
+    actual, expected = packed(*leaves, **options), one_by_one(*leaves, **options)
+    torch.testing.assert_close(actual, expected)
+    grads = (torch.autograd.grad(loss(x), leaves) for x in (actual, expected))
+    torch.testing.assert_close(*grads)
+
+
+def test_slopes_of_every_sequence() -> None:
+    inputs, slopes = make_inputs(), torch.rand(3, 4)
+    actual = packed(*inputs, alibi_slopes=slopes)
+    torch.testing.assert_close(actual, one_by_one(*inputs, slopes=slopes))
+
+
+def test_packed_tensors() -> None:
+    q, k, v = (x.requires_grad_() for x in make_inputs())
+    cu_q, cu_k = int32(*STARTS_Q), int32(*STARTS_K)
+    kv = torch.stack((k, v), 1)
+    out = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, None, None, causal=True)
+    torch.testing.assert_close(out, flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 6, causal=True))
+    qkv = torch.stack((q, q * 2.0, q * 3.0), 1)
+    out = flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor(7))
+    expected = flash_attn_varlen_func(q, q * 2.0, q * 3.0, cu_q, cu_q, 7, 7)
+    torch.testing.assert_close(out, expected)
+
+
+def test_dropout_agrees_with_what_it_says_it_drops() -> None:
+    q, k, v = make_inputs(requires_grad=True)
+    lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, 6)
+    out, _, s_dmask = flash_attn_varlen_func(q, k, v, *lengths, 0.5, return_attn_probs=True)
+    assert s_dmask.shape == (3, 4, 7, 6) and not s_dmask.requires_grad
+    probs = s_dmask[2, :, :7, :6]
+    torch.testing.assert_close(probs.abs().sum(-1), torch.ones(4, 7, dtype=torch.float64))
+    kept = probs.masked_fill(probs.signbit(), 0.0) * 2.0
+    values = v[5:11].repeat_interleave(2, 1)
+    torch.testing.assert_close(out[3:], torch.einsum("hmn,nhd->mhd", kept, values))
+    # The backward uses the same mask: out is linear in v.
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((dv * v).sum(), out.sum())
+
+
+def test_used_lengths_and_padding() -> None:
+    """Rows that take no part get zeros, forward and backward."""
+    q, k, v = make_inputs(requires_grad=True)
+    used = {"seqused_q": int32(2, 0, 5), "seqused_k": int32(3, 1, 6), "leftpad_k": int32(1, 0, 2)}
+    out, lse = packed(q, k, v, causal=True, **used)
+    grads = torch.autograd.grad(loss((out, lse)), (q, k, v))
+    rows_q, rows_k = [*range(2), *range(3, 8)], [1, 2, 4, *range(7, 11)]
+    cu = (int32(0, 2, 2, 7), int32(0, 2, 3, 7))
+    leaves = [x[rows] for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
+    few, few_lse, _ = flash_attn_varlen_func(
+        *leaves, *cu, None, None, softmax_scale=SCALE, causal=True, return_attn_probs=True
+    )
+    expected = torch.zeros_like(out).index_copy(0, torch.tensor(rows_q), few)
+    torch.testing.assert_close(out, expected)
+    others = [row for row in range(10) if row not in rows_q]
+    assert (lse[:, others] == -torch.inf).all()
+    expected_grads = torch.autograd.grad(loss((few, few_lse)), (q, k, v))
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def forward_arguments(requires_grad: bool = False, **changes: Any) -> tuple[Any, ...]:
+    options: dict[str, Any] = {
+        "cu_seqlens_q": int32(*STARTS_Q), "cu_seqlens_k": int32(*STARTS_K), "max_seqlen_q": 7,
+        "max_seqlen_k": 6, "dropout_p": 0.0, "softmax_scale": SCALE, "causal": True,
+        "window_size_left": 3, "window_size_right": -1, "softcap": 1.5,
+        "alibi_slopes": torch.rand(3, 4), "return_softmax": False, "block_table": None,
+        "leftpad_k": int32(1, 0, 1), "seqused_k": int32(3, 1, 6), "zero_tensors": False,
+        "num_splits": 0, "seqused_q": int32(2, 0, 7), "batch_invariant": False,
+        "deterministic": True,
+    }  # fmt: skip
+    return *make_inputs(requires_grad), *{**options, **changes}.values()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_forward(requires_grad: bool) -> None:
+    opcheck(_ops._flash_attn_varlen_forward, forward_arguments(requires_grad))
+
+
+def test_opcheck_forward_with_dropout() -> None:
+    arguments = forward_arguments(dropout_p=0.4, return_softmax=True)
+    opcheck(_ops._flash_attn_varlen_forward, arguments)
+
+
+def backward_arguments(dropout_p: float = 0.3) -> dict[str, Any]:
+    arguments = forward_arguments(dropout_p=dropout_p)
+    out, lse, _, rng_state = _ops._flash_attn_varlen_forward(*arguments)
+    q, k, v, cu_q, cu_k = arguments[:5]
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 7, "max_seqlen_k": 6}
+    return {
+        "dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse,
+        "dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": None, **lengths,
+        "dropout_p": dropout_p, "softmax_scale": SCALE, "causal": True, "window_size_left": 3,
+        "window_size_right": -1, "softcap": 1.5, "alibi_slopes": arguments[13],
+        "deterministic": False, "rng_state": rng_state, "zero_tensors": False,
+        "dlse": torch.randn_like(lse), "seqused_q": int32(2, 0, 7),
+        "seqused_k": int32(3, 1, 6), "leftpad_k": int32(1, 0, 1),
+    }  # fmt: skip
+
+
+def test_opcheck_backward() -> None:
+    opcheck(_ops._flash_attn_varlen_backward, tuple(backward_arguments().values()))
+
+
+@pytest.mark.parametrize("missing", ["nothing", "dout", "dlse"])
+def test_opcheck_gradients(missing: str) -> None:
+    given = backward_arguments()
+    names = (
+        "dout dlse q k v out softmax_lse rng_state alibi_slopes cu_seqlens_q cu_seqlens_k "
+        "seqused_q seqused_k leftpad_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+        "window_size_left window_size_right softcap deterministic"
+    )
+    arguments = [None if name == missing else given[name] for name in names.split()]
+    opcheck(_ops._flash_attn_varlen_gradients, tuple(arguments))
+
+
+def test_private_functions_are_forward_and_backward_of_one_call() -> None:
+    q, k, v = make_inputs(requires_grad=True)
+    lengths = (int32(*STARTS_Q), int32(*STARTS_K), None, torch.tensor(6))
+    out, lse, s_dmask, rng_state = _flash_attn_varlen_forward(q, k, v, *lengths, 0.4, SCALE, True)
+    assert s_dmask.shape == (0,) and rng_state.shape == (2,)
+    assert [x.requires_grad for x in (out, lse, s_dmask, rng_state)] == [True, True, False, False]
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    softmax_d = _flash_attn_varlen_backward(
+        *(dout, q, k, v, out, lse, *grads, *lengths, 0.4, SCALE, True, -1, -1, 0.0, None, False),
+        rng_state=rng_state,
+    )
+    torch.testing.assert_close(tuple(grads), expected)
+    visible = lse > -torch.inf
+    torch.testing.assert_close(softmax_d[visible], (dout * out).sum(-1).T[visible])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_compile_with_dynamic_shapes(dropout_p: float) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def model(qkv: Tensor, cu: Tensor, longest: Any) -> tuple[Tensor, Tensor]:
+        out, lse, _ = flash_attn_varlen_qkvpacked_func(
+            qkv * 2.0, cu, longest, dropout_p, window_size=(4, -1), return_attn_probs=True
+        )
+        return out, lse
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for batch, length in ((3, 7), (5, 9), (6, 11)):
+        qkv = torch.randn(batch * length, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+        cu = torch.arange(batch + 1, dtype=torch.int32) * length
+        results = []
+        for function in (model, compiled):
+            torch.manual_seed(1)
+            outputs = function(qkv, cu, length)
+            results.append((*outputs, *torch.autograd.grad(loss(outputs), qkv)))
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(compiled(qkv, cu, cu.diff().max())[1], results[0][1])
+    assert len(graphs) == 2  # max_seqlen as an integer and as a tensor
+
+
+def test_compile_after_unpadding() -> None:
+    """total is a number that only the data tells."""
+    torch._dynamo.reset()
+
+    def model(x: Tensor, mask: Tensor) -> Tensor:
+        cu = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        qkv = x[mask]
+        return flash_attn_varlen_qkvpacked_func(qkv, cu, None, causal=True)
+
+    x = torch.randn(2, 6, 3, 2, 8, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0]]).bool()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+        torch.testing.assert_close(compiled(x, mask), model(x, mask))
+
+
+def test_export_keeps_the_operator() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+            return flash_attn_varlen_func(q, k, v, cu, cu, None, None, causal=True)
+
+    tokens, entries = torch.export.Dim("tokens", min=2), torch.export.Dim("entries", min=2)
+    inputs = tuple(torch.randn(10, 2, 8) for _ in range(3))
+    shapes = ({0: tokens}, {0: tokens}, {0: tokens}, {0: entries})
+    program = torch.export.export(
+        Module(), (*inputs, int32(0, 4, 10)), dynamic_shapes=shapes, strict=False
+    )
+    assert "_flash_attn_varlen_forward" in str(program.graph)
+    more = (*(torch.cat((x, x)) for x in inputs), int32(0, 1, 2, 20))
+    torch.testing.assert_close(program.module()(*more), Module()(*more))
+
+
+def test_fake_and_meta_tensors() -> None:
+    with FakeTensorMode():
+        q = torch.empty(7, 4, 20, device="cuda", dtype=torch.bfloat16)
+        cu = torch.empty(4, device="cuda", dtype=torch.int32)
+        out, lse, s_dmask = flash_attn_varlen_func(
+            q, q, q, cu, cu, 5, None, 0.1, return_attn_probs=True
+        )
+        assert out.shape == q.shape and lse.shape == (4, 7) and s_dmask.shape == (3, 4, 5, 7)
+    q = torch.empty(7, 4, 16, device="meta", requires_grad=True)
+    cu = torch.empty(4, device="meta", dtype=torch.int32)
+    flash_attn_varlen_func(q, q, q, cu, cu, 5, 5).sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_func_grad() -> None:
+    inputs = make_inputs()
+    actual = torch.func.grad(lambda *x: loss(packed(*x)), argnums=(0, 1, 2))(*inputs)
+    expected = torch.func.grad(lambda *x: loss(one_by_one(*x)), argnums=(0, 1, 2))(*inputs)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_nothing_to_attend_to(batch: int) -> None:
+    """B = 0, and sequences that are all empty."""
+    q = torch.randn(0, 4, 8, requires_grad=True)
+    cu = torch.zeros(batch + 1, dtype=torch.int32)
+    out, lse, _ = flash_attn_varlen_func(q, q, q, cu, cu, 0, 0, return_attn_probs=True)
+    assert out.shape == q.shape and lse.shape == (4, 0)
+    out.sum().backward()
+
+
+def test_pages() -> None:
+    """A pool in any order, whatever the page size; no gradient."""
+    q, k, v = make_inputs()
+    expected = packed(q, k, v, causal=True)
+    for page_size in (1, 2, 3, 7):
+        pages = -(-6 // page_size)
+        order = torch.randperm(3 * pages).int().view(3, pages)
+        pools = [torch.full((3 * pages, page_size, 2, 16), torch.nan).double() for _ in range(2)]
+        for row, (begin, end) in enumerate(itertools.pairwise(STARTS_K)):
+            for key in range(end - begin):
+                page = order[row, key // page_size]
+                for pool, x in zip(pools, (k, v), strict=True):
+                    pool[page, key % page_size] = x[begin + key]
+        actual = packed(q, *pools, causal=True, block_table=order)
+        torch.testing.assert_close(actual, expected)
+        used = {"seqused_k": int32(4, 1, 6), "num_splits": 3, "batch_invariant": True}
+        lengths = (int32(*STARTS_Q), None, 7, None)
+        out = flash_attn_varlen_func(
+            q, *pools, *lengths, softmax_scale=SCALE, causal=True, block_table=order, **used
+        )
+        torch.testing.assert_close(out, expected[0])
+
+
+class TestExtensionRoute:
+    """Plain calls go to the extension, with a stand-in for it and its CUDA tensors."""
+
+    class Extension:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+
+        def attention_full(self, q: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+            self.calls.append(arguments)
+            if arguments[-1]:
+                raise RuntimeError("the extension's own words")
+            return q, q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0)
+
+        def varlen_fwd(self, q: Tensor, *kv: Tensor, **options: Any) -> list[Tensor]:
+            self.calls.append((options,))
+            return [q, q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0), q.new_empty(0)]
+
+    @pytest.fixture
+    def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
+        extension = self.Extension()
+        monkeypatch.setattr(build_info, "extension", extension)
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
+        return extension
+
+    def test_training(self, extension: Extension) -> None:
+        q, k, v = (x[..., :5] for x in make_inputs(dtype=torch.bfloat16))
+        cu_q, cu_k = int32(*STARTS_Q), int32(*STARTS_K)
+        used = {"seqused_q": int32(1, 0, 1), "leftpad_k": int32(1, 0, 1)}
+        slopes = torch.ones(4)
+        out = flash_attn_varlen_func(
+            *(q, k, v, cu_q, cu_k, torch.tensor(7), 6, 0.25), alibi_slopes=slopes, **used
+        )
+        (given,) = extension.calls
+        assert out.shape == q.shape and given[0].shape == (11, 2, 8)
+        assert given[2] is cu_q and given[3] is cu_k and given[4] is used["seqused_q"]
+        assert given[5] is None and given[6] is used["leftpad_k"] and given[7:10] == (10, 6, 0.25)
+        assert given[10] == 5**-0.5 and given[11:15] == (False, -1, -1, 0.0)
+        assert given[15] is slopes and given[16] is False
+
+    def test_splits(self, extension: Extension) -> None:
+        q, k, v = make_inputs(dtype=torch.bfloat16)
+        lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, None)
+        flash_attn_varlen_func(q, k, v, *lengths, num_splits=4, window_size=(3, None))
+        ((given,),) = extension.calls
+        assert given["num_splits"] == 4 and given["max_seqlen_k"] == 11
+        assert given["window_left"] == 3 and given["return_softmax"] is False
+
+    def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
+        q, k, v = make_inputs(dtype=torch.bfloat16)
+        lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, -3)
+        with pytest.raises(ValueError, match=r"^max_seqlen_k: must not be negative, got -3"):
+            flash_attn_varlen_func(q, k, v, *lengths, deterministic=True)
+        assert len(extension.calls) == 1
