@@ -8,11 +8,11 @@ larger ones and ``full`` before ``windowed``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, Flag
 from itertools import product
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 
 class Pass(Enum):
@@ -63,9 +63,9 @@ NO_FEATURES = Feature(0)
 class KernelRow:
     """What the rows of both passes share.
 
-    ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows that differ
-    in their tile only; ``unit_per_dtype`` compiles each dtype by itself, for a
-    tile that would take more than 4 GiB with both.
+    ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows of one head
+    dim, by features or by the shared memory they need; ``unit_per_dtype`` compiles each dtype by
+    itself, for a tile that would take more than 4 GiB with both.
     """
 
     kernel_pass: ClassVar[Pass]
@@ -187,22 +187,30 @@ BACKWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.deterministic
 BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
 
 
+# Bytes that the rows of a tile may spill, by variant; "" is the plain one. Measured, for sm_80 and
+# sm_90, whichever is more.
+Spills: TypeAlias = Mapping[str, int]
+NO_SPILLS: Spills = {}
+
+
 def sm80_forward_rows(
-    head_dim: int, *, spills: tuple[int, int, int] = (0, 0, 0), **options: Any
+    head_dim: int, *, spills: Spills = NO_SPILLS, **options: Any
 ) -> Iterator[ForwardRow]:
     """A tile without features, with modified scores and a KV cache's, and with dropout."""
-    rows = (("", NO_FEATURES), ("modifiers", FORWARD_MODIFIERS), ("dropout", FORWARD_DROPOUT))
-    for (variant, features), spill in zip(rows, spills, strict=True):
+    names = {"": NO_FEATURES, "modifiers": FORWARD_MODIFIERS, "dropout": FORWARD_DROPOUT}
+    for variant, features in names.items():
         yield from sm80_forward(
             head_dim,
             **options,
             features=features,
             variant=variant,
-            allowed_spill_bytes=spill,
+            allowed_spill_bytes=spills.get(variant, 0),
         )
 
 
-def sm80_decode(head_dim: int, *, block_n: int, num_warps: int) -> Iterator[ForwardRow]:
+def sm80_decode(
+    head_dim: int, *, block_n: int, num_warps: int, variant: str = "decode"
+) -> Iterator[ForwardRow]:
     return sm80_forward(
         head_dim,
         kind=Kind.decode,
@@ -210,7 +218,7 @@ def sm80_decode(head_dim: int, *, block_n: int, num_warps: int) -> Iterator[Forw
         block_n=block_n,
         num_warps=num_warps,
         features=DECODE_FEATURES,
-        variant="decode",
+        variant=variant,
     )
 
 
@@ -228,6 +236,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(128, block_n=16, num_warps=4),
     *sm80_decode(192, block_n=16, num_warps=4),
     *sm80_decode(256, block_n=16, num_warps=2),
+    *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
 )
 
 # How the backward's eight warps lie over its products: scores along queries, dK and dV along keys,
@@ -261,24 +270,42 @@ SINGLE_BUFFERED: dict[str, Any] = {"stages_q": 1, "stages_do": 1}
 
 
 def sm80_backward_rows(
-    head_dim: int, *, variant: str = "", spills: tuple[int, ...] = (0, 0, 0), **options: Any
+    head_dim: int, *, spills: Spills = NO_SPILLS, **options: Any
 ) -> Iterator[BackwardRow]:
     """A tile for what most calls ask for, with modified scores, and with dropout.
 
-    A fixed order costs the plain kernels nothing, except those of head_dim up to 64: 2.5 %. Tiles
-    for less shared memory do without the second row, whose calls the third serves.
+    The code of a fixed order costs a plain kernel nothing at head_dim 128, 2.5 % at 64 and 6 % at
+    256, which have a row of their own for it; elsewhere the row of modified scores serves it.
     """
-    plain = Feature.deterministic if head_dim > 64 else NO_FEATURES
-    rows = [("", plain), ("modifiers", BACKWARD_MODIFIERS), ("dropout", BACKWARD_DROPOUT)]
-    if variant:
-        del rows[1]
-    for (name, features), spill in zip(rows, spills, strict=False):
+    names = {
+        "": Feature.deterministic if head_dim == 128 else NO_FEATURES,
+        "ordered": Feature.deterministic,
+        "modifiers": BACKWARD_MODIFIERS,
+        "dropout": BACKWARD_DROPOUT,
+    }
+    if head_dim not in (64, 256):
+        del names["ordered"]
+    return sm80_backward_variants(head_dim, names, spills, **options)
+
+
+def sm80_backward_small(
+    head_dim: int, *, smem: str, spills: Spills = NO_SPILLS, **options: Any
+) -> Iterator[BackwardRow]:
+    """A tile for less shared memory: plain, and with everything, to compile less."""
+    names = {smem: NO_FEATURES, f"dropout_{smem}": BACKWARD_DROPOUT}
+    return sm80_backward_variants(head_dim, names, spills, **options)
+
+
+def sm80_backward_variants(
+    head_dim: int, names: dict[str, Feature], spills: Spills, **options: Any
+) -> Iterator[BackwardRow]:
+    for variant, features in names.items():
         yield from sm80_backward(
             head_dim,
             **options,
             features=features,
-            variant="_".join(filter(None, [name, variant])),
-            allowed_spill_bytes=spill,
+            variant=variant,
+            allowed_spill_bytes=spills.get(variant, 0),
         )
 
 
@@ -287,8 +314,8 @@ def sm80_backward_rows(
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm80_backward_rows(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
     *sm80_backward_rows(64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(
-        64, block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED, variant="smem99k"
+    *sm80_backward_small(
+        64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
     ),
     *sm80_backward_rows(
         96,
@@ -299,16 +326,16 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         unit_per_dtype=True,
     ),
     *sm80_backward_rows(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(
-        128, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem99k"
+    *sm80_backward_small(
+        128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
     *sm80_backward_rows(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
     *sm80_backward_rows(256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(
-        256, block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED, variant="smem163k"
+    *sm80_backward_small(
+        256, smem="smem163k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
-    *sm80_backward_rows(
-        256, block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED, variant="smem99k"
+    *sm80_backward_small(
+        256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
     ),
 )
 

@@ -57,9 +57,10 @@ struct DecodeTraits {
 
   // A slice of K and one of V make a stage. About 96 KiB of stages: two CTAs share an SM of a
   // Hopper GPU with 128 KiB of loads under way, and one fits the 99 KiB of the GPUs that have
-  // least. Two stages at least.
+  // least; where Q is in shared memory too, that of a single warp does. Two stages at least.
   static constexpr int stage_elements = 2 * slice * head_dim;
-  static constexpr int pipeline_bytes = 96 * 1024;
+  static constexpr int pipeline_bytes =
+      96 * 1024 - (shares_queries && num_warps == 1 ? block_m * head_dim * 2 : 0);
   static constexpr int stages = std::clamp(pipeline_bytes / (num_warps * stage_elements * 2), 2, 6);
 
   // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
