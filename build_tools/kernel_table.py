@@ -187,8 +187,8 @@ BACKWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.deterministic
 BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
 
 
-# Bytes that the rows of a tile may spill, by variant; "" is the plain one. Measured, for sm_80 and
-# sm_90, whichever is more.
+# Bytes that the rows of a tile may spill, by variant; "" is the plain one. As compiled for sm_90,
+# and for sm_80 at head_dim 64 and 128, whichever is more.
 Spills: TypeAlias = Mapping[str, int]
 NO_SPILLS: Spills = {}
 
@@ -224,10 +224,16 @@ def sm80_decode(
 
 # Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    *sm80_forward_rows(32, block_m=128, block_n=128, num_warps=4),
-    *sm80_forward_rows(64, block_m=128, block_n=96, num_warps=4),
+    *sm80_forward_rows(
+        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
+    ),
+    *sm80_forward_rows(
+        64, block_m=128, block_n=96, num_warps=4, spills={"": 40, "modifiers": 104, "dropout": 64}
+    ),
     *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
-    *sm80_forward_rows(128, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward_rows(
+        128, block_m=128, block_n=64, num_warps=4, spills={"": 32, "modifiers": 88, "dropout": 92}
+    ),
     *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
     *sm80_decode(32, block_n=32, num_warps=4),
@@ -312,8 +318,12 @@ def sm80_backward_variants(
 # Shared memory decides who runs what: the first rows of head_dim 32 to 192 fit the 163 KiB of an
 # A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm80_backward_rows(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
+        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
+    ),
+    *sm80_backward_rows(
+        64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 124}
+    ),
     *sm80_backward_small(
         64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
     ),
@@ -325,14 +335,36 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         **DOUBLE_BUFFERED,
         unit_per_dtype=True,
     ),
-    *sm80_backward_rows(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
+        128,
+        block_m=64,
+        block_n=128,
+        **WARPS_2_4_2,
+        **DOUBLE_BUFFERED,
+        spills={"": 24, "modifiers": 28, "dropout": 32},
+    ),
     *sm80_backward_small(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
-    *sm80_backward_rows(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(256, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
+    *sm80_backward_rows(
+        192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, spills={"dropout": 4}
+    ),
+    *sm80_backward_rows(
+        256,
+        block_m=64,
+        block_n=64,
+        **WARPS_4_2_2,
+        **DOUBLE_BUFFERED,
+        spills={"": 24, "ordered": 36, "modifiers": 36, "dropout": 60},
+    ),
     *sm80_backward_small(
-        256, smem="smem163k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
+        256,
+        smem="smem163k",
+        block_m=64,
+        block_n=64,
+        **WARPS_4_2_2,
+        **SINGLE_BUFFERED,
+        spills={"smem163k": 44, "dropout_smem163k": 72},
     ),
     *sm80_backward_small(
         256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
