@@ -88,7 +88,7 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     """Of the same tile, so that a call without features never runs the slower kernel."""
-    free = Feature.deterministic  # costs a kernel nothing
+    free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
 
     def tile(row: KernelRow) -> dict:
         return {name: value for name, value in row.config().items() if name != "features"}
@@ -101,7 +101,7 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
             for other in rows[:position]
             if tile(other) == tile(row) and not other.features & ~free
         ]
-        assert len(twins) == 1, row.name
+        assert twins, row.name
 
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
