@@ -17,7 +17,7 @@ enum class DeviceCheck : std::int32_t {
   cache_batch_idx,   // must be a batch entry of the cache
   block_table,       // must be a page of the pool
   append_capacity,   // cache_seqlens + new keys must fit the cache
-  cu_seqlens_k_new,  // must start at 0, not decrease and end at total_k_new
+  cu_seqlens_k_new,  // must start at 0, not decrease and end within total_k_new
   rotary_position,   // must be below seqlen_rotary
 };
 
