@@ -222,8 +222,27 @@ def sm80_decode(
     )
 
 
-# Four warps of 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
+def sm90_forward(head_dim: int, *, block_m: int, block_n: int) -> Iterator[ForwardRow]:
+    """A tile of wgmma kernels, of which each warp multiplies 16 query rows."""
+    return expand(
+        ForwardRow,
+        family=Family.sm90,
+        masks=(Mask.windowed,),
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=block_m // 16,
+    )
+
+
+# The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
+# 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
+    *sm90_forward(64, block_m=192, block_n=128),
+    *sm90_forward(96, block_m=128, block_n=128),
+    *sm90_forward(128, block_m=128, block_n=128),
+    *sm90_forward(192, block_m=128, block_n=96),
+    *sm90_forward(256, block_m=128, block_n=80),
     *sm80_forward_rows(
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
     ),

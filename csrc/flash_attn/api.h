@@ -62,6 +62,7 @@ struct ForwardPlan {
   const ForwardInstance* instance = nullptr;
   TileSchedule schedule;
   SequenceTablePlan table;
+  int num_ctas = 0;        // sm90: CTAs that walk the tiles, one an SM
   int num_splits = 1;      // CTAs that share the keys of a tile, at most
   int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
   std::size_t out_partial_offset = 0;

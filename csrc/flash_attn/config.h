@@ -42,7 +42,7 @@ struct ForwardConfig {
   ForwardKind kind;
   int block_m;  // queries per tile; decode: rows, of queries and heads together
   int block_n;  // keys per step; decode: of one warp
-  int num_warps;
+  int num_warps;  // sm90: those that multiply; four more load
   FeatureSet features;
 };
 

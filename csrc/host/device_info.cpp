@@ -10,10 +10,11 @@
 namespace flash_attn_cuda {
 namespace {
 
-// FLASH_ATTN_CUDA_SMEM_LIMIT, in bytes: plan as if a block could have no more shared memory than
-// that, so that a large GPU runs, and tests, the instances meant for smaller ones.
-int smem_limit(int available) {
-  const char* limit = std::getenv("FLASH_ATTN_CUDA_SMEM_LIMIT");
+// Plan as if the GPU had no more than the environment says, so that a large one runs, and tests,
+// the instances meant for others: FLASH_ATTN_CUDA_SMEM_LIMIT, bytes of shared memory of a block,
+// and FLASH_ATTN_CUDA_CAPABILITY_LIMIT, 80 for the kernels of every GPU.
+int limited(int available, const char* variable) {
+  const char* limit = std::getenv(variable);
   return limit == nullptr ? available : std::min(available, std::atoi(limit));
 }
 
@@ -23,10 +24,12 @@ DeviceInfo query_device(int device) {
     check_cuda(cudaDeviceGetAttribute(&value, which, device), "device attribute");
     return value;
   };
-  return {.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-                                attribute(cudaDevAttrComputeCapabilityMinor),
+  const int capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                         attribute(cudaDevAttrComputeCapabilityMinor);
+  return {.compute_capability = limited(capability, "FLASH_ATTN_CUDA_CAPABILITY_LIMIT"),
           .num_sms = attribute(cudaDevAttrMultiProcessorCount),
-          .smem_per_block = smem_limit(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
+          .smem_per_block = limited(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                                    "FLASH_ATTN_CUDA_SMEM_LIMIT"),
           .l2_bytes = attribute(cudaDevAttrL2CacheSize)};
 }
 

@@ -6,6 +6,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "host/select_instance.h"
+#include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 
 namespace flash_attn_cuda {
@@ -69,7 +70,10 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
                         .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
                         .head_dim = params.shape.head_dim,
                         .kind = ForwardKind::decode,
-                        .features = features_of(params)};
+                        .features = features_of(params),
+                        .tma = tma_can_read(params.q, query_extent(params)) &&
+                               tma_can_read(params.k, key_extent(params)) &&
+                               tma_can_read(params.v, key_extent(params))};
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
     if (decode != nullptr || !has_vector_rows(params))
@@ -176,6 +180,7 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
        .longest_first = longest_first && !is_packed},
       device);
 
+  if (config.family == KernelFamily::sm90) plan.num_ctas = device.num_sms;
   plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);
   check_grid(plan.schedule.grid_size(), plan.num_splits);
   if (params.split.batch_invariant && config.kind == ForwardKind::decode)

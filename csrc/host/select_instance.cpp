@@ -8,12 +8,12 @@
 namespace flash_attn_cuda {
 namespace {
 
-bool runs_on(KernelFamily family, int compute_capability) {
+bool runs_on(KernelFamily family, int compute_capability, bool tma) {
   switch (family) {
     case KernelFamily::sm80:
       return compute_capability >= 80;
     case KernelFamily::sm90:
-      return compute_capability == 90;  // wgmma exists on no other
+      return compute_capability == 90 && tma;  // wgmma exists on no other
   }
   return false;
 }
@@ -28,7 +28,7 @@ bool covers(const Instance& instance, const KernelRequest& request, const Device
          config.head_dim >= request.head_dim &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
          (config.features & request.features) == request.features &&
-         runs_on(config.family, device.compute_capability) &&
+         runs_on(config.family, device.compute_capability, request.tma) &&
          instance.smem_bytes <= device.smem_per_block;
 }
 

@@ -1,5 +1,5 @@
-// Views of mma.sync m16n8 accumulator fragments. A thread holds, per atom, (row, row + 8) x
-// (column, column + 1).
+// Views of accumulator fragments. Of an mma.sync m16n8 atom a thread holds (row, row + 8) x (column,
+// column + 1); of a wgmma m64nN atom the same in each of its N / 8 groups of eight columns.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -8,14 +8,21 @@
 
 namespace flash_attn_cuda {
 
-// ((2, 2), atoms_m, atoms_n) -> (rows of this thread, columns of this thread)
+// ((2, 2), atoms_m, atoms_n) or ((2, 2, N / 8), atoms_m, atoms_n) -> (rows of this thread, columns
+// of this thread)
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto rows_cols_layout(Layout const& accumulator) {
   using namespace cute;
-  auto split =
-      logical_divide(accumulator, Shape<_2>{});  // ((2, 2), atoms_m, atoms_n), columns innermost
-  return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
-                     make_layout(get<0, 0>(split), get<2>(split)));
+  if constexpr (decltype(rank<0>(accumulator))::value == 3) {
+    return make_layout(
+        make_layout(get<0, 1>(accumulator), get<1>(accumulator)),
+        make_layout(get<0, 0>(accumulator), get<0, 2>(accumulator), get<2>(accumulator)));
+  } else {
+    auto split =
+        logical_divide(accumulator, Shape<_2>{});  // ((2, 2), atoms_m, atoms_n), columns innermost
+    return make_layout(make_layout(get<0, 1>(split), get<1>(split)),
+                       make_layout(get<0, 0>(split), get<2>(split)));
+  }
 }
 
 template <class Tensor>
@@ -23,15 +30,22 @@ CUTE_HOST_DEVICE constexpr auto rows_cols_view(Tensor&& accumulator) {
   return cute::make_tensor(accumulator.data(), rows_cols_layout(accumulator.layout()));
 }
 
-// An accumulator (4, atoms_m, atoms_n) is already the A operand of the next product: two n8 atoms
-// make one k16 step.
+// An accumulator is already the A operand of the next product: two n8 atoms, or two groups of eight
+// columns of a wgmma atom, make one k16 step.
 template <class Tensor>
 CUTE_HOST_DEVICE constexpr auto a_operand_view(Tensor&& accumulator) {
   using namespace cute;
-  auto pairs = logical_divide(accumulator.layout(),
-                              Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
-  return make_tensor(accumulator.data(), make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)),
-                                                     get<1>(pairs), get<2, 1>(pairs)));
+  auto layout = accumulator.layout();
+  if constexpr (decltype(rank<0>(layout))::value == 3) {
+    auto groups = logical_divide(get<0, 2>(layout), _2{});  // (2, N / 16)
+    return make_tensor(accumulator.data(),
+                       make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(groups)),
+                                   get<1>(layout), make_layout(get<1>(groups), get<2>(layout))));
+  } else {
+    auto pairs = logical_divide(layout, Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
+    return make_tensor(accumulator.data(), make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)),
+                                                       get<1>(pairs), get<2, 1>(pairs)));
+  }
 }
 
 // fp32 fragment -> a fragment of Element with the same layout.

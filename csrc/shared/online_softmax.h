@@ -42,6 +42,7 @@ struct OnlineSoftmax {
       row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
   float row_sum[kRows];   // this lane's part of the row
+  float rescale[kRows];   // what O has to be multiplied by since the reference moved last
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
@@ -57,30 +58,26 @@ struct OnlineSoftmax {
   // reference moved.
   template <class Scores, class Output>
   CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
-    using namespace cute;
-    float block_max[kRows];
-    bool moves = false;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      block_max[row] = scores(row, 0);
-      CUTE_UNROLL
-      for (int col = 1; col < size<1>(scores); ++col) {
-        block_max[row] = fmaxf(block_max[row], scores(row, col));
-      }
-      moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
-    }
-    if (__any_sync(0xffffffffu, moves || shifts)) {
-      move_reference(block_max, o);
-      if (shifts) subtract_reference(scores);
-    }
+    if (follow_maximum(scores)) rescale_o(o);
+    exponentiate(scores);
+  }
 
+  // The two halves, for a kernel whose O is not at hand while it works on the scores: whether O has
+  // to be rescaled before this block adds to it, the same in all lanes of the warp.
+  template <class Scores>
+  CUTE_DEVICE bool softmax(Scores& scores) {
+    const bool moved = follow_maximum(scores);
+    exponentiate(scores);
+    return moved;
+  }
+
+  template <class Output>
+  CUTE_DEVICE void rescale_o(Output& o) const {
+    using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_offset[row]);
-        row_sum[row] += scores(row, col);
-      }
+      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= rescale[row];
     }
   }
 
@@ -103,8 +100,41 @@ struct OnlineSoftmax {
   }
 
  private:
-  template <class Output>
-  CUTE_DEVICE void move_reference(float const (&block_max)[kRows], Output& o) {
+  // Moves the references if these scores rise too far above them.
+  template <class Scores>
+  CUTE_DEVICE bool follow_maximum(Scores& scores) {
+    using namespace cute;
+    float block_max[kRows];
+    bool moves = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      block_max[row] = scores(row, 0);
+      CUTE_UNROLL
+      for (int col = 1; col < size<1>(scores); ++col) {
+        block_max[row] = fmaxf(block_max[row], scores(row, col));
+      }
+      moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
+    }
+    if (!__any_sync(0xffffffffu, moves || shifts)) return false;
+    move_reference(block_max);
+    if (shifts) subtract_reference(scores);
+    return true;
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(Scores& scores) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_offset[row]);
+        row_sum[row] += scores(row, col);
+      }
+    }
+  }
+
+  CUTE_DEVICE void move_reference(float const (&block_max)[kRows]) {
     using namespace cute;
     float moved[kRows];
     bool too_large = shifts;
@@ -123,12 +153,10 @@ struct OnlineSoftmax {
       // 0.
       const float change =
           shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
-      const float rescale = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
+      rescale[row] = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
       row_max[row] = moved[row];
       row_offset[row] = offset;
-      row_sum[row] *= rescale;
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= rescale;
+      row_sum[row] *= rescale[row];
     }
   }
 

@@ -1,0 +1,39 @@
+// Tensors as the tensor memory accelerator (TMA) of Hopper GPUs sees them.
+#pragma once
+
+#include <cuda.h>
+
+#include "flash_attn/params.h"
+
+namespace flash_attn_cuda {
+
+// The part of a tensor that one TMA instruction moves: `rows` of one head, `columns` of head_dim.
+struct TensorBox {
+  int rows;     // at most 256
+  int columns;  // 64 (128-byte swizzle) or 32 (64-byte swizzle)
+};
+
+struct TensorExtent {
+  int batch_size;
+  int rows;
+  int num_heads;
+  int head_dim;
+};
+
+// Of q, and of k and v.
+TensorExtent query_extent(const ForwardParams& params);
+TensorExtent key_extent(const ForwardParams& params);
+
+// Whether TMA can read the tensor: 16-byte aligned, strides multiples of 16 bytes below 2^40 and,
+// where there is a second element to step to, not 0.
+bool tma_can_read(const TensorView& view, const TensorExtent& extent);
+
+// A map whose boxes end where a sequence ends, wherever that is. Its coordinates are (column,
+// box.rows - n, row + n, head, batch) for the n rows from `row` on: the second one leaves the map
+// after n rows, and what lies beyond is not read but zero. The same row stride serves the second
+// and the third coordinate, and the base lies box.rows rows before the tensor.
+// Throws Error when the driver refuses. The map of an empty tensor must not be used.
+CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
+                            const TensorBox& box);
+
+}  // namespace flash_attn_cuda

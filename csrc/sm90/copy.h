@@ -1,0 +1,70 @@
+// Shared-memory tiles as TMA writes and wgmma reads them, and the loads themselves. With gemm.h and
+// pipeline.h, the only files that know sm90 instructions.
+#pragma once
+
+#include <cuda.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "flash_attn/config.h"
+
+namespace flash_attn_cuda::sm90 {
+
+using namespace cute;
+
+// Columns that one TMA box holds, which is the width of the swizzle: 128 bytes, or 64 where the
+// width is no multiple of that.
+template <int kColumns>
+inline constexpr int box_columns = kColumns % 64 == 0 ? 64 : 32;
+
+template <class Element, int kColumns>
+using SwizzleAtom =
+    std::conditional_t<box_columns<kColumns> == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                       GMMA::Layout_K_SW64_Atom<Element>>;
+
+// (rows, columns, stages): boxes of all rows, one after the other.
+template <class Element, int kRows, int kColumns, int kStages>
+using TileLayout = decltype(tile_to_shape(SwizzleAtom<Element, kColumns>{},
+                                          Shape<Int<kRows>, Int<kColumns>, Int<kStages>>{}));
+
+template <class Layout, class Element>
+CUTE_DEVICE auto smem_tile(Element* data) {
+  return make_tensor(make_smem_ptr(data), Layout{});
+}
+
+// The same memory read as (columns, rows, stages).
+template <class SmemTensor>
+CUTE_DEVICE auto transposed(SmemTensor const& tile) {
+  constexpr int rows = decltype(size<0>(tile))::value;
+  constexpr int columns = decltype(size<1>(tile))::value;
+  constexpr int stages = decltype(size<2>(tile))::value;
+  using Swap = Layout<Shape<Int<columns>, Int<rows>, Int<stages>>,
+                      Stride<Int<rows>, _1, Int<rows * columns>>>;
+  return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
+}
+
+// Rows [row, row + rows) of one head and batch entry, rows > 0.
+struct RowSpan {
+  int batch;
+  int head;
+  int row;
+  int rows;
+};
+
+// Starts the load of a tile whose first row is span.row, by one thread. Rows beyond the span and
+// columns beyond the tensor become zeros and are not read; the barrier counts the whole tile.
+template <int kRows, int kColumns, class Element>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
+                           RowSpan const& span) {
+  constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+  const int rows = min(span.rows, kRows);
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
+    SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, column, kRows - rows,
+                           span.row + rows, span.head, span.batch);
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

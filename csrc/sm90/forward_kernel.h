@@ -1,0 +1,48 @@
+// Forward attention on Hopper: O = softmax(score(Q K^T)) V and LSE.
+//
+// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup, of which one
+// thread loads by TMA (forward_producer.h), and block_m / 64 consumer warpgroups that multiply by
+// wgmma (forward_consumer.h); setmaxnreg gives the producer's registers to them. Shared memory: Q
+// block_m x head_dim once, K and V block_n x head_dim in `stages` buffers each, and two places for
+// tiles of work (forward_traits.h). Next tile's loads run while the last one is still in its
+// products.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/forward_consumer.h"
+#include "sm90/forward_producer.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Tag>
+__global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
+    forward_kernel(const __grid_constant__ ForwardArguments args) {
+  using Traits = ForwardTraits<Tag>;
+  extern __shared__ __align__(1024) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+
+  if constexpr (Traits::has(feature::dropout))
+    publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
+  if (threadIdx.x == 0) {
+    smem.q_ring.init(Traits::consumer_warps);
+    smem.k_ring.init(Traits::consumer_warps);
+    smem.v_ring.init(Traits::consumer_warps);
+    smem.work_ring.init(Traits::consumer_warps);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  // The same in all lanes, said so that the compiler knows.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warpgroup = warp / 4;
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
+    if (warp == 0 && elect_one_sync()) produce<Traits>(args, smem);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    consume<Traits>(args, smem, warpgroup - 1);
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,51 @@
+// Host side of the sm90 forward kernels: from a plan to a launch.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+#include "flash_attn/instance.h"
+#include "host/tensor_map.h"
+#include "shared/launch.h"
+#include "sm90/forward_kernel.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Tag>
+void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
+  using Traits = ForwardTraits<Tag>;
+  constexpr float log2e = 1.44269504088896f;
+  constexpr int columns = box_columns<Traits::head_dim>;
+  const AttentionShape& shape = params.shape;
+  const TensorExtent queries = query_extent(params);
+  const TensorExtent keys = key_extent(params);
+  const bool scales_scores = Traits::has_modifiers && has_score_modifiers(params.score);
+  const float scale = params.score.softmax_scale;
+  const std::int64_t num_tiles = plan.schedule.grid_size();
+  const ForwardArguments arguments{
+      .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
+      .k_map = make_tensor_map(params.k, params.dtype, keys, {Traits::block_n, columns}),
+      .v_map = make_tensor_map(params.v, params.dtype, keys, {Traits::block_n, columns}),
+      .params = params,
+      .schedule = plan.schedule,
+      .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
+      .num_tiles = num_tiles,
+      // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
+      .scale_log2 = scales_scores ? score_unit(params.score) * log2e
+                                  : std::fmax(std::fabs(scale) * log2e, FLT_MIN),
+      .negate_scores = !scales_scores && scale < 0.0f};
+  launch_kernel<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
+                                      Traits::threads, sizeof(typename Traits::SharedStorage),
+                                      stream, arguments);
+}
+
+template <class Tag>
+constexpr ForwardInstance make_forward_instance(const char* name) {
+  return {.name = name,
+          .config = Tag::config,
+          .smem_bytes = static_cast<int>(sizeof(typename ForwardTraits<Tag>::SharedStorage)),
+          .launch = &launch_forward<Tag>};
+}
+
+}  // namespace flash_attn_cuda::sm90

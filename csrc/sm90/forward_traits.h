@@ -1,0 +1,76 @@
+// Everything a forward kernel derives from its row of the instance table.
+#pragma once
+
+#include <algorithm>
+
+#include "shared/block_range.h"
+#include "shared/tile_work.h"
+#include "sm90/copy.h"
+#include "sm90/gemm.h"
+#include "sm90/pipeline.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// A tile of work as its CTA's producer found it.
+struct WorkItem {
+  TileWork work;
+  BlockRange range;  // the key blocks that it visits
+};
+
+template <class Tag>
+struct ForwardTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
+  static constexpr int consumer_warps = config.num_warps;
+  static constexpr int threads = 128 * (1 + consumers);
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
+
+  // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
+  // warpgroups and 128 of four: not one more may be asked for than there are.
+  static constexpr int producer_registers = consumers == 3 ? 32 : 40;
+  static constexpr int consumer_registers = consumers == 3 ? 160 : 232;
+
+  // The warpgroups take turns with the tensor cores, one in its softmax while another multiplies.
+  // From head_dim 192 on the products are so long that it gains nothing.
+  static constexpr bool takes_turns = consumers > 1 && head_dim <= 128;
+
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma = SharedMma<Element, block_n, head_dim>;
+  using OutputMma = RegisterMma<Element, head_dim, block_n>;
+  static constexpr int rows_per_thread = 2;
+
+  static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
+  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
+  static constexpr int smem_reserved = 2048;  // barriers and work
+  static constexpr int most_stages = 4;
+  static constexpr int stages =
+      std::min(most_stages, (smem_limit - smem_reserved - query_bytes) / (2 * key_bytes));
+
+  using QueryLayout = TileLayout<Element, 64, head_dim, consumers>;
+  using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
+
+  struct SharedStorage {
+    alignas(1024) Element q[block_m * head_dim];
+    alignas(1024) Element k[stages * block_n * head_dim];
+    alignas(1024) Element v[stages * block_n * head_dim];
+    Ring<1> q_ring;
+    Ring<stages> k_ring;
+    Ring<stages> v_ring;
+    Ring<2> work_ring;
+    WorkItem work[2];
+  };
+
+  static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
+  static_assert(producer_registers + consumers * consumer_registers <=
+                (1 + consumers) * (consumers == 3 ? 128 : 168));
+  static_assert(stages >= 2, "one buffer fills while the other is read");
+  static_assert(sizeof(SharedStorage) <= smem_limit);
+};
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,37 @@
+// The CTA's named barriers, by the event they stand for.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/tensor.hpp>
+
+namespace flash_attn_cuda::sm90 {
+
+// Turns of the consumer warpgroups at the tensor cores: barrier first_turn + w opens for warpgroup w
+// when the one before it has started its products.
+enum class NamedBarrier : std::uint32_t { first_turn = 0 };
+
+template <int kWarpgroups>
+struct Turns {
+  int warpgroup;
+
+  static constexpr int threads = 2 * 128;  // those that pass the turn on and those that take it
+
+  CUTE_DEVICE static std::uint32_t barrier(int warpgroup) {
+    return static_cast<std::uint32_t>(NamedBarrier::first_turn) + warpgroup;
+  }
+
+  // Once before the first turn.
+  CUTE_DEVICE void open() const {
+    if (warpgroup == kWarpgroups - 1) pass();
+  }
+  CUTE_DEVICE void take() const {
+    cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup));
+  }
+  CUTE_DEVICE void pass() const {
+    const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
+    cutlass::arch::NamedBarrier::arrive(threads, barrier(next));
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90
