@@ -116,6 +116,7 @@ class ForwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
+    most_causal_queries: int = 0
     features: Feature = NO_FEATURES
 
     @property
@@ -222,7 +223,9 @@ def sm80_decode(
     )
 
 
-def sm90_forward(head_dim: int, *, block_m: int, block_n: int) -> Iterator[ForwardRow]:
+def sm90_forward(
+    head_dim: int, *, block_m: int, block_n: int, variant: str = "", **options: Any
+) -> Iterator[ForwardRow]:
     """A tile of wgmma kernels, of which each warp multiplies 16 query rows."""
     return expand(
         ForwardRow,
@@ -232,17 +235,37 @@ def sm90_forward(head_dim: int, *, block_m: int, block_n: int) -> Iterator[Forwa
         block_m=block_m,
         block_n=block_n,
         num_warps=block_m // 16,
+        variant=variant,
+        **options,
+    )
+
+
+def sm90_features(head_dim: int, *, block_n: int, **options: Any) -> Iterator[ForwardRow]:
+    return sm90_forward(
+        head_dim,
+        block_m=128,
+        block_n=block_n,
+        variant="dropout",
+        features=FORWARD_DROPOUT,
+        **options,
     )
 
 
 # The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
 # 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    *sm90_forward(64, block_m=192, block_n=128),
+    *sm90_forward(64, block_m=128, block_n=128, variant="short", most_causal_queries=1280),
+    # What its producer warp spills, for which three consumer warpgroups leave 32 registers.
+    *sm90_forward(64, block_m=192, block_n=128, allowed_spill_bytes=52),
+    *sm90_features(64, block_n=128),
     *sm90_forward(96, block_m=128, block_n=128),
+    *sm90_features(96, block_n=128),
     *sm90_forward(128, block_m=128, block_n=128),
+    *sm90_features(128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
+    *sm90_features(192, block_n=96),
     *sm90_forward(256, block_m=128, block_n=80),
+    *sm90_features(256, block_n=80),
     *sm80_forward_rows(
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
     ),

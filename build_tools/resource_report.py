@@ -1,7 +1,8 @@
 """What every compiled kernel takes of an SM: registers, spills, stack and shared memory.
 
 ``python -m build_tools.resource_report`` prints the kernels of the last build and exits with status
-1 when one spills more than its row of the kernel table allows.
+1 when one spills more than its row of the kernel table allows, or when ptxas could not keep wgmma
+asynchronous or ignored setmaxnreg, which it mentions only in passing.
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ def parse_ptxas(text: str) -> list[KernelUsage]:
     return usages
 
 
+def lost_performance(text: str) -> list[str]:
+    """What ptxas says of wgmma that it had to serialize and of setmaxnreg that it ignored."""
+    return sorted(set(re.findall(r"\(C75\d\d\) .*", text)))
+
+
 def excess_spills(usages: Iterable[KernelUsage], allowed: dict[str, int]) -> list[str]:
     """A sentence per kernel that spills more than its row allows; an auxiliary one may not."""
     sentences = []
@@ -154,11 +160,13 @@ def report(build_dir: Path) -> int:
     """Prints the table and what is wrong with it; the process's exit status."""
     manifest = json.loads((build_dir / MANIFEST_NAME).read_text())
     allowed = manifest["allowed_spill_bytes"]
-    usages = [usage for log in manifest["logs"] for usage in parse_ptxas(Path(log).read_text())]
+    texts = [Path(log).read_text() for log in manifest["logs"]]
+    usages = [usage for text in texts for usage in parse_ptxas(text)]
     print(table(usages, allowed, dynamic_smem(build_dir)))
     unseen = set(allowed) - {usage.instance(allowed) for usage in usages}
     problems = [f"{name}: ptxas reported no kernel" for name in sorted(unseen)]
     problems += excess_spills(usages, allowed)
+    problems += [complaint for text in texts for complaint in lost_performance(text)]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -80,6 +80,16 @@ def test_a_spill_beyond_the_rows_allowance_fails(
     assert (f"{ROW.name} (sm_90) spills 36 bytes; {allowed} allowed" in output.err) == bool(status)
 
 
+def test_wgmma_that_ptxas_serialized_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
+    remark = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    (tmp_path / "unit.log").write_text(f"ptxas info    : {remark}\n{PTXAS}")
+    manifest = {"logs": [str(tmp_path / "unit.log")], "allowed_spill_bytes": {ROW.name: 36}}
+    (tmp_path / "kernels.json").write_text(json.dumps(manifest))
+    assert resource_report.report(tmp_path) == 1
+    assert f"error: {remark}" in capsys.readouterr().err
+
+
 def test_a_row_without_a_kernel_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
     manifest = {"logs": [], "allowed_spill_bytes": {ROW.name: 0}}

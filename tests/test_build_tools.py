@@ -12,11 +12,19 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from kernel_rows import DECODE_ROW, FEATURES_ROW, ROW, TABLE
+from kernel_rows import (
+    DECODE_ROW,
+    DROPOUT_ROW,
+    FEATURES_ROW,
+    ROW,
+    SHORT_ROW,
+    SM90_ROW,
+    TABLE,
+)
 
 from build_tools import archs, generate_units, jobs, toolchain
 from build_tools.archs import Arch, ArchError
-from build_tools.kernel_table import ALL_ROWS, Family, Feature
+from build_tools.kernel_table import ALL_ROWS, Family, Feature, ForwardRow
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -43,6 +51,7 @@ def test_the_text_of_a_unit() -> None:
         "      .block_m = 128,\n"
         "      .block_n = 64,\n"
         "      .num_warps = 4,\n"
+        "      .most_causal_queries = 0,\n"
         "      .features = 0,\n"
         "  };\n"
         "};\n"
@@ -86,10 +95,32 @@ def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
     assert "      .kind = ForwardKind::decode,\n" in decode
 
 
+def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
+    units = generate_units.units_of([SHORT_ROW, SM90_ROW, DROPOUT_ROW, ROW])
+    assert [unit.name for unit in units] == [
+        "forward_sm90_hd128_short",
+        "forward_sm90_hd128",
+        "forward_sm90_hd128_features",
+        "forward_sm80_hd128",
+    ]
+    short, plain, dropout, _ = (generate_units.unit_text(unit) for unit in units)
+    for text, name in (
+        (short, "fwd_sm90_bf16_hd128_windowed_short"),
+        (plain, "fwd_sm90_bf16_hd128_windowed"),
+        (dropout, "fwd_sm90_bf16_hd128_windowed_dropout"),
+    ):
+        assert re.findall("#include.*", text) == ['#include "sm90/forward_launch.h"']
+        assert f'sm90::make_forward_instance<{name}>("{name}")' in text
+        assert "      .family = KernelFamily::sm90,\n" in text
+    assert "      .most_causal_queries = 1000,\n" in short
+    assert generate_units.row_record(SHORT_ROW)["most_causal_queries"] == 1000
+    assert "      .most_causal_queries = 0,\n" in plain
+
+
 LAUNCH_HEADER = """
 #pragma once
 #include "flash_attn/instance.h"
-namespace flash_attn_cuda::sm80 {{
+namespace flash_attn_cuda::{family} {{
 template <class Tag>
 constexpr {kind}Instance make_{name}_instance(const char* name) {{
   return {{.name = name, .config = Tag::config, .smem_bytes = Tag::config.num_warps}};
@@ -100,10 +131,12 @@ constexpr {kind}Instance make_{name}_instance(const char* name) {{
 
 def test_the_units_of_the_table_compile(tmp_path) -> None:
     """As plain C++, over headers that only keep a row."""
-    (tmp_path / "sm80").mkdir()
-    for name, kind in [("forward", "Forward"), ("decode", "Forward"), ("backward", "Backward")]:
-        header = LAUNCH_HEADER.format(name=name, kind=kind)
-        (tmp_path / f"sm80/{name}_launch.h").write_text(header)
+    kinds = {"forward": "Forward", "decode": "Forward", "backward": "Backward"}
+    for family, name in {(row.family.value, row.launch_header) for row in ALL_ROWS}:
+        (tmp_path / family).mkdir(exist_ok=True)
+        name = name.removesuffix("_launch")
+        header = LAUNCH_HEADER.format(family=family, name=name, kind=kinds[name])
+        (tmp_path / f"{family}/{name}_launch.h").write_text(header)
     units = generate_units.units_of(ALL_ROWS)
     text = "".join(generate_units.unit_text(unit) for unit in units)
     names = re.findall(r"^struct (\w+) {", text, flags=re.MULTILINE)
@@ -112,6 +145,11 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
         f"static_assert({row.name}::config.features == {row.features.value}u);\n"
         f"static_assert({row.name}::config.head_dim == {row.head_dim});\n"
         for row in ALL_ROWS
+    )
+    checks += "".join(
+        f"static_assert({row.name}::config.most_causal_queries == {row.most_causal_queries});\n"
+        for row in ALL_ROWS
+        if isinstance(row, ForwardRow)
     )
     source = tmp_path / "units.cpp"
     source.write_text(f"{text}\nnamespace flash_attn_cuda {{\n{checks}}}\n")

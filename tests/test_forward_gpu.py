@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import logits
 import pytest
 import torch
 from cases import HEAD_RATIOS, LONG_SEQLENS, ODD_SEQLENS, AttentionCase, Layout
@@ -117,48 +118,9 @@ def test_softmax_scale_of_any_size_gives_a_softmax(scale: float) -> None:
     assert (out - expected).abs().max() <= 2.0**-8 * expected.abs().max()
 
 
-def _spread_logits(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q * 8, k * 8
-
-
-def _rising_maximum(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Every later key block has larger scores, so that each of them rescales what came before."""
-    slope = torch.linspace(-4, 4, k.shape[1], device=k.device).to(k.dtype)
-    return q.abs(), k.abs() * slope[:, None, None]
-
-
-def _falling_maximum(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = _rising_maximum(q, k)
-    return q, k.flip(1)
-
-
-def _all_very_negative(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q.abs() * 16, -k.abs() * 16
-
-
-def _one_key_takes_all(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    k = k.clone()
-    k[:, 5] = k[:, 5].sign() * 60
-    return q, k
-
-
-def _constant(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.full_like(q, 3.0), torch.full_like(k, -2.0)
-
-
 @CAUSAL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "values",
-    [
-        _spread_logits,
-        _rising_maximum,
-        _falling_maximum,
-        _all_very_negative,
-        _one_key_takes_all,
-        _constant,
-    ],
-)
+@pytest.mark.parametrize("values", logits.ALL)
 def test_extreme_logits(values: object, dtype: torch.dtype, causal: bool) -> None:
     case = make_case(seqlen_q=200, seqlen_k=301, dtype=dtype, causal=causal)
     skip_without_row(case)

@@ -21,7 +21,7 @@ FLAGS = (
     *(f"-I{ROOT / 'csrc'}", f"-I{TESTS}"),
 )
 
-PLAN_FORWARD = ("select_instance", "plan_steps", "plan_forward")
+PLAN_FORWARD = ("select_instance", "plan_steps", "plan_forward", "tensor_map")
 PLAN_BACKWARD = ("select_instance", "plan_steps", "plan_backward")
 
 # What each test program is linked with: sources of csrc/host.
@@ -32,15 +32,17 @@ PROGRAMS = {
     "test_dropout": (),
     "test_turns": PLAN_BACKWARD,
     "test_select_instance": ("select_instance",),
-    "test_plan_forward": PLAN_FORWARD,
-    "test_plan_decode": PLAN_FORWARD,
-    "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
     "test_plan_backward": PLAN_BACKWARD,
 }
 # Those with a CUDA runtime of the test's own: only its headers are needed.
 CUDA_PROGRAMS = {
+    "test_tensor_map": ("tensor_map",),
+    "test_plan_forward": PLAN_FORWARD,
+    "test_plan_decode": PLAN_FORWARD,
+    "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
     "test_run": (*PLAN_FORWARD, "plan_backward", "run_forward", "run_backward"),
     "test_device_info": ("device_info",),
+    "test_device_limits": ("device_info",),
 }
 
 

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kernel_rows import DECODE_ROW, FEATURES_ROW, ROW, TABLE
+from kernel_rows import DECODE_ROW, DROPOUT_ROW, FEATURES_ROW, ROW, SHORT_ROW, SM90_ROW, TABLE
 
 from build_tools import generate_units
 from build_tools.kernel_table import (
@@ -73,8 +73,12 @@ def _kind(row: KernelRow) -> Kind | None:
 
 
 def _group(row: KernelRow) -> tuple:
-    """What a request fixes: rows of other groups never compete with this one."""
-    return row.kernel_pass, row.dtype, _kind(row)
+    """What a request and the device fix: rows of other groups never compete with this one."""
+    return row.kernel_pass, row.family, row.dtype, _kind(row)
+
+
+def _most_causal_queries(row: KernelRow) -> int:
+    return row.most_causal_queries if isinstance(row, ForwardRow) else 0
 
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
@@ -87,11 +91,15 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
-    """Of the same tile, so that a call without features never runs the slower kernel."""
+    """So that a call without features never runs the slower kernel. In sm80 of the same tile, as
+    tiles differ in the shared memory that they need; all of sm90 fit the GPUs that it runs on.
+    """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
+    tiles = ("block_m", "block_n", "num_warps")
 
     def tile(row: KernelRow) -> dict:
-        return {name: value for name, value in row.config().items() if name != "features"}
+        left_out = ("features", *(tiles if row.family is Family.sm90 else ()))
+        return {name: value for name, value in row.config().items() if name not in left_out}
 
     for position, row in enumerate(rows):
         if _kind(row) is Kind.decode or not row.features & ~free:
@@ -114,7 +122,8 @@ def test_every_dtype_has_the_same_rows(rows) -> None:
 def test_every_row_can_run_something_of_its_own() -> None:
     """A row that an earlier one covers whatever the request would never be chosen.
 
-    Shared memory is not in the table: rows that differ in it have a variant that says so.
+    Shared memory is not in the table: rows that differ in it have a variant that says so. Rows of
+    another family are there for GPUs and tensors that it does not suit.
     """
     for position, row in enumerate(ALL_ROWS):
         if "smem" in row.variant:
@@ -122,8 +131,11 @@ def test_every_row_can_run_something_of_its_own() -> None:
         for earlier in ALL_ROWS[:position]:
             covers = (
                 _group(earlier) == _group(row)
-                and earlier.family is row.family
                 and earlier.head_dim >= row.head_dim
+                and (
+                    _most_causal_queries(earlier) == 0
+                    or 0 < _most_causal_queries(row) <= _most_causal_queries(earlier)
+                )
                 and (earlier.mask is Mask.windowed or row.mask is Mask.full)
                 and row.features in earlier.features
             )
@@ -145,7 +157,9 @@ FEATURES_OF_CALLS = {
 
 @pytest.mark.parametrize("kernel_pass", list(Pass))
 def test_every_call_has_a_row(kernel_pass) -> None:
+    """On every GPU: of the family that runs on all of them, with any number of queries."""
     rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass]
+    rows = [row for row in rows if row.family is Family.sm80 and not _most_causal_queries(row)]
     requests = product((32, 64, 96, 128, 192, 256), Dtype, FEATURES_OF_CALLS[kernel_pass])
     for head_dim, dtype, features in requests:
         assert any(
@@ -165,6 +179,57 @@ def test_decode_rows_serve_what_only_they_can() -> None:
     for row in rows:
         assert row.block_m == 16
         assert Feature.packed_gqa | Feature.split_kv | Feature.paged_kv in row.features
+
+
+SM90_ROWS = [row for row in FORWARD_ROWS if row.family is Family.sm90]
+
+
+def test_sm90_rows_come_first() -> None:
+    """Where they run they are faster than any other that would serve."""
+    assert FORWARD_ROWS[: len(SM90_ROWS)] == tuple(SM90_ROWS)
+
+
+def chosen_sm90_row(head_dim: int, features: Feature, causal_queries: int) -> ForwardRow:
+    """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
+    return next(
+        row
+        for row in SM90_ROWS
+        if row.dtype is Dtype.bf16
+        and row.head_dim >= head_dim
+        and features in row.features
+        and (row.most_causal_queries == 0 or 0 < causal_queries <= row.most_causal_queries)
+    )
+
+
+@pytest.mark.parametrize(
+    "features", [Feature(0), Feature.dropout, Feature.softcap, Feature.alibi | Feature.dropout]
+)
+def test_sm90_serves_every_head_dim_with_its_narrowest_row(features) -> None:
+    buckets = {row.head_dim for row in SM90_ROWS}
+    assert max(buckets) == 256
+    for head_dim in range(8, 257, 8):
+        for causal_queries in (0, 1, 1 << 20):
+            row = chosen_sm90_row(head_dim, features, causal_queries)
+            assert row.head_dim == min(n for n in buckets if n >= head_dim)
+            assert bool(row.features) == bool(features), "features cost speed"
+
+
+def test_short_causal_sequences_have_a_row_of_their_own() -> None:
+    (short,) = (row for row in SM90_ROWS if row.variant == "short" and row.dtype is Dtype.bf16)
+    most = short.most_causal_queries
+    assert most > 0
+    for causal_queries, is_short in ((0, False), (1, True), (most, True), (most + 1, False)):
+        row = chosen_sm90_row(short.head_dim, Feature(0), causal_queries)
+        assert (row == short) is is_short
+        assert chosen_sm90_row(short.head_dim, Feature.dropout, causal_queries) != short
+
+
+@pytest.mark.parametrize("row", SM90_ROWS, ids=lambda row: row.name)
+def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
+    """Two or three warpgroups of 64 rows each; boxes of at most 256 rows; halves of 16 keys."""
+    assert row.mask is Mask.windowed and row.kind is Kind.tiles
+    assert row.block_m in (128, 192) and row.num_warps * 16 == row.block_m
+    assert row.block_n <= 256 and row.block_n % 16 == 0
 
 
 # Row filter
@@ -199,12 +264,21 @@ def test_kinds_and_variants_can_be_chosen() -> None:
     assert select_rows("kind=decode", table) == [DECODE_ROW]
 
 
+def test_families_can_be_chosen() -> None:
+    table = [SHORT_ROW, SM90_ROW, DROPOUT_ROW, ROW, FEATURES_ROW]
+    assert select_rows("family=sm80", table) == [ROW, FEATURES_ROW]
+    assert select_rows("family=sm90,variant=plain|short", table) == [SHORT_ROW, SM90_ROW]
+    assert select_rows("most_causal_queries=1000", table) == [SHORT_ROW]
+    assert select_rows("head_dim=128,variant=plain", table) == [SM90_ROW, ROW]
+
+
 def test_every_row_is_chosen_by_what_it_says_of_itself() -> None:
     kinds = {Pass.forward: "pass=forward,kind={row.kind.value}", Pass.backward: "pass=backward"}
     for row in ALL_ROWS:
         clause = (
-            f"{kinds[row.kernel_pass].format(row=row)},head_dim={row.head_dim},"
-            f"dtype={row.dtype.value},mask={row.mask.value},variant={row.variant or 'plain'}"
+            f"{kinds[row.kernel_pass].format(row=row)},family={row.family.value},"
+            f"head_dim={row.head_dim},dtype={row.dtype.value},mask={row.mask.value},"
+            f"variant={row.variant or 'plain'}"
         )
         assert select_rows(clause) == [row]
 

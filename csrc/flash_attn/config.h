@@ -40,9 +40,10 @@ struct ForwardConfig {
   MaskKind mask;
   int head_dim;  // the bucket: serves every head dim up to this one
   ForwardKind kind;
-  int block_m;  // queries per tile; decode: rows, of queries and heads together
-  int block_n;  // keys per step; decode: of one warp
-  int num_warps;  // sm90: those that multiply; four more load
+  int block_m;              // queries per tile; decode: rows, of queries and heads together
+  int block_n;              // keys per step; decode: of one warp
+  int num_warps;            // sm90: those that multiply; four more load
+  int most_causal_queries;  // the longest sequence it is chosen for; causal alone. 0: any call
   FeatureSet features;
 };
 

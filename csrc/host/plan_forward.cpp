@@ -39,14 +39,17 @@ bool has_vector_rows(const ForwardParams& params) {
          has_vector_rows(params.v) && has_vector_rows(params.out);
 }
 
-// Rows of a sequence's queries and of the heads that share a key head, as far as the host knows.
+// Queries of the longest sequence, as far as the host knows.
+int most_queries(const ForwardParams& params) {
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  return is_packed && params.sequences.max_seqlen_q > 0 ? params.sequences.max_seqlen_q
+                                                        : params.shape.seqlen_q;
+}
+
+// Rows of a sequence's queries and of the heads that share a key head.
 std::int64_t packed_rows(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
-  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
-  const int seqlen_q = !is_packed                          ? shape.seqlen_q
-                       : params.sequences.max_seqlen_q > 0 ? params.sequences.max_seqlen_q
-                                                           : shape.seqlen_q;
-  return std::int64_t{seqlen_q} * (shape.num_heads_q / shape.num_heads_k);
+  return std::int64_t{most_queries(params)} * (shape.num_heads_q / shape.num_heads_k);
 }
 
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
@@ -63,17 +66,25 @@ bool prefers_decode(const ForwardParams& params) {
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 
+bool suits_sm90(const ForwardParams& params) {
+  const TensorExtent queries = query_extent(params);
+  const TensorExtent keys = key_extent(params);
+  return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
+         tma_can_move(params.out, queries) && tma_can_move(params.k, keys) &&
+         tma_can_move(params.v, keys);
+}
+
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
                                        const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
-  KernelRequest request{.dtype = params.dtype,
-                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
-                        .head_dim = params.shape.head_dim,
-                        .kind = ForwardKind::decode,
-                        .features = features_of(params),
-                        .tma = tma_can_read(params.q, query_extent(params)) &&
-                               tma_can_read(params.k, key_extent(params)) &&
-                               tma_can_read(params.v, key_extent(params))};
+  KernelRequest request{
+      .dtype = params.dtype,
+      .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
+      .head_dim = params.shape.head_dim,
+      .kind = ForwardKind::decode,
+      .features = features_of(params),
+      .causal_queries = window.right == Window::unbounded ? 0 : most_queries(params),
+      .suits_sm90 = suits_sm90(params)};
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
     if (decode != nullptr || !has_vector_rows(params))

@@ -8,27 +8,33 @@
 namespace flash_attn_cuda {
 namespace {
 
-bool runs_on(KernelFamily family, int compute_capability, bool tma) {
+bool runs_on(KernelFamily family, int compute_capability, bool suits_sm90) {
   switch (family) {
     case KernelFamily::sm80:
       return compute_capability >= 80;
     case KernelFamily::sm90:
-      return compute_capability == 90 && tma;  // wgmma exists on no other
+      return compute_capability == 90 && suits_sm90;  // wgmma exists on no other
   }
   return false;
 }
 
-bool has_kind(const ForwardConfig& config, ForwardKind kind) { return config.kind == kind; }
-bool has_kind(const BackwardConfig& /*config*/, ForwardKind /*kind*/) { return true; }
+// What only forward rows tell apart.
+bool serves(const ForwardConfig& config, const KernelRequest& request) {
+  const int most = config.most_causal_queries;
+  const bool long_enough =
+      most == 0 || (request.causal_queries > 0 && request.causal_queries <= most);
+  return config.kind == request.kind && long_enough;
+}
+bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
 template <class Instance>
 bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
   const auto& config = instance.config;
-  return has_kind(config, request.kind) && config.dtype == request.dtype &&
+  return serves(config, request) && config.dtype == request.dtype &&
          config.head_dim >= request.head_dim &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
          (config.features & request.features) == request.features &&
-         runs_on(config.family, device.compute_capability, request.tma) &&
+         runs_on(config.family, device.compute_capability, request.suits_sm90) &&
          instance.smem_bytes <= device.smem_per_block;
 }
 

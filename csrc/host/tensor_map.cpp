@@ -48,15 +48,14 @@ TensorExtent key_extent(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const SequenceParams& sequences = params.sequences;
   const bool is_packed = sequences.cu_seqlens_k != nullptr;
-  const int entries =
-      sequences.num_kv_batches > 0 ? sequences.num_kv_batches : shape.batch_size;
+  const int entries = sequences.num_kv_batches > 0 ? sequences.num_kv_batches : shape.batch_size;
   return {.batch_size = is_packed ? 1 : entries,
           .rows = shape.seqlen_k,
           .num_heads = shape.num_heads_k,
           .head_dim = shape.head_dim};
 }
 
-bool tma_can_read(const TensorView& view, const TensorExtent& extent) {
+bool tma_can_move(const TensorView& view, const TensorExtent& extent) {
   const auto is_valid = [](std::int64_t stride, int count) {
     const std::int64_t bytes = stride_bytes(stride, count);
     return bytes > 0 && bytes < tma_max_stride && bytes % tma_alignment == 0;
@@ -79,15 +78,16 @@ CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExt
   const cuuint64_t sizes[rank] = {dim(extent.head_dim), dim(box.rows),
                                   dim(std::int64_t{extent.rows} + 1), dim(extent.num_heads),
                                   dim(extent.batch_size)};
-  const cuuint64_t strides[rank - 1] = {
-      row_stride, row_stride, dim(stride_bytes(view.head_stride, extent.num_heads)),
-      dim(stride_bytes(view.batch_stride, extent.batch_size))};
+  const cuuint64_t strides[rank - 1] = {row_stride, row_stride,
+                                        dim(stride_bytes(view.head_stride, extent.num_heads)),
+                                        dim(stride_bytes(view.batch_stride, extent.batch_size))};
   const cuuint32_t box_sizes[rank] = {static_cast<cuuint32_t>(box.columns),
                                       static_cast<cuuint32_t>(box.rows), 1, 1, 1};
   const cuuint32_t element_strides[rank] = {1, 1, 1, 1, 1};
   constexpr int columns_of_128_bytes = 64;
   const CUresult status = encode(
-      &map, dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      &map,
+      dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       rank, base, sizes, strides, box_sizes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       box.columns == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

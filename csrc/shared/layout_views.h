@@ -1,9 +1,11 @@
-// Views of accumulator fragments. Of an mma.sync m16n8 atom a thread holds (row, row + 8) x (column,
-// column + 1); of a wgmma m64nN atom the same in each of its N / 8 groups of eight columns.
+// Views of accumulator fragments. Of an mma.sync m16n8 atom a thread holds (row, row + 8) x
+// (column, column + 1); of a wgmma m64nN atom the same in each of its N / 8 groups of eight
+// columns.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
 
+#include <cstdint>
 #include <cute/tensor.hpp>
 
 namespace flash_attn_cuda {
@@ -38,9 +40,10 @@ CUTE_HOST_DEVICE constexpr auto a_operand_view(Tensor&& accumulator) {
   auto layout = accumulator.layout();
   if constexpr (decltype(rank<0>(layout))::value == 3) {
     auto groups = logical_divide(get<0, 2>(layout), _2{});  // (2, N / 16)
-    return make_tensor(accumulator.data(),
-                       make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(groups)),
-                                   get<1>(layout), make_layout(get<1>(groups), get<2>(layout))));
+    return make_tensor(
+        accumulator.data(),
+        make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(groups)),
+                    get<1>(layout), make_layout(get<1>(groups), get<2>(layout))));
   } else {
     auto pairs = logical_divide(layout, Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
     return make_tensor(accumulator.data(), make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)),
@@ -58,6 +61,20 @@ CUTE_DEVICE auto convert_fragment(Tensor const& source) {
       *reinterpret_cast<const cutlass::Array<float, count>*>(source.data()));
   *reinterpret_cast<cutlass::Array<Element, count>*>(result.data()) = converted;
   return result;
+}
+
+// The same into registers that exist already, two elements at a time: element by element, the
+// compiler takes pairs apart and puts them together again.
+template <class Source, class Target>
+CUTE_DEVICE void convert_into(Source const& source, Target& target) {
+  using namespace cute;
+  cutlass::NumericArrayConverter<typename Target::value_type, float, 2> convert;
+  auto pairs = recast<std::uint32_t>(target);
+  CUTE_UNROLL
+  for (int i = 0; i < size(pairs); ++i) {
+    const auto pair = convert({source(2 * i), source(2 * i + 1)});
+    pairs(i) = reinterpret_cast<std::uint32_t const&>(pair);
+  }
 }
 
 }  // namespace flash_attn_cuda

@@ -67,4 +67,20 @@ CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Eleme
   }
 }
 
+// Starts the store of the span's first kRows rows, by one thread, which may go on writing to the
+// tile after wait_stores. Rows beyond the span and columns beyond the tensor are left alone.
+template <int kRows, int kColumns, class Element>
+CUTE_DEVICE void store_tile(CUtensorMap const& map, Element const* tile, RowSpan const& span) {
+  const int rows = min(span.rows, kRows);
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
+    SM90_TMA_STORE_5D::copy(&map, tile + column * kRows, column, kRows - rows, span.row + rows,
+                            span.head, span.batch);
+  }
+  tma_store_arrive();
+}
+
+// Until the stores that this thread started have read shared memory.
+CUTE_DEVICE void wait_stores() { tma_store_wait<0>(); }
+
 }  // namespace flash_attn_cuda::sm90

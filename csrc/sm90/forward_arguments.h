@@ -12,13 +12,13 @@ struct ForwardArguments {
   CUtensorMap q_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
+  CUtensorMap out_map;
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;
   std::int64_t num_tiles;  // of all heads and sequences
-  float scale_log2;        // what turns a score into powers of two: log2(e), times |softmax_scale|
-                           // unless the kernel scales scores itself; never zero
-  bool negate_scores;  // softmax_scale < 0: so that the row maximum stays a maximum
+  float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
+                     // the kernel scales scores itself; positive
 };
 
 }  // namespace flash_attn_cuda::sm90

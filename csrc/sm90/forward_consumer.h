@@ -2,8 +2,8 @@
 //
 // The scores of a block are multiplied together with P V of the block before it, and while P V
 // still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
-// "FlashAttention-3", 2024, section 3.2). The other warpgroups take turns, so that one multiplies
-// while another exponentiates (section 3.1).
+// "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
+// another exponentiates (section 3.1).
 #pragma once
 
 #include "shared/block_range.h"
@@ -16,27 +16,41 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// What happens to the scores of one head besides mask and softmax.
 template <class Traits>
-struct ConsumerPlaces {
-  RingPlace<1> q;
-  RingPlace<Traits::stages> k, v;
-  RingPlace<2> work;
+struct ScoreFeatures {
+  ScoreModifiers modifiers;
+  DropoutMask dropout;
+
+  CUTE_DEVICE static ScoreFeatures of(ForwardParams const& params, TileWork const& work) {
+    Sequence const& sequence = work.sequence;
+    ScoreFeatures features{};
+    if constexpr (Traits::has_modifiers) {
+      features.modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
+                                              sequence.seqlen_k - sequence.seqlen_q);
+    }
+    if constexpr (Traits::has(feature::dropout)) {
+      features.dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
+                                         sequence.index, params.shape.num_heads_q, work.head);
+    }
+    return features;
+  }
 };
 
 template <class Traits>
-CUTE_DEVICE void consume_tile(ForwardArguments const& args, TileWork const& work, BlockRange range,
-                              typename Traits::SharedStorage& smem,
-                              ConsumerPlaces<Traits>& places, int warpgroup) {
+CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
+                         int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_n = Traits::block_n;
   constexpr int head_dim = Traits::head_dim;
   ForwardParams const& params = args.params;
-  Sequence const& sequence = work.sequence;
   const int thread = threadIdx.x % 128;
-  const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
   const Turns<Traits::consumers> turns{warpgroup};
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<Traits::q_stages> q_place;
+  RingPlace<Traits::stages> k_place, v_place;
 
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, consumers)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
   auto sV = transposed(smem_tile<typename Traits::KeyLayout>(smem.v));  // (head_dim, block_n, ..)
 
@@ -44,7 +58,7 @@ CUTE_DEVICE void consume_tile(ForwardArguments const& args, TileWork const& work
   typename Traits::OutputMma output_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
   auto output_share = output_mma.get_thread_slice(thread);
-  auto tSrQ = scores_share.partition_fragment_A(sQ)(_, _, _, warpgroup);
+  auto tSrQ = scores_share.partition_fragment_A(sQ);  // (atom, m, k, q_stages * parts)
   auto tSrK = scores_share.partition_fragment_B(sK);  // (atom, n, k, stages)
   auto tOrV = output_share.partition_fragment_B(sV);  // (atom, n, k, stages)
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_n>>{});
@@ -55,87 +69,88 @@ CUTE_DEVICE void consume_tile(ForwardArguments const& args, TileWork const& work
   // This thread's (rows, columns) of S -> (query, key)
   auto tScS =
       rows_cols_view(scores_share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
-  OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
-  clear(tOrO);
 
+  // Products run while other code does; finish_.. waits for them and gives the buffer back.
   auto start_scores = [&]() {
-    wait_full(smem.k_ring, places.k);
-    start_product(scores_mma, tSrQ, tSrK(_, _, _, places.k.stage), tSrS, false);
+    wait_full(smem.k_ring, k_place);
+    auto q = tSrQ(_, _, _, q_place.stage * Traits::consumers + warpgroup);
+    start_product(scores_mma, q, tSrK(_, _, _, k_place.stage), tSrS, false);
   };
-  auto start_output = [&]() {
-    wait_full(smem.v_ring, places.v);
-    start_product(output_mma, tOrP, tOrV(_, _, _, places.v.stage), tOrO, true);
+  auto start_output = [&](bool add) {
+    wait_full(smem.v_ring, v_place);
+    start_product(output_mma, tOrP, tOrV(_, _, _, v_place.stage), tOrO, add);
   };
-  auto release_keys = [&]() {
-    release(smem.k_ring, places.k);
-    places.k.advance();
+  auto finish_scores = [&](auto products_left, bool last_of_tile) {
+    wait_products<products_left>(tSrS);
+    release(smem.k_ring, k_place);
+    k_place.advance();
+    if (last_of_tile) release(smem.q_ring, q_place);
   };
-  auto release_values = [&]() {
-    release(smem.v_ring, places.v);
-    places.v.advance();
-  };
-  // S -> P in fp32; whether O has to be rescaled before this P is used.
-  auto probabilities = [&](int block) {
-    const int key_begin = block * block_n;
-    if (args.negate_scores) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) tSrS(i) = -tSrS(i);
-    }
-    if (!range.is_interior(block)) {
-      const ScoreMask<Traits::config.mask> mask{
-          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-          .seqlen_k = sequence.seqlen_k};
-      mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
-    }
-    return softmax.softmax(scores);
-  };
-  auto keep_probabilities = [&]() {
-    cute::copy(convert_fragment<Element>(a_operand_view(tSrS)), tOrP);
+  auto finish_output = [&]() {
+    wait_products<0>(tOrO);
+    release(smem.v_ring, v_place);
+    v_place.advance();
   };
 
-  if (!range.empty()) {
-    wait_full(smem.q_ring, places.q);
+  if constexpr (Traits::takes_turns) turns.open();
+  for (;; work_place.advance(), q_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    TileWork const& work = smem.work[work_place.stage].work;
+    const BlockRange range = smem.work[work_place.stage].range;
+    if (work.tile == no_tile) break;
+    Sequence const& sequence = work.sequence;
+    const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
+    [[maybe_unused]] const auto features = ScoreFeatures<Traits>::of(params, work);
+    OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+
+    // S of `block` -> P for the next product; true if O has to be rescaled before it.
+    auto scores_to_probabilities = [&](int block) {
+      const int key_begin = block * block_n;
+      if constexpr (Traits::has_modifiers) {
+        if (has_score_modifiers(params.score))
+          features.modifiers.apply(scores, tScS, query_begin, key_begin);
+      }
+      if (!range.is_interior(block)) {
+        const ScoreMask<Traits::config.mask> mask{
+            .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+            .seqlen_k = sequence.seqlen_k};
+        mask.apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
+      }
+      const bool rescales = softmax.softmax(scores);
+      if constexpr (Traits::has(feature::dropout)) {
+        if (params.dropout.threshold > 0) {
+          for_each_decision(features.dropout, scores, tScS, query_begin, key_begin,
+                            [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+        }
+      }
+      return rescales;
+    };
+    auto keep_probabilities = [&]() { convert_into(a_operand_view(tSrS), tOrP); };
+
+    wait_full(smem.q_ring, q_place);
     start_scores();
-    wait_products<0>(tSrS);
-    release_keys();
-    probabilities(range.end - 1);
+    finish_scores(Int<0>{}, range.end - 1 == range.begin);
+    scores_to_probabilities(range.end - 1);
     keep_probabilities();
     for (int block = range.end - 2; block >= range.begin; --block) {
       if constexpr (Traits::takes_turns) turns.take();
       start_scores();
-      start_output();
+      start_output(block < range.end - 2);
       if constexpr (Traits::takes_turns) turns.pass();
-      wait_products<1>(tSrS);
-      release_keys();
-      const bool rescales = probabilities(block);
-      wait_products<0>(tOrO);
-      release_values();
+      finish_scores(Int<1>{}, block == range.begin);
+      const bool rescales = scores_to_probabilities(block);
+      finish_output();
       if (rescales) softmax.rescale_o(output);
       keep_probabilities();
     }
-    release(smem.q_ring, places.q);
-    places.q.advance();
-    start_output();
-    wait_products<0>(tOrO);
-    release_values();
-  }
-  write_output<Traits>(args, sequence, work.head, query_begin, output, softmax, thread);
-}
-
-template <class Traits>
-CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
-                         int warpgroup) {
-  ConsumerPlaces<Traits> places;
-  if constexpr (Traits::takes_turns) Turns<Traits::consumers>{warpgroup}.open();
-  for (;;) {
-    wait_full(smem.work_ring, places.work);
-    WorkItem const& item = smem.work[places.work.stage];
-    if (item.work.tile == no_tile) break;
-    consume_tile<Traits>(args, item.work, item.range, smem, places, warpgroup);
+    start_output(range.end - range.begin > 1);
+    finish_output();
+    write_output<Traits>(args, sequence, work.head, query_begin, output_mma, tOrO, softmax, smem,
+                         warpgroup, thread);
     __syncwarp();
-    release(smem.work_ring, places.work);
-    places.work.advance();
+    release(smem.work_ring, work_place);
   }
+  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

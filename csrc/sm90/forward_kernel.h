@@ -1,11 +1,11 @@
 // Forward attention on Hopper: O = softmax(score(Q K^T)) V and LSE.
 //
 // A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup, of which one
-// thread loads by TMA (forward_producer.h), and block_m / 64 consumer warpgroups that multiply by
-// wgmma (forward_consumer.h); setmaxnreg gives the producer's registers to them. Shared memory: Q
-// block_m x head_dim once, K and V block_n x head_dim in `stages` buffers each, and two places for
-// tiles of work (forward_traits.h). Next tile's loads run while the last one is still in its
-// products.
+// thread loads by TMA and one warp clears tiles without keys (forward_producer.h), and block_m / 64
+// consumer warpgroups that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's
+// registers to them. Shared memory: Q block_m x head_dim, twice where there is room, so that the
+// next tile's is there in time; K and V block_n x head_dim in `stages` buffers each; O block_m x
+// head_dim where there is room; two places for tiles of work (forward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 0 && elect_one_sync()) produce<Traits>(args, smem);
+    if (warp == 0 && elect_one_sync()) Producer<Traits>{args, smem}.run();
+    if (warp == 1) clear_empty_tiles<Traits>(args);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
     consume<Traits>(args, smem, warpgroup - 1);

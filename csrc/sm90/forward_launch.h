@@ -21,20 +21,19 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   const TensorExtent queries = query_extent(params);
   const TensorExtent keys = key_extent(params);
   const bool scales_scores = Traits::has_modifiers && has_score_modifiers(params.score);
-  const float scale = params.score.softmax_scale;
   const std::int64_t num_tiles = plan.schedule.grid_size();
   const ForwardArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
       .k_map = make_tensor_map(params.k, params.dtype, keys, {Traits::block_n, columns}),
       .v_map = make_tensor_map(params.v, params.dtype, keys, {Traits::block_n, columns}),
+      .out_map = make_tensor_map(params.out, params.dtype, queries, {64, columns}),
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
       .num_tiles = num_tiles,
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
-                                  : std::fmax(std::fabs(scale) * log2e, FLT_MIN),
-      .negate_scores = !scales_scores && scale < 0.0f};
+                                  : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
   launch_kernel<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
                                       Traits::threads, sizeof(typename Traits::SharedStorage),
                                       stream, arguments);

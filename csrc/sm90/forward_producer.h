@@ -1,94 +1,144 @@
-// The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V.
+// The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V,
+// in the order in which the consumers want them.
 #pragma once
 
 #include "sm90/forward_arguments.h"
+#include "sm90/forward_epilogue.h"
 #include "sm90/forward_traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// Tile number `round` of this CTA. With the longest tiles first, every other round runs backwards:
-// who had the longest of one round gets the shortest of the next.
-CUTE_DEVICE std::int64_t tile_id(int round) {
-  const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-  return std::int64_t{round} * gridDim.x + place;
-}
-
+// The tiles of this CTA, one after the other.
 template <class Traits>
-CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, WorkItem& item) {
-  ForwardParams const& params = args.params;
-  if (!find_work(args.schedule, args.table, params, id, item.work)) return false;
-  const int seqlen_q = item.work.sequence.seqlen_q;
-  const int seqlen_k = item.work.sequence.seqlen_k;
-  const int query_begin = item.work.tile * Traits::block_m;
-  const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
-  item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
-                           query_last, seqlen_k, Traits::block_n);
-  return true;
-}
+struct TileWalk {
+  ForwardArguments const& args;
+  int round = 0;
 
+  // False at the end.
+  CUTE_DEVICE bool next(WorkItem& item) {
+    for (;;) {
+      const std::int64_t first = std::int64_t{round} * gridDim.x;
+      if (first >= args.num_tiles) return false;
+      // Every other round runs backwards: with long tiles first, who had the longest of one round
+      // gets the shortest of the next.
+      const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+      ++round;
+      if (first + place < args.num_tiles && find(static_cast<int>(first + place), item))
+        return true;
+    }
+  }
+
+ private:
+  CUTE_DEVICE bool find(int id, WorkItem& item) const {
+    ForwardParams const& params = args.params;
+    TileWork work;
+    if (!find_work(args.schedule, args.table, params, id, work)) return false;
+    const int seqlen_q = work.sequence.seqlen_q;
+    const int seqlen_k = work.sequence.seqlen_k;
+    const int query_begin = work.tile * Traits::block_m;
+    const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
+    item.work = work;
+    item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
+                             query_last, seqlen_k, Traits::block_n);
+    return true;
+  }
+};
+
+// One warp: out 0 and lse -inf for the tiles that see no key, which the others never hear of.
 template <class Traits>
-CUTE_DEVICE void produce(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
-  constexpr int block_m = Traits::block_m;
-  constexpr int block_n = Traits::block_n;
-  constexpr int head_dim = Traits::head_dim;
-  AttentionShape const& shape = args.params.shape;
-  RingPlace<1> q_place;
-  RingPlace<Traits::stages> k_place, v_place;
-  RingPlace<2> work_place;
-
-  auto publish = [&](WorkItem const& item) {
-    wait_empty(smem.work_ring, work_place);
-    smem.work[work_place.stage] = item;
-    FullBarrier::arrive(&smem.work_ring.full[work_place.stage]);
-    work_place.advance();
-  };
-
+CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
+  TileWalk<Traits> walk{args};
   WorkItem item;
-  for (int round = 0;; ++round) {
-    const std::int64_t id = tile_id(round);
-    if (std::int64_t{round} * gridDim.x >= args.num_tiles) break;
-    if (id >= args.num_tiles || !find_tile<Traits>(args, static_cast<int>(id), item)) continue;
-    publish(item);
-    BlockRange const& range = item.range;
-    if (range.empty()) continue;
+  while (walk.next(item)) {
+    if (item.range.empty()) write_empty_output<Traits>(args, item.work, threadIdx.x % 32);
+  }
+}
 
-    Sequence const& sequence = item.work.sequence;
-    const int head_k = item.work.head / (shape.num_heads_q / shape.num_heads_k);
-    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto& place, auto* tiles, int block) {
-      wait_empty(ring, place);
-      std::uint64_t* full = &ring.full[place.stage];
-      FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
-      const int key = block * block_n;
-      load_tile<block_n, head_dim>(
-          map, full, tiles + place.stage * block_n * head_dim,
-          {sequence.batch_k, head_k, sequence.row_k + key, sequence.seqlen_k - key});
-      place.advance();
-    };
+template <class Traits>
+struct Producer {
+  static constexpr int block_m = Traits::block_m;
+  static constexpr int block_n = Traits::block_n;
+  static constexpr int head_dim = Traits::head_dim;
 
+  ForwardArguments const& args;
+  typename Traits::SharedStorage& smem;
+  TileWalk<Traits> walk{args};
+  RingPlace<Traits::q_stages> q_place{};
+  RingPlace<Traits::stages> k_place{}, v_place{};
+  RingPlace<Traits::work_stages> work_place{};
+
+  // Tells the consumers of the next tile that sees a key: its stage, or -1 when there is none, of
+  // which they are told as well.
+  CUTE_DEVICE int next_tile() {
+    const int stage = work_place.stage;
+    wait_empty(smem.work_ring, work_place);
+    WorkItem& item = smem.work[stage];
+    bool found;
+    do {
+      found = walk.next(item);
+    } while (found && item.range.empty());
+    if (!found) item.work.tile = no_tile;
+    FullBarrier::arrive(&smem.work_ring.full[stage]);
+    work_place.advance();
+    return found ? stage : -1;
+  }
+
+  CUTE_DEVICE void load_queries(TileWork const& work) {
+    Sequence const& sequence = work.sequence;
     wait_empty(smem.q_ring, q_place);
-    FullBarrier::arrive_and_expect_tx(&smem.q_ring.full[0], Traits::query_bytes);
-    const int query_begin = item.work.tile * block_m;
+    std::uint64_t* full = &smem.q_ring.full[q_place.stage];
+    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes);
     CUTE_UNROLL
     for (int part = 0; part < Traits::consumers; ++part) {
       // A part without queries is read from the tile's first row, for nobody.
-      const int query = query_begin + 64 * part;
-      const bool exists = query < sequence.seqlen_q;
-      load_tile<64, head_dim>(args.q_map, &smem.q_ring.full[0], smem.q + part * 64 * head_dim,
-                              {sequence.batch_q, item.work.head,
-                               sequence.row_q + (exists ? query : query_begin),
-                               exists ? sequence.seqlen_q - query : 1});
+      const int tile_query = work.tile * block_m;
+      const bool exists = tile_query + 64 * part < sequence.seqlen_q;
+      const int query = exists ? tile_query + 64 * part : tile_query;
+      load_tile<64, head_dim>(
+          args.q_map, full, smem.q + (q_place.stage * Traits::consumers + part) * 64 * head_dim,
+          {sequence.batch_q, work.head, sequence.row_q + query, sequence.seqlen_q - query});
     }
     q_place.advance();
-
-    load_keys(args.k_map, smem.k_ring, k_place, smem.k, range.end - 1);
-    for (int block = range.end - 2; block >= range.begin; --block) {
-      load_keys(args.k_map, smem.k_ring, k_place, smem.k, block);
-      load_keys(args.v_map, smem.v_ring, v_place, smem.v, block + 1);
-    }
-    load_keys(args.v_map, smem.v_ring, v_place, smem.v, range.begin);
   }
-  item.work.tile = no_tile;
-  publish(item);
-}
+
+  CUTE_DEVICE RowSpan keys_of(TileWork const& work, int block) const {
+    AttentionShape const& shape = args.params.shape;
+    Sequence const& sequence = work.sequence;
+    const int key = block * block_n;
+    return {.batch = sequence.batch_k,
+            .head = work.head / (shape.num_heads_q / shape.num_heads_k),
+            .row = sequence.row_k + key,
+            .rows = sequence.seqlen_k - key};
+  }
+
+  template <class Element>
+  CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
+                             RingPlace<Traits::stages>& place, Element* tiles,
+                             RowSpan const& keys) {
+    wait_empty(ring, place);
+    std::uint64_t* full = &ring.full[place.stage];
+    FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
+    load_tile<block_n, head_dim>(map, full, tiles + place.stage * block_n * head_dim, keys);
+    place.advance();
+  }
+
+  CUTE_DEVICE void run() {
+    for (int tile = next_tile(); tile >= 0; tile = next_tile()) {
+      TileWork const& work = smem.work[tile].work;
+      const BlockRange range = smem.work[tile].range;
+      load_queries(work);
+      RowSpan keys = keys_of(work, range.end - 1);
+      load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys);
+      CUTE_NO_UNROLL
+      for (int block = range.end - 2; block >= range.begin; --block) {
+        const RowSpan values = keys;
+        keys = keys_of(work, block);
+        load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys);
+        load_keys(args.v_map, smem.v_ring, v_place, smem.v, values);
+      }
+      load_keys(args.v_map, smem.v_ring, v_place, smem.v, keys);
+    }
+  }
+};
 
 }  // namespace flash_attn_cuda::sm90

@@ -44,32 +44,44 @@ struct ForwardTraits {
   using OutputMma = RegisterMma<Element, head_dim, block_n>;
   static constexpr int rows_per_thread = 2;
 
+  // As many buffers as fit; the next tile's queries get one before keys get a third.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
-  static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
+  static constexpr int smem_limit = 232448;   // of a block, on the only GPUs with wgmma
   static constexpr int smem_reserved = 2048;  // barriers and work
+  static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
   static constexpr int most_stages = 4;
+  static constexpr int smem_for_tiles = smem_limit - smem_reserved;
+  static constexpr int q_stages =
+      2 * query_bytes + least_stages * 2 * key_bytes <= smem_for_tiles ? 2 : 1;
   static constexpr int stages =
-      std::min(most_stages, (smem_limit - smem_reserved - query_bytes) / (2 * key_bytes));
+      std::min(most_stages, (smem_for_tiles - q_stages * query_bytes) / (2 * key_bytes));
+  // O goes through shared memory of its own where there is room.
+  static constexpr bool stores_tiles =
+      (q_stages + 1) * query_bytes + stages * 2 * key_bytes <= smem_for_tiles;
+  static constexpr int work_stages = 2;  // the tile in hand and the next
 
-  using QueryLayout = TileLayout<Element, 64, head_dim, consumers>;
+  using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
 
+  using OutputLayout = TileLayout<Element, 64, head_dim, consumers>;
+
   struct SharedStorage {
-    alignas(1024) Element q[block_m * head_dim];
+    alignas(1024) Element q[q_stages * block_m * head_dim];
     alignas(1024) Element k[stages * block_n * head_dim];
     alignas(1024) Element v[stages * block_n * head_dim];
-    Ring<1> q_ring;
+    alignas(1024) Element o[stores_tiles ? block_m * head_dim : 8];
+    Ring<q_stages> q_ring;
     Ring<stages> k_ring;
     Ring<stages> v_ring;
-    Ring<2> work_ring;
-    WorkItem work[2];
+    Ring<work_stages> work_ring;
+    WorkItem work[work_stages];
   };
 
   static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
   static_assert(producer_registers + consumers * consumer_registers <=
                 (1 + consumers) * (consumers == 3 ? 128 : 168));
-  static_assert(stages >= 2, "one buffer fills while the other is read");
+  static_assert(stages >= least_stages);
   static_assert(sizeof(SharedStorage) <= smem_limit);
 };
 

@@ -7,10 +7,13 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Turns of the consumer warpgroups at the tensor cores: barrier first_turn + w opens for warpgroup w
-// when the one before it has started its products.
-enum class NamedBarrier : std::uint32_t { first_turn = 0 };
+enum class NamedBarrier : std::uint32_t {
+  first_turn = 0,    // + w: warpgroup w may start its products
+  first_output = 3,  // + w: the buffer for warpgroup w's O is free; its O is in there
+};
 
+// Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
+// one before it has started its products.
 template <int kWarpgroups>
 struct Turns {
   int warpgroup;
@@ -25,13 +28,17 @@ struct Turns {
   CUTE_DEVICE void open() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void take() const {
-    cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup));
-  }
+  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup)); }
   CUTE_DEVICE void pass() const {
     const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(threads, barrier(next));
   }
 };
+
+// All threads of a consumer warpgroup, about its O.
+CUTE_DEVICE void sync_output(int warpgroup) {
+  cutlass::arch::NamedBarrier::sync(
+      128, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);
+}
 
 }  // namespace flash_attn_cuda::sm90

@@ -36,9 +36,24 @@ struct Request {
   double p_dropout;
 };
 
+// Contiguous, as planning asks how tensors lie; no memory is behind it.
+TensorView contiguous_view(int seqlen, int heads, int head_dim) {
+  constexpr int elements_of_16_bytes = 8;
+  const std::int64_t columns =
+      (head_dim + elements_of_16_bytes - 1) / elements_of_16_bytes * elements_of_16_bytes;
+  return {.batch_stride = columns * seqlen * heads,
+          .row_stride = columns * heads,
+          .head_stride = columns};
+}
+
 template <class Params>
 Params params_of(const Request& request) {
   Params params;
+  const AttentionShape& shape = request.shape;
+  params.q = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
+  params.k = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
+  params.v = params.k;
+  params.out = params.q;
   params.dtype = parse_dtype(request.dtype);
   params.shape = request.shape;
   params.window = checked_window(request.causal, request.window_left, request.window_right);
@@ -66,6 +81,7 @@ py::dict common_config(const Config& config) {
 py::dict describe(const ForwardConfig& config) {
   py::dict result = common_config(config);
   result["kind"] = name_of(config.kind);
+  result["most_causal_queries"] = config.most_causal_queries;
   return result;
 }
 

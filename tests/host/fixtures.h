@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@ inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind
                      .block_m = 128,
                      .block_n = 64,
                      .num_warps = 4,
+                     .most_causal_queries = 0,
                      .features = 0},
           .smem_bytes = smem_bytes,
           .launch = nullptr};
@@ -56,6 +58,20 @@ inline ForwardInstance decode_instance(const char* name, int head_dim) {
   instance.config.block_n = 16;
   instance.config.features = cache_features | feature::packed_gqa;
   instance.smem_bytes = 97 * 1024;
+  return instance;
+}
+
+// A row of wgmma kernels, for causal calls of at most so many queries or, with 0, for any.
+inline ForwardInstance sm90_instance(const char* name, int head_dim, int block_m = 128,
+                                     int most_causal_queries = 0, FeatureSet features = 0) {
+  ForwardInstance instance =
+      forward_instance(name, head_dim, MaskKind::windowed, KernelFamily::sm90);
+  instance.config.block_m = block_m;
+  instance.config.block_n = 128;
+  instance.config.num_warps = block_m / 16;
+  instance.config.most_causal_queries = most_causal_queries;
+  instance.config.features = features;
+  instance.smem_bytes = 200 * 1024;
   return instance;
 }
 
@@ -120,6 +136,26 @@ inline const InstanceList<ForwardInstance>& complete_forward_table() {
   return table;
 }
 
+// The same with the wgmma kernels that come before them.
+inline const InstanceList<ForwardInstance>& sm90_forward_table() {
+  static const InstanceList<ForwardInstance> table({
+      sm90_instance("sm90_hd64_short", 64, 128, 1280),
+      sm90_instance("sm90_hd64", 64, 192),
+      sm90_instance("sm90_hd64_dropout", 64, 128, 0, training_features),
+      sm90_instance("sm90_hd128", 128),
+      sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
+      forward_instance("hd64", 64, MaskKind::windowed),
+      features_instance("hd64_features", 64, training_features),
+      features_instance("hd64_cache", 64, cache_features),
+      forward_instance("hd128", 128, MaskKind::windowed),
+      features_instance("hd128_features", 128, training_features),
+      features_instance("hd128_cache", 128, cache_features),
+      decode_instance("hd64_decode", 64),
+      decode_instance("hd128_decode", 128),
+  });
+  return table;
+}
+
 inline const InstanceList<BackwardInstance>& backward_table() {
   static const InstanceList<BackwardInstance> table({
       backward_instance("hd32_full", 32, MaskKind::full),
@@ -153,6 +189,23 @@ Params packed_call(const AttentionShape& shape, Window window = {}) {
   auto params = call<Params>(shape, window);
   params.sequences.cu_seqlens_q = &some_int;
   params.sequences.cu_seqlens_k = &some_int;
+  return params;
+}
+
+// A contiguous (.., rows, heads, head_dim) tensor at an address where there is room for any.
+inline TensorView contiguous_view(std::int64_t rows, int heads, int head_dim) {
+  const std::int64_t row_stride = std::int64_t{heads} * head_dim;
+  return {.data = reinterpret_cast<void*>(std::uintptr_t{1} << 44),
+          .batch_stride = rows * row_stride,
+          .row_stride = row_stride,
+          .head_stride = head_dim};
+}
+
+// The call with such tensors; without, planning takes strides of 0 for those of expanded ones.
+inline ForwardParams with_tensors(ForwardParams params) {
+  const AttentionShape& shape = params.shape;
+  params.q = params.out = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
+  params.k = params.v = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
   return params;
 }
 

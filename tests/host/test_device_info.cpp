@@ -1,52 +1,12 @@
 // device_info against a CUDA runtime of two made-up devices, whose count fails the first time.
-#include <cuda_runtime_api.h>
-
 #include <atomic>
 #include <thread>
 
 #include "check.h"
+#include "two_devices.h"
 
 using namespace flash_attn_cuda;
-
-namespace {
-std::atomic<int> count_queries = 0;
-std::atomic<int> attribute_queries = 0;
-}  // namespace
-
-extern "C" {
-
-cudaError_t CUDARTAPI cudaGetDeviceCount(int* count) {
-  *count = 2;
-  return count_queries++ == 0 ? cudaErrorInitializationError : cudaSuccess;
-}
-
-cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  ++attribute_queries;
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = device == 0 ? 9 : 8;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = device == 0 ? 0 : 6;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = device == 0 ? 132 : 84;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = device == 0 ? 232'448 : 101'376;
-      break;
-    case cudaDevAttrL2CacheSize:
-      *value = device == 0 ? 50 << 20 : 6 << 20;
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaSuccess;
-}
-
-const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "made-up failure"; }
-
-}  // extern "C"
+using namespace two_devices;
 
 TEST(a_failure_is_reported_and_not_remembered) {
   CHECK_ERROR(device_info(0), "device count: made-up failure");

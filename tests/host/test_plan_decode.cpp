@@ -7,6 +7,7 @@
 #include "fixtures.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "no_driver.h"
 
 using namespace host_tests;
 

@@ -5,6 +5,7 @@
 #include "fixtures.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "no_driver.h"
 
 using namespace host_tests;
 
@@ -151,4 +152,149 @@ TEST(a_call_no_kernel_can_compute_is_refused_by_name) {
   CHECK_ERROR(with([](auto& p) { p.score.softmax_scale = INFINITY; }), "got inf");
   CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_k = &some_int; }),
               "cu_seqlens_q must be given where cu_seqlens_k is");
+}
+
+// The kernels of Hopper GPUs
+
+namespace {
+
+ForwardPlan sm90_plan(const ForwardParams& params, const DeviceInfo& device = h200) {
+  return plan_forward(params, device, sm90_forward_table());
+}
+
+// The row that serves the training call, or this one, on tensors of its own, after `change`.
+template <class Change>
+std::string sm90_chosen(Change change, const AttentionShape& shape = training, Window window = {}) {
+  auto params = with_tensors(call<ForwardParams>(shape, window));
+  change(params);
+  return sm90_plan(params).instance->name;
+}
+
+constexpr auto nothing = [](ForwardParams&) {};
+
+}  // namespace
+
+TEST(a_cta_an_sm_walks_the_tiles_of_sm90_kernels) {
+  const auto params = with_tensors(call<ForwardParams>(training));
+  const ForwardPlan hopper = sm90_plan(params);
+  CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
+  CHECK_EQ(hopper.num_ctas, 132);
+  CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
+  CHECK_EQ(hopper.num_splits, 1);
+  CHECK_EQ(hopper.workspace_bytes, std::size_t{0});
+  const ForwardPlan ampere = sm90_plan(params, a100);
+  CHECK_EQ(std::string(ampere.instance->name), "hd128");
+  CHECK_EQ(ampere.num_ctas, 0);
+  const ForwardPlan same_gpu = plan_forward(params, h200, complete_forward_table());
+  CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
+  CHECK_EQ(same_gpu.num_ctas, 0);
+
+  AttentionShape small = training;
+  small.batch_size = small.num_heads_q = small.num_heads_k = 1;
+  small.seqlen_q = 40;
+  const ForwardPlan one_tile = sm90_plan(with_tensors(call<ForwardParams>(small)));
+  CHECK_EQ(std::string(one_tile.instance->name), "sm90_hd128");
+  CHECK_EQ(one_tile.schedule.grid_size(), 1);
+}
+
+TEST(sm90_kernels_take_scales_that_are_not_negative) {
+  for (const float scale : {1.0f, 1e-44f, 1e38f, 0.0f, -0.0f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "sm90_hd128");
+  for (const float scale : {-1.0f, -1e-44f, -1e38f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "hd128");
+}
+
+TEST(sm90_kernels_take_tensors_that_tma_can_move) {
+  AttentionShape single = training;
+  single.batch_size = 1;
+  single.num_heads_q = single.num_heads_k = 1;
+  single.seqlen_q = 40;
+  single.seqlen_k = 1;
+  constexpr std::int64_t too_far = std::int64_t{1} << 39;  // elements: 2^40 bytes
+  for (TensorView ForwardParams::* view :
+       {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v, &ForwardParams::out}) {
+    for (std::int64_t TensorView::* stride :
+         {&TensorView::batch_stride, &TensorView::row_stride, &TensorView::head_stride}) {
+      // Expanded, and further apart than a descriptor can say.
+      for (const std::int64_t value : {std::int64_t{0}, too_far})
+        CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = value; }), "hd128");
+      CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = too_far - 8; }), "sm90_hd128");
+    }
+    // With one element along a dimension its stride is nobody's.
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).batch_stride = 0; }, single), "sm90_hd128");
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).head_stride = 0; }, single), "sm90_hd128");
+  }
+  CHECK_EQ(sm90_chosen([](auto& p) { p.k.row_stride = p.v.row_stride = 0; }, single),
+           "sm90_hd128");
+}
+
+TEST(only_keys_that_are_packed_or_cached_count_their_own_batch_entries) {
+  AttentionShape shape = training;
+  shape.batch_size = 1;
+  const auto expanded_keys = [](auto& p) { p.k.batch_stride = p.v.batch_stride = 0; };
+  CHECK_EQ(sm90_chosen(expanded_keys, shape), "sm90_hd128");
+  const auto of_a_cache = [&](auto& p) {
+    expanded_keys(p);
+    p.sequences.kv_batch_idx = &some_int;
+    p.sequences.num_kv_batches = 5;
+  };
+  CHECK_EQ(sm90_chosen(of_a_cache, shape), "hd128");
+  const auto packed = [&](auto& p) {
+    p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &some_int;
+    p.q.batch_stride = p.out.batch_stride = 0;
+    expanded_keys(p);
+  };
+  CHECK_EQ(sm90_chosen(packed), "sm90_hd128");
+  const auto packed_queries = [](auto& p) {
+    p.sequences.cu_seqlens_q = &some_int;
+    p.q.batch_stride = p.out.batch_stride = 0;
+  };
+  CHECK_EQ(sm90_chosen(packed_queries), "sm90_hd128");
+}
+
+TEST(features_choose_among_sm90_kernels_and_fall_back) {
+  CHECK_EQ(sm90_chosen([](auto& p) { p.score.softcap = 20.0f; }), "sm90_hd128_dropout");
+  CHECK_EQ(sm90_chosen([](auto& p) { p.score.alibi_slopes = &some_float; }), "sm90_hd128_dropout");
+  CHECK_EQ(sm90_chosen([](auto& p) { p.dropout.threshold = 1; }), "sm90_hd128_dropout");
+  const auto paged = [](auto& p) { p.paged.block_table = &some_int; };
+  CHECK_EQ(sm90_chosen(paged), "hd128_cache");
+  AttentionShape few = training;
+  few.seqlen_q = 16;
+  CHECK_EQ(sm90_chosen(nothing, few), "hd128_decode");
+  few.seqlen_q = 17;
+  CHECK_EQ(sm90_chosen(nothing, few), "sm90_hd128");
+}
+
+TEST(short_causal_calls_have_a_row_of_their_own) {
+  AttentionShape shape = training;
+  shape.head_dim = 64;
+  const auto chosen = [&](int seqlen_q, Window window) {
+    shape.seqlen_q = seqlen_q;
+    return sm90_chosen(nothing, shape, window);
+  };
+  CHECK_EQ(chosen(1280, causal), "sm90_hd64_short");
+  CHECK_EQ(chosen(1281, causal), "sm90_hd64");
+  CHECK_EQ(chosen(1280, {}), "sm90_hd64");
+  CHECK_EQ(chosen(1280, {.left = 100, .right = Window::unbounded}), "sm90_hd64");
+  CHECK_EQ(chosen(1280, {.left = 100, .right = 5}), "sm90_hd64_short");
+  CHECK_EQ(chosen(1280, {.left = Window::unbounded, .right = 1279}), "sm90_hd64");  // hides nothing
+}
+
+TEST(of_packed_sequences_the_bound_says_which_are_short) {
+  AttentionShape shape = training;
+  shape.head_dim = 64;
+  const auto chosen = [&](int total, int max_seqlen_q, Window window = causal) {
+    shape.seqlen_q = total;
+    auto params = with_tensors(packed_call<ForwardParams>(shape, window));
+    params.sequences.max_seqlen_q = max_seqlen_q;
+    const ForwardPlan result = sm90_plan(params);
+    CHECK_EQ(result.num_ctas, 132);
+    CHECK_EQ(result.table.tile_rows, result.instance->config.block_m);
+    return std::string(result.instance->name);
+  };
+  CHECK_EQ(chosen(10'000, 1280), "sm90_hd64_short");
+  CHECK_EQ(chosen(10'000, 1281), "sm90_hd64");
+  CHECK_EQ(chosen(10'000, 0), "sm90_hd64");
+  CHECK_EQ(chosen(1280, 0), "sm90_hd64_short");
+  CHECK_EQ(chosen(10'000, 1280, {}), "sm90_hd64");
 }

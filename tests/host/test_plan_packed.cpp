@@ -6,6 +6,7 @@
 #include "fixtures.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "no_driver.h"
 #include "shared/sequence.h"
 
 using namespace host_tests;

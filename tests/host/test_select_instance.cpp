@@ -58,14 +58,51 @@ TEST(sm90_rows_run_on_compute_capability_9_0_only) {
       forward_instance("sm90", 64, MaskKind::full, KernelFamily::sm90),
       forward_instance("sm80", 64, MaskKind::full),
   });
+  KernelRequest suitable = request(64);
+  suitable.suits_sm90 = true;
   DeviceInfo device = h200;
-  CHECK_EQ(selected(table, request(64), device), "sm90");
-  for (const int capability : {80, 86, 89, 100, 120}) {
+  CHECK_EQ(selected(table, suitable, device), "sm90");
+  for (const int capability : {80, 86, 89, 100, 103, 120}) {
     device.compute_capability = capability;
-    CHECK_EQ(selected(table, request(64), device), "sm80");
+    CHECK_EQ(selected(table, suitable, device), "sm80");
   }
   device.compute_capability = 75;
-  CHECK_ERROR(selected(table, request(64), device), "compute capability 7.5");
+  CHECK_ERROR(selected(table, suitable, device), "compute capability 7.5");
+}
+
+TEST(sm90_rows_run_on_suitable_calls_only) {
+  KernelRequest needs = request(64);
+  CHECK(!needs.suits_sm90);
+  CHECK_EQ(selected(sm90_forward_table(), needs), "hd64");
+  needs.suits_sm90 = true;
+  CHECK_EQ(selected(sm90_forward_table(), needs), "sm90_hd64");
+  DeviceInfo limited = h200;
+  limited.smem_per_block = a100.smem_per_block;
+  CHECK_EQ(selected(sm90_forward_table(), needs, limited), "hd64");
+  needs.features = feature::paged_kv;
+  CHECK_EQ(selected(sm90_forward_table(), needs), "hd64_cache");
+}
+
+TEST(a_row_for_short_causal_sequences_is_passed_over_by_others) {
+  const auto with_queries = [](int head_dim, int causal_queries, FeatureSet features = 0) {
+    KernelRequest needs = request(head_dim, MaskKind::windowed);
+    needs.suits_sm90 = true;
+    needs.causal_queries = causal_queries;
+    needs.features = features;
+    return selected(sm90_forward_table(), needs);
+  };
+  CHECK_EQ(with_queries(64, 0), "sm90_hd64");  // nothing bounds the right
+  CHECK_EQ(with_queries(64, 1), "sm90_hd64_short");
+  CHECK_EQ(with_queries(8, 1280), "sm90_hd64_short");
+  CHECK_EQ(with_queries(64, 1281), "sm90_hd64");
+  CHECK_EQ(with_queries(64, 1280, feature::dropout), "sm90_hd64_dropout");
+  CHECK_EQ(with_queries(72, 1280), "sm90_hd128");
+
+  // A table of such rows alone does not serve every call.
+  const InstanceList<ForwardInstance> limited({sm90_instance("short", 64, 128, 1280)});
+  KernelRequest needs = request(64);
+  needs.suits_sm90 = true;
+  CHECK(find_instance(limited, needs, h200) == nullptr);
 }
 
 TEST(a_row_that_needs_more_shared_memory_than_there_is_is_passed_over) {
