@@ -1,5 +1,5 @@
-"""A small grid of calls for compute-sanitizer: every compiled row, what prepares and follows it,
-odd shapes, and every bad input.
+"""A small grid of calls for compute-sanitizer: every compiled row that this GPU runs, what prepares
+and follows it, odd shapes, and every bad input.
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
@@ -9,6 +9,9 @@ memcheck and initcheck see single tensors only if torch does not carve them out 
 allocation, hence the variable (good for memcheck too). Inputs come from the CPU and results go back
 there to be compared, so that nearly every kernel the sanitizer watches is this package's. Exit
 status 1 if a result is wrong; add --error-exitcode 1 for the sanitizer's findings.
+
+On a Hopper GPU FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80 in the environment brings the forward rows of
+other GPUs, and FLASH_ATTN_CUDA_SMEM_LIMIT those for less shared memory.
 """
 
 from __future__ import annotations
@@ -99,6 +102,41 @@ def row_cases() -> Iterator[Case]:
         yield replace(prefill, page_size=7, **EVERYTHING, rotary_dim=16, rotary_interleaved=False)
 
 
+def many_tile_cases() -> Iterator[Case]:
+    """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
+    block or several, with tiles that see no key between others, packed, with features; the row for
+    longer causal sequences, and a cache with enough queries.
+    """
+    rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
+    kinds = {("bf16", 32)} if ON_CPU else {(row.dtype, row.head_dim) for row in rows}
+    longest = max((row.config["most_causal_queries"] for row in rows), default=0)
+    for dtype, head_dim in sorted(kinds):
+        common: dict[str, Any] = {"dtype": DTYPES[dtype], "head_dim": head_dim}
+        many = AttentionCase(
+            **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
+        )
+        yield many
+        yield replace(many, window=(20, -1), seqlen_k=60)
+        yield replace(many, causal=True, seqlen_q=150, seqlen_k=20)
+        yield replace(many, **TRAINING)
+        yield replace(
+            many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
+        )
+        packed = VarlenCase(
+            **common,
+            lengths_q=(20, 0, 9, 150) * 10,
+            lengths_k=(33, 5, 0, 140) * 10,
+            num_heads_q=6,
+            num_heads_k=2,
+        )
+        yield packed
+        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)
+        yield replace(packed, **TRAINING, leftpad=(1, 5, 0, 130) * 10)
+        yield KvCacheCase(
+            **common, num_heads_q=6, cached=(150, 0, 37), seqlens_q=40, seqlens_new=20, causal=True
+        )
+
+
 def odd_cases() -> Iterator[Case]:
     """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
     at all.
@@ -140,8 +178,8 @@ def moved(inputs: Any, case: Case) -> Any:
     return replace(inputs, **tensors)
 
 
-def run_case(case: Case, seed: int) -> list[str]:
-    """One forward and, where compiled, one backward; returns what is wrong."""
+def run_case(case: Case, seed: int, backward: bool = True) -> list[str]:
+    """One forward and, where wanted and compiled, one backward; returns what is wrong."""
     host_case = replace(case, device="cpu")
     if isinstance(host_case, AttentionCase):
         host_case = replace(host_case, layout=Layout.contiguous)
@@ -149,7 +187,7 @@ def run_case(case: Case, seed: int) -> list[str]:
     on_device = moved(inputs, case)
     if isinstance(host_case, KvCacheCase):
         return run_cache(host_case, inputs, on_device)
-    with_backward = missing_row(case, backward=True) is None
+    with_backward = backward and missing_row(case, backward=True) is None
     result = (run_forward_backward if with_backward else run_forward)(case, on_device)
     rng_state = drawn_rng_state(case, on_device).cpu() if case.dropout_p > 0.0 else None
     reference = run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
@@ -202,6 +240,10 @@ def calls() -> Iterator[Call]:
     for case in (*row_cases(), *odd_cases()):
         case = replace(case, device=DEVICE)
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
+    for case in many_tile_cases():
+        case = replace(case, device=DEVICE)
+        run = partial(run_case, case, backward=False)
+        yield f"many tiles: {case}", run, missing_row(case, backward=False)
     yield "combine", run_combine, None
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():

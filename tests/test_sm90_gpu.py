@@ -364,7 +364,7 @@ def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
 @CAUSAL
 @EVERY_HEAD_DIM
 def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
-    count, most = scaled(60, 6), scaled(700, 150)
+    count, most = scaled(40, 6), scaled(700, 150)
     case = make_varlen_case(
         lengths_q=random_lengths(head_dim, count, most),
         lengths_k=random_lengths(head_dim + 1, count, most),

@@ -24,8 +24,8 @@ struct TensorExtent {
 TensorExtent query_extent(const ForwardParams& params);
 TensorExtent key_extent(const ForwardParams& params);
 
-// Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below 2^40 and,
-// where there is a second element to step to, not 0.
+// Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below
+// 2^40 and, where there is a second element to step to, not 0.
 bool tma_can_move(const TensorView& view, const TensorExtent& extent);
 
 // A map whose boxes end where a sequence ends, wherever that is. Its coordinates are (column,

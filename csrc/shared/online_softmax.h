@@ -42,7 +42,7 @@ struct OnlineSoftmax {
       row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
   float row_sum[kRows];   // this lane's part of the row
-  float rescale[kRows];   // what O has to be multiplied by since the reference moved last
+  float rescale[kRows];   // for rescale_o: what the last move of the reference asks for
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
@@ -58,7 +58,11 @@ struct OnlineSoftmax {
   // reference moved.
   template <class Scores, class Output>
   CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
-    if (follow_maximum(scores)) rescale_o(o);
+    using namespace cute;
+    follow_maximum(scores, [&](int row, float factor) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
+    });
     exponentiate(scores);
   }
 
@@ -66,7 +70,8 @@ struct OnlineSoftmax {
   // to be rescaled before this block adds to it, the same in all lanes of the warp.
   template <class Scores>
   CUTE_DEVICE bool softmax(Scores& scores) {
-    const bool moved = follow_maximum(scores);
+    const bool moved =
+        follow_maximum(scores, [&](int row, float factor) { rescale[row] = factor; });
     exponentiate(scores);
     return moved;
   }
@@ -100,9 +105,10 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Moves the references if these scores rise too far above them.
-  template <class Scores>
-  CUTE_DEVICE bool follow_maximum(Scores& scores) {
+  // Moves the references if these scores rise too far above them, and then tells what of each row
+  // was computed with the old one to be multiplied by: rescale_row(row, factor).
+  template <class Scores, class RescaleRow>
+  CUTE_DEVICE bool follow_maximum(Scores& scores, RescaleRow rescale_row) {
     using namespace cute;
     float block_max[kRows];
     bool moves = false;
@@ -116,7 +122,7 @@ struct OnlineSoftmax {
       moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
     }
     if (!__any_sync(0xffffffffu, moves || shifts)) return false;
-    move_reference(block_max);
+    move_reference(block_max, rescale_row);
     if (shifts) subtract_reference(scores);
     return true;
   }
@@ -134,7 +140,8 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE void move_reference(float const (&block_max)[kRows]) {
+  template <class RescaleRow>
+  CUTE_DEVICE void move_reference(float const (&block_max)[kRows], RescaleRow& rescale_row) {
     using namespace cute;
     float moved[kRows];
     bool too_large = shifts;
@@ -153,10 +160,11 @@ struct OnlineSoftmax {
       // 0.
       const float change =
           shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
-      rescale[row] = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
+      const float factor = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
       row_max[row] = moved[row];
       row_offset[row] = offset;
-      row_sum[row] *= rescale[row];
+      row_sum[row] *= factor;
+      rescale_row(row, factor);
     }
   }
 

@@ -224,8 +224,7 @@ TEST(sm90_kernels_take_tensors_that_tma_can_move) {
     CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).batch_stride = 0; }, single), "sm90_hd128");
     CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).head_stride = 0; }, single), "sm90_hd128");
   }
-  CHECK_EQ(sm90_chosen([](auto& p) { p.k.row_stride = p.v.row_stride = 0; }, single),
-           "sm90_hd128");
+  CHECK_EQ(sm90_chosen([](auto& p) { p.k.row_stride = p.v.row_stride = 0; }, single), "sm90_hd128");
 }
 
 TEST(only_keys_that_are_packed_or_cached_count_their_own_batch_entries) {

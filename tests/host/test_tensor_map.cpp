@@ -95,8 +95,8 @@ void check_load(const TensorView& view, const TensorExtent& shape, const TensorB
   int wrong = 0;
   for (int box_row = 0; box_row < box.rows; ++box_row) {
     for (int column = 0; column < 2 * box.columns; column += box.columns / 4) {
-      const std::int64_t actual = address(
-          map, {column, std::int64_t{box.rows} - rows + box_row, row + rows, head, batch});
+      const std::int64_t actual =
+          address(map, {column, std::int64_t{box.rows} - rows + box_row, row + rows, head, batch});
       const bool exists = box_row < rows && column < shape.head_dim;
       const std::int64_t elements = batch * view.batch_stride + head * view.head_stride +
                                     (row + box_row) * view.row_stride + column;
@@ -182,8 +182,7 @@ TEST(a_load_follows_any_strides) {
                    .row_stride = std::int64_t{1} << 25,
                    .head_stride = 80}}) {
     CHECK(tma_can_move(view, extent));
-    for (const int rows : {1, 77, 128})
-      check_load(view, extent, {128, 64}, 200 - rows, rows, 4, 2);
+    for (const int rows : {1, 77, 128}) check_load(view, extent, {128, 64}, 200 - rows, rows, 4, 2);
   }
 }
 
