@@ -263,9 +263,9 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_forward(128, block_m=128, block_n=128),
     *sm90_features(128, block_n=128, allowed_spill_bytes=64),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_features(192, block_n=96, allowed_spill_bytes=64),
-    *sm90_forward(256, block_m=128, block_n=80),
-    *sm90_features(256, block_n=80, allowed_spill_bytes=136),
+    *sm90_features(192, block_n=96, allowed_spill_bytes=80),
+    *sm90_forward(256, block_m=128, block_n=64),
+    *sm90_features(256, block_n=64, allowed_spill_bytes=84),
     *sm80_forward_rows(
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
     ),

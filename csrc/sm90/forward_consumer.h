@@ -92,7 +92,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     v_place.advance();
   };
 
-  if constexpr (Traits::takes_turns) turns.open();
+  turns.open();
   for (;; work_place.advance(), q_place.advance()) {
     wait_full(smem.work_ring, work_place);
     TileWork const& work = smem.work[work_place.stage].work;
@@ -133,10 +133,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     scores_to_probabilities(range.end - 1);
     keep_probabilities();
     for (int block = range.end - 2; block >= range.begin; --block) {
-      if constexpr (Traits::takes_turns) turns.take();
+      turns.take();
       start_scores();
       start_output(block < range.end - 2);
-      if constexpr (Traits::takes_turns) turns.pass();
+      turns.pass();
       finish_scores(Int<1>{}, block == range.begin);
       const bool rescales = scores_to_probabilities(block);
       finish_output();

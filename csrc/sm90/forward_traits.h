@@ -35,10 +35,6 @@ struct ForwardTraits {
   static constexpr int producer_registers = consumers == 3 ? 32 : 40;
   static constexpr int consumer_registers = consumers == 3 ? 160 : 232;
 
-  // The warpgroups take turns with the tensor cores, one in its softmax while another multiplies.
-  // From head_dim 192 on the products are so long that it gains nothing.
-  static constexpr bool takes_turns = consumers > 1 && head_dim <= 128;
-
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
   using OutputMma = RegisterMma<Element, head_dim, block_n>;
