@@ -227,15 +227,18 @@ def test_features(check: Check, part: int) -> None:
         check(shaped_case(**choice, batch=1), backward=False)
 
 
-# Of a tile (rows of its warpgroups, of the whole) and of a key block, and one on either side.
-EDGES = {64: (64, 128, 192), 96: (64, 128), 128: (64, 128), 192: (64, 96, 128), 256: (64, 80, 128)}
+def edges(head_dim: int) -> list[int]:
+    """Rows of a warpgroup, of a tile, and keys of a block."""
+    rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
+    configs = [row.config for row in rows if row.head_dim == head_dim]
+    return sorted({64, *(config[name] for config in configs for name in ("block_m", "block_n"))})
 
 
 @EVERY_HEAD_DIM
 def test_windows_around_the_edges_of_blocks(check: Check, head_dim: int) -> None:
     """Both ends of the window cross the bits that stand for a thread's columns, odd ones too."""
     generator = random.Random(head_dim)
-    for edge in EDGES[head_dim]:
+    for edge in edges(head_dim):
         for length in (edge - 1, edge, edge + 1, 2 * edge + 1):
             for _ in range(2):
                 window = (generator.choice((-1, 0, 1, 7, 8, 9, 31, 33, edge)), -1)

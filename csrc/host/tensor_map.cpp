@@ -19,10 +19,15 @@ constexpr std::int64_t tma_max_stride = std::int64_t{1} << 40;
 PFN_cuTensorMapEncodeTiled_v12000 find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
+  constexpr const char* name = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
   constexpr unsigned cuda_12_0 = 12000;
-  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, cuda_12_0,
-                                              cudaEnableDefault, &found),
-             "cuTensorMapEncodeTiled");
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &function, cuda_12_0, cudaEnableDefault, &found);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+#endif
+  check_cuda(status, name);
   if (found != cudaDriverEntryPointSuccess || function == nullptr)
     throw_error("the driver has no cuTensorMapEncodeTiled, which needs CUDA 12.0");
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
