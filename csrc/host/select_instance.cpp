@@ -21,9 +21,9 @@ bool runs_on(KernelFamily family, int compute_capability, bool suits_sm90) {
 // What only forward rows tell apart.
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
   const int most = config.most_causal_queries;
-  const bool long_enough =
+  const bool short_enough =
       most == 0 || (request.causal_queries > 0 && request.causal_queries <= most);
-  return config.kind == request.kind && long_enough;
+  return config.kind == request.kind && short_enough;
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
