@@ -122,8 +122,8 @@ inline const InstanceList<ForwardInstance>& forward_table() {
 }
 
 // As the table of an installation: plain rows before those with features, decode rows last.
-inline const InstanceList<ForwardInstance>& complete_forward_table() {
-  static const InstanceList<ForwardInstance> table({
+inline std::vector<ForwardInstance> complete_forward_rows() {
+  return {
       forward_instance("hd64", 64, MaskKind::windowed),
       features_instance("hd64_features", 64, training_features),
       features_instance("hd64_cache", 64, cache_features),
@@ -132,27 +132,28 @@ inline const InstanceList<ForwardInstance>& complete_forward_table() {
       features_instance("hd128_cache", 128, cache_features),
       decode_instance("hd64_decode", 64),
       decode_instance("hd128_decode", 128),
-  });
+  };
+}
+
+inline const InstanceList<ForwardInstance>& complete_forward_table() {
+  static const InstanceList<ForwardInstance> table(complete_forward_rows());
   return table;
 }
 
 // The same with the wgmma kernels that come before them.
 inline const InstanceList<ForwardInstance>& sm90_forward_table() {
-  static const InstanceList<ForwardInstance> table({
-      sm90_instance("sm90_hd64_short", 64, 128, 1280),
-      sm90_instance("sm90_hd64", 64, 192),
-      sm90_instance("sm90_hd64_dropout", 64, 128, 0, training_features),
-      sm90_instance("sm90_hd128", 128),
-      sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
-      forward_instance("hd64", 64, MaskKind::windowed),
-      features_instance("hd64_features", 64, training_features),
-      features_instance("hd64_cache", 64, cache_features),
-      forward_instance("hd128", 128, MaskKind::windowed),
-      features_instance("hd128_features", 128, training_features),
-      features_instance("hd128_cache", 128, cache_features),
-      decode_instance("hd64_decode", 64),
-      decode_instance("hd128_decode", 128),
-  });
+  static const InstanceList<ForwardInstance> table([] {
+    std::vector<ForwardInstance> rows = {
+        sm90_instance("sm90_hd64_short", 64, 128, 1280),
+        sm90_instance("sm90_hd64", 64, 192),
+        sm90_instance("sm90_hd64_dropout", 64, 128, 0, training_features),
+        sm90_instance("sm90_hd128", 128),
+        sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
+    };
+    const std::vector<ForwardInstance> others = complete_forward_rows();
+    rows.insert(rows.end(), others.begin(), others.end());
+    return rows;
+  }());
   return table;
 }
 

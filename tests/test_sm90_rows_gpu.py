@@ -1,0 +1,172 @@
+"""Which calls the Hopper forward kernels take, and that the sm80 kernels agree with them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from cases import Alibi, Layout
+from harness import (
+    DEVICE,
+    Case,
+    drawn_rng_state,
+    expected_keep_mask,
+    make_cache_case,
+    make_case,
+    make_varlen_case,
+    run_forward,
+    run_reference,
+    skip_without_row,
+)
+from limits import run_limited
+from reference import AttentionResult, visible_keys
+from sm90 import DTYPES, EVERY_HEAD_DIM, HEAD_DIMS, most_causal_queries, row_name, runs_sm90_kernels
+from tolerance import assert_close
+
+from flash_attn_cuda import build_info
+
+__all__ = ["runs_sm90_kernels"]  # pytest finds it here
+
+pytestmark = pytest.mark.gpu
+
+
+# -- which kernel ----------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda_only
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "bucket"),
+    [*((d, d) for d in HEAD_DIMS), (8, 64), (72, 96), (104, 128), (136, 192), (200, 256)],
+)
+def test_every_head_dim_has_a_row(head_dim: int, bucket: int, dtype: torch.dtype) -> None:
+    short_name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    for variant, features in (
+        ("", {}),
+        ("", {"window": (7, -1)}),
+        ("dropout", {"dropout_p": 0.1}),
+        ("dropout", {"softcap": 3.0, "causal": True}),
+        ("dropout", {"alibi": Alibi.per_head}),
+    ):
+        case = make_case(seqlen_q=300, seqlen_k=200, head_dim=head_dim, dtype=dtype, **features)
+        plan = families.planned(case)
+        assert plan["instance"] == row_name(bucket, variant, dtype=short_name), str(case)
+        assert plan["config"]["family"] == "sm90"
+
+
+@pytest.mark.cuda_only
+def test_short_causal_sequences_have_a_row() -> None:
+    most = most_causal_queries()
+    for seqlen, features, variant in (
+        (min(1024, most), {"causal": True}, "short"),
+        (most, {"causal": True}, "short"),
+        (most, {"window": (20, 3)}, "short"),
+        (most + 1, {"causal": True}, ""),
+        (most, {}, ""),
+        (most, {"window": (20, -1)}, ""),
+        (most, {"causal": True, "dropout_p": 0.1}, "dropout"),
+    ):
+        dense = make_case(seqlen_q=seqlen, seqlen_k=seqlen, **features)
+        assert families.planned(dense)["instance"] == row_name(64, variant), str(dense)
+        packed = make_varlen_case(lengths_q=(seqlen, 90, 0, 90), **features)
+        assert families.planned(packed)["instance"] == row_name(64, variant), str(packed)
+    wider = make_case(seqlen_q=1024, seqlen_k=1024, head_dim=72, causal=True)
+    assert families.planned(wider)["instance"] == row_name(96)
+
+
+def launches() -> list[tuple[Case, str]]:
+    """Calls, and the rows that they are to run."""
+    sm80 = {"family": "sm80"}
+    base = make_case(seqlen_q=200, seqlen_k=300)
+    packed = make_varlen_case(lengths_q=(200, 0, 33))
+    cache = make_cache_case(seqlens_q=70)
+    long = most_causal_queries() + 1
+    return [
+        (base, row_name(64)),
+        (replace(base, causal=True), row_name(64, "short")),
+        (replace(base, seqlen_q=long, causal=True), row_name(64)),
+        (replace(base, head_dim=128, dtype=torch.float16), row_name(128, dtype="fp16")),
+        (replace(base, softcap=3.0), row_name(64, "dropout")),
+        (replace(base, alibi=Alibi.per_batch, head_dim=192), row_name(192, "dropout")),
+        (replace(base, dropout_p=0.5, head_dim=256), row_name(256, "dropout")),
+        (replace(base, softmax_scale=0.0), row_name(64)),
+        (replace(base, softmax_scale=-0.5), row_name(64, **sm80)),
+        (replace(base, softmax_scale=-0.5, softcap=3.0), row_name(64, "modifiers", **sm80)),
+        (replace(base, layout=Layout.expanded_batch), row_name(64, **sm80)),
+        (replace(base, layout=Layout.expanded_batch, batch=1), row_name(64)),
+        (replace(base, layout=Layout.heads_first), row_name(64)),
+        (replace(base, layout=Layout.surrounded), row_name(64)),
+        (replace(base, layout=Layout.odd_stride), row_name(64)),  # of a copy
+        (replace(base, seqlen_q=4), row_name(64, "decode", **sm80)),
+        (packed, row_name(64)),
+        (replace(packed, causal=True), row_name(64, "short")),
+        (replace(packed, lengths_q=(long, 0, 33), causal=True), row_name(64)),
+        (cache, row_name(64)),
+        (replace(cache, leftpad=(3, 0, 1), head_dim=128), row_name(128)),
+        (replace(cache, page_size=16), row_name(64, "modifiers", **sm80)),
+        (replace(cache, seqlens_q=1), row_name(64, "decode", **sm80)),
+    ]
+
+
+@pytest.mark.cuda_only
+def test_which_kernels_run() -> None:
+    """By the names that a profiler sees."""
+    calls = launches()
+    prepared = [(case, case.make_inputs()) for case, _ in calls]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for case, inputs in prepared:
+            run_forward(case, inputs)
+        torch.cuda.synchronize()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    if not events:
+        pytest.skip("the profiler sees no kernels here")
+    forwards = {row.name for row in build_info.compiled_rows() if row.pass_name == "forward"}
+    words = (word for event in events for word in re.findall(r"fwd_[a-z0-9_]+", event.name))
+    seen = [word for word in words if word in forwards]
+    expected = [f"{case}: {name}" for case, name in calls]
+    assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
+
+
+# -- the sm80 kernels on the same GPU --------------------------------------------------------------
+
+
+@DTYPES
+@EVERY_HEAD_DIM
+def test_dropout_drops_what_seed_and_offset_say(head_dim: int, dtype: torch.dtype) -> None:
+    """Pair by pair, as the kernel multiplied it."""
+    case = make_case(
+        seqlen_q=200, seqlen_k=301, head_dim=head_dim, num_heads_k=2, dropout_p=0.3, dtype=dtype
+    )
+    skip_without_row(case, backward=False)
+    kept = expected_keep_mask(case, drawn_rng_state(case, case.make_inputs()))
+    assert torch.equal(families.kept_pairs(case), kept)
+
+
+@pytest.mark.cuda_only
+def test_both_families_agree(tmp_path: Path) -> None:
+    """With the reference, with each other, and on what is dropped, bit for bit."""
+    for case in (*families.CASES, *families.DROPOUT_CASES):
+        skip_without_row(case, backward=False)
+    file = tmp_path / "sm80.pt"
+    finished = run_limited("tests/families.py", str(file), capability=80)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    there, here = torch.load(file, map_location=DEVICE), families.results()
+    for case in (*families.CASES, *families.DROPOUT_CASES):
+        sm90, sm80 = here[str(case)], there[str(case)]
+        assert (sm90["family"], sm80["family"]) == ("sm90", "sm80"), str(case)
+        expected = run_reference(case, case.make_inputs(), use_dlse=False)
+        for result in (sm90, sm80):
+            assert_close(AttentionResult(result["out"], result["lse"]), *expected)
+        other = AttentionResult(sm80["out"].double(), sm80["lse"].double())
+        assert_close(AttentionResult(sm90["out"], sm90["lse"]), other, expected[1])
+    for case in families.DROPOUT_CASES:
+        kept = here[str(case)]["kept"]
+        assert torch.equal(kept, there[str(case)]["kept"]), str(case)
+        mask = expected_keep_mask(case, drawn_rng_state(case, case.make_inputs()))
+        visible = visible_keys(case.seqlen_q, case.seqlen_k, causal=case.causal, device=DEVICE)
+        assert torch.equal(kept, mask & visible), str(case)
