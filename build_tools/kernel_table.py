@@ -142,11 +142,11 @@ class BackwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
-    warps_m_scores: int
-    warps_n_dkdv: int
-    warps_m_dq: int
-    stages_q: int
-    stages_do: int
+    warps_m_scores: int = 0
+    warps_n_dkdv: int = 0
+    warps_m_dq: int = 0
+    stages_q: int = 0
+    stages_do: int = 0
     features: Feature = NO_FEATURES
 
 
@@ -357,9 +357,42 @@ def sm80_backward_variants(
         )
 
 
-# Shared memory decides who runs what: the first rows of head_dim 32 to 192 fit the 163 KiB of an
-# A100, that of 256 needs a Hopper GPU; the variants serve what has less.
+def sm90_backward_rows(
+    head_dim: int,
+    *,
+    block_n: int = 128,
+    block_m: int = 64,
+    features_block_m: int = 64,
+    spills: Spills = NO_SPILLS,
+) -> Iterator[BackwardRow]:
+    """A tile for what most calls ask for, and one for everything between the products."""
+    tiles = {
+        "": (block_m, Feature.deterministic),
+        "dropout": (features_block_m, BACKWARD_DROPOUT),
+    }
+    for variant, (rows, features) in tiles.items():
+        yield from expand(
+            BackwardRow,
+            family=Family.sm90,
+            masks=(Mask.windowed,),
+            head_dim=head_dim,
+            block_m=rows,
+            block_n=block_n,
+            num_warps=8,
+            features=features,
+            variant=variant,
+            allowed_spill_bytes=spills.get(variant, 0),
+        )
+
+
+# Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
+# the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
+    *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
+    *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
+    *sm90_backward_rows(128, spills={"": 16, "dropout": 128}),
+    *sm90_backward_rows(192, block_n=64, spills={"": 4}),
+    *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 232}),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from cases import DTYPE_NAMES, Alibi, AttentionCase, VarlenCase
-from harness import attend, make_case, make_varlen_case, run_forward
+from harness import attend, make_case, make_varlen_case, run_forward_backward
 from torch import Tensor
 
 from flash_attn_cuda import build_info
@@ -68,10 +68,16 @@ DROPOUT_CASES: tuple[AttentionCase, ...] = tuple(
 )
 
 
-def planned(case: AttentionCase | VarlenCase) -> dict[str, Any]:
-    """What the extension says that the forward of this case would run."""
+def planned(case: AttentionCase | VarlenCase, pass_name: str = "forward") -> dict[str, Any]:
+    """What the extension says that a pass of this case would run."""
     packed = isinstance(case, VarlenCase)
-    return build_info.extension.explain_forward(
+    if pass_name == "forward":
+        explain = build_info.extension.explain_forward
+        own: dict[str, Any] = {"max_seqlen_q": case.max_seqlen_q if packed else 0}
+    else:
+        explain = build_info.extension.explain_backward
+        own = {"deterministic": case.deterministic}
+    return explain(
         dtype=DTYPE_NAMES[case.dtype],
         head_dim=case.head_dim,
         batch_size=case.batch,
@@ -86,7 +92,7 @@ def planned(case: AttentionCase | VarlenCase) -> dict[str, Any]:
         softcap=case.softcap,
         alibi=case.alibi is not None,
         p_dropout=case.dropout_p,
-        max_seqlen_q=case.max_seqlen_q if packed else 0,
+        **own,
     )
 
 
@@ -108,12 +114,15 @@ def kept_pairs(case: AttentionCase) -> Tensor:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """By case: out, lse, the kernel's family; of cases with dropout also the pairs that it kept."""
+    """By case: out, lse and gradients, the kernels' family by pass; of cases with dropout also the
+    pairs that it kept.
+    """
     made: dict[str, dict[str, Any]] = {}
     for case in (*CASES, *DROPOUT_CASES):
-        result = run_forward(case, case.make_inputs())
-        family = planned(case)["config"]["family"]
-        made[str(case)] = {"family": family, "out": result.out, "lse": result.lse}
+        result = run_forward_backward(case, case.make_inputs())
+        passes = ("forward", "backward")
+        family = {name: planned(case, name)["config"]["family"] for name in passes}
+        made[str(case)] = {"family": family, "tensors": result.tensors()}
     for case in DROPOUT_CASES:
         made[str(case)]["kept"] = kept_pairs(case)
     return made

@@ -22,11 +22,26 @@ SM90_ROW = replace(ROW, family=Family.sm90, block_n=128, num_warps=8)
 SHORT_ROW = replace(SM90_ROW, most_causal_queries=1000, variant="short")
 DROPOUT_ROW = replace(SM90_ROW, features=Feature.dropout, variant="dropout")
 
+# Of a backward row of the sm80 family alone.
+SM80_FIELDS = ("warps_m_scores", "warps_n_dkdv", "warps_m_dq", "stages_q", "stages_do")
 
 BACKWARD_CONFIG = {
     **{"block_m": 64, "block_n": 64, "num_warps": 8},
     **{"warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2, "stages_q": 2, "stages_do": 1},
 }
+SM90_BACKWARD_ROW = BackwardRow(
+    family=Family.sm90,
+    dtype=Dtype.bf16,
+    mask=Mask.windowed,
+    head_dim=128,
+    block_m=64,
+    block_n=128,
+    num_warps=8,
+    features=Feature.deterministic,
+)
+SM90_BACKWARD_DROPOUT_ROW = replace(
+    SM90_BACKWARD_ROW, features=Feature.deterministic | Feature.dropout, variant="dropout"
+)
 TABLE = [
     *(
         replace(ROW, head_dim=head_dim, dtype=dtype)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import families
 import pytest
 import torch
-from harness import ON_CPU
+from cases import AttentionCase
+from harness import DEVICE, ON_CPU, make_case
+from torch import Tensor
 
 from flash_attn_cuda import build_info
 
@@ -38,11 +43,80 @@ def runs_sm90_kernels() -> None:
         pytest.skip("this build has no sm90 rows")
 
 
-def row_name(head_dim: int, variant: str = "", family: str = "sm90", dtype: str = "bf16") -> str:
-    return "_".join(filter(None, ["fwd", family, dtype, f"hd{head_dim}", "windowed", variant]))
+def row_name(
+    head_dim: int,
+    variant: str = "",
+    family: str = "sm90",
+    dtype: str = "bf16",
+    kernel_pass: str = "fwd",
+) -> str:
+    parts = [kernel_pass, family, dtype, f"hd{head_dim}", "windowed", variant]
+    return "_".join(filter(None, parts))
 
 
 def most_causal_queries() -> int:
     """Of the row for short causal sequences."""
     rows = {row.name: row for row in build_info.compiled_rows()}
     return rows[row_name(64, "short")].config["most_causal_queries"]
+
+
+def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:
+    """The rows whose kernels `function` runs, one after the other, by the names that a profiler
+    sees.
+    """
+    rows = {row.name for row in build_info.compiled_rows() if row.pass_name == pass_name}
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    if not events:
+        pytest.skip("the profiler sees no kernels here")
+    # The kernel that ends a backward carries the same row in its name.
+    names = [event.name for event in events if "convert_dq" not in event.name]
+    words = (word for name in names for word in re.findall(r"(?:fwd|bwd)_[a-z0-9_]+", name))
+    return [word for word in words if word in rows]
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def shaped_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> AttentionCase:
+    """A case of one combination of values, as `pairwise` gives them."""
+    return make_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
+
+
+def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
+    """Many short ones, some long ones, some empty."""
+    generator = random.Random(seed)
+    return tuple(
+        generator.choice((0, generator.randint(1, 70), generator.randint(1, most)))
+        for _ in range(count)
+    )
+
+
+def far_apart(case: AttentionCase, names: Sequence[str], far: str) -> dict[str, Tensor]:
+    """Tensors of the case's query_shape, interleaved in one buffer of 4 GiB, with more than 2^31
+    elements from the first to the last of a dimension: batch, row or head. Skips where there is no
+    room.
+    """
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    batch, seqlen, heads, head_dim = case.query_shape
+    near = {"batch": seqlen * heads, "row": heads, "head": 1}
+    if far == "row":
+        near["batch"] = heads
+        near["row"] = batch * heads
+    if far == "head":
+        near |= {"batch": seqlen, "row": 1, "head": batch * seqlen}
+    strides = {dim: step * head_dim * len(names) for dim, step in near.items()}
+    sizes = {"batch": batch, "row": seqlen, "head": heads}
+    strides[far] = -(-(1 << 31) // (sizes[far] - 1) // 8) * 8 + 8
+    last = sum((sizes[dim] - 1) * strides[dim] for dim in sizes)
+    assert (sizes[far] - 1) * strides[far] > 1 << 31 and last < 3 << 30
+    buffer = torch.empty(last + (len(names) + 1) * head_dim, dtype=case.dtype, device=DEVICE)
+    steps = (strides["batch"], strides["row"], strides["head"], 1)
+    return {
+        name: buffer.as_strided(case.query_shape, steps, index * head_dim)
+        for index, name in enumerate(names)
+    }

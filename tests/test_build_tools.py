@@ -18,6 +18,9 @@ from kernel_rows import (
     FEATURES_ROW,
     ROW,
     SHORT_ROW,
+    SM80_FIELDS,
+    SM90_BACKWARD_DROPOUT_ROW,
+    SM90_BACKWARD_ROW,
     SM90_ROW,
     TABLE,
 )
@@ -115,6 +118,25 @@ def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
     assert "      .most_causal_queries = 1000,\n" in short
     assert generate_units.row_record(SHORT_ROW)["most_causal_queries"] == 1000
     assert "      .most_causal_queries = 0,\n" in plain
+
+
+def test_an_sm90_backward_row_says_nothing_of_sm80s_warps_and_stages() -> None:
+    rows = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
+    units = generate_units.units_of(rows)
+    assert [unit.name for unit in units] == ["backward_sm90_hd128", "backward_sm90_hd128_dropout"]
+    for unit, row in zip(units, rows, strict=True):
+        text = generate_units.unit_text(unit)
+        assert re.findall("#include.*", text) == ['#include "sm90/backward_launch.h"']
+        assert f'sm90::make_backward_instance<{row.name}>("{row.name}")' in text
+        assert "  static constexpr BackwardConfig config = {\n" in text
+        assert "      .family = KernelFamily::sm90,\n" in text
+        assert "      .num_warps = 8,\n" in text
+        for name in SM80_FIELDS:
+            assert f"      .{name} = 0,\n" in text
+    assert [row.name for row in rows] == [
+        "bwd_sm90_bf16_hd128_windowed",
+        "bwd_sm90_bf16_hd128_windowed_dropout",
+    ]
 
 
 LAUNCH_HEADER = """

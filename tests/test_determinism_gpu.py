@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Alibi, AttentionCase, VarlenCase
+from cases import Alibi
 from harness import (
     ON_CPU,
     Check,
     assert_same_bits,
-    bits,
     make_case,
     make_varlen_case,
     run_forward,
@@ -22,68 +21,12 @@ from harness import (
     scaled,
     skip_without_row,
 )
+from repeats import Load, assert_repeatable, crowded_case
 
 pytestmark = pytest.mark.gpu
 
 REPEATS = scaled(200, 2)
 BUCKETS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-
-
-class Load:
-    """Matrix products on two other streams, a few more at every `push`: thread blocks of the
-    kernels under test start late, in another order, and on fewer SMs.
-    """
-
-    def __init__(self) -> None:
-        if ON_CPU:
-            return
-        self._streams = [torch.cuda.Stream() for _ in range(2)]
-        self._operands = [
-            torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for size in (2048, 256)
-        ]
-        torch.cuda.synchronize()
-
-    def push(self) -> None:
-        if ON_CPU:
-            return
-        for stream, operand, times in zip(self._streams, self._operands, (2, 9), strict=True):
-            with torch.cuda.stream(stream):
-                for _ in range(times):
-                    torch.mm(operand, operand)
-
-
-def assert_repeatable(case: AttentionCase | VarlenCase, repeats: int = REPEATS) -> None:
-    """out, lse, dq, dk, dv bit for bit, with results compared on the device."""
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
-    names = list(first.tensors())
-    different = []
-    load = Load()
-    for _ in range(repeats):
-        load.push()
-        tensors = run_forward_backward(case, inputs).tensors()
-        different.append(
-            torch.stack([(bits(tensors[n]) != bits(first.tensors()[n])).sum() for n in names])
-        )
-    counts = torch.stack(different).sum(0).tolist()
-    wrong = {name: count for name, count in zip(names, counts, strict=True) if count}
-    assert not wrong, f"elements that differed in {repeats} runs: {wrong}"
-
-
-def crowded_case(**fields: Any) -> AttentionCase:
-    """Many key blocks add to each query, and more thread blocks than run at a time."""
-    return make_case(
-        **{
-            "batch": 2,
-            "seqlen_q": scaled(1100, 100),
-            "seqlen_k": scaled(1300, 150),
-            "num_heads_q": 8,
-            "num_heads_k": 8,
-            "deterministic": True,
-            **fields,
-        }
-    )
 
 
 @BUCKETS
@@ -93,7 +36,7 @@ def crowded_case(**fields: Any) -> AttentionCase:
     ids=["full", "causal", "window_gqa"],
 )
 def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
-    assert_repeatable(crowded_case(head_dim=head_dim, **features))
+    assert_repeatable(crowded_case(head_dim=head_dim, **features), REPEATS)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +53,7 @@ def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_features(head_dim: int, features: dict[str, Any]) -> None:
-    assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}))
+    assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}), REPEATS)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -124,7 +67,7 @@ def test_packed_sequences(head_dim: int, features: dict[str, Any]) -> None:
     case = make_varlen_case(
         lengths_q=lengths, head_dim=head_dim, causal=True, deterministic=True, **features
     )
-    assert_repeatable(case)
+    assert_repeatable(case, REPEATS)
 
 
 @BUCKETS
@@ -142,7 +85,7 @@ def test_deterministic_gradients_are_right(check: Check, head_dim: int) -> None:
 
 
 def test_only_the_order_of_sums_differs() -> None:
-    """dk and dv are the bits of the default mode, dq its sums to a rounding."""
+    """A fixed order changes no gradient by more than a rounding of its sums."""
     case = crowded_case(causal=True, num_heads_k=2)
     skip_without_row(case)
     inputs = case.make_inputs()

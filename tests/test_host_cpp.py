@@ -22,7 +22,7 @@ FLAGS = (
 )
 
 PLAN_FORWARD = ("select_instance", "plan_steps", "plan_forward", "tensor_map")
-PLAN_BACKWARD = ("select_instance", "plan_steps", "plan_backward")
+PLAN_BACKWARD = ("select_instance", "plan_steps", "plan_backward", "tensor_map")
 
 # What each test program is linked with: sources of csrc/host.
 PROGRAMS = {
@@ -30,9 +30,7 @@ PROGRAMS = {
     "test_index_maths": (),
     "test_sequence": (),
     "test_dropout": (),
-    "test_turns": PLAN_BACKWARD,
     "test_select_instance": ("select_instance",),
-    "test_plan_backward": PLAN_BACKWARD,
 }
 # Those with a CUDA runtime of the test's own: only its headers are needed.
 CUDA_PROGRAMS = {
@@ -40,6 +38,8 @@ CUDA_PROGRAMS = {
     "test_plan_forward": PLAN_FORWARD,
     "test_plan_decode": PLAN_FORWARD,
     "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
+    "test_plan_backward": PLAN_BACKWARD,
+    "test_turns": PLAN_BACKWARD,
     "test_run": (*PLAN_FORWARD, "plan_backward", "run_forward", "run_backward"),
     "test_device_info": ("device_info",),
     "test_device_limits": ("device_info",),

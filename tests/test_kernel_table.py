@@ -8,13 +8,25 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kernel_rows import DECODE_ROW, DROPOUT_ROW, FEATURES_ROW, ROW, SHORT_ROW, SM90_ROW, TABLE
+from kernel_rows import (
+    DECODE_ROW,
+    DROPOUT_ROW,
+    FEATURES_ROW,
+    ROW,
+    SHORT_ROW,
+    SM80_FIELDS,
+    SM90_BACKWARD_DROPOUT_ROW,
+    SM90_BACKWARD_ROW,
+    SM90_ROW,
+    TABLE,
+)
 
 from build_tools import generate_units
 from build_tools.kernel_table import (
     ALL_ROWS,
     BACKWARD_ROWS,
     FORWARD_ROWS,
+    BackwardRow,
     Dtype,
     Family,
     Feature,
@@ -182,11 +194,16 @@ def test_decode_rows_serve_what_only_they_can() -> None:
 
 
 SM90_ROWS = [row for row in FORWARD_ROWS if row.family is Family.sm90]
+SM90_BACKWARD_ROWS = [row for row in BACKWARD_ROWS if row.family is Family.sm90]
 
 
-def test_sm90_rows_come_first() -> None:
+@pytest.mark.parametrize(
+    ("rows", "sm90_rows"), [(FORWARD_ROWS, SM90_ROWS), (BACKWARD_ROWS, SM90_BACKWARD_ROWS)]
+)
+def test_sm90_rows_come_first(rows, sm90_rows) -> None:
     """Where they run they are faster than any other that would serve."""
-    assert FORWARD_ROWS[: len(SM90_ROWS)] == tuple(SM90_ROWS)
+    assert sm90_rows
+    assert rows[: len(sm90_rows)] == tuple(sm90_rows)
 
 
 def chosen_sm90_row(head_dim: int, features: Feature, causal_queries: int) -> ForwardRow:
@@ -232,6 +249,52 @@ def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
     assert row.block_n <= 256 and row.block_n % 16 == 0
 
 
+def chosen_sm90_backward_row(head_dim: int, features: Feature) -> BackwardRow:
+    """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
+    return next(
+        row
+        for row in SM90_BACKWARD_ROWS
+        if row.dtype is Dtype.bf16 and row.head_dim >= head_dim and features in row.features
+    )
+
+
+@pytest.mark.parametrize("ordered", [Feature(0), Feature.deterministic])
+@pytest.mark.parametrize(
+    "features",
+    [
+        *(Feature(0), Feature.dropout, Feature.softcap, Feature.alibi),
+        Feature.softcap | Feature.alibi | Feature.dropout,
+    ],
+)
+def test_sm90_backward_serves_every_head_dim_with_its_narrowest_row(features, ordered) -> None:
+    buckets = {row.head_dim for row in SM90_BACKWARD_ROWS}
+    assert max(buckets) == 256
+    for head_dim in range(8, 257, 8):
+        row = chosen_sm90_backward_row(head_dim, features | ordered)
+        assert row.head_dim == min(n for n in buckets if n >= head_dim)
+        assert bool(row.features & ~Feature.deterministic) == bool(features), "features cost speed"
+
+
+@pytest.mark.parametrize("row", SM90_BACKWARD_ROWS, ids=lambda row: row.name)
+def test_sm90_backward_tiles_are_what_the_kernel_takes(row) -> None:
+    """Two warpgroups of 64 keys each, or, where dK and dV of as many fill one each, of the same."""
+    assert row.mask is Mask.windowed
+    assert row.block_m in (64, 128, 256)  # whole warpgroups of dQ, a power of two
+    assert row.block_n == (64 if row.head_dim > 128 else 128)
+    assert row.num_warps == 8
+    assert row.head_dim % 32 == 0
+
+
+@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
+def test_sm80_alone_shares_out_its_warps_and_buffers(row) -> None:
+    values = [getattr(row, name) for name in SM80_FIELDS]
+    if row.family is Family.sm90:
+        assert not any(values)
+    else:
+        assert all(values)
+        assert all(row.num_warps % warps == 0 for warps in values[:3])
+
+
 # Row filter
 
 
@@ -270,6 +333,14 @@ def test_families_can_be_chosen() -> None:
     assert select_rows("family=sm90,variant=plain|short", table) == [SHORT_ROW, SM90_ROW]
     assert select_rows("most_causal_queries=1000", table) == [SHORT_ROW]
     assert select_rows("head_dim=128,variant=plain", table) == [SM90_ROW, ROW]
+
+
+def test_sm90_backward_rows_can_be_chosen() -> None:
+    table = [SM90_ROW, SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW, *TABLE]
+    backward = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
+    assert select_rows("pass=backward,family=sm90", table) == backward
+    assert select_rows("pass=backward,family=sm90,variant=plain", table) == [SM90_BACKWARD_ROW]
+    assert select_rows("stages_q=0", table) == backward
 
 
 def test_every_row_is_chosen_by_what_it_says_of_itself() -> None:

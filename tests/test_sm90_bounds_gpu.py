@@ -11,7 +11,6 @@ import torch
 from bad_input import Guard
 from cases import KvCacheCase, Layout, VarlenCase
 from harness import (
-    DEVICE,
     Check,
     assert_same_bits,
     bits,
@@ -23,7 +22,7 @@ from harness import (
     skip_without_row,
 )
 from reference import AttentionResult
-from sm90 import CAUSAL, EVERY_HEAD_DIM, runs_sm90_kernels
+from sm90 import CAUSAL, EVERY_HEAD_DIM, far_apart, runs_sm90_kernels
 from tolerance import assert_close
 from torch import Tensor
 
@@ -186,38 +185,14 @@ def test_caches(check: Check, head_dim: int, places: dict[str, Any]) -> None:
 @pytest.mark.parametrize("far", ["batch", "row", "head"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_strides_past_two_to_the_31_elements(head_dim: int, far: str) -> None:
-    """q, k and v lie interleaved in one buffer of 4 GiB, with more than 2^31 elements from the
-    first to the last of a dimension.
-    """
     case = make_case(
         seqlen_q=260, seqlen_k=260, num_heads_q=3, num_heads_k=3, head_dim=head_dim, causal=True
     )
     skip_without_row(case, backward=False)
-    if torch.cuda.mem_get_info()[0] < 12 << 30:
-        pytest.skip("needs 12 GiB of free memory")
     inputs = case.make_inputs()
-    batch, seqlen, heads, _ = case.query_shape
-    names = ("q", "k", "v")
-    near = {"batch": seqlen * heads, "row": heads, "head": 1}
-    if far == "row":
-        near["batch"] = heads
-        near["row"] = batch * heads
-    if far == "head":
-        near |= {"batch": seqlen, "row": 1, "head": batch * seqlen}
-    strides = {dim: step * head_dim * len(names) for dim, step in near.items()}
-    sizes = {"batch": batch, "row": seqlen, "head": heads}
-    strides[far] = -(-(1 << 31) // (sizes[far] - 1) // 8) * 8 + 8
-    last = sum((sizes[dim] - 1) * strides[dim] for dim in sizes)
-    assert (sizes[far] - 1) * strides[far] > 1 << 31 and last < 3 << 30
-    buffer = torch.empty(last + (len(names) + 1) * head_dim, dtype=case.dtype, device=DEVICE)
-    moved = {}
-    for index, name in enumerate(names):
-        view = buffer.as_strided(
-            case.query_shape,
-            (strides["batch"], strides["row"], strides["head"], 1),
-            index * head_dim,
-        )
-        moved[name] = view.copy_(getattr(inputs, name))
+    moved = far_apart(case, ("q", "k", "v"), far)
+    for name, x in moved.items():
+        x.copy_(getattr(inputs, name))
     assert_same_bits(run_forward(case, replace(inputs, **moved)), run_forward(case, inputs), far)
-    del buffer, moved, view
+    del moved, x
     torch.cuda.empty_cache()

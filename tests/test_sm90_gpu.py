@@ -28,7 +28,16 @@ from harness import (
     skip_without_row,
 )
 from pairwise import pairwise
-from sm90 import CAUSAL, DTYPES, EVERY_HEAD_DIM, MASKS, most_causal_queries, runs_sm90_kernels
+from sm90 import (
+    CAUSAL,
+    DTYPES,
+    EVERY_HEAD_DIM,
+    MASKS,
+    most_causal_queries,
+    random_lengths,
+    runs_sm90_kernels,
+    shaped_case,
+)
 from tolerance import assert_close
 
 from flash_attn_cuda import build_info, flash_attn_func
@@ -60,11 +69,6 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "alibi": (None, *Alibi),
     "dropout_p": (0.0, 0.2),
 }
-
-
-def shaped_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> AttentionCase:
-    """A case of one combination of SHAPES or FEATURES."""
-    return make_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
 
 
 EIGHT_PARTS = pytest.mark.parametrize("part", range(8))
@@ -209,15 +213,6 @@ def test_many_tiles_with_features(check: Check, head_dim: int) -> None:
         )
         check(case, backward=False)
         check(replace(case, alibi=Alibi.per_batch), backward=False)
-
-
-def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
-    """Many short ones, some long ones, some empty."""
-    generator = random.Random(seed)
-    return tuple(
-        generator.choice((0, generator.randint(1, 70), generator.randint(1, most)))
-        for _ in range(count)
-    )
 
 
 @CAUSAL

@@ -1,8 +1,7 @@
-"""Which calls the Hopper forward kernels take, and that the sm80 kernels agree with them."""
+"""Which calls the Hopper kernels take, and that the sm80 kernels agree with them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from cases import Alibi, Layout
 from harness import (
     DEVICE,
+    DTYPE_NAMES,
     Case,
     drawn_rng_state,
     expected_keep_mask,
@@ -19,15 +19,22 @@ from harness import (
     make_case,
     make_varlen_case,
     run_forward,
+    run_forward_backward,
     run_reference,
     skip_without_row,
 )
 from limits import run_limited
 from reference import AttentionResult, visible_keys
-from sm90 import DTYPES, EVERY_HEAD_DIM, HEAD_DIMS, most_causal_queries, row_name, runs_sm90_kernels
+from sm90 import (
+    DTYPES,
+    EVERY_HEAD_DIM,
+    HEAD_DIMS,
+    kernels_run,
+    most_causal_queries,
+    row_name,
+    runs_sm90_kernels,
+)
 from tolerance import assert_close
-
-from flash_attn_cuda import build_info
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
@@ -117,17 +124,86 @@ def test_which_kernels_run() -> None:
     """By the names that a profiler sees."""
     calls = launches()
     prepared = [(case, case.make_inputs()) for case, _ in calls]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+
+    def run() -> None:
         for case, inputs in prepared:
             run_forward(case, inputs)
-        torch.cuda.synchronize()
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    if not events:
-        pytest.skip("the profiler sees no kernels here")
-    forwards = {row.name for row in build_info.compiled_rows() if row.pass_name == "forward"}
-    words = (word for event in events for word in re.findall(r"fwd_[a-z0-9_]+", event.name))
-    seen = [word for word in words if word in forwards]
+
+    seen = kernels_run(run, "forward")
+    expected = [f"{case}: {name}" for case, name in calls]
+    assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
+
+
+# -- which kernel of the backward ------------------------------------------------------------------
+
+
+@pytest.mark.cuda_only
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "bucket"),
+    [*((d, d) for d in HEAD_DIMS), (8, 64), (32, 64), (72, 96), (104, 128), (136, 192), (200, 256)],
+)
+def test_every_head_dim_has_a_backward_row(head_dim: int, bucket: int, dtype: torch.dtype) -> None:
+    for variant, features in (
+        ("", {}),
+        ("", {"window": (7, -1), "deterministic": True}),
+        ("dropout", {"dropout_p": 0.1}),
+        ("dropout", {"softcap": 3.0, "causal": True}),
+        ("dropout", {"alibi": Alibi.per_head, "deterministic": True}),
+    ):
+        case = make_case(seqlen_q=300, seqlen_k=200, head_dim=head_dim, dtype=dtype, **features)
+        plan = families.planned(case, "backward")
+        name = row_name(bucket, variant, dtype=DTYPE_NAMES[dtype], kernel_pass="bwd")
+        assert plan["instance"] == name, str(case)
+        assert plan["config"]["family"] == "sm90"
+
+
+def backward_launches() -> list[tuple[Case, str]]:
+    """Calls, and the rows that their backward is to run."""
+
+    def sm90(head_dim: int, variant: str = "") -> str:
+        return row_name(head_dim, variant, kernel_pass="bwd")
+
+    def sm80(variant: str = "") -> str:
+        return row_name(64, variant, family="sm80", kernel_pass="bwd")
+
+    base = make_case(seqlen_q=200, seqlen_k=300, causal=True)
+    negative = replace(base, softmax_scale=-0.5)
+    packed = make_varlen_case(lengths_q=(200, 0, 33))
+    return [
+        (base, sm90(64)),
+        (replace(base, causal=False), sm90(64)),
+        (replace(base, head_dim=128, deterministic=True), sm90(128)),
+        (replace(base, softcap=3.0), sm90(64, "dropout")),
+        (replace(base, alibi=Alibi.per_batch, head_dim=192), sm90(192, "dropout")),
+        (replace(base, dropout_p=0.5, head_dim=256), sm90(256, "dropout")),
+        (replace(base, softmax_scale=0.0), sm90(64)),
+        (negative, sm80()),
+        (replace(negative, deterministic=True), sm80("ordered")),
+        (replace(negative, softcap=3.0), sm80("modifiers")),
+        (replace(negative, dropout_p=0.5), sm80("dropout")),
+        (replace(base, layout=Layout.expanded_batch), sm80()),
+        (replace(base, layout=Layout.expanded_batch, batch=1), sm90(64)),
+        (replace(base, layout=Layout.heads_first), sm90(64)),
+        (replace(base, layout=Layout.surrounded), sm90(64)),
+        (replace(base, layout=Layout.odd_stride), sm90(64)),  # of a copy
+        (replace(base, seqlen_q=4), sm90(64)),  # of which the forward is another family's
+        (packed, sm90(64)),
+        (replace(packed, head_dim=96, causal=True), sm90(96)),
+    ]
+
+
+@pytest.mark.cuda_only
+def test_which_backward_kernels_run() -> None:
+    """By the names that a profiler sees."""
+    calls = backward_launches()
+    prepared = [(case, case.make_inputs()) for case, _ in calls]
+
+    def run() -> None:
+        for case, inputs in prepared:
+            run_forward_backward(case, inputs)
+
+    seen = kernels_run(run, "backward")
     expected = [f"{case}: {name}" for case, name in calls]
     assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
 
@@ -151,19 +227,21 @@ def test_dropout_drops_what_seed_and_offset_say(head_dim: int, dtype: torch.dtyp
 def test_both_families_agree(tmp_path: Path) -> None:
     """With the reference, with each other, and on what is dropped, bit for bit."""
     for case in (*families.CASES, *families.DROPOUT_CASES):
-        skip_without_row(case, backward=False)
+        skip_without_row(case)
     file = tmp_path / "sm80.pt"
     finished = run_limited("tests/families.py", str(file), capability=80)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     there, here = torch.load(file, map_location=DEVICE), families.results()
     for case in (*families.CASES, *families.DROPOUT_CASES):
         sm90, sm80 = here[str(case)], there[str(case)]
-        assert (sm90["family"], sm80["family"]) == ("sm90", "sm80"), str(case)
-        expected = run_reference(case, case.make_inputs(), use_dlse=False)
-        for result in (sm90, sm80):
-            assert_close(AttentionResult(result["out"], result["lse"]), *expected)
-        other = AttentionResult(sm80["out"].double(), sm80["lse"].double())
-        assert_close(AttentionResult(sm90["out"], sm90["lse"]), other, expected[1])
+        for name, record in (("sm90", sm90), ("sm80", sm80)):
+            assert record["family"] == {"forward": name, "backward": name}, str(case)
+        expected = run_reference(case, case.make_inputs())
+        result, other = (AttentionResult(**record["tensors"]) for record in (sm90, sm80))
+        for each in (result, other):
+            assert_close(each, *expected)
+        exact = {name: x.double() for name, x in other.tensors().items()}
+        assert_close(result, replace(expected[0], **exact), expected[1])
     for case in families.DROPOUT_CASES:
         kept = here[str(case)]["kept"]
         assert torch.equal(kept, there[str(case)]["kept"]), str(case)

@@ -2,8 +2,8 @@
 // 4):
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
-//   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, and where they count
-//   their turns.
+//   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, where they count
+//   their turns, and where tiles count that have started.
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
 // cover it with 16 bytes each.
 #include <bit>
@@ -25,6 +25,7 @@ struct PreprocessArguments {
   BackwardParams params;
   SequenceTable table;
   Turns turns;
+  int* tickets;
   float* lse_log2;
   float* softmax_d;
   float* dq_accum;
@@ -86,10 +87,8 @@ __global__ void __launch_bounds__(threads)
   const bool is_used = exists && query < work.sequence.seqlen_q;
   const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
 
-  if (args.turns.used() && lane == 0) {
-    if (row == 0) *args.turns.tickets = 0;
-    if (exists && row_in_tile == 0) args.turns.counters[tile] = 0;
-  }
+  if (row == 0 && lane == 0) *args.tickets = 0;
+  if (args.turns.used() && exists && row_in_tile == 0 && lane == 0) args.turns.counters[tile] = 0;
   if (!exists) return;
   if (lane == 0) {
     constexpr float log2e = 1.44269504088896f;
@@ -120,6 +119,7 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .params = params,
       .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
       .turns = turns_of(plan, params),
+      .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
       .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),

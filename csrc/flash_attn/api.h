@@ -79,12 +79,14 @@ struct BackwardPlan {
   int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics and dQ sums
                     // of head h, tile t lie at index h * q_tiles + t
   bool tiles_descend = false;  // a sequence's last key tile comes first
+  int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
-  std::size_t turns_offset = 0;  // deterministic: a counter per head and query tile, and a ticket
+  std::size_t tickets_offset = 0;  // one counter: CTAs, or tiles, that have started
+  std::size_t turns_offset = 0;    // deterministic: a counter per head and query tile
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;
   std::size_t workspace_bytes = 0;

@@ -52,15 +52,15 @@ struct BackwardConfig {
   Dtype dtype;
   MaskKind mask;
   int head_dim;
-  int block_m;  // queries per step
-  int block_n;  // keys per tile
-  int num_warps;
-  // Warps along the first mode of each product; the others lie along its second mode.
+  int block_m;    // queries per step
+  int block_n;    // keys per tile
+  int num_warps;  // sm90: those that hold dK and dV; eight more load and multiply dQ
+  // sm80: warps along the first mode of each product; the others lie along its second mode.
   int warps_m_scores;  // S and dP (block_m x block_n): warps along queries
   int warps_n_dkdv;    // dK and dV (block_n x head_dim): warps along keys
   int warps_m_dq;      // dQ (block_m x head_dim): warps along queries
-  int stages_q;        // shared-memory buffers for Q
-  int stages_do;       // shared-memory buffers for dO
+  int stages_q;        // sm80: shared-memory buffers for Q
+  int stages_do;       // sm80: shared-memory buffers for dO
   FeatureSet features;
 };
 

@@ -5,6 +5,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "host/select_instance.h"
+#include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 
 namespace flash_attn_cuda {
@@ -32,6 +33,15 @@ void check_backward(const BackwardParams& params) {
     throw_error("cu_seqlens_q and cu_seqlens_k must be given together, got ",
                 sequences.cu_seqlens_q == nullptr ? "cu_seqlens_k" : "cu_seqlens_q", " alone");
   }
+}
+
+bool suits_sm90(const BackwardParams& params) {
+  const TensorExtent queries = query_extent(params.shape, params.sequences);
+  const TensorExtent keys = key_extent(params.shape, params.sequences);
+  return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
+         tma_can_move(params.dout, queries) && tma_can_move(params.k, keys) &&
+         tma_can_move(params.v, keys) && tma_can_move(params.dk, keys) &&
+         tma_can_move(params.dv, keys);
 }
 
 // Query tiles of one head, over all sequences. Also keeps every size below within 64 bits.
@@ -82,7 +92,8 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                       {.dtype = params.dtype,
                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
                        .head_dim = shape.head_dim,
-                       .features = features_of(params)},
+                       .features = features_of(params),
+                       .suits_sm90 = suits_sm90(params)},
                       device);
   const BackwardConfig& config = instance.config;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
@@ -92,6 +103,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
 
   BackwardPlan plan;
   plan.instance = &instance;
+  if (config.family == KernelFamily::sm90) plan.num_ctas = device.num_sms;
   plan.q_tiles = count_query_tiles(shape, config.block_m, is_packed);
   plan.tiles_descend = tiles_descend;
   WorkspaceLayout workspace;
@@ -130,7 +142,8 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);
   plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
   plan.dq_accum_offset = workspace.add_floats(query_tiles * config.block_m * config.head_dim);
-  if (params.deterministic) plan.turns_offset = workspace.add_floats(query_tiles + 1);
+  plan.tickets_offset = workspace.add_bytes(sizeof(int));
+  if (params.deterministic) plan.turns_offset = workspace.add_floats(query_tiles);
   if (plan.dkdv_splits > 1) {
     const std::int64_t partial =
         plan.dkdv_splits * key_rows(params) * shape.num_heads_k * config.head_dim;

@@ -67,8 +67,8 @@ bool prefers_decode(const ForwardParams& params) {
 }
 
 bool suits_sm90(const ForwardParams& params) {
-  const TensorExtent queries = query_extent(params);
-  const TensorExtent keys = key_extent(params);
+  const TensorExtent queries = query_extent(params.shape, params.sequences);
+  const TensorExtent keys = key_extent(params.shape, params.sequences);
   return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
          tma_can_move(params.out, queries) && tma_can_move(params.k, keys) &&
          tma_can_move(params.v, keys);

@@ -40,18 +40,15 @@ std::int64_t stride_bytes(std::int64_t stride, int extent) {
 
 }  // namespace
 
-TensorExtent query_extent(const ForwardParams& params) {
-  const AttentionShape& shape = params.shape;
-  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& sequences) {
+  const bool is_packed = sequences.cu_seqlens_q != nullptr;
   return {.batch_size = is_packed ? 1 : shape.batch_size,
           .rows = shape.seqlen_q,
           .num_heads = shape.num_heads_q,
           .head_dim = shape.head_dim};
 }
 
-TensorExtent key_extent(const ForwardParams& params) {
-  const AttentionShape& shape = params.shape;
-  const SequenceParams& sequences = params.sequences;
+TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences) {
   const bool is_packed = sequences.cu_seqlens_k != nullptr;
   const int entries = sequences.num_kv_batches > 0 ? sequences.num_kv_batches : shape.batch_size;
   return {.batch_size = is_packed ? 1 : entries,

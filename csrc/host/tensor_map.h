@@ -21,8 +21,8 @@ struct TensorExtent {
 };
 
 // Of q, and of k and v.
-TensorExtent query_extent(const ForwardParams& params);
-TensorExtent key_extent(const ForwardParams& params);
+TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& sequences);
+TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences);
 
 // Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below
 // 2^40 and, where there is a second element to step to, not 0.

@@ -69,9 +69,13 @@ struct DropoutMask {
 
   // Decision number `lane` of a block: (query / 8 % 2) * 4 + (key / 8 % 2) * 2 + key % 2.
   FAC_HOST_DEVICE constexpr bool keeps(const PhiloxBlock& block, int lane) const {
-    const std::uint32_t word = block.words[lane / 2];
+    return passes(block.words[lane / 2], lane % 2);
+  }
+
+  // By the lower or the upper 16 bits.
+  FAC_HOST_DEVICE constexpr bool passes(std::uint32_t word, int half) const {
     // The upper half compares as it stands: its low bits never decide.
-    return lane % 2 == 1 ? word >= threshold << 16 : (word << 16) >= threshold << 16;
+    return half == 1 ? word >= threshold << 16 : (word << 16) >= threshold << 16;
   }
 
   FAC_HOST_DEVICE constexpr bool keeps(int query, int key_index) const {
@@ -81,8 +85,52 @@ struct DropoutMask {
 };
 
 #if defined(__CUDACC__)
-// Runs visit(element, is_kept) over a thread's (rows, columns) of a score tile whose first pair is
-// (query_begin, key_begin), multiples of 16; coords as in mask.h.
+namespace detail {
+
+// For a thread's share of S^T, keys (j, j + 8) and pairs (i, i + 1) of every eight queries, but
+// seen as (queries, keys). Its decisions lie in the blocks of queries i and i + 1, half in each,
+// and the other halves are those of the lane with the neighbouring key: each of the two draws one
+// block.
+template <class Scores, class Coords, class Visit>
+__device__ __forceinline__ void for_each_decision_transposed(const DropoutMask& mask,
+                                                             Scores& scores, Coords const& coords,
+                                                             int query_begin, int key_begin,
+                                                             Visit visit) {
+  using namespace cute;
+  constexpr int neighbour = 4;  // lanes away is the next key
+  const unsigned own = threadIdx.x / neighbour % 2;
+  const unsigned low_halves = 0x5410;
+  const unsigned high_halves = 0x7632;
+  const unsigned kept_halves = own == 1 ? high_halves : low_halves;
+  const unsigned sent_halves = own == 1 ? low_halves : high_halves;
+  const int first_query = query_begin + static_cast<int>(own) + get<0>(coords(0, 0));
+  const int key = key_begin + get<1>(coords(0, 0));
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(scores); row += 4) {
+    const int distance = get<0>(coords(row, 0)) - get<0>(coords(0, 0));
+    const PhiloxBlock block = mask.block(first_query + distance, key);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {  // queries from the first eight of sixteen, and from the others
+      const std::uint32_t first = block.words[2 * i];
+      const std::uint32_t second = block.words[2 * i + 1];
+      const std::uint32_t kept = __byte_perm(first, second, kept_halves);
+      const std::uint32_t received =
+          __shfl_xor_sync(0xffffffffu, __byte_perm(first, second, sent_halves), neighbour);
+      CUTE_UNROLL
+      for (int query = 0; query < 2; ++query) {
+        const std::uint32_t word = (own == 1) == (query == 1) ? kept : received;
+        CUTE_UNROLL
+        for (int column = 0; column < 2; ++column)
+          visit(scores(row + 2 * i + query, column), mask.passes(word, column));
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// Runs visit(element, is_kept) over a thread's (queries, keys) of a score tile whose first pair is
+// (query_begin, key_begin), multiples of 16, in an accumulator of S or of S^T; coords as in mask.h.
 template <class Scores, class Coords, class Visit>
 __device__ __forceinline__ void for_each_decision(const DropoutMask& mask, Scores& scores,
                                                   Coords const& coords, int query_begin,
@@ -90,16 +138,21 @@ __device__ __forceinline__ void for_each_decision(const DropoutMask& mask, Score
   using namespace cute;
   constexpr int rows = decltype(size<0>(scores))::value;
   constexpr int columns = decltype(size<1>(scores))::value;
-  static_assert(rows % 2 == 0 && columns % 4 == 0, "whole blocks of decisions");
-  CUTE_UNROLL
-  for (int row = 0; row < rows; row += 2) {
+  if constexpr (columns == 2) {
+    static_assert(rows % 4 == 0, "whole blocks of decisions");
+    detail::for_each_decision_transposed(mask, scores, coords, query_begin, key_begin, visit);
+  } else {
+    static_assert(rows % 2 == 0 && columns % 4 == 0, "whole blocks of decisions");
     CUTE_UNROLL
-    for (int column = 0; column < columns; column += 4) {
-      const PhiloxBlock block = mask.block(query_begin + get<0>(coords(row, column)),
-                                           key_begin + get<1>(coords(row, column)));
+    for (int row = 0; row < rows; row += 2) {
       CUTE_UNROLL
-      for (int lane = 0; lane < 8; ++lane) {
-        visit(scores(row + lane / 4, column + lane % 4), mask.keeps(block, lane));
+      for (int column = 0; column < columns; column += 4) {
+        const PhiloxBlock block = mask.block(query_begin + get<0>(coords(row, column)),
+                                             key_begin + get<1>(coords(row, column)));
+        CUTE_UNROLL
+        for (int lane = 0; lane < 8; ++lane) {
+          visit(scores(row + lane / 4, column + lane % 4), mask.keeps(block, lane));
+        }
       }
     }
   }

@@ -59,6 +59,19 @@ struct ScoreMask {
     }
   }
 
+  // Rows `count` and further, whatever their columns.
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void hide_rows_from(int count, Scores& scores, Coords const& coords,
+                                         float hidden) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      if (get<0>(coords(row, 0)) < count) continue;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) scores(row, col) = hidden;
+    }
+  }
+
  private:
   // A bit for each of a thread's columns 0, 1, 8, 9, 16, .. that is less than `bound`.
   CUTE_DEVICE static std::uint32_t bits_below(int bound) {

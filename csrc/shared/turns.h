@@ -1,7 +1,7 @@
 // dQ in a fixed order: the key tiles that add to a query tile do so one after the other, in the
-// order in which their CTAs started, so that the sum has the same bits every run.
+// order in which their CTAs drew them, so that the sum has the same bits every run.
 //
-// A CTA waits for CTAs that drew their tickets earlier only, hence always for one that runs. Key
+// A CTA waits for tiles that were drawn earlier only, hence always for one whose CTA runs. Key
 // tiles start together and add to the same query tiles, each a little behind the one before it.
 // Under a causal mask the last query tile is the only one that all key tiles see, so they walk
 // towards the diagonal, where each of them ends; with a left bound alone it is the other way
@@ -13,12 +13,12 @@
 #include "flash_attn/api.h"
 #include "shared/block_range.h"
 #include "shared/host_device.h"
+#include "shared/sequence.h"
 
 namespace flash_attn_cuda {
 
 struct Turns {
   int* counters = nullptr;  // (heads, query tiles): additions so far; null: no order is asked for
-  int* tickets = nullptr;   // CTAs that have started
   bool tiles_descend = false;  // CTAs start with a sequence's last key tile
 
   FAC_HOST_DEVICE constexpr bool used() const { return counters != nullptr; }
@@ -29,10 +29,10 @@ struct Turns {
   }
 
 #if defined(__CUDACC__)
-  // The number of this CTA in the order of starts.
-  __device__ int draw_ticket() const { return atomicAdd(tickets, 1); }
-
-  __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread) const {
+  // Both by all threads that add; sync() is their barrier.
+  template <class Sync>
+  __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread,
+                       Sync sync) const {
     if (thread == 0) {
       const int turn = turn_of(adders, tile);
       int done;
@@ -43,12 +43,13 @@ struct Turns {
                      : "memory");
       } while (done != turn);
     }
-    __syncthreads();
+    sync();
   }
 
-  __device__ void pass_on(std::int64_t counter, int thread) const {
+  template <class Sync>
+  __device__ void pass_on(std::int64_t counter, int thread, Sync sync) const {
     __threadfence();
-    __syncthreads();
+    sync();
     if (thread == 0) {
       asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counters + counter) : "memory");
     }
@@ -56,12 +57,21 @@ struct Turns {
 #endif
 };
 
+// The key tiles that add to dQ of a query tile.
+template <int kBlockM, int kBlockN>
+FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Sequence& sequence,
+                                               int query_tile) {
+  const int query = query_tile * kBlockM;
+  const int last = query + kBlockM < sequence.seqlen_q ? query + kBlockM : sequence.seqlen_q;
+  return block_range(band_from_queries(window, sequence.seqlen_q, sequence.seqlen_k), query,
+                     last - 1, sequence.seqlen_k, kBlockN);
+}
+
 // Without queries nobody zeroes the counters, and nobody adds.
 inline Turns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
   if (!params.deterministic || plan.q_tiles == 0) return {};
-  int* counters = reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.turns_offset);
-  return {.counters = counters,
-          .tickets = counters + std::int64_t{params.shape.num_heads_q} * plan.q_tiles,
+  char* workspace = static_cast<char*>(params.workspace);
+  return {.counters = reinterpret_cast<int*>(workspace + plan.turns_offset),
           .tiles_descend = plan.tiles_descend};
 }
 

@@ -1,21 +1,13 @@
 // dQ = scale * the fp32 sum that backward_kernel left in fragment order, one query tile a CTA.
 #pragma once
 
+#include "shared/backward_arguments.h"
 #include "shared/dq_accumulator.h"
 #include "shared/tile_work.h"
 #include "sm80/backward_traits.h"
 #include "sm80/epilogue.h"
 
 namespace flash_attn_cuda::sm80 {
-
-struct ConvertDqArguments {
-  BackwardParams params;
-  SequenceTable table;
-  int q_tiles;               // of a head, over all sequences
-  int q_tiles_per_sequence;  // without a table
-  float factor;              // of the sum
-  const float* dq_accum;
-};
 
 template <class Tag>
 __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)

@@ -13,36 +13,14 @@
 // With two buffers the next tiles load during the whole step.
 #pragma once
 
-#include "shared/block_range.h"
+#include "shared/backward_arguments.h"
 #include "shared/dq_accumulator.h"
 #include "shared/mask.h"
-#include "shared/tile_work.h"
-#include "shared/turns.h"
 #include "sm80/backward_scores.h"
 #include "sm80/backward_traits.h"
 #include "sm80/epilogue.h"
 
 namespace flash_attn_cuda::sm80 {
-
-struct BackwardArguments {
-  BackwardParams params;
-  TileSchedule schedule;  // tile: key block; head: key head * dkdv_splits + split
-  SequenceTable table;
-  int dkdv_splits;
-  int q_tiles;               // of a head, over all sequences
-  int q_tiles_per_sequence;  // 0 where the table has first_q_tile
-  float scale_log2;          // what turns a score into powers of two, signed
-  float keep_probability;    // 1 without dropout
-  float score_factor;        // what was left out of dS: dK and dQ are this times their products
-  const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
-                             // not exist
-  const float* softmax_d;    // same shape
-  float* dq_accum;           // (num_heads_q, q_tiles, block_m * head_dim) in fragment order
-  Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
-  float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
-  float* dv_partial;
-  std::int64_t partial_rows;
-};
 
 // Registers -> shared memory -> the tile's rows of dk or dv.
 template <class Traits, class Accumulator>
@@ -91,7 +69,8 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   constexpr int block_n = Traits::block_n;
   BackwardParams const& params = args.params;
   int block_id = blockIdx.x;
-  if (Traits::has(feature::deterministic) && args.turns.used()) block_id = args.turns.draw_ticket();
+  if (Traits::has(feature::deterministic) && args.turns.used())
+    block_id = atomicAdd(args.tickets, 1);
   TileWork work;
   if (!find_work(args.schedule, args.table, params, block_id, work)) {
     smem.work.tile = no_tile;
@@ -104,15 +83,6 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   smem.work = work;
   smem.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
                            key_begin, key_last, sequence.seqlen_q, block_m);
-}
-
-// The key tiles that add to dQ of a query tile.
-template <class Traits>
-CUTE_DEVICE BlockRange adders_of(Window const& window, Sequence const& sequence, int query_tile) {
-  const int query = query_tile * Traits::block_m;
-  return block_range(band_from_queries(window, sequence.seqlen_q, sequence.seqlen_k), query,
-                     min(query + Traits::block_m, sequence.seqlen_q) - 1, sequence.seqlen_k,
-                     Traits::block_n);
 }
 
 template <class Tag>
@@ -288,8 +258,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       gemm(dq_mma, tdQrdQ, ds, k);
       if constexpr (Traits::has(feature::deterministic)) {
         if (args.turns.used()) {
-          args.turns.wait(q_tile_index(step), adders_of<Traits>(params.window, sequence, step.tile),
-                          work.tile, thread);
+          args.turns.wait(q_tile_index(step),
+                          adders_of<block_m, block_n>(params.window, sequence, step.tile),
+                          work.tile, thread, [] { __syncthreads(); });
         }
       }
       DqAccumulator<Traits::threads>::add(args.dq_accum + q_tile_index(step) * (block_m * head_dim),
@@ -301,7 +272,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       gemm(dkdv_mma, tdKrdK, ds, q);
     }
     if constexpr (Traits::has(feature::deterministic)) {
-      if (args.turns.used()) args.turns.pass_on(q_tile_index(step), thread);
+      if (args.turns.used())
+        args.turns.pass_on(q_tile_index(step), thread, [] { __syncthreads(); });
     }
     if (!is_last && (Traits::stages_q == 1 || Traits::stages_do == 1)) {
       const Sources after = sources_of(following);

@@ -18,8 +18,8 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   constexpr float log2e = 1.44269504088896f;
   constexpr int columns = box_columns<Traits::head_dim>;
   const AttentionShape& shape = params.shape;
-  const TensorExtent queries = query_extent(params);
-  const TensorExtent keys = key_extent(params);
+  const TensorExtent queries = query_extent(params.shape, params.sequences);
+  const TensorExtent keys = key_extent(params.shape, params.sequences);
   const bool scales_scores = Traits::has_modifiers && has_score_modifiers(params.score);
   const std::int64_t num_tiles = plan.schedule.grid_size();
   const ForwardArguments arguments{

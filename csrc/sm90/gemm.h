@@ -27,22 +27,33 @@ using RegisterMma = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
+// (64, kK) x (kN, kK), both in shared memory with k outermost.
+template <class Element, int kN, int kK>
+using TransposedMma = decltype(make_tiled_mma(
+    GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::MN,
+                         GMMA::Major::MN>()));
+
 template <class Fragment>
 inline constexpr bool lies_in_registers =
     !std::is_same_v<typename Fragment::engine_type::iterator, GMMA::DescriptorIterator>;
 
-// Starts accumulator = A B^T, or += where `add`; a, b: (atom, atoms, k). Until wait_products the
-// accumulator, and A where it lies in registers, must be left alone.
+// Starts accumulator = A B^T, or += where `add`; a, b: (atom, atoms, k), or (atom, k) of one atom.
+// Until wait_products the accumulator, and A where it lies in registers, must be left alone.
 template <class Mma, class A, class B, class Accumulator>
-CUTE_DEVICE void start_product(Mma& mma, A& a, B const& b, Accumulator& accumulator, bool add) {
-  constexpr int steps = decltype(size<2>(a))::value;
+CUTE_DEVICE void start_product(Mma& mma, A&& a, B const& b, Accumulator& accumulator, bool add) {
+  constexpr int k_mode = decltype(rank(a))::value - 1;
+  constexpr int steps = decltype(size<k_mode>(a))::value;
   warpgroup_fence_operand(accumulator);
-  if constexpr (lies_in_registers<A>) warpgroup_fence_operand(a);
+  if constexpr (lies_in_registers<std::remove_cvref_t<A>>) warpgroup_fence_operand(a);
   warpgroup_arrive();
   mma.accumulate_ = add ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
   CUTE_UNROLL
   for (int k = 0; k < steps; ++k) {
-    cute::gemm(mma, a(_, _, k), b(_, _, k), accumulator);
+    if constexpr (k_mode == 2) {
+      cute::gemm(mma, a(_, _, k), b(_, _, k), accumulator);
+    } else {
+      cute::gemm(mma, a(_, k), b(_, k), accumulator(_, 0, 0));
+    }
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
   warpgroup_commit_batch();

@@ -9,7 +9,8 @@ namespace flash_attn_cuda::sm90 {
 
 enum class NamedBarrier : std::uint32_t {
   first_turn = 0,    // + w: warpgroup w may start its products
-  first_output = 3,  // + w: the buffer for warpgroup w's O is free; its O is in there
+  first_output = 3,  // + w: the buffer for warpgroup w's results is free; they are in there
+  dq = 6,            // whose turn it is to add dQ has come; all of dQ is added
 };
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
@@ -35,7 +36,12 @@ struct Turns {
   }
 };
 
-// All threads of a consumer warpgroup, about its O.
+// All threads of the dQ warpgroup.
+CUTE_DEVICE void sync_dq() {
+  cutlass::arch::NamedBarrier::sync(128, static_cast<std::uint32_t>(NamedBarrier::dq));
+}
+
+// All threads of a consumer warpgroup, about its results.
 CUTE_DEVICE void sync_output(int warpgroup) {
   cutlass::arch::NamedBarrier::sync(
       128, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);

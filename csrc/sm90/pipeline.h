@@ -16,10 +16,10 @@ struct Ring {
   std::uint64_t full[kStages];   // the buffer may be read
   std::uint64_t empty[kStages];  // it may be written
 
-  CUTE_DEVICE void init(int readers) {
+  CUTE_DEVICE void init(int readers, int writers = 1) {
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
-      FullBarrier::init(&full[stage], 1);
+      FullBarrier::init(&full[stage], writers);
       EmptyBarrier::init(&empty[stage], readers);
     }
   }
@@ -43,6 +43,12 @@ struct RingPlace {
 template <int kStages>
 CUTE_DEVICE void wait_empty(Ring<kStages>& ring, RingPlace<kStages> const& place) {
   EmptyBarrier::wait(&ring.empty[place.stage], place.lap ^ 1);  // passes in the first lap
+}
+
+// The writers' side where they are warps: instead of completing full[stage], by each of them.
+template <int kStages>
+CUTE_DEVICE void publish(Ring<kStages>& ring, RingPlace<kStages> const& place) {
+  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.full[place.stage]);
 }
 
 // The readers' side: wait_full; read; release, by every warp; advance.

@@ -171,6 +171,8 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
                              .head_dim = head_dim};
   auto params = params_of<BackwardParams>(
       {dtype, shape, causal, window_left, window_right, packed, softcap, alibi, p_dropout});
+  params.dout = params.dq = params.q;
+  params.dk = params.dv = params.k;
   params.deterministic = deterministic;
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
   py::dict result = describe_plan(plan);

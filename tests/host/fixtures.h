@@ -97,6 +97,17 @@ inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKi
           .convert_dq = nullptr};
 }
 
+inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, int block_m = 64,
+                                               FeatureSet features = feature::deterministic) {
+  BackwardInstance instance = backward_instance(name, head_dim, MaskKind::windowed, block_m,
+                                                head_dim > 128 ? 64 : 128, features);
+  instance.config.family = KernelFamily::sm90;
+  instance.config.warps_m_scores = instance.config.warps_n_dkdv = instance.config.warps_m_dq = 0;
+  instance.config.stages_q = instance.config.stages_do = 0;
+  instance.smem_bytes = 200 * 1024;
+  return instance;
+}
+
 // Instances and the list of pointers that selection takes.
 template <class Instance>
 class InstanceList {
@@ -168,6 +179,27 @@ inline const InstanceList<BackwardInstance>& backward_table() {
   return table;
 }
 
+inline constexpr FeatureSet backward_features = feature::deterministic | training_features;
+
+// As the table of an installation: wgmma kernels first, plain rows before those with features.
+inline const InstanceList<BackwardInstance>& sm90_backward_table() {
+  static const InstanceList<BackwardInstance> table({
+      sm90_backward_instance("sm90_hd64", 64, 128),
+      sm90_backward_instance("sm90_hd64_dropout", 64, 64, backward_features),
+      sm90_backward_instance("sm90_hd128", 128),
+      sm90_backward_instance("sm90_hd128_dropout", 128, 64, backward_features),
+      sm90_backward_instance("sm90_hd256", 256),
+      sm90_backward_instance("sm90_hd256_dropout", 256, 64, backward_features),
+      backward_instance("hd64", 64, MaskKind::windowed),
+      backward_instance("hd64_dropout", 64, MaskKind::windowed, 64, 128, backward_features),
+      backward_instance("hd128", 128, MaskKind::windowed),
+      backward_instance("hd128_dropout", 128, MaskKind::windowed, 64, 128, backward_features),
+      backward_instance("hd256", 256, MaskKind::windowed, 64, 64),
+      backward_instance("hd256_dropout", 256, MaskKind::windowed, 64, 64, backward_features),
+  });
+  return table;
+}
+
 inline constexpr Window causal{.left = Window::unbounded, .right = 0};
 
 template <class Params>
@@ -207,6 +239,14 @@ inline ForwardParams with_tensors(ForwardParams params) {
   const AttentionShape& shape = params.shape;
   params.q = params.out = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
   params.k = params.v = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
+  return params;
+}
+inline BackwardParams with_tensors(BackwardParams params) {
+  const AttentionShape& shape = params.shape;
+  params.q = params.out = params.dout = params.dq =
+      contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
+  params.k = params.v = params.dk = params.dv =
+      contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
   return params;
 }
 

@@ -5,6 +5,7 @@
 #include "fixtures.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "no_driver.h"
 
 using namespace host_tests;
 
@@ -21,6 +22,9 @@ BackwardPlan plan(const AttentionShape& shape, Window window = {},
                   const DeviceInfo& device = h200) {
   return plan_backward(call<BackwardParams>(shape, window), device, backward_table());
 }
+
+// What the tickets take of every workspace.
+constexpr std::size_t tickets_bytes = 256;
 
 std::int64_t dq_accum_floats(const AttentionShape& shape, const BackwardConfig& config) {
   const std::int64_t rows = (shape.seqlen_q + config.block_m - 1) / config.block_m * config.block_m;
@@ -166,10 +170,11 @@ TEST(left_padding_rules_splits_out) {
 }
 
 TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
-  const auto check = [](const AttentionShape& shape, bool deterministic) {
-    auto params = call<BackwardParams>(shape);
+  const auto check = [](const AttentionShape& shape, bool deterministic,
+                        const InstanceList<BackwardInstance>& table) {
+    auto params = with_tensors(call<BackwardParams>(shape));
     params.deterministic = deterministic;
-    const BackwardPlan result = plan_backward(params, h200, backward_table());
+    const BackwardPlan result = plan_backward(params, h200, table);
     const BackwardConfig& config = result.instance->config;
     const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
     const std::size_t rows_bytes = query_tiles * config.block_m * sizeof(float);
@@ -177,8 +182,9 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
              rows_bytes * config.head_dim);
     std::vector<Buffer> buffers{{result.lse_log2_offset, rows_bytes},
                                 {result.softmax_d_offset, rows_bytes},
-                                {result.dq_accum_offset, rows_bytes * config.head_dim}};
-    if (deterministic) buffers.push_back({result.turns_offset, (query_tiles + 1) * sizeof(int)});
+                                {result.dq_accum_offset, rows_bytes * config.head_dim},
+                                {result.tickets_offset, sizeof(int)}};
+    if (deterministic) buffers.push_back({result.turns_offset, query_tiles * sizeof(int)});
     if (result.dkdv_splits > 1) {
       const std::size_t partial = sizeof(float) * result.dkdv_splits * shape.batch_size *
                                   shape.num_heads_k * shape.seqlen_k * config.head_dim;
@@ -191,14 +197,15 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
   for (const int head_dim : {24, 48, 128}) {
     for (const int seqlen : {1, 65, 128, 1001}) {
       for (const int num_heads_k : {1, 9}) {
+        const AttentionShape shape{.batch_size = 3,
+                                   .seqlen_q = seqlen,
+                                   .seqlen_k = seqlen,
+                                   .num_heads_q = 9,
+                                   .num_heads_k = num_heads_k,
+                                   .head_dim = head_dim};
         for (const bool deterministic : {false, true}) {
-          check({.batch_size = 3,
-                 .seqlen_q = seqlen,
-                 .seqlen_k = seqlen,
-                 .num_heads_q = 9,
-                 .num_heads_k = num_heads_k,
-                 .head_dim = head_dim},
-                deterministic);
+          check(shape, deterministic, backward_table());
+          check(shape, deterministic, sm90_backward_table());
         }
       }
     }
@@ -220,8 +227,9 @@ TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
   const BackwardPlan ordered = plan_backward(params, h200, backward_table());
   CHECK_EQ(ordered.instance, free.instance);
   CHECK_EQ(ordered.schedule.heads_per_section, free.schedule.heads_per_section);
-  const std::size_t counters = 16 * 64 * 4 + 1;  // a head's query tiles of 4 sequences, a ticket
-  CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, (counters * 4 + 255) / 256 * 256);
+  CHECK_EQ(ordered.tickets_offset, free.tickets_offset);
+  const std::size_t counters = 16 * 64 * 4;  // a head's query tiles of 4 sequences
+  CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, counters * sizeof(int));
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {
@@ -263,7 +271,7 @@ TEST(workspaces_past_4_gib_are_counted_in_64_bits) {
   AttentionShape shape = training;
   shape.seqlen_q = shape.seqlen_k = 1 << 20;
   // 64 heads * 2^20 rows * (128 of dQ + 2 of statistics) floats.
-  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{64} * (1 << 20) * 130 * 4);
+  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{64} * (1 << 20) * 130 * 4 + tickets_bytes);
 }
 
 TEST(the_nonempty_side_of_an_empty_call_still_has_a_grid) {
@@ -273,18 +281,18 @@ TEST(the_nonempty_side_of_an_empty_call_still_has_a_grid) {
   const BackwardPlan zero_keys_gradient = plan(no_queries, causal);
   CHECK_EQ(zero_keys_gradient.schedule.grid_size(), 32 * 8);
   CHECK_EQ(zero_keys_gradient.dkdv_splits, 1);
-  CHECK_EQ(zero_keys_gradient.workspace_bytes, std::size_t{0});
+  CHECK_EQ(zero_keys_gradient.workspace_bytes, tickets_bytes);
 
   AttentionShape no_keys = training;
   no_keys.seqlen_k = 0;
   CHECK_EQ(plan(no_keys, causal).schedule.grid_size(), 0);
   CHECK_EQ(plan(no_keys, causal).dkdv_splits, 1);
-  CHECK(plan(no_keys).workspace_bytes > 0);
+  CHECK(plan(no_keys).workspace_bytes > tickets_bytes);
 
   AttentionShape no_batch = training;
   no_batch.batch_size = 0;
   CHECK_EQ(plan(no_batch).schedule.grid_size(), 0);
-  CHECK_EQ(plan(no_batch).workspace_bytes, std::size_t{0});
+  CHECK_EQ(plan(no_batch).workspace_bytes, tickets_bytes);
 }
 
 TEST(too_many_rows_are_refused_and_nothing_overflows_on_the_way) {
@@ -298,7 +306,7 @@ TEST(too_many_rows_are_refused_and_nothing_overflows_on_the_way) {
   CHECK_EQ(plan(shape).schedule.grid_size(), 0);
   shape.batch_size = 1;
   shape.num_heads_q = shape.num_heads_k = 17;
-  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{17} * max_seqlen * 130 * 4);
+  CHECK_EQ(plan(shape).workspace_bytes, std::size_t{17} * max_seqlen * 130 * 4 + tickets_bytes);
   shape.num_heads_q = shape.num_heads_k = 18;
   CHECK_ERROR(plan(shape), "got 1000000000 * 18");
   shape.seqlen_q = 1;
@@ -320,4 +328,144 @@ TEST(what_no_backward_can_compute_is_refused_by_name) {
               "cu_seqlens_q and cu_seqlens_k must be given together, got cu_seqlens_q alone");
   CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_k = &some_int; }),
               "got cu_seqlens_k alone");
+}
+
+// The kernels of Hopper GPUs
+
+namespace {
+
+BackwardPlan sm90_plan(const BackwardParams& params, const DeviceInfo& device = h200) {
+  return plan_backward(params, device, sm90_backward_table());
+}
+
+// The row that serves the training call, or this one, on tensors of its own, after `change`.
+template <class Change>
+std::string sm90_chosen(Change change, const AttentionShape& shape = training,
+                        const DeviceInfo& device = h200) {
+  auto params = with_tensors(call<BackwardParams>(shape));
+  change(params);
+  return sm90_plan(params, device).instance->name;
+}
+
+constexpr auto nothing = [](BackwardParams&) {};
+
+}  // namespace
+
+TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
+  for (const bool deterministic : {false, true}) {
+    auto params = with_tensors(call<BackwardParams>(training, causal));
+    params.deterministic = deterministic;
+    const BackwardPlan hopper = sm90_plan(params);
+    CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
+    CHECK_EQ(hopper.num_ctas, 132);
+    CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
+    const BackwardPlan ampere = sm90_plan(params, a100);
+    CHECK_EQ(std::string(ampere.instance->name), "hd128");
+    CHECK_EQ(ampere.num_ctas, 0);
+    params.score.softmax_scale = -1.0f;
+    const BackwardPlan same_gpu = sm90_plan(params);
+    CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
+    CHECK_EQ(same_gpu.num_ctas, 0);
+  }
+  DeviceInfo smaller = h200;
+  smaller.num_sms = 114;
+  CHECK_EQ(sm90_plan(with_tensors(call<BackwardParams>(training)), smaller).num_ctas, 114);
+}
+
+TEST(tiles_are_those_of_the_sm90_row) {
+  AttentionShape shape = training;
+  const auto tiles_of = [&](int head_dim) {
+    shape.head_dim = head_dim;
+    const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
+    CHECK_EQ(result.instance->config.family, KernelFamily::sm90);
+    return std::pair{result.schedule.num_tiles, result.q_tiles};
+  };
+  CHECK(tiles_of(64) == (std::pair{4096 / 128, 4 * 4096 / 128}));
+  CHECK(tiles_of(128) == (std::pair{4096 / 128, 4 * 4096 / 64}));
+  CHECK(tiles_of(256) == (std::pair{4096 / 64, 4 * 4096 / 64}));
+}
+
+TEST(sm90_kernels_run_on_hopper_gpus_with_the_shared_memory_they_need) {
+  CHECK_EQ(sm90_chosen(nothing), "sm90_hd128");
+  DeviceInfo device = h200;
+  for (const int capability : {80, 86, 89, 100, 103, 120}) {
+    device.compute_capability = capability;
+    CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
+  }
+  device = h200;
+  device.smem_per_block = 200 * 1024;
+  CHECK_EQ(sm90_chosen(nothing, training, device), "sm90_hd128");
+  device.smem_per_block = 200 * 1024 - 1;
+  CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
+}
+
+TEST(sm90_kernels_take_scales_that_are_not_negative) {
+  for (const float scale : {1.0f, 1e-44f, 1e38f, 0.0f, -0.0f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "sm90_hd128");
+  for (const float scale : {-1.0f, -1e-44f, -1e38f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "hd128");
+}
+
+TEST(sm90_kernels_take_tensors_that_tma_can_move) {
+  AttentionShape single = training;
+  single.batch_size = single.num_heads_q = single.num_heads_k = 1;
+  constexpr std::int64_t too_far = std::int64_t{1} << 39;  // elements: 2^40 bytes
+  for (TensorView BackwardParams::* view :
+       {&BackwardParams::q, &BackwardParams::k, &BackwardParams::v, &BackwardParams::dout,
+        &BackwardParams::dk, &BackwardParams::dv}) {
+    for (std::int64_t TensorView::* stride :
+         {&TensorView::batch_stride, &TensorView::row_stride, &TensorView::head_stride}) {
+      // Expanded, unaligned, and further apart than a descriptor can say.
+      for (const std::int64_t value : {std::int64_t{0}, std::int64_t{2049}, too_far})
+        CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = value; }), "hd128");
+      CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = too_far - 8; }), "sm90_hd128");
+    }
+    for (const int bytes : {2, 8}) {
+      const auto shifted = [=](auto& p) {
+        (p.*view).data = static_cast<char*>((p.*view).data) + bytes;
+      };
+      CHECK_EQ(sm90_chosen(shifted), "hd128");
+    }
+    // With one element along a dimension its stride is nobody's.
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).batch_stride = 0; }, single), "sm90_hd128");
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).head_stride = 0; }, single), "sm90_hd128");
+  }
+}
+
+TEST(tensors_of_the_kernels_around_the_main_one_lie_anyhow) {
+  for (TensorView BackwardParams::* view : {&BackwardParams::out, &BackwardParams::dq}) {
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).row_stride = std::int64_t{1} << 39; }),
+             "sm90_hd128");
+  }
+  CHECK_EQ(sm90_chosen([](auto& p) { p.out.head_stride = 0; }), "sm90_hd128");
+}
+
+TEST(packed_tensors_have_no_batch_stride) {
+  AttentionShape shape = training;
+  shape.seqlen_q = 10'000;
+  shape.seqlen_k = 12'000;
+  auto params = with_tensors(packed_call<BackwardParams>(shape));
+  for (TensorView BackwardParams::* view :
+       {&BackwardParams::q, &BackwardParams::k, &BackwardParams::v, &BackwardParams::dout,
+        &BackwardParams::dk, &BackwardParams::dv})
+    (params.*view).batch_stride = 0;
+  const BackwardPlan packed = sm90_plan(params);
+  CHECK_EQ(std::string(packed.instance->name), "sm90_hd128");
+  CHECK_EQ(packed.num_ctas, 132);
+  CHECK_EQ(packed.table.tile_rows, 128);
+  CHECK_EQ(packed.table.q_tile_rows, 64);
+  params.sequences = {};
+  CHECK_EQ(std::string(sm90_plan(params).instance->name), "hd128");
+}
+
+TEST(features_choose_among_sm90_kernels_and_fall_back) {
+  const auto with_features = [](auto change, const char* on_hopper, const char* elsewhere) {
+    CHECK_EQ(sm90_chosen(change), on_hopper);
+    CHECK_EQ(sm90_chosen(change, training, rtx4090), elsewhere);
+  };
+  with_features([](auto& p) { p.deterministic = true; }, "sm90_hd128", "hd128");
+  with_features([](auto& p) { p.score.softcap = 20.0f; }, "sm90_hd128_dropout", "hd128_dropout");
+  with_features([](auto& p) { p.score.alibi_slopes = &some_float; }, "sm90_hd128_dropout",
+                "hd128_dropout");
+  with_features([](auto& p) { p.dropout.threshold = 1; }, "sm90_hd128_dropout", "hd128_dropout");
 }

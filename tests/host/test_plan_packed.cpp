@@ -210,8 +210,9 @@ TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
         std::vector<Buffer> buffers{{plan.table.offset, table_bytes(batch_size, plan.table)},
                                     {plan.lse_log2_offset, rows},
                                     {plan.softmax_d_offset, rows},
-                                    {plan.dq_accum_offset, rows * config.head_dim}};
-        if (deterministic) buffers.push_back({plan.turns_offset, (query_tiles + 1) * 4});
+                                    {plan.dq_accum_offset, rows * config.head_dim},
+                                    {plan.tickets_offset, sizeof(int)}};
+        if (deterministic) buffers.push_back({plan.turns_offset, query_tiles * sizeof(int)});
         if (plan.dkdv_splits > 1) {
           const std::size_t partial = std::size_t{4} * total * 4 * config.head_dim;
           buffers.push_back({plan.dk_partial_offset, partial * plan.dkdv_splits});

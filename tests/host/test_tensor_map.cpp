@@ -272,12 +272,12 @@ TEST(packed_tensors_are_one_batch_entry) {
                              .num_heads_k = 2,
                              .head_dim = 40};
   const auto check = [&](const ForwardParams& params, int batch_q, int batch_k) {
-    const TensorExtent queries = query_extent(params);
+    const TensorExtent queries = query_extent(params.shape, params.sequences);
     CHECK_EQ(queries.batch_size, batch_q);
     CHECK_EQ(queries.rows, 100);
     CHECK_EQ(queries.num_heads, 8);
     CHECK_EQ(queries.head_dim, 40);
-    const TensorExtent keys = key_extent(params);
+    const TensorExtent keys = key_extent(params.shape, params.sequences);
     CHECK_EQ(keys.batch_size, batch_k);
     CHECK_EQ(keys.rows, 300);
     CHECK_EQ(keys.num_heads, 2);

@@ -1,0 +1,89 @@
+// What the host hands to the kernels of a backward, whatever their family.
+#pragma once
+
+#include <cfloat>
+
+#include "flash_attn/instance.h"
+#include "shared/dropout.h"
+#include "shared/score_modifiers.h"
+#include "shared/sequence.h"
+#include "shared/turns.h"
+
+namespace flash_attn_cuda {
+
+struct BackwardArguments {
+  BackwardParams params;
+  TileSchedule schedule;  // tile: key block; head: key head * dkdv_splits + split
+  SequenceTable table;
+  int dkdv_splits;
+  int q_tiles;               // of a head, over all sequences
+  int q_tiles_per_sequence;  // 0 where the table has first_q_tile
+  float scale_log2;          // what turns a score into powers of two, signed
+  float keep_probability;    // 1 without dropout
+  float score_factor;        // what was left out of dS: dK and dQ are this times their products
+  const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
+                             // not exist
+  const float* softmax_d;    // same shape
+  float* dq_accum;           // (num_heads_q, q_tiles, block_m * head_dim) in fragment order
+  Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
+  int* tickets;              // CTAs, or tiles, that have started
+  float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
+  float* dv_partial;
+  std::int64_t partial_rows;
+};
+
+struct ConvertDqArguments {
+  BackwardParams params;
+  SequenceTable table;
+  int q_tiles;               // of a head, over all sequences
+  int q_tiles_per_sequence;  // without a table
+  float factor;              // of the sum
+  const float* dq_accum;
+};
+
+// What backward_scores.h leaves out of dS.
+inline float score_factor(const BackwardParams& params) {
+  return params.score.softmax_scale / keep_probability(params.dropout.threshold);
+}
+
+// Of the instance that the plan chose; has_modifiers: its kernel scales modified scores itself.
+inline BackwardArguments backward_arguments(const BackwardPlan& plan, const BackwardParams& params,
+                                            bool has_modifiers) {
+  constexpr float log2e = 1.44269504088896f;
+  const AttentionShape& shape = params.shape;
+  const int block_m = plan.instance->config.block_m;
+  char* workspace = static_cast<char*>(params.workspace);
+  const bool scales_scores = has_modifiers && has_score_modifiers(params.score);
+  return {
+      .params = params,
+      .schedule = plan.schedule,
+      .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
+      .dkdv_splits = plan.dkdv_splits,
+      .q_tiles = plan.q_tiles,
+      .q_tiles_per_sequence = plan.table.used ? 0 : (shape.seqlen_q + block_m - 1) / block_m,
+      .scale_log2 = log2e * (scales_scores ? score_unit(params.score) : params.score.softmax_scale),
+      .keep_probability = keep_probability(params.dropout.threshold),
+      .score_factor = score_factor(params),
+      .lse_log2 = reinterpret_cast<const float*>(workspace + plan.lse_log2_offset),
+      .softmax_d = reinterpret_cast<const float*>(workspace + plan.softmax_d_offset),
+      .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
+      .turns = turns_of(plan, params),
+      .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
+      .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
+      .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),
+      .partial_rows = key_rows(params)};
+}
+
+inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
+                                               const BackwardParams& params) {
+  const int block_m = plan.instance->config.block_m;
+  char* workspace = static_cast<char*>(params.workspace);
+  return {.params = params,
+          .table = SequenceTable::at(workspace, params.shape.batch_size, plan.table),
+          .q_tiles = plan.q_tiles,
+          .q_tiles_per_sequence = (params.shape.seqlen_q + block_m - 1) / block_m,
+          .factor = score_factor(params),
+          .dq_accum = reinterpret_cast<const float*>(workspace + plan.dq_accum_offset)};
+}
+
+}  // namespace flash_attn_cuda

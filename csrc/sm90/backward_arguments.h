@@ -1,0 +1,21 @@
+// What the host hands to a backward kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include "shared/backward_arguments.h"
+
+namespace flash_attn_cuda::sm90 {
+
+struct BackwardKernelArguments {
+  CUtensorMap q_map;
+  CUtensorMap k_map;
+  CUtensorMap v_map;
+  CUtensorMap dout_map;
+  CUtensorMap dk_map;
+  CUtensorMap dv_map;
+  BackwardArguments call;
+  std::int64_t num_tiles;  // of all key heads and sequences
+};
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,80 @@
+// The dQ warpgroup of a backward CTA: dQ = dS K of every step, added to the fp32 sums in global
+// memory straight from registers, 16 bytes a thread, which costs wgmma next to nothing; through
+// shared memory it would cost a quarter of the kernel (docs/backward_sm90.md).
+#pragma once
+
+#include "shared/dq_accumulator.h"
+#include "sm90/backward_arguments.h"
+#include "sm90/backward_traits.h"
+#include "sm90/named_barriers.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
+                                     typename Traits::SharedStorage& smem) {
+  constexpr int block_m = Traits::block_m;
+  constexpr int block_n = Traits::block_n;
+  constexpr int head_dim = Traits::head_dim;
+  constexpr int dq_columns = Traits::dq_columns;
+  BackwardArguments const& call = args.call;
+  const int thread = threadIdx.x % 128;
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<1> key_place;
+  RingPlace<Traits::ds_stages> ds_place;
+
+  auto sK = transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
+  auto sdS = transposed(smem_tile<typename Traits::ScoresLayout>(smem.ds));
+  typename Traits::DqMma mma;
+  auto share = mma.get_thread_slice(thread);
+  auto tQrdS = share.partition_fragment_A(sdS);  // (atom, m, k, ds_stages * warpgroups)
+  auto tQrK = share.partition_fragment_B(sK);    // (atom, n, k, warpgroups)
+  auto tQrdQ = partition_fragment_C(mma, Shape<_64, Int<dq_columns>>{});
+
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    BackwardWorkItem const& item = smem.work[work_place.stage];
+    if (item.work.tile == no_tile) break;
+    Sequence const& sequence = item.work.sequence;
+    wait_full(smem.key_ring, key_place);
+    Step step = Step::first(item);
+    for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+      const std::int64_t index =
+          std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile;
+      float* tile = call.dq_accum + index * (block_m * head_dim);
+      wait_full(smem.ds_ring, ds_place);
+      CUTE_UNROLL
+      for (int m = 0; m < block_m / 64; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < head_dim / dq_columns; ++n) {
+          CUTE_UNROLL
+          for (int part = 0; part < Traits::key_parts; ++part) {
+            const int place = ds_place.stage * Traits::key_parts + part;
+            start_product(mma, tQrdS(_, m, _, place), tQrK(_, n, _, part), tQrdQ, part > 0);
+          }
+          wait_products<0>(tQrdQ);
+          const bool is_first = m == 0 && n == 0;
+          const bool is_last = m + 1 == block_m / 64 && n + 1 == head_dim / dq_columns;
+          if (is_last) {
+            release(smem.ds_ring, ds_place);
+            ds_place.advance();
+          }
+          if (is_first && call.turns.used()) {
+            call.turns.wait(index,
+                            adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
+                            item.work.tile, thread, sync_dq);
+          }
+          DqAccumulator<128>::add(tile, tQrdQ, thread);
+          tile += 64 * dq_columns;
+          if (is_last && call.turns.used()) call.turns.pass_on(index, thread, sync_dq);
+        }
+      }
+    }
+    __syncwarp();
+    release(smem.key_ring, key_place);
+    key_place.advance();
+    release(smem.work_ring, work_place);
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,71 @@
+// Backward attention on Hopper, FlashAttention-2 Algorithm 2: dK and dV of one key tile after the
+// other, dQ summed over key tiles in fp32. sm80/backward_kernel.h has the formulas.
+//
+// A CTA stays on its SM and draws tile after tile. Threads: one producer warpgroup, of which one
+// thread loads by TMA (backward_producer.h) and one warp clears tiles that no query sees; one
+// warpgroup for dQ (backward_dq.h); and two that hold dK and dV (backward_keys.h,
+// backward_separate_keys.h), to which setmaxnreg gives the registers of the others. Shared memory:
+// K, V and, up to head_dim 128, dK and dV block_n x head_dim; Q and dO block_m x head_dim and dS
+// block_n x block_m, in two buffers each (backward_traits.h).
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/backward_dq.h"
+#include "sm90/backward_producer.h"
+#include "sm90/backward_separate_keys.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// One warp: dk = dv = 0 for the tiles that no query sees, which the others never hear of.
+template <class Traits>
+CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
+  for (std::int64_t id = blockIdx.x; id < args.num_tiles; id += gridDim.x) {
+    BackwardWorkItem item;
+    bool exists;
+    if (find_tile<Traits>(args, static_cast<int>(id), item, exists) || !exists) continue;
+    clear_key_gradients<Traits>(args.call, item, threadIdx.x % 32);
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
+    backward_kernel(const __grid_constant__ BackwardKernelArguments args) {
+  using Traits = BackwardTraits<Tag>;
+  extern __shared__ __align__(1024) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+
+  if (threadIdx.x == 0) {
+    smem.key_ring.init(Traits::key_warps + Traits::dq_warps);
+    smem.q_ring.init(Traits::key_warps);
+    smem.dout_ring.init(Traits::key_warps);
+    smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
+    smem.weights_ring.init(4, 4);
+    smem.work_ring.init(Traits::key_warps + Traits::dq_warps);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  // The same in all lanes, said so that the compiler knows.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warpgroup = warp / 4;
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
+    if (warp == 0 && elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
+    if (warp == 1) clear_unseen_tiles<Traits>(args);
+  } else if (warpgroup == 1) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
+    add_query_gradients<Traits>(args, smem);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
+    if constexpr (!Traits::separate) {
+      sum_key_gradients<Traits>(args, smem, warpgroup - 2);
+    } else if (warpgroup == 2) {
+      sum_value_gradients<Traits>(args, smem);
+    } else {
+      sum_only_key_gradients<Traits>(args, smem);
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

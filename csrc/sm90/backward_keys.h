@@ -1,0 +1,151 @@
+// A key warpgroup of a backward CTA: dK and dV of 64 keys of every tile, in registers. Where the
+// two do not fit one warpgroup's registers, backward_separate_keys.h takes this file's place.
+//
+// It multiplies S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as the left operands
+// of dV = P^T dO and dK = dS^T Q and stay in registers; dS^T goes to shared memory for the
+// warpgroup that makes dQ of it (backward_dq.h). dP is started when P is done, so that the two
+// accumulators of scores hardly meet; dV runs while dS is made of dP, the next S behind dK.
+#pragma once
+
+#include "sm90/backward_results.h"
+#include "sm90/backward_scores.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next, and word of it.
+template <class Traits, class Fragment>
+CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
+                                 RingPlace<Traits::ds_stages>& place, int part,
+                                 Fragment const& tGrdS) {
+  constexpr int block_m = Traits::block_m;
+  wait_empty(smem.ds_ring, place);
+  operand_to_shared<block_m>(tGrdS,
+                             smem.ds + (place.stage * Traits::key_parts + part) * 64 * block_m);
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  publish(smem.ds_ring, place);
+  place.advance();
+}
+
+template <class Traits>
+CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
+                                   typename Traits::SharedStorage& smem, int warpgroup) {
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int head_dim = Traits::head_dim;
+  BackwardArguments const& call = args.call;
+  const int thread = threadIdx.x % 128;
+  const ScoreMath<Traits> math(call);
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<1> key_place;
+  RingPlace<Traits::stages> q_place, dout_place;
+  RingPlace<Traits::ds_stages> ds_place;
+
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, parts)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, parts)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+
+  typename Traits::ScoresMma scores_mma;
+  typename Traits::GradientMma gradient_mma;
+  auto scores_share = scores_mma.get_thread_slice(thread);
+  auto gradient_share = gradient_mma.get_thread_slice(thread);
+  auto tSrK = scores_share.partition_fragment_A(sK);
+  auto tSrV = scores_share.partition_fragment_A(sV);
+  auto tSrQ = scores_share.partition_fragment_B(sQ);
+  auto tSrdO = scores_share.partition_fragment_B(sdO);
+  auto tGrQ = gradient_share.partition_fragment_B(transposed(sQ));
+  auto tGrdO = gradient_share.partition_fragment_B(transposed(sdO));
+  auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
+  auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
+  auto tGrdK = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
+  auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
+  [[maybe_unused]] auto own_weights = make_tensor_like<Element>(tGrP);
+  auto& weights = [&]() -> auto& {
+    if constexpr (Traits::has_modifiers)
+      return own_weights;
+    else
+      return tGrP;
+  }();
+
+  // Products run until they are waited for; then their buffer is given back.
+  auto start_scores = [&]() {
+    wait_full(smem.q_ring, q_place);
+    start_product(scores_mma, tSrK(_, _, _, warpgroup), tSrQ(_, _, _, q_place.stage), tSrS, false);
+  };
+
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    BackwardWorkItem const& item = smem.work[work_place.stage];
+    if (item.work.tile == no_tile) break;
+    const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
+    const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
+
+    wait_full(smem.key_ring, key_place);
+    start_scores();
+    Step step = Step::first(item);
+    const int steps = item.steps();
+    for (int index = 0;; ++index, step.advance(item)) {
+      wait_products<0>(tSrS);
+      math.probabilities({.sequence = item.work.sequence,
+                          .head = step.head,
+                          .query_begin = step.tile * block_m,
+                          .key_begin = key_begin,
+                          .is_interior = has_all_keys && item.range.is_interior(step.tile)},
+                         smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+
+      wait_full(smem.dout_ring, dout_place);
+      start_product(scores_mma, tSrV(_, _, _, warpgroup), tSrdO(_, _, _, dout_place.stage), tSrdP,
+                    false);
+      start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      // With weights beside P there are no registers to keep it for dV any longer.
+      wait_products<Traits::has_modifiers ? 0 : 1>(tSrdP);
+      math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
+      convert_into(a_operand_view(tSrdP), tGrdS);
+      publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS);
+
+      start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
+      wait_products<1>(tGrdV);
+      release(smem.dout_ring, dout_place);
+      dout_place.advance();
+      const RingPlace<Traits::stages> last_place = q_place;
+      q_place.advance();
+      if (index + 1 == steps) {
+        wait_products<0>(tGrdK);
+        release(smem.q_ring, last_place);
+        break;
+      }
+      start_scores();
+      wait_products<1>(tGrdK);
+      release(smem.q_ring, last_place);
+    }
+    release(smem.key_ring, key_place);
+    key_place.advance();
+
+    CUTE_UNROLL
+    for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
+    if constexpr (Traits::has(feature::dropout)) {
+      const float kept = 1.0f / call.keep_probability;
+      CUTE_UNROLL
+      for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
+    }
+    if (call.dkdv_splits > 1) {
+      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
+      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
+    } else {
+      if (thread == 0) wait_stores();
+      sync_output(warpgroup);
+      store_gradient<Traits>(args.dv_map, item, key_begin, gradient_mma, tGrdV, smem.dv, warpgroup,
+                             thread);
+      store_gradient<Traits>(args.dk_map, item, key_begin, gradient_mma, tGrdK, smem.dk, warpgroup,
+                             thread);
+    }
+    __syncwarp();
+    release(smem.work_ring, work_place);
+  }
+  if (thread == 0) wait_stores();  // shared memory ends with the CTA
+}
+
+}  // namespace flash_attn_cuda::sm90

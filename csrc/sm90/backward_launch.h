@@ -1,0 +1,60 @@
+// Host side of the sm90 backward kernels: from a plan to launches.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+#include "host/tensor_map.h"
+#include "shared/launch.h"
+#include "sm90/backward_convert_dq.h"
+#include "sm90/backward_kernel.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Tag>
+void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
+  using Traits = BackwardTraits<Tag>;
+  constexpr int columns = box_columns<Traits::head_dim>;
+  const TensorExtent queries = query_extent(params.shape, params.sequences);
+  const TensorExtent keys = key_extent(params.shape, params.sequences);
+  const auto query_map = [&](const TensorView& view) {
+    return make_tensor_map(view, params.dtype, queries, {Traits::block_m, columns});
+  };
+  const auto key_map = [&](const TensorView& view) {
+    return make_tensor_map(view, params.dtype, keys, {64, columns});
+  };
+  const std::int64_t num_tiles = plan.schedule.grid_size();
+  BackwardKernelArguments arguments{.q_map = query_map(params.q),
+                                    .k_map = key_map(params.k),
+                                    .v_map = key_map(params.v),
+                                    .dout_map = query_map(params.dout),
+                                    .dk_map = key_map(params.dk),
+                                    .dv_map = key_map(params.dv),
+                                    .call = backward_arguments(plan, params, Traits::has_modifiers),
+                                    .num_tiles = num_tiles};
+  // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
+  arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
+  launch_kernel<&backward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
+                                       Traits::threads, sizeof(typename Traits::SharedStorage),
+                                       stream, arguments);
+}
+
+template <class Tag>
+void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
+  using Traits = BackwardTraits<Tag>;
+  launch_kernel<&convert_dq_kernel<Tag>>(
+      std::int64_t{plan.q_tiles} * params.shape.num_heads_q * (Traits::block_m / 64), 128, 0,
+      stream, convert_dq_arguments(plan, params));
+}
+
+template <class Tag>
+constexpr BackwardInstance make_backward_instance(const char* name) {
+  return {.name = name,
+          .config = Tag::config,
+          .smem_bytes = static_cast<int>(sizeof(typename BackwardTraits<Tag>::SharedStorage)),
+          .launch = &launch_backward<Tag>,
+          .convert_dq = &launch_convert_dq<Tag>};
+}
+
+}  // namespace flash_attn_cuda::sm90

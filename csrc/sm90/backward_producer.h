@@ -1,0 +1,127 @@
+// The producer of a backward CTA: one thread that draws the CTA's tiles and loads K, V, Q, dO and
+// the row statistics, in the order in which the others want them.
+#pragma once
+
+#include "sm90/backward_arguments.h"
+#include "sm90/backward_traits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// False for a tile that no query sees, or beyond the end of a packed call's list; then `exists`
+// tells the two apart.
+template <class Traits>
+CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, BackwardWorkItem& item,
+                           bool& exists) {
+  BackwardArguments const& call = args.call;
+  BackwardParams const& params = call.params;
+  TileWork work;
+  exists = find_work(call.schedule, call.table, params, id, work);
+  if (!exists) return false;
+  Sequence& sequence = work.sequence;
+  sequence.first_q_tile += sequence.index * call.q_tiles_per_sequence;
+  const int key_begin = work.tile * Traits::block_n;
+  const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
+  const int heads = params.shape.num_heads_q / params.shape.num_heads_k / call.dkdv_splits;
+  item.work = work;
+  item.head_k = work.head / call.dkdv_splits;
+  item.split = work.head - item.head_k * call.dkdv_splits;
+  item.first_head = work.head * heads;
+  item.end_head = item.first_head + heads;
+  item.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
+                           key_begin, key_last, sequence.seqlen_q, Traits::block_m);
+  // In turns, key tiles that start early must not wait for what others do last (turns.h).
+  const bool descends = call.turns.used() && !call.turns.tiles_descend;
+  item.first_tile = descends ? item.range.end - 1 : item.range.begin;
+  item.last_tile = descends ? item.range.begin : item.range.end - 1;
+  item.direction = descends ? -1 : 1;
+  return !item.range.empty();
+}
+
+template <class Traits>
+struct BackwardProducer {
+  static constexpr int block_m = Traits::block_m;
+  static constexpr int head_dim = Traits::head_dim;
+
+  BackwardKernelArguments const& args;
+  typename Traits::SharedStorage& smem;
+  RingPlace<1> key_place{};
+  RingPlace<Traits::stages> q_place{}, dout_place{};
+  RingPlace<Traits::work_stages> work_place{};
+
+  // Tells the others of the next tile that a query sees: its stage, or -1 when there is none, of
+  // which they are told as well.
+  CUTE_DEVICE int next_tile() {
+    const int stage = work_place.stage;
+    wait_empty(smem.work_ring, work_place);
+    BackwardWorkItem& item = smem.work[stage];
+    bool found = false;
+    // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
+    while (args.call.q_tiles > 0 && !found) {
+      // Every CTA draws once in vain, which must not turn tickets negative.
+      const auto id = static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
+      if (id >= args.num_tiles) break;
+      bool exists;
+      found = find_tile<Traits>(args, static_cast<int>(id), item, exists);
+    }
+    if (!found) item.work.tile = no_tile;
+    FullBarrier::arrive(&smem.work_ring.full[stage]);
+    work_place.advance();
+    return found ? stage : -1;
+  }
+
+  CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
+    Sequence const& sequence = item.work.sequence;
+    wait_empty(smem.key_ring, key_place);
+    std::uint64_t* full = &smem.key_ring.full[0];
+    FullBarrier::arrive_and_expect_tx(full, 2 * Traits::key_bytes);
+    const int tile_key = item.work.tile * Traits::block_n;
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::key_parts; ++part) {
+      // A part without keys is read from the tile's first row, and its scores are hidden.
+      const int key = tile_key + 64 * part < sequence.seqlen_k ? tile_key + 64 * part : tile_key;
+      const RowSpan keys{sequence.batch_k, item.head_k, sequence.row_k + key,
+                         sequence.seqlen_k - key};
+      load_tile<64, head_dim>(args.k_map, full, smem.k + part * 64 * head_dim, keys);
+      load_tile<64, head_dim>(args.v_map, full, smem.v + part * 64 * head_dim, keys);
+    }
+    key_place.advance();
+  }
+
+  // A tile of q or dout, and its rows of one statistic.
+  template <class Element>
+  CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<Traits::stages>& ring,
+                                RingPlace<Traits::stages>& place, Element* tiles,
+                                RowSpan const& queries, float const* source,
+                                float (*rows)[block_m]) {
+    wait_empty(ring, place);
+    std::uint64_t* full = &ring.full[place.stage];
+    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes + Traits::row_bytes);
+    load_tile<block_m, head_dim>(map, full, tiles + place.stage * block_m * head_dim, queries);
+    SM90_BULK_COPY_G2S::copy(source, full, rows[place.stage], Traits::row_bytes);
+    place.advance();
+  }
+
+  CUTE_DEVICE void run() {
+    BackwardArguments const& call = args.call;
+    for (int stage = next_tile(); stage >= 0; stage = next_tile()) {
+      BackwardWorkItem const& item = smem.work[stage];
+      Sequence const& sequence = item.work.sequence;
+      load_keys(item);
+      Step step = Step::first(item);
+      CUTE_NO_UNROLL
+      for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+        const int query = step.tile * block_m;
+        const RowSpan queries{sequence.batch_q, step.head, sequence.row_q + query,
+                              sequence.seqlen_q - query};
+        const std::int64_t row =
+            (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
+        load_queries(args.q_map, smem.q_ring, q_place, smem.q, queries, call.lse_log2 + row,
+                     smem.lse_log2);
+        load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
+                     call.softmax_d + row, smem.softmax_d);
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90

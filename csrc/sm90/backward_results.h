@@ -1,0 +1,107 @@
+// dK and dV on their way from a key warpgroup's registers to global memory.
+#pragma once
+
+#include "sm90/backward_arguments.h"
+#include "sm90/backward_traits.h"
+#include "sm90/epilogue.h"
+#include "sm90/named_barriers.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// The first element of row `key` of a tile's sequence among the split's partial sums.
+template <class Traits>
+CUTE_DEVICE std::int64_t partial_row(BackwardArguments const& call, BackwardWorkItem const& item,
+                                     int key) {
+  AttentionShape const& shape = call.params.shape;
+  Sequence const& sequence = item.work.sequence;
+  const std::int64_t row = item.split * call.partial_rows +
+                           std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k + key;
+  return (row * shape.num_heads_k + item.head_k) * Traits::head_dim;
+}
+
+template <class Traits>
+CUTE_DEVICE typename Traits::Element* gradient_row(TensorView const& view,
+                                                   BackwardWorkItem const& item, int key) {
+  Sequence const& sequence = item.work.sequence;
+  return static_cast<typename Traits::Element*>(view.data) + sequence.batch_k * view.batch_stride +
+         (std::int64_t(sequence.row_k) + key) * view.row_stride + item.head_k * view.head_stride;
+}
+
+// The accumulator of the 64 keys from key_begin on, by all threads of its warpgroup -> this split's
+// partial sum.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
+                               BackwardWorkItem const& item, int key_begin,
+                               Accumulator const& accumulator, int thread) {
+  auto gradient = rows_cols_view(accumulator);
+  const int lane = thread % 32;
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(gradient); ++i) {
+    const int key = key_begin + thread / 32 * 16 + lane / 4 + 8 * i;
+    if (key >= item.work.sequence.rows_k) continue;
+    float* sums = partial + partial_row<Traits>(call, item, key);
+    CUTE_UNROLL
+    for (int column = 0; column < size<1>(gradient); column += 2) {
+      *reinterpret_cast<float2*>(sums + column / 2 * 8 + lane % 4 * 2) = {gradient(i, column),
+                                                                          gradient(i, column + 1)};
+    }
+  }
+}
+
+// The same -> dk or dv, through `tiles`, shared memory of all key warpgroups.
+template <class Traits, class Mma, class Accumulator>
+CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
+                                Mma const& mma, Accumulator const& accumulator,
+                                typename Traits::Element* tiles, int warpgroup, int thread) {
+  using Element = typename Traits::Element;
+  constexpr int head_dim = Traits::head_dim;
+  Sequence const& sequence = item.work.sequence;
+  auto tile = smem_tile<typename Traits::KeyLayout>(tiles)(_, _, warpgroup);
+  fragment_to_shared(mma, convert_fragment<Element>(accumulator), tile, thread);
+  tma_store_fence();
+  sync_output(warpgroup);
+  const int rows = sequence.rows_k - key_begin;
+  if (thread == 0 && rows > 0) {
+    store_tile<64, head_dim>(map, tiles + warpgroup * 64 * head_dim,
+                             {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
+  }
+}
+
+// The same -> dk or dv, straight from registers.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void write_gradient(TensorView const& view, AttentionShape const& shape,
+                                BackwardWorkItem const& item, int key_begin,
+                                Accumulator const& accumulator, int thread) {
+  const RowTarget<typename Traits::Element> target{
+      .first = gradient_row<Traits>(view, item, key_begin),
+      .row_stride = view.row_stride,
+      .rows = item.work.sequence.rows_k - key_begin,
+      .columns = shape.head_dim};
+  write_rows(rows_cols_view(accumulator), target, thread);
+}
+
+// One warp: dk = dv = 0 for a tile that no query sees.
+template <class Traits>
+CUTE_DEVICE void clear_key_gradients(BackwardArguments const& call, BackwardWorkItem const& item,
+                                     int lane) {
+  BackwardParams const& params = call.params;
+  auto clear_row = [&](void* row, int bytes) {
+    for (int i = lane * int(sizeof(uint4)); i < bytes; i += 32 * int(sizeof(uint4)))
+      *reinterpret_cast<uint4*>(static_cast<char*>(row) + i) = {0, 0, 0, 0};
+  };
+  const int key_begin = item.work.tile * Traits::block_n;
+  const int key_end = min(key_begin + Traits::block_n, item.work.sequence.rows_k);
+  for (int key = key_begin; key < key_end; ++key) {
+    if (call.dkdv_splits > 1) {
+      const std::int64_t row = partial_row<Traits>(call, item, key);
+      clear_row(call.dk_partial + row, Traits::head_dim * int(sizeof(float)));
+      clear_row(call.dv_partial + row, Traits::head_dim * int(sizeof(float)));
+    } else {
+      const int bytes = params.shape.head_dim * int(sizeof(typename Traits::Element));
+      clear_row(gradient_row<Traits>(params.dk, item, key), bytes);
+      clear_row(gradient_row<Traits>(params.dv, item, key), bytes);
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

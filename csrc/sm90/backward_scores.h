@@ -1,0 +1,196 @@
+// What lies between the products of a backward step, for a thread's share of S^T and dP^T: keys
+// (j, j + 8) and pairs (i, i + 1) of every eight queries.
+//
+// P goes on in 16 bits, as dV wants it and as dS takes it: in fp32 beside dP it would need
+// registers that there are not. With softcap and dropout dS takes a weight instead,
+//
+//   dS = |weight| * (dP - D), weight = P * (1 - tanh^2), negative where dropout drops the pair:
+//
+// with keep probability k a kept dP counts 1 / k times and a dropped one not at all; the factor is
+// left to the ends of dV, dK and dQ, and D is multiplied by k instead.
+#pragma once
+
+#include "shared/backward_arguments.h"
+#include "shared/dropout.h"
+#include "shared/layout_views.h"
+#include "shared/mask.h"
+#include "shared/online_softmax.h"
+#include "shared/score_modifiers.h"
+#include "sm90/backward_traits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// The pairs that a warpgroup works on in a step.
+struct ScoreTile {
+  Sequence const& sequence;
+  int head;
+  int query_begin;
+  int key_begin;
+  bool is_interior;  // no pair is hidden
+};
+
+// The same registers with rows and columns exchanged.
+template <class Tensor>
+CUTE_HOST_DEVICE constexpr auto exchanged(Tensor&& tensor) {
+  return make_tensor(tensor.data(), select<1, 0>(tensor.layout()));
+}
+
+// A thread's two statistics of the queries (i, i + 1) of the group'th eight.
+CUTE_DEVICE float2 of_queries(float const* statistics, int group) {
+  return reinterpret_cast<float2 const*>(statistics + threadIdx.x % 4 * 2)[4 * group];
+}
+
+template <class Traits>
+struct ScoreMath {
+  static constexpr int block_m = Traits::block_m;
+  using Element = typename Traits::Element;
+  static constexpr bool drops = Traits::has(feature::dropout);
+
+  BackwardArguments const& call;
+  RngState rng;
+
+  CUTE_DEVICE explicit ScoreMath(BackwardArguments const& call) : call(call), rng{} {
+    if constexpr (drops) rng = read_rng(call.params.dropout.rng);
+  }
+
+  // S -> P and the weights, both in 16 bits and in the order of the left operand of a product. They
+  // are the same registers where nothing tells them apart.
+  template <class Accumulator, class Operand, class Weights>
+  CUTE_DEVICE void probabilities(ScoreTile const& tile, float const* lse_log2, Accumulator& tSrS,
+                                 Operand& probs, Weights& weights) const {
+    if constexpr (Traits::has_modifiers) {
+      // A part after the other, so that not all weights are in fp32 at a time.
+      constexpr int queries = 32;
+      CUTE_UNROLL
+      for (int begin = 0; begin < block_m; begin += queries) {
+        auto scores = queries_of<queries>(tSrS, begin);
+        auto fp32_weights = make_tensor_like<float>(scores);
+        ScoreTile part = tile;
+        part.query_begin += begin;
+        modified_probabilities<queries>(part, lse_log2 + begin, scores, fp32_weights);
+        auto part_weights = queries_of<queries>(weights, begin);
+        auto part_probs = queries_of<queries>(probs, begin);
+        convert_into(fp32_weights, part_weights);
+        convert_into(scores, part_probs);
+      }
+    } else {
+      auto scores = rows_cols_view(tSrS);  // (keys, queries)
+      if (!tile.is_interior) hide(tile, scores, coords_by_key<block_m>());
+      exponentiate(scores, lse_log2);
+      convert_into(a_operand_view(tSrS), probs);
+    }
+  }
+
+  // dP -> dS.
+  template <class Weights, class Accumulator>
+  CUTE_DEVICE void gradients(Weights const& weights, float const* softmax_d,
+                             Accumulator& tSrdP) const {
+    auto dscores = rows_cols_view(tSrdP);  // (keys, queries)
+    auto rounded = rows_cols_view(make_tensor(weights.data(), tSrdP.layout()));
+    using Pair = cutlass::Array<Element, 2>;
+    cutlass::NumericArrayConverter<float, Element, 2> convert;
+    auto gradient = [](float weight, float dp, float d) {
+      if constexpr (!drops) return weight * (dp - d);
+      return fabsf(weight) * ((__float_as_int(weight) < 0 ? 0.0f : dp) - d);
+    };
+    CUTE_UNROLL
+    for (int query = 0; query < size<1>(dscores); query += 2) {
+      float2 d = of_queries(softmax_d, query / 2);
+      if constexpr (drops) d = {d.x * call.keep_probability, d.y * call.keep_probability};
+      CUTE_UNROLL
+      for (int key = 0; key < size<0>(dscores); ++key) {
+        const auto weight = convert(reinterpret_cast<Pair const&>(rounded(key, query)));
+        dscores(key, query) = gradient(weight[0], dscores(key, query), d.x);
+        dscores(key, query + 1) = gradient(weight[1], dscores(key, query + 1), d.y);
+      }
+    }
+  }
+
+ private:
+  // What a thread holds of the queries [begin, begin + kQueries), of an accumulator of S^T or of a
+  // left operand made of one: their registers have the same order.
+  template <int kQueries, class Fragment>
+  CUTE_DEVICE static auto queries_of(Fragment& fragment, int begin) {
+    return make_tensor(fragment.data() + begin / 2,
+                       Layout<Shape<Shape<_2, _2, Int<kQueries / 8>>, _1, _1>>{});
+  }
+
+  // Signed, for what it makes of coordinates.
+  CUTE_DEVICE static int thread_of_warpgroup() { return static_cast<int>(threadIdx.x % 128); }
+
+  // (keys, queries) -> (key, query), and (queries, keys) -> (query, key)
+  template <int kQueries>
+  CUTE_DEVICE static auto coords_by_key() {
+    const auto share = SharedMma<Element, kQueries, 16>{}.get_thread_slice(thread_of_warpgroup());
+    return rows_cols_view(share.partition_C(make_identity_tensor(Shape<_64, Int<kQueries>>{})));
+  }
+  template <int kQueries>
+  CUTE_DEVICE static auto coords_by_query() {
+    const auto share = SharedMma<Element, kQueries, 16>{}.get_thread_slice(thread_of_warpgroup());
+    return exchanged(rows_cols_view(share.partition_C(
+        make_tensor(make_inttuple_iter(make_coord(0, 0)),
+                    make_layout(Shape<_64, Int<kQueries>>{}, make_stride(E<1>{}, E<0>{}))))));
+  }
+
+  // S -> P and the weights.
+  template <int kQueries, class Accumulator, class Weights>
+  CUTE_DEVICE void modified_probabilities(ScoreTile const& tile, float const* lse_log2,
+                                          Accumulator& tSrS, Weights& weights) const {
+    BackwardParams const& params = call.params;
+    auto scores = rows_cols_view(tSrS);
+    auto by_query = exchanged(scores);
+    const auto query_coords = coords_by_query<kQueries>();
+    const auto modifiers = ScoreModifiers::of(params.score, tile.sequence.index, tile.head,
+                                              tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+    CUTE_UNROLL
+    for (int i = 0; i < size(weights); ++i) weights(i) = 1.0f;
+    if (modifiers.has_softcap) {
+      tanh_of_scores(by_query, modifiers.factor);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tSrS); ++i) weights(i) -= tSrS(i) * tSrS(i);
+      if (modifiers.alibi_slope != 0.0f)
+        modifiers.add_alibi(by_query, query_coords, tile.query_begin, tile.key_begin);
+    } else if (has_score_modifiers(params.score)) {
+      modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
+    }
+    if (!tile.is_interior) hide(tile, scores, coords_by_key<kQueries>());
+    exponentiate(scores, lse_log2);
+    if constexpr (drops) {
+      const auto dropout = DropoutMask::of(rng, params.dropout.threshold, tile.sequence.index,
+                                           params.shape.num_heads_q, tile.head);
+      for_each_decision(dropout, by_query, query_coords, tile.query_begin, tile.key_begin,
+                        [](float& p, bool is_kept) { p = is_kept ? p : -p; });
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tSrS); ++i) {
+      weights(i) *= tSrS(i);
+      if constexpr (drops) tSrS(i) = tSrS(i) < 0.0f ? 0.0f : tSrS(i);
+    }
+  }
+
+  template <class Scores, class Coords>
+  CUTE_DEVICE void hide(ScoreTile const& tile, Scores& scores, Coords const& coords) const {
+    const int seqlen_q = tile.sequence.seqlen_q;
+    const int seqlen_k = tile.sequence.seqlen_k;
+    const ScoreMask<Traits::config.mask> mask{
+        .band = band_from_keys(call.params.window, seqlen_q, seqlen_k), .seqlen_k = seqlen_q};
+    mask.apply_by_bits(scores, coords, tile.key_begin, tile.query_begin, -INFINITY);
+    mask.hide_rows_from(seqlen_k - tile.key_begin, scores, coords, -INFINITY);
+  }
+
+  // A score is scale_log2 * S in powers of two.
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(Scores& scores, float const* lse_log2) const {
+    CUTE_UNROLL
+    for (int query = 0; query < size<1>(scores); query += 2) {
+      const float2 lse = of_queries(lse_log2, query / 2);
+      CUTE_UNROLL
+      for (int key = 0; key < size<0>(scores); ++key) {
+        scores(key, query) = fast_exp2(scores(key, query) * call.scale_log2 - lse.x);
+        scores(key, query + 1) = fast_exp2(scores(key, query + 1) * call.scale_log2 - lse.y);
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90

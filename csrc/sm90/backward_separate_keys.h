@@ -1,0 +1,213 @@
+// The key warpgroups of a backward CTA for wide heads, where the registers of one hold dV of 64
+// keys and those of another dK (backward_keys.h has both in one). The first makes P of S, keeps it
+// for dV and hands it to the second, which makes dS of it and dP.
+#pragma once
+
+#include "sm90/backward_keys.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// Between the same thread of the two warpgroups: what one holds of P, 16 bytes at a time.
+template <class Traits, class Fragment>
+CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
+                              RingPlace<Traits::ds_stages>& place, Fragment const& weights) {
+  wait_empty(smem.weights_ring, place);
+  auto vectors = recast<uint4>(weights);
+  CUTE_UNROLL
+  for (int i = 0; i < size(vectors); ++i)
+    smem.weights[place.stage][i][threadIdx.x % 128] = vectors(i);
+  __syncwarp();
+  publish(smem.weights_ring, place);
+  place.advance();
+}
+
+template <class Traits, class Fragment>
+CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
+                                 RingPlace<Traits::ds_stages>& place, Fragment& weights) {
+  wait_full(smem.weights_ring, place);
+  auto vectors = recast<uint4>(weights);
+  CUTE_UNROLL
+  for (int i = 0; i < size(vectors); ++i)
+    vectors(i) = smem.weights[place.stage][i][threadIdx.x % 128];
+  __syncwarp();
+  release(smem.weights_ring, place);
+  place.advance();
+}
+
+// S, P and dV.
+template <class Traits>
+CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
+                                     typename Traits::SharedStorage& smem) {
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int head_dim = Traits::head_dim;
+  BackwardArguments const& call = args.call;
+  const int thread = threadIdx.x % 128;
+  const ScoreMath<Traits> math(call);
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<1> key_place;
+  RingPlace<Traits::stages> q_place, dout_place;
+  RingPlace<Traits::ds_stages> weights_place;
+
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, 1)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+  typename Traits::ScoresMma scores_mma;
+  typename Traits::GradientMma gradient_mma;
+  auto scores_share = scores_mma.get_thread_slice(thread);
+  auto tSrK = scores_share.partition_fragment_A(sK);
+  auto tSrQ = scores_share.partition_fragment_B(sQ);
+  auto tGrdO = gradient_mma.get_thread_slice(thread).partition_fragment_B(transposed(sdO));
+  auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
+  auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
+  [[maybe_unused]] auto own_weights = make_tensor_like<Element>(tGrP);
+  auto& weights = [&]() -> auto& {
+    if constexpr (Traits::has_modifiers)
+      return own_weights;
+    else
+      return tGrP;
+  }();
+
+  auto start_scores = [&]() {
+    wait_full(smem.q_ring, q_place);
+    start_product(scores_mma, tSrK(_, _, _, 0), tSrQ(_, _, _, q_place.stage), tSrS, false);
+  };
+
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    BackwardWorkItem const& item = smem.work[work_place.stage];
+    if (item.work.tile == no_tile) break;
+    const int key_begin = item.work.tile * Traits::block_n;
+    const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
+
+    wait_full(smem.key_ring, key_place);
+    start_scores();
+    Step step = Step::first(item);
+    const int steps = item.steps();
+    for (int index = 0;; ++index, step.advance(item)) {
+      wait_products<0>(tSrS);
+      math.probabilities({.sequence = item.work.sequence,
+                          .head = step.head,
+                          .query_begin = step.tile * block_m,
+                          .key_begin = key_begin,
+                          .is_interior = has_all_keys && item.range.is_interior(step.tile)},
+                         smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      __syncwarp();
+      release(smem.q_ring, q_place);
+      q_place.advance();
+      send_weights<Traits>(smem, weights_place, weights);
+
+      wait_full(smem.dout_ring, dout_place);
+      start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      const RingPlace<Traits::stages> last_place = dout_place;
+      dout_place.advance();
+      if (index + 1 == steps) {
+        wait_products<0>(tGrdV);
+        release(smem.dout_ring, last_place);
+        break;
+      }
+      start_scores();
+      wait_products<1>(tGrdV);
+      release(smem.dout_ring, last_place);
+    }
+    release(smem.key_ring, key_place);
+    key_place.advance();
+
+    if constexpr (Traits::has(feature::dropout)) {
+      const float kept = 1.0f / call.keep_probability;
+      CUTE_UNROLL
+      for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
+    }
+    if (call.dkdv_splits > 1) {
+      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
+    } else {
+      write_gradient<Traits>(call.params.dv, call.params.shape, item, key_begin, tGrdV, thread);
+    }
+    __syncwarp();
+    release(smem.work_ring, work_place);
+  }
+}
+
+// dP, dS and dK.
+template <class Traits>
+CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
+                                        typename Traits::SharedStorage& smem) {
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int head_dim = Traits::head_dim;
+  BackwardArguments const& call = args.call;
+  const int thread = threadIdx.x % 128;
+  const ScoreMath<Traits> math(call);
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<1> key_place;
+  RingPlace<Traits::stages> q_place, dout_place;
+  RingPlace<Traits::ds_stages> weights_place, ds_place;
+
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, 1)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+  typename Traits::ScoresMma scores_mma;
+  typename Traits::GradientMma gradient_mma;
+  auto scores_share = scores_mma.get_thread_slice(thread);
+  auto tSrV = scores_share.partition_fragment_A(sV);
+  auto tSrdO = scores_share.partition_fragment_B(sdO);
+  auto tGrQ = gradient_mma.get_thread_slice(thread).partition_fragment_B(transposed(sQ));
+  auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
+  auto tGrdK = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto weights = make_tensor_like<Element>(a_operand_view(tSrdP));
+  auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
+
+  auto start_dprobabilities = [&]() {
+    wait_full(smem.dout_ring, dout_place);
+    start_product(scores_mma, tSrV(_, _, _, 0), tSrdO(_, _, _, dout_place.stage), tSrdP, false);
+  };
+
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    BackwardWorkItem const& item = smem.work[work_place.stage];
+    if (item.work.tile == no_tile) break;
+    const int key_begin = item.work.tile * Traits::block_n;
+
+    wait_full(smem.key_ring, key_place);
+    start_dprobabilities();
+    const int steps = item.steps();
+    for (int index = 0;; ++index) {
+      receive_weights<Traits>(smem, weights_place, weights);
+      wait_products<0>(tSrdP);
+      math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
+      __syncwarp();
+      release(smem.dout_ring, dout_place);
+      dout_place.advance();
+      convert_into(a_operand_view(tSrdP), tGrdS);
+      publish_dscores<Traits>(smem, ds_place, 0, tGrdS);
+
+      wait_full(smem.q_ring, q_place);
+      start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
+      const RingPlace<Traits::stages> last_place = q_place;
+      q_place.advance();
+      if (index + 1 == steps) {
+        wait_products<0>(tGrdK);
+        release(smem.q_ring, last_place);
+        break;
+      }
+      start_dprobabilities();
+      wait_products<1>(tGrdK);
+      release(smem.q_ring, last_place);
+    }
+    release(smem.key_ring, key_place);
+    key_place.advance();
+
+    CUTE_UNROLL
+    for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
+    if (call.dkdv_splits > 1) {
+      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
+    } else {
+      write_gradient<Traits>(call.params.dk, call.params.shape, item, key_begin, tGrdK, thread);
+    }
+    __syncwarp();
+    release(smem.work_ring, work_place);
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

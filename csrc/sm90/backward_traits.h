@@ -1,0 +1,115 @@
+// Everything a backward kernel derives from its row of the instance table.
+#pragma once
+
+#include "shared/block_range.h"
+#include "shared/tile_work.h"
+#include "sm90/copy.h"
+#include "sm90/gemm.h"
+#include "sm90/pipeline.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// A tile of work: a key tile, and the steps that it takes, each a query tile of one of the query
+// heads that share the key head.
+struct BackwardWorkItem {
+  TileWork work;
+  int split;  // of the query heads
+  int head_k;
+  int first_head;  // of the query heads
+  int end_head;
+  BlockRange range;  // the query tiles that it visits
+  int first_tile;    // in this order
+  int last_tile;
+  int direction;
+
+  CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
+};
+
+// One of them after the other.
+struct Step {
+  int head;
+  int tile;
+
+  CUTE_DEVICE static Step first(BackwardWorkItem const& item) {
+    return {item.first_head, item.first_tile};
+  }
+  CUTE_DEVICE void advance(BackwardWorkItem const& item) {
+    const bool next_head = tile == item.last_tile;
+    head += next_head ? 1 : 0;
+    tile = next_head ? item.first_tile : tile + item.direction;
+  }
+};
+
+template <class Tag>
+struct BackwardTraits {
+  static constexpr BackwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int key_warps = config.num_warps;  // those that hold dK and dV
+  static constexpr int key_warpgroups = key_warps / 4;
+  static constexpr int key_parts = block_n / 64;
+  // One warpgroup holds dV and another dK of the same keys, where not both of its own.
+  static constexpr bool separate = key_parts < key_warpgroups;
+  static constexpr int dq_warps = 4;
+  static constexpr int threads = 128 * (2 + key_warpgroups);
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::dropout);
+
+  // What setmaxnreg makes of the 128 registers that the launch gives every thread.
+  static constexpr int producer_registers = 32;
+  static constexpr int dq_registers = 64;
+  static constexpr int key_registers = 208;
+
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
+  // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
+  // that the launch gives, because that is as many as an instruction may name.
+  using GradientMma = RegisterMma<Element, head_dim == 256 ? 128 : head_dim, block_m>;
+  static constexpr int dq_columns = head_dim % 64 == 0 ? 64 : 32;  // at a time, for its registers
+  using DqMma = TransposedMma<Element, dq_columns, 64>;            // dQ = dS K
+  static_assert(head_dim % dq_columns == 0);
+
+  static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
+  static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
+  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int row_bytes = block_m * int(sizeof(float));
+  static constexpr int stages = 2;     // of Q and dO
+  static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
+  static constexpr int work_stages = 2;
+  using KeyLayout = TileLayout<Element, 64, head_dim, key_parts>;
+  using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
+  using ScoresLayout = TileLayout<Element, 64, block_m, ds_stages * key_parts>;
+
+  static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
+
+  struct SharedStorage {
+    alignas(1024) Element k[block_n * head_dim];
+    alignas(1024) Element v[block_n * head_dim];
+    alignas(1024) Element q[stages * block_m * head_dim];
+    alignas(1024) Element dout[stages * block_m * head_dim];
+    alignas(1024) Element ds[ds_stages * block_n * block_m];      // dS^T: keys x queries
+    alignas(1024) Element dk[separate ? 8 : block_n * head_dim];  // on their way out
+    alignas(1024) Element dv[separate ? 8 : block_n * head_dim];
+    alignas(128)
+        uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
+    alignas(128) float lse_log2[stages][block_m];
+    alignas(128) float softmax_d[stages][block_m];
+    Ring<1> key_ring;        // K and V
+    Ring<stages> q_ring;     // with lse_log2
+    Ring<stages> dout_ring;  // with softmax_d
+    Ring<ds_stages> ds_ring;
+    Ring<ds_stages> weights_ring;
+    Ring<work_stages> work_ring;
+    BackwardWorkItem work[work_stages];
+  };
+
+  static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
+  static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
+                (2 + key_warpgroups) * 128);
+  static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
+  static_assert(sizeof(SharedStorage) <= smem_limit);
+};
+
+}  // namespace flash_attn_cuda::sm90

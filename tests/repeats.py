@@ -1,0 +1,68 @@
+"""The same call many times, while the device is busy with other things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import AttentionCase, VarlenCase
+from harness import ON_CPU, bits, make_case, run_forward_backward, scaled, skip_without_row
+
+
+class Load:
+    """Matrix products on two other streams, a few more at every `push`: thread blocks of the
+    kernels under test start late, in another order, and on fewer SMs.
+    """
+
+    def __init__(self) -> None:
+        if ON_CPU:
+            return
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+        self._operands = [
+            torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for size in (2048, 256)
+        ]
+        torch.cuda.synchronize()
+
+    def push(self) -> None:
+        if ON_CPU:
+            return
+        for stream, operand, times in zip(self._streams, self._operands, (2, 9), strict=True):
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    torch.mm(operand, operand)
+
+
+def assert_repeatable(case: AttentionCase | VarlenCase, repeats: int) -> None:
+    """out, lse, dk, dv bit for bit, with results compared on the device; dq too where the case is
+    deterministic.
+    """
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    first = run_forward_backward(case, inputs)
+    names = [name for name in first.tensors() if name != "dq" or case.deterministic]
+    different = []
+    load = Load()
+    for _ in range(repeats):
+        load.push()
+        tensors = run_forward_backward(case, inputs).tensors()
+        different.append(
+            torch.stack([(bits(tensors[n]) != bits(first.tensors()[n])).sum() for n in names])
+        )
+    counts = torch.stack(different).sum(0).tolist()
+    wrong = {name: count for name, count in zip(names, counts, strict=True) if count}
+    assert not wrong, f"elements that differed in {repeats} runs: {wrong}"
+
+
+def crowded_case(**fields: Any) -> AttentionCase:
+    """Many key blocks add to each query, and more thread blocks than run at a time."""
+    return make_case(
+        **{
+            "batch": 2,
+            "seqlen_q": scaled(1100, 100),
+            "seqlen_k": scaled(1300, 150),
+            "num_heads_q": 8,
+            "num_heads_k": 8,
+            "deterministic": True,
+            **fields,
+        }
+    )

@@ -1,0 +1,230 @@
+"""The backward kernels of Hopper GPUs: agreement with the reference, that a CTA finds its way
+through many tiles, and that they give the same bits.
+
+What holds of any kernel is tested elsewhere too, and on a Hopper GPU of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import families
+import pytest
+import torch
+from cases import Alibi, AttentionCase
+from harness import (
+    ON_CPU,
+    Check,
+    assert_same_bits,
+    bits,
+    make_case,
+    make_varlen_case,
+    run_forward_backward,
+    scaled,
+    skip_without_row,
+)
+from pairwise import pairwise
+from repeats import assert_repeatable
+from sm90 import (
+    CAUSAL,
+    EVERY_HEAD_DIM,
+    MASKS,
+    random_lengths,
+    runs_sm90_kernels,
+    shaped_case,
+)
+
+__all__ = ["runs_sm90_kernels"]  # pytest finds it here
+
+pytestmark = pytest.mark.gpu
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+# -- agreement with the reference ------------------------------------------------------------------
+
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 130, 257, 400)
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "head_dim": (8, 40, 64, 72, 96, 104, 128, 160, 192, 224, 256),
+    "dtype": (torch.bfloat16, torch.float16),
+    "seqlen_q": LENGTHS,
+    "seqlen_k": LENGTHS,
+    "heads": ((2, 2), (4, 1), (6, 2)),
+    "mask": MASKS,
+    "softmax_scale": (None, 0.3),
+}
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "head_dim": (8, 64, 72, 96, 128, 192, 224, 256),
+    "dtype": (torch.bfloat16, torch.float16),
+    "seqlen_q": (1, 64, 65, 129, 200),
+    "seqlen_k": (1, 63, 65, 127, 129, 193, 301),
+    "heads": ((2, 2), (6, 2)),
+    "mask": MASKS,
+    "softcap": (0.0, 3.0),
+    "alibi": (None, *Alibi),
+    "dropout_p": (0.0, 0.2),
+    "deterministic": (False, True),
+}
+FOUR_PARTS = pytest.mark.parametrize("part", range(4))
+
+
+@FOUR_PARTS
+def test_shapes(check: Check, part: int) -> None:
+    """Every pair of a head dim, a length, a mask and so on."""
+    for choice in pairwise(SHAPES, seed=5)[part :: 4 * scaled(1, 4)]:
+        check(shaped_case(**choice))
+
+
+@FOUR_PARTS
+def test_features(check: Check, part: int) -> None:
+    for choice in pairwise(FEATURES, seed=6)[part :: 4 * scaled(1, 4)]:
+        check(shaped_case(**choice, batch=1))
+
+
+@EVERY_HEAD_DIM
+def test_scales(check: Check, head_dim: int) -> None:
+    for scale in (0.0, -0.0, 5.0, -0.3):
+        check(make_case(seqlen_q=130, seqlen_k=100, head_dim=head_dim, softmax_scale=scale))
+
+
+@EVERY_HEAD_DIM
+def test_ctas_that_share_a_key_head(check: Check, head_dim: int) -> None:
+    """Few key heads: fp32 partial sums, of tiles that no query sees too."""
+    for lengths, mask in (
+        ((300, 67), {"causal": True}),
+        ((100, 390), {"window": (0, 0)}),
+        ((260, 129), {"softcap": 4.0, "deterministic": True}),
+    ):
+        case = make_case(
+            batch=1,
+            seqlen_q=lengths[0],
+            seqlen_k=lengths[1],
+            num_heads_q=16,
+            num_heads_k=1,
+            head_dim=head_dim,
+            **mask,
+        )
+        if not ON_CPU:
+            assert families.planned(case, "backward")["dkdv_splits"] > 1, str(case)
+        check(case)
+    packed = {"lengths_q": (200, 0, 150), "lengths_k": (60, 20, 0), "num_heads_k": 1}
+    check(make_varlen_case(**packed, num_heads_q=8, head_dim=head_dim))
+
+
+# -- many tiles for every CTA ----------------------------------------------------------------------
+
+
+@EVERY_HEAD_DIM
+@pytest.mark.parametrize(
+    ("lengths", "mask"),
+    [
+        ((60, 300), {}),  # one query tile
+        ((300, 300), {"causal": True}),
+        ((300, 200), {"window": (-1, 7), "deterministic": True}),
+        ((60, 600), {"window": (64, 0)}),  # most tiles without queries, between others
+        ((300, 130), {"window": (64, 0)}),  # queries without keys
+        ((0, 200), {}),  # no tile has queries
+    ],
+    ids=str,
+)
+def test_many_tiles_for_every_cta(
+    check: Check, head_dim: int, lengths: tuple[int, int], mask: dict[str, Any]
+) -> None:
+    case = make_case(
+        batch=scaled(16, 1),
+        seqlen_q=lengths[0],
+        seqlen_k=lengths[1],
+        num_heads_q=scaled(16, 4),
+        num_heads_k=scaled(8, 2),
+        head_dim=head_dim,
+        **mask,
+    )
+    check(case)
+
+
+@CAUSAL
+@EVERY_HEAD_DIM
+def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
+    count, most = scaled(50, 6), scaled(500, 150)
+    case = make_varlen_case(
+        lengths_q=random_lengths(head_dim, count, most),
+        lengths_k=random_lengths(head_dim + 1, count, most),
+        num_heads_q=8,
+        num_heads_k=4,
+        head_dim=head_dim,
+        causal=causal,
+    )
+    check(case)
+    check(replace(case, dropout_p=0.2, deterministic=True))
+
+
+@EVERY_HEAD_DIM
+def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> None:
+    """Tiles that end within a sequence's rows, or lie behind the keys that are used."""
+    lengths = random_lengths(1, scaled(40, 6), scaled(400, 150))
+    keys = random_lengths(2, len(lengths), scaled(400, 150))
+    case = make_varlen_case(
+        lengths_q=lengths,
+        lengths_k=keys,
+        used_q=tuple(n // (1 + index % 4) for index, n in enumerate(lengths)),
+        used_k=tuple(n // (1 + index % 3) for index, n in enumerate(keys)),
+        num_heads_k=2,
+        head_dim=head_dim,
+        window=(90, 30),
+    )
+    check(case)
+    leftpad = tuple(min(n, index * 7 % 50) for index, n in enumerate(case.used_k or ()))
+    check(replace(case, leftpad=leftpad, window=(-1, -1)))
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+def many_heads_case(head_dim: int, **features: Any) -> AttentionCase:
+    """Several tiles of every head, and more of them than SMs."""
+    sizes = {"batch": scaled(6, 2), "num_heads_q": scaled(16, 4), "num_heads_k": scaled(16, 4)}
+    sizes |= {"seqlen_q": scaled(500, 90), "seqlen_k": scaled(530, 150)}
+    return make_case(**{**sizes, "head_dim": head_dim, **features})
+
+
+@EVERY_HEAD_DIM
+@CAUSAL
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_repeated_runs_give_the_same_bits(head_dim: int, causal: bool, deterministic: bool) -> None:
+    """Without an order all but dq."""
+    order = {"causal": causal, "deterministic": deterministic}
+    for heads_k in (scaled(16, 4), scaled(4, 2)):
+        case = many_heads_case(head_dim, num_heads_k=heads_k, **order)
+        assert_repeatable(case, scaled(20, 2))
+    few = {"batch": 1, "seqlen_k": 140, "num_heads_k": 1}  # keys' gradients in partial sums
+    assert_repeatable(many_heads_case(head_dim, **few, **order), scaled(20, 2))
+
+
+@EVERY_HEAD_DIM
+def test_a_head_does_not_depend_on_its_company(head_dim: int) -> None:
+    """Whatever CTA takes its tiles, after whose, and whatever those hold."""
+    case = many_heads_case(head_dim, causal=True, deterministic=True)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    expected = run_forward_backward(case, inputs)
+    names = ("q", "k", "v", "dout")
+    for batch, head in ((0, 0), (1, 3), (case.batch - 1, case.num_heads_q - 1)):
+        at = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
+        alone = {name: getattr(inputs, name)[at] for name in names}
+        alone["dlse"] = inputs.dlse[batch : batch + 1, head : head + 1]
+        one = replace(case, batch=1, num_heads_q=1, num_heads_k=1)
+        result = run_forward_backward(one, replace(inputs, **alone))
+        for name in GRADIENTS:
+            x, y = result.tensors()[name], expected.tensors()[name][at]
+            assert torch.equal(bits(x), bits(y)), (name, batch, head)
+    for bad in (torch.nan, torch.inf):
+        for name in names:
+            getattr(inputs, name)[1, 7, 2] = bad
+        dirty = run_forward_backward(case, inputs)
+        assert not dirty.dk[1, 7, 2].isfinite().any()
+        for result in (expected, dirty):
+            result.lse[1, 2] = 0.0
+            for name in ("out", *GRADIENTS):
+                result.tensors()[name][1, :, 2] = 0.0
+        assert_same_bits(dirty, expected, str(bad), deterministic=True)
