@@ -40,7 +40,23 @@ def sdpa_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v)
 
 
-ATTENTIONS: dict[str, Attention] = {"ours": ours, "sdpa": sdpa, "sdpa-math": sdpa_math}
+def sdpa_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(q, k, v)
+
+
+def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q, k, v)
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "ours": ours,
+    "sdpa": sdpa,
+    "sdpa-math": sdpa_math,
+    "sdpa-flash": sdpa_flash,
+    "sdpa-cudnn": sdpa_cudnn,
+}
 
 
 @dataclass(frozen=True)

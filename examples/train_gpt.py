@@ -183,9 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(name: str, curve: Curve) -> None:
+    used_cuda = torch.cuda.is_initialized()
+    peak = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if used_cuda else ""
     print(
         f"{name}: {len(curve.train)} steps in {curve.seconds:.1f} s, "
-        f"{curve.tokens / curve.seconds:,.0f} tokens/s; loss {curve.train[0]:.3f} -> "
+        f"{curve.tokens / curve.seconds:,.0f} tokens/s{peak}; loss {curve.train[0]:.3f} -> "
         f"{curve.train[-1]:.3f}, validation {curve.validation[-1][1]:.3f} nats per byte"
     )
 

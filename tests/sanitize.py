@@ -6,12 +6,14 @@ and follows it, odd shapes, and every bad input.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck python tests/sanitize.py
 
 memcheck and initcheck see single tensors only if torch does not carve them out of one large
-allocation, hence the variable (good for memcheck too). Inputs come from the CPU and results go back
-there to be compared, so that nearly every kernel the sanitizer watches is this package's. Exit
-status 1 if a result is wrong; add --error-exitcode 1 for the sanitizer's findings.
+allocation, hence the variable (good for memcheck too). None of the tools sees what TMA reads and
+writes: initcheck takes out, dk and dv of Hopper kernels for uninitialised. Inputs come from the
+CPU and results go back there to be compared, so that nearly every kernel the sanitizer watches is
+this package's. Exit status 1 if a result is wrong; add --error-exitcode 1 for the sanitizer's
+findings.
 
-On a Hopper GPU FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80 in the environment brings the forward rows of
-other GPUs, and FLASH_ATTN_CUDA_SMEM_LIMIT those for less shared memory.
+On a Hopper GPU FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80 in the environment brings the rows of other
+GPUs, and FLASH_ATTN_CUDA_SMEM_LIMIT those for less shared memory.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def moved(inputs: Any, case: Case) -> Any:
     return replace(inputs, **tensors)
 
 
-def run_case(case: Case, seed: int, backward: bool = True) -> list[str]:
+def run_case(case: Case, seed: int) -> list[str]:
     """One forward and, where wanted and compiled, one backward; returns what is wrong."""
     host_case = replace(case, device="cpu")
     if isinstance(host_case, AttentionCase):
@@ -188,7 +190,7 @@ def run_case(case: Case, seed: int, backward: bool = True) -> list[str]:
     on_device = moved(inputs, case)
     if isinstance(host_case, KvCacheCase):
         return run_cache(host_case, inputs, on_device)
-    with_backward = backward and missing_row(case, backward=True) is None
+    with_backward = missing_row(case, backward=True) is None
     result = (run_forward_backward if with_backward else run_forward)(case, on_device)
     rng_state = drawn_rng_state(case, on_device).cpu() if case.dropout_p > 0.0 else None
     reference = run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
@@ -243,8 +245,7 @@ def calls() -> Iterator[Call]:
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
     for case in many_tile_cases():
         case = replace(case, device=DEVICE)
-        run = partial(run_case, case, backward=False)
-        yield f"many tiles: {case}", run, missing_row(case, backward=False)
+        yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)
     yield "combine", run_combine, None
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():
