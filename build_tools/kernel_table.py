@@ -390,9 +390,9 @@ def sm90_backward_rows(
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
-    *sm90_backward_rows(128, spills={"": 16, "dropout": 128}),
-    *sm90_backward_rows(192, block_n=64, spills={"": 4}),
-    *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 232}),
+    *sm90_backward_rows(128, spills={"": 16, "dropout": 132}),
+    *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
+    *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),

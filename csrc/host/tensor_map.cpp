@@ -87,12 +87,23 @@ CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExt
                                       static_cast<cuuint32_t>(box.rows), 1, 1, 1};
   const cuuint32_t element_strides[rank] = {1, 1, 1, 1, 1};
   constexpr int columns_of_128_bytes = 64;
-  const CUresult status = encode(
-      &map,
-      dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      rank, base, sizes, strides, box_sizes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box.columns == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_map = [&] {
+    return encode(
+        &map,
+        dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        rank, base, sizes, strides, box_sizes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box.columns == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode_map();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not used the runtime yet, as one of autograd's.
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "current device");
+    check_cuda(cudaSetDevice(device), "current device");
+    status = encode_map();
+  }
   if (status != CUDA_SUCCESS)
     throw_error("cuTensorMapEncodeTiled failed with ", static_cast<int>(status));
   return map;

@@ -2,7 +2,7 @@
 // written directly. Of torch's ways to attach a gradient this is the one without per-call maps,
 // lists and wrapping, which on a small call cost more than the launch.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -37,10 +37,9 @@ struct NoDoubleBackward : Node {
   }
 };
 
-// dO of a loss that does not depend on the output: one row of zeros that every row reads.
-at::Tensor zero_gradient(const at::Tensor& out) {
-  return at::zeros({out.size(out.dim() - 1)}, out.options()).expand(out.sizes());
-}
+// dO of a loss that does not depend on the output. Not one row that every row reads: strides of 0
+// would keep the call from the Hopper kernels.
+at::Tensor zero_gradient(const at::Tensor& out) { return at::zeros_like(out); }
 
 // The tensors of a call that have no gradient.
 struct SavedSettings {

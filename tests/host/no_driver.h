@@ -13,6 +13,9 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** funct
   return cudaErrorInitializationError;
 }
 
+cudaError_t CUDARTAPI cudaGetDevice(int*) { return cudaErrorInitializationError; }
+cudaError_t CUDARTAPI cudaSetDevice(int) { return cudaErrorInitializationError; }
+
 const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "made-up failure"; }
 
 }  // extern "C"

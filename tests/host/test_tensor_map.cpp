@@ -35,6 +35,7 @@ struct Encoded {
 Encoded encoded;
 int encodings = 0;
 CUresult encode_result = CUDA_SUCCESS;
+bool thread_has_context = true;
 bool has_driver = false;
 std::string asked_for;
 unsigned asked_version = 0;
@@ -61,7 +62,7 @@ CUresult CUDAAPI encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t given
              .swizzle = swizzle,
              .fill = fill};
   encoded.strides.insert(encoded.strides.begin(), 2);
-  return encode_result;
+  return thread_has_context ? encode_result : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 const Encoded& map_of(const TensorView& view, const TensorExtent& extent, const TensorBox& box,
@@ -117,6 +118,17 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char* symbol, void*
   asked_version = version;
   *function = has_driver ? reinterpret_cast<void*>(&encode) : nullptr;
   *found = has_driver ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaGetDevice(int* device) {
+  *device = 3;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaSetDevice(int device) {
+  CHECK_EQ(device, 3);
+  thread_has_context = true;
   return cudaSuccess;
 }
 
@@ -260,6 +272,12 @@ TEST(what_the_driver_refuses_is_an_error) {
   CHECK_ERROR(map_of(view_of(extent), extent, {128, 64}), "cuTensorMapEncodeTiled failed with 1");
   encode_result = CUDA_SUCCESS;
   map_of(view_of(extent), extent, {128, 64});
+}
+
+TEST(a_thread_without_a_context_gets_that_of_its_device) {
+  thread_has_context = false;
+  map_of(view_of(extent), extent, {128, 64});
+  CHECK(thread_has_context);
 }
 
 // The extents of a call
