@@ -67,16 +67,20 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& 
   }
 }
 
-// The same -> dk or dv, straight from registers.
+// The same -> dk or dv straight from registers, or, where the query heads are split, `partial`.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void write_gradient(TensorView const& view, AttentionShape const& shape,
-                                BackwardWorkItem const& item, int key_begin,
-                                Accumulator const& accumulator, int thread) {
+CUTE_DEVICE void write_gradient(TensorView const& view, float* partial,
+                                BackwardArguments const& call, BackwardWorkItem const& item,
+                                int key_begin, Accumulator const& accumulator, int thread) {
+  if (call.dkdv_splits > 1) {
+    write_partial<Traits>(partial, call, item, key_begin, accumulator, thread);
+    return;
+  }
   const RowTarget<typename Traits::Element> target{
       .first = gradient_row<Traits>(view, item, key_begin),
       .row_stride = view.row_stride,
       .rows = item.work.sequence.rows_k - key_begin,
-      .columns = shape.head_dim};
+      .columns = call.params.shape.head_dim};
   write_rows(rows_cols_view(accumulator), target, thread);
 }
 

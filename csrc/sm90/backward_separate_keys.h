@@ -119,11 +119,7 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
       CUTE_UNROLL
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
-    if (call.dkdv_splits > 1) {
-      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
-    } else {
-      write_gradient<Traits>(call.params.dv, call.params.shape, item, key_begin, tGrdV, thread);
-    }
+    write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }
@@ -200,11 +196,7 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
 
     CUTE_UNROLL
     for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
-    if (call.dkdv_splits > 1) {
-      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
-    } else {
-      write_gradient<Traits>(call.params.dk, call.params.shape, item, key_begin, tGrdK, thread);
-    }
+    write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }

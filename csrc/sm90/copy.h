@@ -45,8 +45,8 @@ CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
 }
 
-// Rows [row, row + rows) of one head and batch entry, rows > 0: TMA has been seen to read what lies
-// outside of everything where all of a box does.
+// Rows [row, row + rows) of one head and batch entry, rows > 0: calls with a box that has none
+// ended now and then in an illegal access.
 struct RowSpan {
   int batch;
   int head;
