@@ -62,13 +62,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
-  [[maybe_unused]] auto own_weights = make_tensor_like<Element>(tGrP);
-  auto& weights = [&]() -> auto& {
-    if constexpr (Traits::has_modifiers)
-      return own_weights;
-    else
-      return tGrP;
-  }();
+  auto own_weights = make_tensor_like<Element>(tGrP);
+  auto& weights = weights_beside<Traits>(tGrP, own_weights);
 
   // Products run until they are waited for; then their buffer is given back.
   auto start_scores = [&]() {

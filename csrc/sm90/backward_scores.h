@@ -40,6 +40,16 @@ CUTE_DEVICE float2 of_queries(float const* statistics, int group) {
   return reinterpret_cast<float2 const*>(statistics + threadIdx.x % 4 * 2)[4 * group];
 }
 
+// Where the weights go: beside P, or, where nothing tells them apart, with it.
+template <class Traits, class Operand>
+CUTE_DEVICE Operand& weights_beside(Operand& probs, Operand& own_weights) {
+  if constexpr (Traits::has_modifiers) {
+    return own_weights;
+  } else {
+    return probs;
+  }
+}
+
 template <class Traits>
 struct ScoreMath {
   static constexpr int block_m = Traits::block_m;

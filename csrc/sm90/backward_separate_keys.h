@@ -61,13 +61,8 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
   auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
-  [[maybe_unused]] auto own_weights = make_tensor_like<Element>(tGrP);
-  auto& weights = [&]() -> auto& {
-    if constexpr (Traits::has_modifiers)
-      return own_weights;
-    else
-      return tGrP;
-  }();
+  auto own_weights = make_tensor_like<Element>(tGrP);
+  auto& weights = weights_beside<Traits>(tGrP, own_weights);
 
   auto start_scores = [&]() {
     wait_full(smem.q_ring, q_place);
