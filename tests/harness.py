@@ -373,6 +373,9 @@ def captured(function: Callable[[], Result]) -> Callable[[], Result]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = function()
+    # torch fills the captured seed on the capture's stream, a replay on its own: nothing else
+    # keeps the first from coming last.
+    torch.cuda.synchronize()
 
     def replay() -> Result:
         graph.replay()
