@@ -266,9 +266,13 @@ def write_outputs(
 
 def show_features(document: Row, *, as_markdown: bool) -> None:
     import feature_tables
+    import mask_tables
     from features import BENCHMARKS
 
-    columns = BENCHMARKS[document["benchmark"]].COLUMNS
+    if document["benchmark"] in BENCHMARKS:
+        columns = BENCHMARKS[document["benchmark"]].COLUMNS
+    else:
+        document, columns = mask_tables.short(document), mask_tables.COLUMNS
     if as_markdown:
         print(feature_tables.markdown(document, columns))
     else:
@@ -279,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="what --json of bench.py or features.py wrote")
+    parser.add_argument("results", type=Path, help="JSON of bench.py, features.py or mask_speed.py")
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -288,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     if document.get("schema") != SCHEMA:
         found = document.get("schema")
         raise SystemExit(f"{options.results}: schema must be {SCHEMA}, got {found}")
-    if "benchmark" in document:  # written by features.py
+    if "benchmark" in document:  # written by features.py or mask_speed.py
         if options.csv or options.plot:
             raise SystemExit(f"{options.results}: --csv and --plot are for results of bench.py")
         show_features(document, as_markdown=options.markdown)

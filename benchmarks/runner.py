@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 
 import torch
-from backends import Attend, Backend, Unsupported, is_cuda
+from backends import Backend, Unsupported, is_cuda
 from cases import AttentionCase, AttentionInputs
 from metrics import Pass, Timing
 from torch import Tensor
@@ -24,10 +24,9 @@ SAMPLE_MS = 0.5
 MAX_CALLS_PER_SAMPLE = 20
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 
-# Calls shorter than this may end before the host has issued the next one: the device is then kept
-# busy first, so that a sample holds no wait for the host.
-SHORT_CALL_MS = 0.2
-HOST_LEAD_MS_PER_CALL = 0.1
+# A call that takes less than twice the host's time for it may end before the host has issued the
+# next one: the device is then kept busy first, so that a sample holds no wait for the host.
+MIN_HOST_MS, MAX_HOST_MS = 0.1, 1.0  # per call: what is taken for the host's time
 SLEEP_CYCLES_PER_MS = 2_000_000  # near the clock of current data-centre GPUs
 
 # Input sets are used in turn, so that none of a call's data is left in the L2 cache.
@@ -93,6 +92,7 @@ class Contender:
     peak_bytes: int | None = None
     calls_per_sample: int = 1
     estimate_ms: float = 0.0
+    host_ms: float = MIN_HOST_MS  # to issue a call
 
 
 def make_input_sets(case: AttentionCase, seed: int = 0) -> list[AttentionInputs]:
@@ -191,12 +191,15 @@ def make_calls(
     ]
 
 
-def make_call(attend: Attend, which: Pass, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Call:
-    """One pass of `attend`. For the backward the forward runs here, once."""
+def make_call(attend: Callable[..., Tensor], which: Pass, *tensors: Tensor) -> Call:
+    """One pass of `attend`; tensors: its inputs, q, k, v and what else has a gradient, then dout.
+    For the backward the forward runs here, once.
+    """
+    *inputs, dout = tensors
     if which is Pass.forward:
-        return lambda: attend(q, k, v)
-    out = attend(q, k, v)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        return lambda: attend(*inputs)
+    out = attend(*inputs)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def peak_memory(call: Call, on_cuda: bool) -> int | None:
@@ -212,9 +215,12 @@ def peak_memory(call: Call, on_cuda: bool) -> int | None:
 
 
 def estimate(contender: Contender, on_cuda: bool) -> None:
-    """How long a call takes, and from it how many make a sample."""
+    """How long a call takes, the device and the host, and from it how many make a sample."""
     contender.calls_per_sample = 3
+    begin = time.perf_counter()
     sample = take_sample(contender, start=0, on_cuda=on_cuda)
+    host_ms = (time.perf_counter() - begin) * 1e3 / contender.calls_per_sample
+    contender.host_ms = min(MAX_HOST_MS, max(MIN_HOST_MS, host_ms))
     contender.estimate_ms = max(sample.milliseconds(), 1e-4)
     wanted = math.ceil(SAMPLE_MS / contender.estimate_ms)
     contender.calls_per_sample = min(MAX_CALLS_PER_SAMPLE, max(1, wanted))
@@ -274,8 +280,8 @@ def take_sample(contender: Contender, start: int, on_cuda: bool) -> Sample:
         for call in calls:
             call()
         return Sample(count, begin, time.perf_counter())
-    if contender.estimate_ms < SHORT_CALL_MS:
-        torch.cuda._sleep(int(count * HOST_LEAD_MS_PER_CALL * SLEEP_CYCLES_PER_MS))
+    if contender.estimate_ms < 2 * contender.host_ms:
+        torch.cuda._sleep(int(count * contender.host_ms * SLEEP_CYCLES_PER_MS))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for call in calls:

@@ -54,6 +54,8 @@ class Feature(Flag):
     paged_kv = 16
     split_kv = 32
     packed_gqa = 64
+    block_sparse = 128
+    bias = 256
 
 
 NO_FEATURES = Feature(0)
@@ -186,6 +188,8 @@ DECODE_FEATURES = (
 )
 BACKWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.deterministic
 BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
+# Lists of blocks, a bias, and whatever comes with them.
+MASKED = Feature.softcap | Feature.alibi | Feature.dropout | Feature.block_sparse | Feature.bias
 
 
 # Bytes that the rows of a tile may spill, by variant; "" is the plain one. As compiled for sm_90,
@@ -251,6 +255,32 @@ def sm90_features(head_dim: int, *, block_n: int, **options: Any) -> Iterator[Fo
     )
 
 
+def sm80_masked_forward(
+    head_dim: int, *, block_m: int, allowed_spill_bytes: int = 0
+) -> Iterator[ForwardRow]:
+    """A tile whose sides divide the 128 of a list's tiles."""
+    return sm80_forward(
+        head_dim,
+        block_m=block_m,
+        block_n=64,
+        num_warps=4,
+        features=MASKED,
+        variant="masked",
+        allowed_spill_bytes=allowed_spill_bytes,
+    )
+
+
+def sm90_sparse_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
+    return sm90_forward(
+        head_dim,
+        block_m=128,
+        block_n=128,
+        variant="sparse",
+        features=Feature.block_sparse,
+        **options,
+    )
+
+
 # The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
 # 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
@@ -266,6 +296,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_features(192, block_n=96, allowed_spill_bytes=80),
     *sm90_forward(256, block_m=128, block_n=64),
     *sm90_features(256, block_n=64, allowed_spill_bytes=84),
+    *sm90_sparse_forward(64),
+    *sm90_sparse_forward(128),
     *sm80_forward_rows(
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
     ),
@@ -285,6 +317,9 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(192, block_n=16, num_warps=4),
     *sm80_decode(256, block_n=16, num_warps=2),
     *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
+    *sm80_masked_forward(64, block_m=128),
+    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=252),
+    *sm80_masked_forward(256, block_m=64),
 )
 
 # How the backward's eight warps lie over its products: scores along queries, dK and dV along keys,
@@ -344,6 +379,30 @@ def sm80_backward_small(
     return sm80_backward_variants(head_dim, names, spills, **options)
 
 
+def sm80_masked_backward(
+    head_dim: int, *, smem: str = "", spills: int = 0, **options: Any
+) -> Iterator[BackwardRow]:
+    variant = f"masked_{smem}" if smem else "masked"
+    return sm80_backward_variants(head_dim, {variant: MASKED}, {variant: spills}, **options)
+
+
+def sm90_sparse_backward(
+    head_dim: int, *, block_m: int, allowed_spill_bytes: int = 0
+) -> Iterator[BackwardRow]:
+    return expand(
+        BackwardRow,
+        family=Family.sm90,
+        masks=(Mask.windowed,),
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=128,
+        num_warps=8,
+        features=Feature.block_sparse,
+        variant="sparse",
+        allowed_spill_bytes=allowed_spill_bytes,
+    )
+
+
 def sm80_backward_variants(
     head_dim: int, names: dict[str, Feature], spills: Spills, **options: Any
 ) -> Iterator[BackwardRow]:
@@ -393,6 +452,8 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(128, spills={"": 16, "dropout": 132}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
+    *sm90_sparse_backward(64, block_m=64, allowed_spill_bytes=112),
+    *sm90_sparse_backward(128, block_m=64, allowed_spill_bytes=128),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),
@@ -443,6 +504,16 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     ),
     *sm80_backward_small(
         256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
+    ),
+    *sm80_masked_backward(64, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
+    *sm80_masked_backward(
+        128, spills=260, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED
+    ),
+    *sm80_masked_backward(
+        128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
+    ),
+    *sm80_masked_backward(
+        256, smem="smem163k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
 )
 

@@ -67,6 +67,7 @@ def varlen_fwd(
     num_splits: int = 0,
     seqused_q: Tensor | None = None,
     batch_invariant: bool = False,
+    sink: Tensor | None = None,
 ) -> list[Tensor]: ...
 def bwd(
     dout: Tensor,
@@ -120,6 +121,59 @@ def varlen_bwd(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> list[Tensor]: ...
+def masked_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    alibi_slopes: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    block_rows: Tensor | None,
+    mask_bits: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> list[Tensor]: ...
+def masked_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    alibi_slopes: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    rng_state: Tensor | None,
+    dlse: Tensor | None,
+    block_columns: Tensor | None,
+    mask_bits: Tensor | None,
+    bias: Tensor | None,
+    wants_dbias: bool,
+) -> list[Tensor]: ...
 def fwd_kvcache(
     q: Tensor,
     kcache: Tensor,
@@ -146,6 +200,7 @@ def fwd_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     batch_invariant: bool = False,
     seqlen_k: int | None = None,
+    sink: Tensor | None = None,
 ) -> list[Tensor]: ...
 def combine(
     out_partial: Tensor,
@@ -175,6 +230,8 @@ def explain_forward(
     num_splits: int = 1,
     batch_invariant: bool = False,
     max_seqlen_q: int = 0,
+    block_sparse: bool = False,
+    bias: bool = False,
 ) -> dict[str, Any]: ...
 def explain_backward(
     dtype: str,
@@ -193,6 +250,8 @@ def explain_backward(
     alibi: bool = False,
     p_dropout: float = 0.0,
     deterministic: bool = False,
+    block_sparse: bool = False,
+    bias: bool = False,
 ) -> dict[str, Any]: ...
 def forward_instances() -> list[str]: ...
 def backward_instances() -> list[str]: ...

@@ -59,6 +59,8 @@ def explain(given: argparse.Namespace) -> int:
         "softcap": given.softcap,
         "alibi": given.alibi,
         "p_dropout": given.dropout,
+        "block_sparse": given.block_sparse,
+        "bias": given.bias,
     }
     serving = {
         "page_size": given.page_size,
@@ -103,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     call.add_argument("--softcap", type=float, default=0.0)
     call.add_argument("--alibi", action="store_true")
     call.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    call.add_argument("--block-sparse", action="store_true", help="a mask, as lists of blocks")
+    call.add_argument("--bias", action="store_true", help="a tensor added to the scores")
     call.add_argument("--deterministic", action="store_true")
     call.add_argument("--packed", action="store_true", help="sequence lengths are totals of all")
     call.add_argument("--cache", action="store_true", help="attention over a KV cache")

@@ -38,6 +38,7 @@ class Options(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     deterministic: bool
+    sink: Tensor | None = None  # of a call that reads pages; masked.py has its own
 
     @property
     def is_mask_only(self) -> bool:

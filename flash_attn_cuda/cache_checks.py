@@ -15,6 +15,7 @@ from .checks import (
     PAGED_LAYOUT,
     check_device_and_dtype,
     check_qkv,
+    check_sink,
     check_tensor,
 )
 from .length_checks import (
@@ -64,6 +65,7 @@ class CacheArguments:
     cu_seqlens_k_new: Tensor | None
     batch_invariant: bool
     seqlen_k: int | None
+    sink: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -104,6 +106,7 @@ def check_cache_inputs(call: CacheArguments) -> None:
     check_optional("cache_leftpad", call.cache_leftpad, (batch,), q)
     check_block_table(call.block_table, rows, k_cache, q, "k_cache")
     check_num_splits(call.num_splits)
+    check_sink(call.sink, q)
     _check_new_keys(call, batch)
     _check_rotary(call)
     if isinstance(call.seqlen_k, int):

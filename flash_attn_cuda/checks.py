@@ -19,6 +19,7 @@ MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SINK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # What a caller knows q, k and v as: slices of a packed tensor are errors of that tensor.
 Names = tuple[str, str, str]
@@ -131,6 +132,23 @@ def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
             f"alibi_slopes: must have shape ({heads},) or ({batch}, {heads}), "
             f"got {tuple(slopes.shape)}"
         )
+
+
+def check_sink(sink: Any, q: Tensor) -> None:
+    """Raise unless sink is None or a tensor (Hq,) of softmax_lse's dtype on the device of q."""
+    if sink is not None:
+        check_like("sink", sink, (q.shape[-2],), lse_dtype(q.dtype), q)
+
+
+def sink_for(q: Tensor, sink: Any) -> Tensor | None:
+    """A sink as check_sink wants it, of one of the dtypes that callers may have it in."""
+    if sink is None:
+        return None
+    check_tensor("sink", sink)
+    if sink.dtype not in (*SINK_DTYPES, lse_dtype(q.dtype)):
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in SINK_DTYPES)
+        raise TypeError(f"sink: dtype must be one of {allowed}, got {sink.dtype}")
+    return sink.to(lse_dtype(q.dtype)).contiguous()
 
 
 def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
@@ -27,6 +27,7 @@ from .checks import (
     check_attention_inputs,
     check_packed,
 )
+from .masked import Masks, attend_masked
 from .op_support import MAX_INT32
 from .private import _flash_attn_forward
 
@@ -46,13 +47,18 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
     Sequences of q and k, v may differ in length. Fewer key heads than query heads is grouped-query
     (or, with one, multi-query) attention: query head h reads key head h // (heads_q / heads_k).
     The score of query i and key j is softmax_scale * q_i k_j; then softcap is applied, then ALiBi,
-    then the mask.
+    then a bias, then masks: a key that any of them hides is hidden.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), head_dim from 1 to 256. fp16 or bf16 on CUDA; also
@@ -76,6 +82,15 @@ def flash_attn_func(
             score - slope * |i + seqlen_k - seqlen_q - j| (Press et al., "ALiBi", 2022).
         deterministic: bitwise repeatable gradients, at some cost. The forward always repeats.
         return_attn_probs: also return softmax_lse and S_dmask, for tests.
+        attn_mask: broadcasts to (batch, heads_q, seqlen_q, seqlen_k) in all but its last dimension,
+            which is seqlen_k. Boolean: True is visible; the tiles in which nothing is are left out.
+            Floating, of q's dtype or fp32: a bias that is added to the scores, differentiable.
+        block_mask: the same sparsity prepared beforehand: a BlockSparsity, a BlockMask of torch's
+            flex_attention, which is converted in every call, or booleans (batch or 1, heads_q or 1,
+            blocks of queries, blocks of keys), True visible. Not with a boolean attn_mask.
+        block_size: (queries, keys) of a block, multiples of 64, of a block_mask of booleans.
+        sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
+            the head, and so softmax_lse. Differentiable.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -83,20 +98,25 @@ def flash_attn_func(
         denominator, in fp32 (fp64 for fp64 inputs). S_dmask is empty without dropout; with it,
         (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, it holds the probabilities before
         dropout, negated where they are dropped.
-        A query that sees no key has out 0, softmax_lse -inf and no gradient.
+        A query that sees no key has out 0, softmax_lse -inf (with a sink, that) and no gradient.
         Differentiable, once, in q, k and v through out and softmax_lse. Under torch.autocast the
         inputs are cast to its dtype first.
 
     Raises:
         TypeError: an argument is not of the type or dtype required.
         ValueError: shapes, devices or numbers do not fit.
-        NotImplementedError: alibi_slopes requires grad, or a second derivative is asked for.
+        NotImplementedError: alibi_slopes requires grad, or a second derivative is asked for; with a
+            mask, a bias or a sink, S_dmask is; a gradient is needed of deterministic attention
+            with a mask or a bias, or of a bias under a softcap.
         RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
     """
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
-    return _attend(q, k, v, options, return_attn_probs, QKV_NAMES)
+    if attn_mask is None and block_mask is None and block_size is None and sink is None:
+        return _attend(q, k, v, options, return_attn_probs, QKV_NAMES)
+    masks = Masks(attn_mask, block_mask, block_size, sink)
+    return attend_masked(q, k, v, options, masks, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(

@@ -20,6 +20,7 @@ from .arguments import (
 )
 from .checks import check_softmax_scale, check_tensor, refuse_gradients
 from .kvcache_ops import KvCacheCall
+from .masked import sink_without_gradient
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -49,6 +50,7 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     batch_invariant: bool = False,
+    sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -89,6 +91,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: (batch + 1,), the same of k and v; None for cu_seqlens_q.
         batch_invariant: split keys at fixed lengths, so that a sequence's results are the same bits
             whatever the batch and the capacity; num_splits is not used then.
+        sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
+            the head, and so softmax_lse.
 
     Returns:
         out like q, or (out, softmax_lse), softmax_lse (batch, heads_q, seqlen_q) or (heads_q,
@@ -98,11 +102,13 @@ def flash_attn_with_kvcache(
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
         not written. NotImplementedError: a tensor requires grad while gradients are enabled.
     """
-    _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
     options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
     check_softmax_scale(softmax_scale)
+    if sink is not None:
+        sink = sink_without_gradient(q, sink)
     used, seqlen_k = _cache_lengths(cache_seqlens)
     if k is not None and cu_seqlens_k_new is None:
         cu_seqlens_k_new = cu_seqlens_q
@@ -112,10 +118,10 @@ def flash_attn_with_kvcache(
         *(options.window_left, options.window_right, options.softcap, bool(rotary_interleaved)),
         *(options.alibi_slopes, num_splits, cu_seqlens_q),
         seqlen_bound("max_seqlen_q", max_seqlen_q, q.shape[0] if cu_seqlens_q is not None else 0),
-        *(cu_seqlens_k_new, bool(batch_invariant), seqlen_k),
+        *(cu_seqlens_k_new, bool(batch_invariant), seqlen_k, sink),
     )
     indices = (used, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q, cu_seqlens_k_new)
-    others = (k, v, rotary_cos, rotary_sin, alibi_slopes, *indices)
+    others = (k, v, rotary_cos, rotary_sin, alibi_slopes, sink, *indices)
     if is_plain_cuda_call(q, k_cache, v_cache, *others):
         out, softmax_lse = _attend_by_extension(KvCacheCall(*arguments))
     else:
@@ -194,6 +200,6 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
-    names = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+    names = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink")
     reason = "as attention over a cache has no backward (torch.no_grad() says that none is wanted)"
     refuse_gradients(reason, **dict(zip(names, tensors, strict=True)))

@@ -8,7 +8,7 @@ _flash_attn_combine_out          the same into a given tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ class KvCacheCall(CacheArguments):
         if self.seqlen_k is not None:
             used = torch.full((self.batch,), self.seqlen_k, dtype=torch.int32, device="cpu")
         check_cache_contents(self, used)
+        options = replace(cpu_options(self, None), sink=self.sink)
         with torch.autocast("cpu", enabled=False):
             return cpu.kvcache_forward(
-                *(self.q, self.k_cache, self.v_cache, self.k, self.v, cpu_options(self, None)),
+                *(self.q, self.k_cache, self.v_cache, self.k, self.v, options),
                 rotary_cos=self.rotary_cos,
                 rotary_sin=self.rotary_sin,
                 rotary_interleaved=self.rotary_interleaved,
@@ -88,6 +89,7 @@ class KvCacheCall(CacheArguments):
             "cu_seqlens_k_new": self.cu_seqlens_k_new,
             "batch_invariant": self.batch_invariant,
             "seqlen_k": self.seqlen_k,
+            "sink": self.sink,
             **extension_options(self),
         }
 

@@ -23,6 +23,7 @@ MAX_INT32 = 2**31 - 1
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]
 Tensors4 = tuple[Tensor, Tensor, Tensor, Tensor]
+Tensors5 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 FORWARD_RETURNS = "Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state"
 GRADIENTS_RETURNS = "Tensor dq, Tensor dk, Tensor dv"
@@ -81,6 +82,13 @@ def schema_of(call: type, returns: str, mutated: Collection[str] = ()) -> str:
     return f"({', '.join(arguments)}) -> ({returns})"
 
 
+def arguments_of(call: Any) -> tuple[Any, ...]:
+    """The fields of a call in order: an operator's arguments. dataclasses.astuple would copy the
+    tensors.
+    """
+    return tuple(getattr(call, field.name) for field in dataclasses.fields(call))
+
+
 def check_score_arguments(call: ScoreArguments, batch: int, q: Tensor) -> None:
     """Raise unless every option of the scores is one that some backend runs."""
     check_softmax_scale(call.softmax_scale)
@@ -111,6 +119,19 @@ def extension_options(call: ScoreArguments) -> dict[str, Any]:
         "window_left": min(call.window_size_left, MAX_INT32),
         "window_right": min(call.window_size_right, MAX_INT32),
         "softcap": call.softcap,
+    }
+
+
+def extension_lengths(call: Any) -> dict[str, Any]:
+    """The lengths of packed sequences by the names that the extension's functions give them."""
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "seqused_q": call.seqused_q,
+        "seqused_k": call.seqused_k,
+        "leftpad_k": call.leftpad_k,
+        "max_seqlen_q": min(call.max_seqlen_q, MAX_INT32),
+        "max_seqlen_k": min(call.max_seqlen_k, MAX_INT32),
     }
 
 

@@ -4,8 +4,8 @@
     _flash_attn_backward   FlashAttention-2's operator; writes dq, dk, dv and returns softmax_d
     _flash_attn_gradients  the same gradients as new tensors: the first one's autograd formula
 
-Those of packed sequences are in varlen_ops.py, those of a KV cache in kvcache_ops.py. private.py
-and interface.py are what people call.
+Those of packed sequences are in varlen_ops.py, of a KV cache in kvcache_ops.py, of masks, biases
+and sinks in masked_ops.py. private.py and interface.py are what people call.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .op_support import (
     RANDOM,
     Tensors3,
     Tensors4,
+    arguments_of,
     call_extension,
     check_score_arguments,
     cpu_options,
@@ -171,7 +172,7 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors4, tuple[
     batch = q.shape[0] // size
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
     folded = replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
-    out, softmax_lse, s_dmask, rng_state = _forward_op(*_arguments(folded))
+    out, softmax_lse, s_dmask, rng_state = _forward_op(*arguments_of(folded))
     out, softmax_lse = (_unfold_batch(size, x) for x in (out, softmax_lse))
     if call.wants_s_dmask:
         return (out, softmax_lse, _unfold_batch(size, s_dmask), rng_state), (0, 0, 0, None)
@@ -355,16 +356,11 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors3, tuple[
     batch = tensors["q"].shape[0] // size
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
     folded = replace(call, alibi_slopes=slopes, **tensors)
-    dq, dk, dv = (_unfold_batch(size, x) for x in _gradients_op(*_arguments(folded)))
+    dq, dk, dv = (_unfold_batch(size, x) for x in _gradients_op(*arguments_of(folded)))
     return (dq, dk, dv), (0, 0, 0)
 
 
 # -- vmap ----------------------------------------------------------------------------------------
-
-
-def _arguments(call: Any) -> tuple[Any, ...]:
-    """The fields in order. dataclasses.astuple would copy the tensors."""
-    return tuple(getattr(call, f.name) for f in fields(call))
 
 
 def _fold_into_batch(size: int, x: Any, dim: int | None) -> Any:

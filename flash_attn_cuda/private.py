@@ -105,13 +105,14 @@ def _flash_attn_varlen_forward(
     seqused_q: Tensor | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
+    sink: Tensor | None = None,
 ) -> Tensors4:
     """FlashAttention-2's private forward of packed sequences, q (total_q, Hq, D).
 
     Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
     no effect, as all rows are written. Returns (out, softmax_lse (Hq, total_q), S_dmask (B, Hq,
     max_seqlen_q, max_seqlen_k), rng_state), the last two empty without dropout. On CUDA D must be a
-    multiple of 8. Differentiable in q, k, v, but not with a block_table.
+    multiple of 8. Differentiable in q, k, v, but not with a block_table or a sink (Hq,), fp32.
     """
     check_slopes_have_no_gradient(alibi_slopes)
     check_tensor("q", q)
@@ -119,6 +120,9 @@ def _flash_attn_varlen_forward(
     if block_table is not None:
         reason = "as attention over the pages of a block_table has no backward"
         refuse_gradients(reason, q=q, k=k, v=v)
+    if sink is not None:
+        reason = "as this function has no backward with a sink"
+        refuse_gradients(reason, q=q, k=k, v=v, sink=sink)
     op = varlen_forward_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_forward
     return op(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
@@ -126,7 +130,7 @@ def _flash_attn_varlen_forward(
         seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
         *(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         *(alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors),
-        *(num_splits, seqused_q, batch_invariant, deterministic),
+        *(num_splits, seqused_q, batch_invariant, deterministic, sink),
     )
 
 

@@ -26,6 +26,7 @@ from .arguments import (
 from .checks import (
     check_alibi_slopes,
     check_packed,
+    check_sink,
     check_softmax_scale,
     check_tensor,
     refuse_gradients,
@@ -37,6 +38,7 @@ from .length_checks import (
     check_num_splits,
     check_varlen_inputs,
 )
+from .masked import Masks, attend_masked_varlen
 from .op_support import MAX_INT32
 from .private import _flash_attn_varlen_forward
 from .varlen_ops import VarlenForwardCall
@@ -71,6 +73,10 @@ def flash_attn_varlen_func(
     leftpad_k: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    attn_mask: Tensor | None = None,
+    block_mask: Any = None,
+    block_size: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -103,6 +109,13 @@ def flash_attn_varlen_func(
             forward without a backward; 0 chooses.
         batch_invariant: split keys at fixed lengths, so that a sequence's results are the same bits
             whatever else is in the batch; num_splits is not used then.
+        attn_mask: as in flash_attn_func, where seqlen_q and seqlen_k are max_seqlen_q and
+            max_seqlen_k, which must be integers; (i, j) is about query i and key j of a sequence,
+            of those that attend and are there. With a mask, or a sink without a block_table, keys
+            are not split, which is batch-invariant.
+        block_mask: likewise. The lengths of a BlockSparsity or a BlockMask are upper bounds of
+            those of sequences, and at least max_seqlen_q and max_seqlen_k where those are integers.
+        sink: as in flash_attn_func; with a block_table, without a gradient.
 
     Returns:
         out (total_q, heads_q, head_dim), or (out, softmax_lse (heads_q, total_q), S_dmask); with
@@ -114,15 +127,25 @@ def flash_attn_varlen_func(
         lengths and indices that are wrong, and an integer max_seqlen below the longest sequence.
         On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
-        NotImplementedError: there is a block_table, and an input requires grad or dropout_p > 0.
+        NotImplementedError: there is a block_table, and an input requires grad, dropout_p > 0 or
+            there is an attn_mask or block_mask.
     """
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     if block_table is not None:
-        refuse_gradients(_NO_BACKWARD, q=q, k=k, v=v)
+        refuse_gradients(_NO_BACKWARD, q=q, k=k, v=v, sink=sink)
         if options.dropout_p > 0.0:
             raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {dropout_p}")
+    if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
+        masks = Masks(attn_mask, block_mask, block_size, sink)
+        if block_table is None:
+            check_num_splits(num_splits)
+            return attend_masked_varlen(
+                *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
+                *((seqused_q, seqused_k, leftpad_k), options, masks, return_attn_probs),
+            )
+        options = options._replace(sink=masks.sink_over_pages(q))
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     used = (seqused_q, seqused_k, leftpad_k, block_table)
     splits = (num_splits, batch_invariant)
@@ -214,7 +237,9 @@ def _attend(
     wants_s_dmask = return_attn_probs and options.dropout_p > 0.0
     if (
         not wants_s_dmask
-        and is_plain_cuda_call(q, k, v, options.alibi_slopes, cu_seqlens_q, cu_seqlens_k, *used)
+        and is_plain_cuda_call(
+            *(q, k, v, options.alibi_slopes, options.sink, cu_seqlens_q, cu_seqlens_k), *used
+        )
         and not (_is_split(lengths, splits) and _needs_gradient(q, k, v))
     ):
         out, softmax_lse = _attend_by_extension(q, k, v, lengths, options, splits, names)
@@ -320,6 +345,7 @@ def _operator_options(
         "seqused_q": lengths.seqused_q,
         "batch_invariant": splits[1],
         "deterministic": options.deterministic,
+        "sink": options.sink,
     }
 
 
@@ -361,3 +387,4 @@ def _check(
     check_varlen_inputs(q, k, v, lengths, names)
     check_alibi_slopes(options.alibi_slopes, lengths.batch, q)
     check_num_splits(splits[0])
+    check_sink(options.sink, q)

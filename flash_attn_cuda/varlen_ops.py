@@ -7,7 +7,7 @@ _flash_attn_varlen_gradients  the same gradients as new tensors
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .checks import (
     check_backward_tensors,
     check_cuda_head_dim,
     check_rng_state,
+    check_sink,
     check_targets,
     lse_dtype,
 )
@@ -31,7 +32,6 @@ from .length_checks import (
 from .op_support import (
     FORWARD_RETURNS,
     GRADIENTS_RETURNS,
-    MAX_INT32,
     RANDOM,
     Tensors3,
     Tensors4,
@@ -41,6 +41,7 @@ from .op_support import (
     draw_rng_state,
     empty_rng_state,
     empty_s_dmask,
+    extension_lengths,
     extension_options,
     for_transforms,
     is_functorch_active,
@@ -81,12 +82,14 @@ class VarlenForwardCall:
     seqused_q: Tensor | None = None
     batch_invariant: bool = False
     deterministic: bool = False
+    sink: Tensor | None = None  # (heads_q,), without a gradient
 
     def check(self) -> None:
         """Raise for what no backend runs."""
         check_varlen_inputs(self.q, self.k, self.v, lengths_of(self, self.block_table))
         check_score_arguments(self, self.cu_seqlens_q.shape[0] - 1, self.q)
         check_num_splits(self.num_splits)
+        check_sink(self.sink, self.q)
         check_cuda_head_dim(self.q)
 
     @property
@@ -104,7 +107,10 @@ class VarlenForwardCall:
             num_splits=self.num_splits,
             batch_invariant=self.batch_invariant,
             block_table=self.block_table,
-            **_extension_lengths(self),
+            sink=self.sink,
+            zero_tensors=False,
+            unused_generator=None,
+            **extension_lengths(self),
             **extension_options(self),
         )
         return out, softmax_lse, s_dmask, rng_state
@@ -138,7 +144,7 @@ def _forward_op(*args: Any) -> Tensors4:
     lengths = lengths_of(call, call.block_table)
     check_varlen_contents(q, k, lengths)
     rng_state = draw_rng_state(call.dropout_p)
-    options = cpu_options(call, rng_state)
+    options = replace(cpu_options(call, rng_state), sink=call.sink)
     starts = (call.cu_seqlens_q, _starts_of_keys(lengths))
     used = (call.seqused_q, call.seqused_k, call.leftpad_k, call.block_table)
     with torch.autocast("cpu", enabled=False):
@@ -179,26 +185,15 @@ def _starts_of_keys(lengths: Lengths) -> Tensor:
     return pad(lengths.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _extension_lengths(call: Any) -> dict[str, Any]:
-    """The arguments that varlen_fwd and varlen_bwd share."""
-    return {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_k": call.cu_seqlens_k,
-        "seqused_q": call.seqused_q,
-        "seqused_k": call.seqused_k,
-        "leftpad_k": call.leftpad_k,
-        "max_seqlen_q": min(call.max_seqlen_q, MAX_INT32),
-        "max_seqlen_k": min(call.max_seqlen_k, MAX_INT32),
-        "zero_tensors": False,
-        "unused_generator": None,
-    }
-
-
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
     call = VarlenForwardCall(*inputs)
     if call.block_table is not None:
         raise NotImplementedError(
             "block_table: attention over pages has no backward; its inputs must not require grad"
+        )
+    if call.sink is not None:
+        raise NotImplementedError(
+            "sink: has no backward here, which _masked_forward has; inputs must not require grad"
         )
     out, softmax_lse, s_dmask, rng_state = output
     ctx.save_for_backward(
@@ -295,7 +290,9 @@ class VarlenBackwardCall:
             deterministic=self.deterministic,
             rng_state=self.rng_state if self.dropout_p > 0.0 else None,
             dlse=self.dlse,
-            **_extension_lengths(self),
+            zero_tensors=False,
+            unused_generator=None,
+            **extension_lengths(self),
             **extension_options(self),
         )
         return dq, dk, dv, softmax_d

@@ -4,7 +4,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import gpu_summary
 import pytest
@@ -18,6 +18,8 @@ from harness import (
     check_forward_backward,
     skip_without_row,
 )
+from masked_cases import MaskedCase
+from masked_harness import check_masked
 from tolerance import Closeness
 
 from flash_attn_cuda import check_device_errors
@@ -90,6 +92,18 @@ def check(request: pytest.FixtureRequest) -> Check:
             report = check_forward_backward(case, seed, use_dlse=use_dlse)
         else:
             report = check_forward(case, seed)
+        gpu_summary.record(request.node, str(case), report)
+        return report
+
+    return run
+
+
+@pytest.fixture
+def check_mask(request: pytest.FixtureRequest) -> Callable[..., list[Closeness]]:
+    """check_mask(case, seed=0, backward=True, use_dlse=True): the same of a MaskedCase."""
+
+    def run(case: MaskedCase, seed: int = 0, **options: bool) -> list[Closeness]:
+        report = check_masked(case, seed, **options)
         gpu_summary.record(request.node, str(case), report)
         return report
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
@@ -86,13 +86,15 @@ def needed_features(case: Case, pass_name: str) -> set[str]:
     return {name for name, wanted in needed.items() if wanted}
 
 
-def missing_row(case: Case, *, backward: bool) -> str | None:
-    """What the build lacks for this case, or None. The CPU backend lacks nothing."""
+def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) -> str | None:
+    """What the build lacks for this case and `further` features, or None. The CPU backend lacks
+    nothing.
+    """
     if ON_CPU:
         return None
     is_masked = case.causal or max(case.window) >= 0
     for pass_name in ("forward", "backward") if backward else ("forward",):
-        needed = needed_features(case, pass_name)
+        needed = needed_features(case, pass_name) | set(further)
         covered = any(
             row.pass_name == pass_name
             and row.dtype == DTYPE_NAMES[case.dtype]
@@ -149,7 +151,7 @@ def expected_keep_mask(case: AttentionCase | VarlenCase, rng_state: Tensor) -> T
         lengths = (case.seqlen_q, case.seqlen_k)
     seed, offset = rng_state.tolist()
     mask = reference.keep_mask(seed, offset, case.dropout_p, case.batch, case.num_heads_q, *lengths)
-    return mask.to(DEVICE)
+    return mask.to(rng_state.device)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -223,15 +225,16 @@ def run_reference(
     *,
     use_dlse: bool = True,
     rng_state: Tensor | None = None,
+    **features: Any,
 ) -> tuple[AttentionResult, AttentionResult]:
     """(fp64 result, naive low-precision result) for tolerance.assert_close. `rng_state` is that of
-    the call, by default what these inputs would draw.
+    the call, by default what these inputs would draw; `features` override the case's options.
     """
     mask = None
     if case.dropout_p > 0.0:
         state = drawn_rng_state(case, inputs) if rng_state is None else rng_state
         mask = expected_keep_mask(case, state)
-    options = {"options": case.options(inputs.alibi_slopes, mask)}
+    options = {"options": replace(case.options(inputs.alibi_slopes, mask), **features)}
     tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse if use_dlse else None)
     if isinstance(case, VarlenCase):
         options |= inputs.lengths()

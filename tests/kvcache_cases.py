@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
-from layouts import Features
+from layouts import DTYPE_NAMES, Features
 from torch import Tensor
 
 
@@ -33,6 +33,7 @@ class KvCacheInputs:
     cu_seqlens_q: Tensor | None
     cu_seqlens_k_new: Tensor | None
     alibi_slopes: Tensor | None
+    sink: Tensor | None = None
 
     def arguments(self) -> dict[str, Tensor | None]:
         """For the function and for kvcache_reference."""
@@ -56,6 +57,7 @@ class KvCacheCase(Features):
     num_heads_q: int = 4
     num_heads_k: int = 2
     head_dim: int = 64
+    sink: torch.dtype | None = None
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -72,6 +74,8 @@ class KvCacheCase(Features):
         if self.rotary_dim > 0:
             pairs = "interleaved" if self.rotary_interleaved else "halves"
             parts.append(f"rotary{self.rotary_dim}{pairs}")
+        if self.sink is not None:
+            parts.append(f"sink_{DTYPE_NAMES[self.sink]}")
         return "-".join(parts).replace(" ", "")
 
     @property
@@ -127,7 +131,14 @@ class KvCacheCase(Features):
             cu_seqlens_q=self._offsets(self.seqlens_q),
             cu_seqlens_k_new=self._offsets(new),
             alibi_slopes=self.make_slopes(self.batch, self.num_heads_q, generator),
+            sink=self._sink(generator),
         )
+
+    def _sink(self, generator: torch.Generator) -> Tensor | None:
+        if self.sink is None:
+            return None
+        sink = torch.randn(self.num_heads_q, device=self.device, generator=generator)
+        return sink.to(self.sink)
 
     def _leading(self, seqlens: int | tuple[int, ...]) -> tuple[int, ...]:
         return (self.batch, seqlens) if isinstance(seqlens, int) else (sum(seqlens),)

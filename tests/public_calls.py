@@ -137,11 +137,17 @@ def _make_varlen(size: int, head_dim: int = 64) -> Tensors:
 
 
 def _varlen_paged(
-    q: Tensor, pool_k: Tensor, pool_v: Tensor, cu_q: Tensor, used: Tensor, table: Tensor
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    cu_q: Tensor,
+    used: Tensor,
+    table: Tensor,
+    **sink: Tensor,
 ) -> tuple[Tensor, ...]:
     cu_k = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_varlen_func(
-        q, pool_k, pool_v, cu_q, cu_k, None, None, causal=True, block_table=table, **LSE
+        q, pool_k, pool_v, cu_q, cu_k, None, None, causal=True, block_table=table, **sink, **LSE
     )
 
 
@@ -157,9 +163,11 @@ def _make_varlen_paged(size: int) -> Tensors:
     return made | _make_pool(size) | _cu_seqlens(size, "cu_q")
 
 
-def _decode(q: Tensor, cache_k: Tensor, cache_v: Tensor, used: Tensor) -> tuple[Tensor, ...]:
+def _decode(
+    q: Tensor, cache_k: Tensor, cache_v: Tensor, used: Tensor, **sink: Tensor
+) -> tuple[Tensor, ...]:
     return flash_attn_with_kvcache(
-        q, cache_k, cache_v, cache_seqlens=used, causal=True, return_softmax_lse=True
+        q, cache_k, cache_v, cache_seqlens=used, causal=True, return_softmax_lse=True, **sink
     )
 
 
@@ -235,6 +243,36 @@ def _make_packed_queries(size: int) -> Tensors:
     return made | _cu_seqlens(size, "cu_q")
 
 
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, blocks: Tensor, sink: Tensor
+) -> tuple[Tensor, ...]:
+    return flash_attn_func(
+        *(q, k, v), causal=True, attn_mask=bias, block_mask=blocks, block_size=(64, 128),
+        sink=sink, **LSE,
+    )  # fmt: skip
+
+
+def _make_masked(size: int) -> Tensors:
+    """Of several tiles, whose numbers are no other extents, which a compiler would take for one.
+    The bias is shared by nothing, so that its gradient is no sum.
+    """
+    seqlen_q, seqlen_k = 110 + 100 * size, 740 + 100 * size
+    made = {"q": normal(2, seqlen_q, HEADS_Q, 64)}
+    made |= {name: normal(2, seqlen_k, HEADS_K, 64) for name in "kv"}
+    made["bias"] = normal(2, HEADS_Q, seqlen_q, seqlen_k)
+    blocks = torch.rand(2, 1, -(-seqlen_q // 64), -(-seqlen_k // 128)) < 0.5
+    return made | {"blocks": blocks.to(DEVICE), "sink": torch.rand(HEADS_Q).to(DEVICE)}
+
+
+def _varlen_masked(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, bias: Tensor, sink: Tensor
+) -> tuple[Tensor, ...]:
+    most = (q.shape[0], k.shape[0])
+    return flash_attn_varlen_func(
+        *(q, k, v, cu_q, cu_k, *most), window_size=(9, 2), attn_mask=bias, sink=sink, **LSE
+    )
+
+
 def _combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, ...]:
     return flash_attn_combine(out_partial, lse_partial, out_dtype=torch.bfloat16)
 
@@ -301,4 +339,27 @@ PUBLIC_CALLS = [
     PublicCall("paged_append", _paged_append, _make_paged_append, mutated=POOLS),
     PublicCall("packed_queries", _packed_queries, _make_packed_queries),
     PublicCall("combine", _combine, _make_partials),
+    PublicCall("masked", _masked, _make_masked, ("q", "k", "v", "bias", "sink")),
+    PublicCall(
+        "varlen_masked",
+        _varlen_masked,
+        lambda n: {
+            **_make_varlen(n),
+            "bias": normal(3, 1, 1, 4 + 9 * n, dtype=torch.float32),
+            "sink": normal(HEADS_Q),
+        },
+        ("q", "k", "v", "sink"),
+    ),
+    PublicCall(
+        "varlen_paged_sink",
+        lambda sink, **given: _varlen_paged(**given, sink=sink),
+        lambda n: {**_make_varlen_paged(n), "sink": normal(HEADS_Q)},
+    ),
+    PublicCall(
+        "decode_sink",
+        lambda q, cache_k, cache_v, used, sink: _decode(
+            q, cache_k[1:], cache_v[1:], used, sink=sink
+        ),
+        lambda n: {**_make_cache(n), "sink": normal(HEADS_Q, dtype=torch.float32)},
+    ),
 ]  # fmt: skip

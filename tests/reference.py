@@ -10,7 +10,11 @@ Conventions of the whole package:
     inclusive, aligned to the bottom right corner. A negative or None bound is no bound. causal sets
     right to 0.
   - lse (B, Hq, Sq) is the natural logarithm of the sum of exp(score) over visible keys.
-  - A query without a visible key has out 0 and lse -inf, and no gradient flows through it.
+  - A bias, (B, Hq, Sq, Sk) or broadcast to that but in Sk, is then added; -inf hides a key. A mask
+    of that shape hides keys as well. Of packed sequences, Sq and Sk are bounds of theirs.
+  - A sink (Hq,) adds exp(sink) to the softmax's denominator, so that lse has it too.
+  - A query without a visible key has out 0 and lse -inf, or the sink, and no gradient flows through
+    it but that of lse by the sink.
   - Dropout multiplies probabilities by keep / (1 - p), p in whole steps of 2^-16; lse does not see
     it. Which ones are kept is a matter of reference_dropout.
   - Packed sequences: q (total_q, Hq, D), k and v (total_k, Hk, D), lse (Hq, total_q). Sequence b
@@ -21,18 +25,16 @@ Conventions of the whole package:
 
 from __future__ import annotations
 
-from reference_dense import (
+from reference_dense import attention, attention_with_gradients, low_precision
+from reference_dropout import keep_mask, philox_4x32_7
+from reference_kvcache import KvCacheResult, kvcache_reference, rotate
+from reference_parts import (
     NO_WINDOW,
     AttentionOptions,
     AttentionResult,
     WindowBounds,
-    attention,
-    attention_with_gradients,
-    low_precision,
     visible_keys,
 )
-from reference_dropout import keep_mask, philox_4x32_7
-from reference_kvcache import KvCacheResult, kvcache_reference, rotate
 from reference_varlen import (
     dense_keys,
     varlen_attention_with_gradients,

@@ -7,13 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reference_dense import (
-    PLAIN,
-    AttentionOptions,
-    AttentionResult,
-    attention_with_gradients,
-    low_precision,
-)
+from reference_dense import attention_with_gradients, low_precision
+from reference_parts import PLAIN, AttentionOptions, AttentionResult
 from reference_varlen import dense_keys
 from torch import Tensor
 

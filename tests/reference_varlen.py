@@ -7,13 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reference_dense import (
-    PLAIN,
-    AttentionOptions,
-    AttentionResult,
-    attention_with_gradients,
-    low_precision,
-)
+from reference_dense import attention_with_gradients, low_precision
+from reference_parts import PLAIN, AttentionOptions, AttentionResult, of_sequence
 from torch import Tensor
 
 Lengths = Tensor | None
@@ -109,6 +104,10 @@ def _each(
     q, k, v, dout, dlse = tensors
     out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, q, k, v))
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
+    dbias, dsink = (
+        None if x is None else torch.zeros_like(x, dtype=dtype)
+        for x in (options.bias, options.sink)
+    )
     noise: dict[str, float] = {}
     for rows in sequences:
         at_q, at_k = rows.queries, rows.keys
@@ -123,9 +122,16 @@ def _each(
         )
         out[at_q], lse[:, at_q], dq[at_q] = result.out[0], result.lse[0], result.dq[0]
         dk[at_k], dv[at_k] = result.dk[0], result.dv[0]
+        if dbias is not None:
+            seqlens = (at_q.stop - at_q.start, at_k.stop - at_k.start)
+            of_sequence(dbias, rows.index, *seqlens).add_(result.dbias)
+        if dsink is not None:
+            dsink += result.dsink
         for name, value in result.noise.items():
             noise[name] = max(noise.get(name, 0.0), value)
-    return AttentionResult(out=out, lse=lse, dq=dq, dk=dk, dv=dv, noise=noise)
+    return AttentionResult(
+        out=out, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias, dsink=dsink, noise=noise
+    )
 
 
 def dense_keys(

@@ -81,7 +81,7 @@ def test_compiled_rows_and_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The build record of the whole table, read as an extension would hand it out."""
-    calls = []
+    calls, backward_calls = [], []
 
     class Extension:
         def build_record(self) -> str:
@@ -93,6 +93,7 @@ def test_compiled_rows_and_explain(
             return {"instance": "the_forward_kernel", "grid": 12}
 
         def explain_backward(self, **call: Any) -> dict[str, Any]:
+            backward_calls.append(call)
             raise RuntimeError("no compiled kernel")
 
     monkeypatch.setattr(build_info, "extension", Extension())
@@ -110,12 +111,18 @@ def test_compiled_rows_and_explain(
     printed = capsys.readouterr().out
     assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
     assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
+    assert not any(calls[0][mask] or backward_calls[0][mask] for mask in ("block_sparse", "bias"))
 
     decode = ["--cache", "--page-size", "16", "--window", "7", "0", "--num-splits", "3"]
     assert main(["--explain", *decode]) == 0
     wanted = {"page_size": 16, "lengths_on_device": True, "window_left": 7, "num_splits": 3}
     assert calls[1].items() >= wanted.items()
     assert "backward" not in capsys.readouterr().out
+
+    for option, chosen in (("--block-sparse", "block_sparse"), ("--bias", "bias")):
+        main(["--explain", option])
+        for call in (calls[-1], backward_calls[-1]):
+            assert [name for name in ("block_sparse", "bias") if call[name]] == [chosen]
 
 
 def test_self_check_covers_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

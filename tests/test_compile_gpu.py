@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import DEVICE, ON_CPU, make_case, skip_without_row
+from inductor import has_python_headers
 from public_calls import PUBLIC_CALLS, PublicCall, normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,18 +64,12 @@ def test_compile_through_aot_autograd(call: PublicCall) -> None:
         assert_close(call.run(compiled, arguments), expected, f"size {size}")
 
 
-def _has_python_headers() -> bool:
-    """Triton, inductor's code generator on GPUs, compiles a C file against them."""
-    folders = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
-    return any(Path(folder, "Python.h").exists() for folder in folders if folder)
-
-
 @pytest.mark.cuda_only
 @pytest.mark.parametrize(
     "call", [c for c in PUBLIC_CALLS if c.name in ("varlen", "append", "paged_append")], ids=str
 )
 def test_compile_with_inductor(call: PublicCall) -> None:
-    if not _has_python_headers():
+    if not has_python_headers():
         pytest.skip("inductor needs Python's headers")
     arguments = call.make(3)
     expected = call.run(call.function, arguments)
@@ -87,7 +79,7 @@ def test_compile_with_inductor(call: PublicCall) -> None:
 @pytest.mark.cuda_only
 def test_compile_with_cuda_graphs() -> None:
     """reduce-overhead captures the call; the custom op must say what it writes."""
-    if not _has_python_headers():
+    if not has_python_headers():
         pytest.skip("inductor needs Python's headers")
     call = next(c for c in PUBLIC_CALLS if c.name == "decode")
     compiled = torch.compile(call.function, fullgraph=True, mode="reduce-overhead")
@@ -175,7 +167,7 @@ def test_compiled_training_step_learns() -> None:
         torch.manual_seed(0)
         model = Block().to(DEVICE, torch.bfloat16)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-        backend = "aot_eager" if ON_CPU or not _has_python_headers() else "inductor"
+        backend = "aot_eager" if ON_CPU or not has_python_headers() else "inductor"
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         run = []
         for _ in range(5):

@@ -43,6 +43,7 @@ AXES = {
     "window": [(-1, -1), (6, -1), (9, 3)],
     "features": [{}, {"softcap": 2.0}, {"alibi": Alibi.per_batch}],
     "heads": [(4, 4), (6, 2), (4, 1)],
+    "sink": [None, torch.float32],
 }
 
 
@@ -76,6 +77,7 @@ def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
     """Changes the caches of `inputs`."""
     arguments = inputs.arguments()
     options = cpu_options(case, case.head_dim, arguments.pop("alibi_slopes"))
+    options = replace(options, sink=arguments.pop("sink"))
     out, lse = cpu.kvcache_forward(
         **arguments, options=options, rotary_interleaved=case.rotary_interleaved
     )

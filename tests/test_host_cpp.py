@@ -29,6 +29,8 @@ PROGRAMS = {
     "test_window": (),
     "test_index_maths": (),
     "test_sequence": (),
+    "test_block_lists": (),
+    "test_tile_order": (),
     "test_dropout": (),
     "test_select_instance": ("select_instance",),
 }
@@ -39,6 +41,7 @@ CUDA_PROGRAMS = {
     "test_plan_decode": PLAN_FORWARD,
     "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
     "test_plan_backward": PLAN_BACKWARD,
+    "test_plan_masked": (*PLAN_FORWARD, "plan_backward"),
     "test_turns": PLAN_BACKWARD,
     "test_run": (*PLAN_FORWARD, "plan_backward", "run_forward", "run_backward"),
     "test_device_info": ("device_info",),

@@ -26,18 +26,19 @@ TRAINING = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
+MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 MASK = "causal, window_size_left, window_size_right, softcap, alibi_slopes"
 BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 
 # FlashAttention-2's parameters, and behind them this package's own.
 SIGNATURES = {
-    "flash_attn_func": f"q, k, v, {TRAINING}",
+    "flash_attn_func": f"q, k, v, {TRAINING}, *, {MASKS}",
     "flash_attn_kvpacked_func": f"q, kv, {TRAINING}",
     "flash_attn_qkvpacked_func": f"qkv, {TRAINING}",
     "flash_attn_varlen_func": (
         f"q, k, v, {LENGTHS}, {TRAINING}, block_table=None, *, seqused_q=None, seqused_k=None, "
-        "leftpad_k=None, num_splits=0, batch_invariant=False"
+        f"leftpad_k=None, num_splits=0, batch_invariant=False, {MASKS}"
     ),
     "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TRAINING}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TRAINING}",
@@ -46,7 +47,8 @@ SIGNATURES = {
         "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, "
-        "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False"
+        "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
+        "sink=None"
     ),
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
     "check_device_errors": "device=None",
@@ -57,7 +59,7 @@ SIGNATURES = {
         f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
         "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
         "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0, "
-        "seqused_q=None, batch_invariant=False, deterministic=False"
+        "seqused_q=None, batch_invariant=False, deterministic=False, sink=None"
     ),
     "_flash_attn_backward": (
         f"{BACKWARD}, dropout_p, softmax_scale, {MASK}, deterministic, rng_state=None, dlse=None"

@@ -1,4 +1,4 @@
-"""The kernel table: what the C++ side reads of it, which row a call finds, and the row filter."""
+"""The kernel table: what the C++ side reads of it, and which row a call finds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kernel_rows import (
-    DECODE_ROW,
-    DROPOUT_ROW,
-    FEATURES_ROW,
-    ROW,
-    SHORT_ROW,
-    SM80_FIELDS,
-    SM90_BACKWARD_DROPOUT_ROW,
-    SM90_BACKWARD_ROW,
-    SM90_ROW,
-    TABLE,
-)
+from kernel_rows import SM80_FIELDS
 
 from build_tools import generate_units
 from build_tools.kernel_table import (
@@ -36,12 +25,8 @@ from build_tools.kernel_table import (
     Mask,
     Pass,
 )
-from build_tools.row_filter import RowFilterError, select_rows
 
 REPO = Path(__file__).resolve().parents[1]
-
-
-# The table
 
 
 def test_row_names_are_unique() -> None:
@@ -84,9 +69,14 @@ def _kind(row: KernelRow) -> Kind | None:
     return row.kind if isinstance(row, ForwardRow) else None
 
 
+MASKS = Feature.block_sparse | Feature.bias
+
+
 def _group(row: KernelRow) -> tuple:
-    """What a request and the device fix: rows of other groups never compete with this one."""
-    return row.kernel_pass, row.family, row.dtype, _kind(row)
+    """What a request and the device fix: rows of other groups never compete with this one, or, as
+    those for lists and a bias, only where no other runs.
+    """
+    return row.kernel_pass, row.family, row.dtype, _kind(row), bool(row.features & MASKS)
 
 
 def _most_causal_queries(row: KernelRow) -> int:
@@ -103,14 +93,16 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
-    """So that a call without features never runs the slower kernel. In sm80 of the same tile, as
-    tiles differ in the shared memory that they need; all of sm90 fit the GPUs that it runs on.
+    """So that a call without features never runs the slower kernel. In the sm80 backward of the
+    same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
+    their family runs on.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
     tiles = ("block_m", "block_n", "num_warps")
 
     def tile(row: KernelRow) -> dict:
-        left_out = ("features", *(tiles if row.family is Family.sm90 else ()))
+        is_any = row.family is Family.sm90 or row.kernel_pass is Pass.forward
+        left_out = ("features", *(tiles if is_any else ()))
         return {name: value for name, value in row.config().items() if name not in left_out}
 
     for position, row in enumerate(rows):
@@ -122,6 +114,14 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
             if tile(other) == tile(row) and not other.features & ~free
         ]
         assert twins, row.name
+
+
+def test_every_sm80_forward_tile_fits_every_gpu() -> None:
+    """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block."""
+    for row in FORWARD_ROWS:
+        if row.family is Family.sm80 and row.kind is Kind.tiles:
+            smem_bytes = 2 * row.head_dim * (row.block_m + 2 * row.block_n)
+            assert smem_bytes <= 98 * 1024, row.name  # 1 KiB for what else it keeps there
 
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
@@ -154,6 +154,11 @@ def test_every_row_can_run_something_of_its_own() -> None:
             assert not covers, (earlier.name, row.name)
 
 
+MASKED_CALLS = [
+    *(Feature.block_sparse, Feature.bias, MASKS),
+    *(Feature.block_sparse | f for f in (Feature.softcap, Feature.alibi, Feature.dropout)),
+    MASKS | Feature.softcap | Feature.alibi | Feature.dropout,
+]
 FEATURES_OF_CALLS = {
     Pass.forward: [
         *(Feature(0), Feature.softcap, Feature.alibi, Feature.dropout, Feature.paged_kv),
@@ -184,6 +189,60 @@ def test_every_call_has_a_row(kernel_pass) -> None:
         ), (head_dim, dtype, features)
 
 
+MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS]
+TILE, PIECE = 128, 64  # of lists
+
+
+@pytest.mark.parametrize("kernel_pass", list(Pass))
+@pytest.mark.parametrize("family", list(Family))
+def test_every_masked_call_has_a_row(family, kernel_pass) -> None:
+    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone, up
+    to 128.
+    """
+    widest = 256 if family is Family.sm80 else 128
+    calls = MASKED_CALLS if family is Family.sm80 else [Feature.block_sparse]
+    rows = [row for row in MASKED_ROWS if (row.kernel_pass, row.family) == (kernel_pass, family)]
+    for head_dim, dtype, features in product(range(8, widest + 1, 8), Dtype, calls):
+        assert any(
+            row.head_dim >= head_dim
+            and row.dtype is dtype
+            and row.mask is Mask.windowed
+            and features in row.features
+            for row in rows
+        ), (head_dim, dtype, features)
+
+
+@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
+def test_tiles_of_rows_with_lists_divide_those_of_the_lists(row) -> None:
+    """And hold whole pieces: a step looks at the states of one, two or four."""
+    for side in (row.block_m, row.block_n):
+        assert TILE % side == 0 and side >= PIECE
+    assert Feature.block_sparse in row.features
+    assert _kind(row) is not Kind.decode
+
+
+@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
+def test_what_comes_with_lists_is_for_the_family_to_say(row) -> None:
+    if row.family is Family.sm90:
+        assert row.features == Feature.block_sparse
+        assert row.variant == "sparse"
+        # The tile of a list and one of a CTA are the same.
+        assert row.block_m == TILE or row.kernel_pass is Pass.backward
+        assert row.block_n == TILE
+    else:
+        others = Feature.softcap | Feature.alibi | Feature.dropout
+        assert row.features == MASKS | others
+        assert row.variant.startswith("masked")
+
+
+def test_rows_for_masks_come_behind_all_others_of_their_family() -> None:
+    """So that no other call runs their code, which costs it speed."""
+    for rows, family in product((FORWARD_ROWS, BACKWARD_ROWS), Family):
+        masked = [bool(row.features & MASKS) for row in rows if row.family is family]
+        assert masked == sorted(masked)
+        assert any(masked)
+
+
 def test_decode_rows_serve_what_only_they_can() -> None:
     """Tiles of 16 rows that hold several heads, every head dim, splits and pages."""
     rows = [row for row in FORWARD_ROWS if row.kind is Kind.decode]
@@ -206,6 +265,11 @@ def test_sm90_rows_come_first(rows, sm90_rows) -> None:
     assert rows[: len(sm90_rows)] == tuple(sm90_rows)
 
 
+def _walks(row: KernelRow, features: Feature) -> bool:
+    """The sm90 kernels with lists walk nothing else."""
+    return Feature.block_sparse in features or Feature.block_sparse not in row.features
+
+
 def chosen_sm90_row(head_dim: int, features: Feature, causal_queries: int) -> ForwardRow:
     """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
     return next(
@@ -214,6 +278,7 @@ def chosen_sm90_row(head_dim: int, features: Feature, causal_queries: int) -> Fo
         if row.dtype is Dtype.bf16
         and row.head_dim >= head_dim
         and features in row.features
+        and _walks(row, features)
         and (row.most_causal_queries == 0 or 0 < causal_queries <= row.most_causal_queries)
     )
 
@@ -241,6 +306,15 @@ def test_short_causal_sequences_have_a_row_of_their_own() -> None:
         assert chosen_sm90_row(short.head_dim, Feature.dropout, causal_queries) != short
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+def test_lists_alone_have_sm90_rows(head_dim) -> None:
+    forward = chosen_sm90_row(head_dim, Feature.block_sparse, 1)
+    backward = chosen_sm90_backward_row(head_dim, Feature.block_sparse)
+    for row in (forward, backward):
+        assert row.variant == "sparse"
+        assert row.head_dim == (64 if head_dim <= 64 else 128)
+
+
 @pytest.mark.parametrize("row", SM90_ROWS, ids=lambda row: row.name)
 def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
     """Two or three warpgroups of 64 rows each; boxes of at most 256 rows; halves of 16 keys."""
@@ -254,7 +328,10 @@ def chosen_sm90_backward_row(head_dim: int, features: Feature) -> BackwardRow:
     return next(
         row
         for row in SM90_BACKWARD_ROWS
-        if row.dtype is Dtype.bf16 and row.head_dim >= head_dim and features in row.features
+        if row.dtype is Dtype.bf16
+        and row.head_dim >= head_dim
+        and features in row.features
+        and _walks(row, features)
     )
 
 
@@ -293,87 +370,3 @@ def test_sm80_alone_shares_out_its_warps_and_buffers(row) -> None:
     else:
         assert all(values)
         assert all(row.num_warps % warps == 0 for warps in values[:3])
-
-
-# Row filter
-
-
-def test_an_empty_filter_selects_every_row() -> None:
-    assert select_rows("") == list(ALL_ROWS)
-
-
-def test_patterns_of_a_clause_must_all_match() -> None:
-    rows = select_rows("pass=forward, head_dim=64|128, dtype=bf16", TABLE)
-    assert [row.name for row in rows] == [
-        "fwd_sm80_bf16_hd64_windowed",
-        "fwd_sm80_bf16_hd128_windowed",
-    ]
-
-
-def test_any_clause_may_match_and_table_order_stays() -> None:
-    rows = select_rows("pass=backward,head_dim=64;pass=forward,head_dim=32", TABLE)
-    assert [row.name for row in rows] == [
-        "fwd_sm80_fp16_hd32_windowed",
-        "fwd_sm80_bf16_hd32_windowed",
-        "bwd_sm80_bf16_hd64_full",
-    ]
-
-
-def test_kinds_and_variants_can_be_chosen() -> None:
-    table = [ROW, FEATURES_ROW, DECODE_ROW]
-    assert select_rows("variant=plain", table) == [ROW]
-    assert select_rows("variant=features|decode", table) == [FEATURES_ROW, DECODE_ROW]
-    assert select_rows("kind=tiles", table) == [ROW, FEATURES_ROW]
-    assert select_rows("kind=decode", table) == [DECODE_ROW]
-
-
-def test_families_can_be_chosen() -> None:
-    table = [SHORT_ROW, SM90_ROW, DROPOUT_ROW, ROW, FEATURES_ROW]
-    assert select_rows("family=sm80", table) == [ROW, FEATURES_ROW]
-    assert select_rows("family=sm90,variant=plain|short", table) == [SHORT_ROW, SM90_ROW]
-    assert select_rows("most_causal_queries=1000", table) == [SHORT_ROW]
-    assert select_rows("head_dim=128,variant=plain", table) == [SM90_ROW, ROW]
-
-
-def test_sm90_backward_rows_can_be_chosen() -> None:
-    table = [SM90_ROW, SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW, *TABLE]
-    backward = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
-    assert select_rows("pass=backward,family=sm90", table) == backward
-    assert select_rows("pass=backward,family=sm90,variant=plain", table) == [SM90_BACKWARD_ROW]
-    assert select_rows("stages_q=0", table) == backward
-
-
-def test_every_row_is_chosen_by_what_it_says_of_itself() -> None:
-    kinds = {Pass.forward: "pass=forward,kind={row.kind.value}", Pass.backward: "pass=backward"}
-    for row in ALL_ROWS:
-        clause = (
-            f"{kinds[row.kernel_pass].format(row=row)},family={row.family.value},"
-            f"head_dim={row.head_dim},dtype={row.dtype.value},mask={row.mask.value},"
-            f"variant={row.variant or 'plain'}"
-        )
-        assert select_rows(clause) == [row]
-
-
-def test_a_field_of_one_pass_alone_excludes_the_other() -> None:
-    assert {row.kernel_pass for row in select_rows("stages_q=2", TABLE)} == {Pass.backward}
-
-
-@pytest.mark.parametrize(
-    ("row_filter", "complaint"),
-    [
-        ("head_dim", "'head_dim'"),
-        ("head_dims=64", "no field 'head_dims'"),
-        ("head_dim=64|100", "no row has head_dim=100"),
-        ("pass=forward;dtype=fp8", "no row has dtype=fp8"),
-        ("variant=cache", "no row has variant=cache; there are plain"),
-        ("features=softcap", "no field 'features'"),
-    ],
-)
-def test_a_filter_that_says_nothing_of_the_table_is_refused(row_filter, complaint) -> None:
-    with pytest.raises(RowFilterError, match=re.escape(complaint)):
-        select_rows(row_filter, TABLE)
-
-
-def test_a_clause_that_matches_no_row_is_refused() -> None:
-    with pytest.raises(RowFilterError, match="matches 'pass=forward,stages_q=2'"):
-        select_rows("head_dim=128;pass=forward,stages_q=2", TABLE)

@@ -58,6 +58,19 @@ def test_appends_and_attends() -> None:
     assert torch.equal(made["k_cache"][1], before["k_cache"][1])
 
 
+def test_sinks() -> None:
+    """Also of a sequence without a key; a sink of any dtype is what it is in fp32."""
+    made = {name: x[:2] for name, x in make_cache().items()}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        sink = torch.randn(4).to(dtype)
+        out, lse = attend(**made, cache_seqlens=int32(6, 0), sink=sink)
+        tensors = (made["q"][:1], *(made[f"{name}_cache"][:1, :6] for name in "kv"))
+        expected, expected_lse, _ = flash_attn_func(*tensors, sink=sink, return_attn_probs=True)
+        torch.testing.assert_close((out[:1], lse[:1]), (expected, expected_lse))
+        assert not out[1].any()
+        torch.testing.assert_close(lse[1], sink.double()[:, None].expand(4, 3))
+
+
 @pytest.mark.parametrize("lengths", [5, torch.tensor(5), None], ids=["int", "numpy-like", "all"])
 def test_one_length_for_all(lengths: Any) -> None:
     made = make_cache()
@@ -100,7 +113,7 @@ def operator_arguments(**changes: Any) -> tuple[Any, ...]:
         "window_size_left": 3, "window_size_right": -1, "softcap": 2.0,
         "rotary_interleaved": False, "alibi_slopes": torch.rand(2, 4), "num_splits": 0,
         "cu_seqlens_q": None, "max_seqlen_q": 0, "cu_seqlens_k_new": None,
-        "batch_invariant": False, "seqlen_k": None,
+        "batch_invariant": False, "seqlen_k": None, "sink": torch.rand(4, dtype=torch.float64),
     }  # fmt: skip
     return tuple({**arguments, **changes}.values())
 
@@ -236,8 +249,11 @@ class TestExtensionRoute:
 
     def test_arguments(self, extension: Extension) -> None:
         made = make_cache(new=1, dtype=torch.bfloat16)
-        attend(**made, cache_seqlens=4, window_size=(10**12, 0), cache_batch_idx=int32(0, 2))
+        options = {"window_size": (10**12, 0), "cache_batch_idx": int32(0, 2)}
+        sink = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+        attend(**made, cache_seqlens=4, sink=sink, **options)
         (given,) = extension.calls
+        assert type(given["sink"]) is Tensor and torch.equal(given["sink"], sink)
         assert given["kcache"] is made["k_cache"] and given["k"] is made["k"]
         assert given["seqlen_k"] == 4 and given["seqlens_k"] is None
         assert given["window_left"] == 2**31 - 1 and given["window_right"] == 0

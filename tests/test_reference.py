@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,17 +75,22 @@ def test_gradients_agree_with_finite_differences_through_both_outputs() -> None:
     assert torch.autograd.gradcheck(function, leaves)
 
 
-def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
     inputs = FP64.make_inputs(3)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
-    whole = attention_with_gradients(*arguments, causal=True)
-    naive = low_precision(*arguments, causal=True)
-    monkeypatch.setattr(
-        "reference_dense.MAX_SCORES_PER_CHUNK", 30
-    )  # one lane and two queries at a time
-    for name, expected in attention_with_gradients(*arguments, causal=True).tensors().items():
+    options: dict[str, Any] = {"causal": True}
+    if masked:
+        options["mask"] = torch.rand(2, 4, 5, 7) < 0.5
+        options["bias"] = torch.randn(1, 4, 1, 7, dtype=torch.float64)
+        options["sink"] = torch.randn(4, dtype=torch.float64)
+    whole = attention_with_gradients(*arguments, **options)
+    naive = low_precision(*arguments, **options)
+    # One lane and two queries at a time.
+    monkeypatch.setattr("reference_parts.MAX_SCORES_PER_CHUNK", 30)
+    for name, expected in attention_with_gradients(*arguments, **options).tensors().items():
         torch.testing.assert_close(expected, whole.tensors()[name])
-    for name, expected in low_precision(*arguments, causal=True).tensors().items():
+    for name, expected in low_precision(*arguments, **options).tensors().items():
         torch.testing.assert_close(expected, naive.tensors()[name])
 
 

@@ -5,6 +5,7 @@ the cases that go with them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple
     """Attention of every query of every head, number by number."""
     (batch, seqlen_q, heads, dim), seqlen_k = q.shape, k.shape[1]
     out, lse = torch.zeros_like(q), torch.full((batch, heads, seqlen_q), -math.inf).double()
+    pairs = (batch, heads, seqlen_q, seqlen_k)
     visible = visible_keys(seqlen_q, seqlen_k, causal=options.causal, window=options.window)
     for b in range(batch):
         for h in range(heads):
@@ -48,9 +50,14 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple
                     if options.alibi_slopes is not None:
                         slope = options.alibi_slopes.expand(batch, heads)[b, h]
                         score -= float(slope) * abs(i + seqlen_k - seqlen_q - j)
-                    if visible[i, j]:
+                    if options.bias is not None:
+                        score += float(options.bias.expand(pairs)[b, h, i, j])
+                    masked = options.mask is not None and not options.mask.expand(pairs)[b, h, i, j]
+                    if visible[i, j] and not masked and score != -math.inf:
                         exponentials[j] = math.exp(score)
                 total = sum(exponentials.values())
+                if options.sink is not None:
+                    total += math.exp(options.sink[h])
                 if total == 0.0:
                     continue
                 lse[b, h, i] = math.log(total)
@@ -69,28 +76,59 @@ AXES = {
     "alibi": [None, *Alibi],
     "dropout_p": [0.0, 0.25],
     "seqlen_q": [4, 9],
+    "mask": [None, "bhq", "q", "b"],
+    "bias": [None, "bhq", "h", "q"],
+    "sink": [False, True],
 }
+
+
+def shared(own: str | None, case: AttentionCase) -> tuple[int, int, int, int] | None:
+    """The shape of a mask or bias that differs by sequence (b), head (h) and query (q)."""
+    if own is None:
+        return None
+    sizes = zip("bhq", (case.batch, case.num_heads_q, case.seqlen_q), strict=True)
+    return *(size if letter in own else 1 for letter, size in sizes), case.seqlen_k
 
 
 @pytest.mark.parametrize("row", pairwise(AXES), ids=str)
 def test_features_by_hand(row: dict[str, Any]) -> None:
+    row = dict(row)
+    own_mask, own_bias, has_sink = (row.pop(name) for name in ("mask", "bias", "sink"))
     case = fp64_case(**row)
     inputs = case.make_inputs(1)
-    keep = None
+    keep = mask = bias = sink = None
     if case.dropout_p > 0.0:
         keep = torch.rand(case.batch, 4, case.seqlen_q, 6) >= case.dropout_p
-    options = case.options(inputs.alibi_slopes, keep)
+    if own_mask is not None:
+        mask = torch.rand(shared(own_mask, case)) < 0.4
+    if own_bias is not None:
+        bias = torch.randn(shared(own_bias, case), dtype=torch.float64)
+        bias.masked_fill_(torch.rand(bias.shape) < 0.2, -math.inf)
+    if has_sink:
+        sink = torch.randn(4, dtype=torch.float64)
+    options = replace(case.options(inputs.alibi_slopes, keep), mask=mask, bias=bias, sink=sink)
     expected = by_hand(inputs.q, inputs.k, inputs.v, options)
     actual = attention(inputs.q, inputs.k, inputs.v, options=options)
     torch.testing.assert_close(actual, expected)
 
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    further = {"bias": bias, "sink": sink}
+    further = {name: x for name, x in further.items() if x is not None}
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *further.values())]
 
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(*tensors, options=options)
+        features = dict(zip(further, tensors[3:], strict=True))
+        out, lse = attention(*tensors[:3], options=options, **features)
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    # Differences of a bias of -inf are no numbers: by formula alone, in the other function.
+    if bias is None or bias.isfinite().all():
+        assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    gradients = torch.autograd.grad(function(*leaves), leaves, [inputs.dout, inputs.dlse])
+    result = attention_with_gradients(
+        *(x.detach() for x in leaves[:3]), inputs.dout, inputs.dlse, options=options
+    )
+    for name, gradient in zip(("q", "k", "v", *further), gradients, strict=True):
+        torch.testing.assert_close(getattr(result, f"d{name}"), gradient)
 
 
 def test_keyword_arguments_override_options() -> None:
@@ -176,6 +214,39 @@ def test_packed_sequences_one_by_one() -> None:
     assert_close(
         result, result, varlen_low_precision(*tensors, **inputs.lengths(), options=options)
     )
+
+
+def test_masks_of_packed_sequences() -> None:
+    """Row i and column j are query i and key j of each sequence, which may be shorter than them."""
+    inputs = PACKED.make_inputs(3)
+    mask, bias = torch.rand(3, 4, 9, 8) < 0.6, torch.randn(3, 1, 9, 8, dtype=torch.float64)
+    shared_bias, sink = bias[:1, :, :1], torch.randn(4, dtype=torch.float64)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
+    features = {"mask": mask, "bias": bias, "sink": sink}
+    result = varlen_attention_with_gradients(*tensors, **inputs.lengths(), **features)
+    shared_result = varlen_attention_with_gradients(
+        *tensors, **inputs.lengths(), **{**features, "bias": shared_bias}
+    )
+    dsink, dshared = torch.zeros_like(sink), torch.zeros_like(shared_bias)
+    for index, rows_q, rows_k in ((0, slice(0, 5), slice(2, 6)), (2, slice(5, 11), slice(10, 18))):
+        q, k, v, dout = (
+            x[None, rows]
+            for x, rows in zip(tensors[:4], (rows_q, rows_k, rows_k, rows_q), strict=True)
+        )
+        part = (slice(index, index + 1), slice(None), slice(q.shape[1]), slice(k.shape[1]))
+        own = {"mask": mask[part], "bias": bias[part], "sink": sink}
+        dlse = inputs.dlse[None, :, rows_q]
+        alone = attention_with_gradients(q, k, v, dout, dlse, **own)
+        torch.testing.assert_close(result.out[rows_q], alone.out[0])
+        torch.testing.assert_close(result.dk[rows_k], alone.dk[0])
+        torch.testing.assert_close(result.dbias[part], alone.dbias)
+        dsink += alone.dsink
+        shared_part = shared_bias[..., : k.shape[1]]
+        alone = attention_with_gradients(q, k, v, dout, dlse, **{**own, "bias": shared_part})
+        dshared[..., : k.shape[1]] += alone.dbias
+    torch.testing.assert_close(result.dsink, dsink)
+    torch.testing.assert_close(shared_result.dbias, dshared)
+    assert not result.dbias[1].any() and not result.dbias[0, :, 5:].any()
 
 
 def test_rows_outside_packed_sequences_are_nan() -> None:

@@ -149,7 +149,7 @@ def forward_arguments(requires_grad: bool = False, **changes: Any) -> tuple[Any,
         "alibi_slopes": torch.rand(3, 4), "return_softmax": False, "block_table": None,
         "leftpad_k": int32(1, 0, 1), "seqused_k": int32(3, 1, 6), "zero_tensors": False,
         "num_splits": 0, "seqused_q": int32(2, 0, 7), "batch_invariant": False,
-        "deterministic": True,
+        "deterministic": True, "sink": None,
     }  # fmt: skip
     return *make_inputs(requires_grad), *{**options, **changes}.values()
 
@@ -161,6 +161,11 @@ def test_opcheck_forward(requires_grad: bool) -> None:
 
 def test_opcheck_forward_with_dropout() -> None:
     arguments = forward_arguments(dropout_p=0.4, return_softmax=True)
+    opcheck(_ops._flash_attn_varlen_forward, arguments)
+
+
+def test_opcheck_forward_with_a_sink() -> None:
+    arguments = forward_arguments(sink=torch.rand(4, dtype=torch.float64))
     opcheck(_ops._flash_attn_varlen_forward, arguments)
 
 
@@ -321,6 +326,9 @@ def test_pages() -> None:
                     pool[page, key % page_size] = x[begin + key]
         actual = packed(q, *pools, causal=True, block_table=order)
         torch.testing.assert_close(actual, expected)
+        with_sink = {"causal": True, "sink": torch.rand(4, dtype=torch.float64)}
+        actual = packed(q, *pools, block_table=order, **with_sink)
+        torch.testing.assert_close(actual, packed(q, k, v, **with_sink))
         used = {"seqused_k": int32(4, 1, 6), "num_splits": 3, "batch_invariant": True}
         lengths = (int32(*STARTS_Q), None, 7, None)
         out = flash_attn_varlen_func(

@@ -22,8 +22,10 @@ inline constexpr FeatureSet alibi = 1u << 1;
 inline constexpr FeatureSet dropout = 1u << 2;
 inline constexpr FeatureSet deterministic = 1u << 3;  // backward: dQ summed in a fixed order
 inline constexpr FeatureSet paged_kv = 1u << 4;
-inline constexpr FeatureSet split_kv = 1u << 5;    // a tile's keys shared by several CTAs
-inline constexpr FeatureSet packed_gqa = 1u << 6;  // the query heads of a key head share a tile
+inline constexpr FeatureSet split_kv = 1u << 5;      // a tile's keys shared by several CTAs
+inline constexpr FeatureSet packed_gqa = 1u << 6;    // the query heads of a key head share a tile
+inline constexpr FeatureSet block_sparse = 1u << 7;  // tiles visit what lists tell them to
+inline constexpr FeatureSet bias = 1u << 8;          // a tensor is added to the scores
 }  // namespace feature
 
 // tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16

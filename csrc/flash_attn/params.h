@@ -71,13 +71,71 @@ struct Window {
   constexpr bool is_full() const { return left == unbounded && right == unbounded; }
 };
 
+// A (batch or 1, heads or 1, seqlen_q or 1, seqlen_k) tensor added to the scores; a dimension of 1
+// has stride 0. Sequences may be shorter than it.
+struct BiasParams {
+  const void* data = nullptr;  // of the call's dtype, or fp32
+  bool is_fp32 = false;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t row_stride = 0;
+  int rows = 0;  // seqlen_q, also where row_stride is 0
+  int columns = 0;
+};
+
+// The bias's gradient, summed over what the bias is broadcast over: a dimension of 1 has stride 0.
+struct BiasGradient {
+  float* data = nullptr;  // zero before the call; null: not wanted
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t row_stride = 0;
+  bool is_summed = false;  // several pairs add to one element
+};
+
 // score = softmax_scale * q k^T; then softcap * tanh(score / softcap) if softcap > 0; then minus
-// slope * |i + shift - j|.
+// slope * |i + shift - j|; then plus bias(i, j). The softmax's denominator also has exp(sink).
 struct ScoreParams {
   float softmax_scale = 1.0f;
   float softcap = 0.0f;
   const float* alibi_slopes = nullptr;  // (num_heads_q) or (batch_size, num_heads_q)
   std::int64_t alibi_batch_stride = 0;  // 0: the same slopes for every sequence
+  BiasParams bias;
+  const float* sink = nullptr;  // (num_heads_q); of a backward lse has it already
+};
+
+// Which tiles of 128 keys a tile of 128 queries visits, or, in a backward, the other way round
+// (Dao et al., "FlashAttention", 2022, section 3.3). data: (batch or 1, heads_q or 1, tiles, 2 +
+// others), of whose row r the first number is how many tiles tile r visits, the second which tile
+// is the r'th to be worked on, and the others the visits in ascending order: a tile times 256, and
+// for each of the four pieces of 64 x 64 pairs two bits, those of piece (query half, key half) at
+// 2 * (2 * query half + key half): 0 hidden, 1 visible, 2 as the pair's bit says. Contents are
+// never trusted: what is out of range is clamped.
+struct BlockLists {
+  const int* data = nullptr;  // null: every tile visits all others
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  int tiles = 0;
+  int others = 0;
+
+  constexpr const int* row(int sequence, int head, int tile) const {
+    return data + sequence * batch_stride + head * head_stride + std::int64_t{tile} * (2 + others);
+  }
+};
+
+// Which pairs of those pieces are visible: bit j % 32 of word j / 32 of row i. (batch or 1, heads_q
+// or 1, rows, words), words a multiple of 4.
+struct PairBits {
+  const std::uint32_t* data = nullptr;  // null: no list has such a piece
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t row_stride = 0;
+  int rows = 0;
+  int words = 0;
+};
+
+struct SparsityParams {
+  BlockLists lists;
+  PairBits bits;
 };
 
 // Where the seed and the offset of a call's random numbers come from: values, or, while a CUDA
@@ -124,6 +182,7 @@ struct ForwardParams {
   Window window;
   ScoreParams score;
   DropoutParams dropout;
+  SparsityParams sparsity;  // lists by query tiles
   PagedKvParams paged;
   SplitParams split;
   TensorView q, k, v, out;
@@ -145,9 +204,11 @@ struct BackwardParams {
   Window window;
   ScoreParams score;
   DropoutParams dropout;       // rng: pointers to the forward's rng_state
+  SparsityParams sparsity;     // lists by key tiles
   bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
+  BiasGradient dbias;
   RowView<const float> lse;   // as the forward wrote it
   RowView<const float> dlse;  // gradient of lse; data null: none
   RowView<float> softmax_d;   // rowsum(dO * O) - dlse; data null: not wanted

@@ -20,6 +20,8 @@ FeatureSet features_of(const BackwardParams& params) {
   if (params.score.alibi_slopes != nullptr) features |= feature::alibi;
   if (params.dropout.threshold > 0) features |= feature::dropout;
   if (params.deterministic) features |= feature::deterministic;
+  if (params.sparsity.lists.data != nullptr) features |= feature::block_sparse;
+  if (params.score.bias.data != nullptr) features |= feature::bias;
   return features;
 }
 
@@ -124,19 +126,19 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
       params.sequences.leftpad_k != nullptr
           ? 1
           : choose_dkdv_splits(shape, grid_batches * std::int64_t{key_tiles}, device);
+  const bool is_even = window.is_full() && !is_packed && params.sparsity.lists.data == nullptr;
   const std::int64_t bytes_per_query = 2 * sizeof(std::uint16_t) * shape.head_dim +  // Q and dO
                                        sizeof(float) * config.head_dim;  // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  plan.schedule = make_schedule(
-      {.num_tiles = key_tiles,
-       .batch_size = grid_batches,
-       .num_heads = shape.num_heads_k * plan.dkdv_splits,
-       .heads_per_group = plan.dkdv_splits,
-       .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
-       .min_tiles =
-           window.is_full() && !is_packed ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
-       .longest_first = tiles_descend && !is_packed},
-      device);
+  plan.schedule =
+      make_schedule({.num_tiles = key_tiles,
+                     .batch_size = grid_batches,
+                     .num_heads = shape.num_heads_k * plan.dkdv_splits,
+                     .heads_per_group = plan.dkdv_splits,
+                     .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
+                     .min_tiles = is_even ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
+                     .longest_first = tiles_descend && !is_packed},
+                    device);
 
   const std::int64_t query_tiles = std::int64_t{shape.num_heads_q} * plan.q_tiles;
   plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);

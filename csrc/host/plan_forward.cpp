@@ -16,6 +16,8 @@ namespace {
 // Two CTAs share an SM, and four tiles for each even out a causal grid: on an H200 at seqlen 4096
 // and head_dim 128, sections of 4, 16 and 64 heads gave 333, 360 and 367 TFLOP/s.
 constexpr int tiles_per_sm = 8;
+// Where CTAs draw tile after tile, those of a section need not come out even.
+constexpr int drawn_tiles_per_sm = 2;
 
 FeatureSet features_of(const ForwardParams& params) {
   FeatureSet features = 0;
@@ -23,6 +25,8 @@ FeatureSet features_of(const ForwardParams& params) {
   if (params.score.alibi_slopes != nullptr) features |= feature::alibi;
   if (params.dropout.threshold > 0) features |= feature::dropout;
   if (params.paged.block_table != nullptr) features |= feature::paged_kv;
+  if (params.sparsity.lists.data != nullptr) features |= feature::block_sparse;
+  if (params.score.bias.data != nullptr) features |= feature::bias;
   return features;
 }
 
@@ -179,19 +183,25 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
                   .tiles_descend = longest_first};
     plan.table.offset = workspace.add_bytes(table_bytes(shape.batch_size, plan.table));
   }
+  const bool is_sparse = params.sparsity.lists.data != nullptr;
+  const bool is_even = window.is_full() && !is_packed && !is_sparse;
+  const bool draws = is_sparse && config.family == KernelFamily::sm90;
+  const int tiles_wanted = draws ? drawn_tiles_per_sm : tiles_per_sm;
   constexpr std::int64_t bytes_per_key = 2 * sizeof(std::uint16_t);  // K and V, per column
-  plan.schedule = make_schedule(
-      {.num_tiles = num_tiles,
-       .batch_size = is_packed ? 1 : shape.batch_size,
-       .num_heads = packs_heads ? shape.num_heads_k : shape.num_heads_q,
-       .heads_per_group = packs_heads ? 1 : group,
-       .bytes_per_group = bytes_per_key * shape.seqlen_k * shape.head_dim,
-       .min_tiles =
-           window.is_full() && !is_packed ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
-       .longest_first = longest_first && !is_packed},
-      device);
+  plan.schedule =
+      make_schedule({.num_tiles = num_tiles,
+                     .batch_size = is_packed ? 1 : shape.batch_size,
+                     .num_heads = packs_heads ? shape.num_heads_k : shape.num_heads_q,
+                     .heads_per_group = packs_heads ? 1 : group,
+                     .bytes_per_group = bytes_per_key * shape.seqlen_k * shape.head_dim,
+                     .min_tiles = is_even ? 0 : tiles_wanted * std::int64_t{device.num_sms},
+                     .longest_first = longest_first && !is_packed},
+                    device);
 
-  if (config.family == KernelFamily::sm90) plan.num_ctas = device.num_sms;
+  if (config.family == KernelFamily::sm90) {
+    plan.num_ctas = device.num_sms;
+    if (is_sparse) plan.tickets_offset = workspace.add_bytes(sizeof(int));
+  }
   plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);
   check_grid(plan.schedule.grid_size(), plan.num_splits);
   if (params.split.batch_invariant && config.kind == ForwardKind::decode)

@@ -27,13 +27,21 @@ bool serves(const ForwardConfig& config, const KernelRequest& request) {
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
+// The sm90 kernels with lists walk nothing else.
+template <class Config>
+bool walks(const Config& config, const KernelRequest& request) {
+  const bool needs_lists =
+      config.family == KernelFamily::sm90 && (config.features & feature::block_sparse) != 0;
+  return !needs_lists || (request.features & feature::block_sparse) != 0;
+}
+
 template <class Instance>
 bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
   const auto& config = instance.config;
   return serves(config, request) && config.dtype == request.dtype &&
          config.head_dim >= request.head_dim &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
-         (config.features & request.features) == request.features &&
+         (config.features & request.features) == request.features && walks(config, request) &&
          runs_on(config.family, device.compute_capability, request.suits_sm90) &&
          instance.smem_bytes <= device.smem_per_block;
 }

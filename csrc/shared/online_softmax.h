@@ -34,6 +34,31 @@ CUTE_DEVICE float fast_exp2(float x) {
 // before it multiplies, as the textbook does.
 inline constexpr float kLargestOffset = 65536.0f;
 
+// A row's sum * 2^offset.
+struct Denominator {
+  float sum;
+  float offset;
+  float shrink = 1.0f;  // what the numerator has to be multiplied by as well
+
+  CUTE_DEVICE bool is_zero() const { return sum == 0.0f; }  // a NaN is not
+
+  // Plus exp(sink), relative to the larger of the two.
+  CUTE_DEVICE Denominator with_sink(float sink) const {
+    constexpr float log2e = 1.44269504088896f;
+    if (sink == -INFINITY) return *this;
+    const float sink_log2 = sink * log2e;
+    if (is_zero()) return {1.0f, sink_log2, 0.0f};
+    const float reference = fmaxf(offset, sink_log2);
+    const float factor = fast_exp2(offset - reference);
+    return {sum * factor + fast_exp2(sink_log2 - reference), reference, shrink * factor};
+  }
+
+  CUTE_DEVICE float lse() const {
+    constexpr float ln2 = 0.693147180559945f;
+    return is_zero() ? -INFINITY : offset * ln2 + logf(sum);
+  }
+};
+
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
@@ -86,19 +111,19 @@ struct OnlineSoftmax {
     }
   }
 
-  // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores. No visible
-  // key: O = 0, lse = -inf.
+  // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.
+  // No visible key: O = 0, lse = sink.
   template <class Output>
-  CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows], float o_scale = 1.0f) {
+  CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows], float sink,
+                                         float o_scale = 1.0f) {
     using namespace cute;
-    constexpr float ln2 = 0.693147180559945f;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const float sum = quad_reduce(row_sum[row], [](float a, float b) { return a + b; });
-      const bool seen = sum != 0.0f;  // a NaN counts as seen and stays a NaN
-      const float inverse = seen ? o_scale / sum : 0.0f;
       const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
-      lse[row] = seen ? offset * ln2 + logf(sum) : -INFINITY;
+      const Denominator total = Denominator{sum, offset}.with_sink(sink);
+      const float inverse = total.is_zero() ? 0.0f : o_scale * total.shrink / total.sum;
+      lse[row] = total.lse();
       CUTE_UNROLL
       for (int col = 0; col < size<1>(o); ++col) o(row, col) *= inverse;
     }

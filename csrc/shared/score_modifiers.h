@@ -1,6 +1,6 @@
 // What happens to a raw score q k^T besides the scale: softcap (Gemma 2, section 2) and ALiBi
-// (Press et al., "Train Short, Test Long", 2022). Kernels that carry these scale the scores
-// themselves, so that the softmax sees natural units.
+// (Press et al., "Train Short, Test Long", 2022); score_bias.h adds a tensor. Kernels that carry
+// these scale the scores themselves, so that the softmax sees natural units.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,13 @@
 namespace flash_attn_cuda {
 
 FAC_HOST_DEVICE constexpr bool has_score_modifiers(const ScoreParams& params) {
-  return params.softcap > 0.0f || params.alibi_slopes != nullptr;
+  return params.softcap > 0.0f || params.alibi_slopes != nullptr || params.bias.data != nullptr;
+}
+
+// The logit that only the softmax's denominator knows of; -inf for none (OpenAI, "gpt-oss-120b &
+// gpt-oss-20b Model Card", 2025, section 2.2).
+CUTE_DEVICE float sink_of(const ScoreParams& params, int head) {
+  return params.sink == nullptr ? -INFINITY : params.sink[head];
 }
 
 // With softcap the kernels go on with tanh alone: a score is score_unit times what they hold.

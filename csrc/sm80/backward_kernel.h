@@ -16,7 +16,10 @@
 #include "shared/backward_arguments.h"
 #include "shared/dq_accumulator.h"
 #include "shared/mask.h"
+#include "shared/pair_mask.h"
+#include "shared/score_bias.h"
 #include "sm80/backward_scores.h"
+#include "sm80/backward_steps.h"
 #include "sm80/backward_traits.h"
 #include "sm80/epilogue.h"
 
@@ -78,6 +81,12 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   }
   Sequence& sequence = work.sequence;
   sequence.first_q_tile += sequence.index * args.q_tiles_per_sequence;
+  if constexpr (Traits::is_sparse) {
+    // Of the first of the query heads that share the key head.
+    const int head =
+        work.head / args.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
+    work.tile = ranked_tile<block_n>(params, args.table, sequence.index, head, work.tile);
+  }
   const int key_begin = work.tile * block_n;
   const int key_last = min(key_begin + block_n, sequence.seqlen_k) - 1;
   smem.work = work;
@@ -121,19 +130,16 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   auto sP = smem_tile<typename Traits::ScoresLayout>(smem.p);  // (block_m, block_n)
   auto sdS = smem_tile<typename Traits::ScoresLayout>(smem.ds);
 
-  // One step is one query tile of one head; the steps of a CTA are numbered through its heads.
-  struct Step {
-    int head;
-    int tile;
-  };
-  auto first_tile = [&] { return descends ? range.end - 1 : range.begin; };
-  auto next = [&](Step step) {
-    const int last_tile = descends ? range.begin : range.end - 1;
-    if (step.tile == last_tile) return Step{step.head + 1, first_tile()};
-    return Step{step.head, descends ? step.tile - 1 : step.tile + 1};
-  };
+  const StepRange step_range{range, first_head, first_head + heads_per_cta};
+  const auto walk = [&] {
+    if constexpr (Traits::is_sparse) {
+      return ListSteps<block_m, block_n>(step_range, params.sparsity.lists, work);
+    } else {
+      return WindowSteps{step_range, descends};
+    }
+  }();
   // Index of a step's tile among the query tiles of all heads.
-  auto q_tile_index = [&](Step step) {
+  auto q_tile_index = [&](auto const& step) {
     return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
   };
   // Where a step's data lies. Found while the loads before it are on their way.
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     typename Traits::QueryLoader::Source q, dout;
     std::int64_t first_row;  // of the row statistics
   };
-  auto sources_of = [&](Step step) {
+  auto sources_of = [&](auto const& step) {
     const int query = step.tile * block_m;
     auto source = [&](TensorView const& view) {
       return Traits::QueryLoader::source(view, sequence.batch_q, step.head, sequence.row_q + query,
@@ -181,8 +187,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   [[maybe_unused]] RngState rng{};
   if constexpr (Traits::has(feature::dropout)) rng = read_rng(params.dropout.rng);
 
-  auto run_step = [&](Step step, int index, bool is_last) {
-    const Step following = next(step);
+  // As a function of its own, which it is long enough to become, it would put dK and dV in memory.
+  auto run_step = [&](auto const& step, auto const& following, int index,
+                      bool is_last) __attribute__((always_inline)) {
     const Sources sources = sources_of(following);
     wait_for_loads();  // this step's tiles are here; the previous step's buffers are free
     if (!is_last) {
@@ -224,6 +231,23 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
           .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, 0.0f);
     };
+    auto hide_unlisted = [&] {
+      if constexpr (Traits::is_sparse) {
+        if (!walk.has_lists() ||
+            step.pieces.template show_all<block_m, block_n>(query_begin, key_begin))
+          return;
+        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, step.head);
+        hide_pairs(scores, tScS, step.pieces, bits, query_begin, key_begin, 0.0f);
+      }
+    };
+    auto add_bias = [&] {
+      if constexpr (Traits::has(feature::bias)) {
+        if (params.score.bias.data == nullptr) return;
+        const auto bias =
+            ScoreBias<Element>::of(params.score.bias, sequence.index, sequence.seqlen_q, step.head);
+        bias.add(scores, tScS, query_begin, key_begin, 1.0f / score_unit(params.score));
+      }
+    };
     if constexpr (Traits::has_modifiers) {
       const ModifiedScores<Traits::has(feature::dropout)> modified{
           .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head,
@@ -235,8 +259,17 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
           .keep_probability = args.keep_probability,
           .query_begin = query_begin,
           .key_begin = key_begin};
-      modified.differentiate(scores, dscores, tScS, lse_log2, softmax_d, hide,
+      const auto hide_both = [&] {
+        hide();
+        hide_unlisted();
+      };
+      modified.differentiate(scores, dscores, tScS, lse_log2, softmax_d, add_bias, hide_both,
                              [&] { to_shared(tSrS, sP); });
+      if constexpr (Traits::has(feature::bias)) {
+        if (params.dbias.data != nullptr)
+          add_bias_gradient(params.dbias, params.score.bias, sequence.index, step.head,
+                            1.0f / args.keep_probability, dscores, tScS, query_begin, key_begin);
+      }
     } else {
       hide();
       to_shared(tSrS, sP);
@@ -284,7 +317,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     }
   };
 
-  const int steps = range.empty() ? 0 : heads_per_cta * (range.end - range.begin);
+  const int steps = walk.steps();
   if (steps > 0) {
     const int keys = sequence.seqlen_k - key_begin;
     const int row = sequence.row_k + key_begin;
@@ -292,14 +325,16 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
                             thread);
     Traits::KeyLoader::load(params.v, sequence.batch_k, head_k, row, keys, shape.head_dim, sV,
                             thread);
-    Step step{first_head, first_tile()};
+    auto step = walk.first();
     const Sources sources = sources_of(step);
     load_queries(params.q, sources.q, smem.q[0]);
     load_queries(params.dout, sources.dout, smem.dout[0]);
     load_row_statistics(0, sources.first_row);
     commit_loads();
-    for (int index = 0; index < steps; ++index, step = next(step)) {
-      run_step(step, index, index + 1 == steps);
+    for (int index = 0; index < steps; ++index) {
+      const auto following = walk.next(step);
+      run_step(step, following, index, index + 1 == steps);
+      step = following;
     }
   }
 

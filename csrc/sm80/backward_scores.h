@@ -45,25 +45,26 @@ CUTE_DEVICE void score_gradients(Scores const& probs, Scores& dscores, Coords co
 template <bool kDrops>
 struct ModifiedScores {
   ScoreModifiers modifiers;
-  bool is_modified;     // by softcap or ALiBi: scores are scaled here
+  bool is_modified;     // by softcap, ALiBi or a bias: scores are scaled here
   DropoutMask dropout;  // if kDrops
   float scale_log2;
   float keep_probability;
   int query_begin;
   int key_begin;
 
-  // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. hide() zeroes
-  // what the mask excludes.
-  template <class Scores, class Coords, class Hide, class Store>
+  // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. add_bias() adds
+  // to scores that are scaled, hide() zeroes what the mask excludes.
+  template <class Scores, class Coords, class AddBias, class Hide, class Store>
   CUTE_DEVICE void differentiate(Scores& scores, Scores& dscores, Coords const& coords,
-                                 float const* lse_log2, float const* softmax_d, Hide hide,
-                                 Store store_probabilities) const {
+                                 float const* lse_log2, float const* softmax_d, AddBias add_bias,
+                                 Hide hide, Store store_probabilities) const {
     if (modifiers.has_softcap) {
       if constexpr (kDrops) drop(dscores, coords);
       tanh_of_scores(scores, modifiers.factor);
       through_softcap(scores, dscores, coords, softmax_d);
       if (modifiers.alibi_slope != 0.0f)
         modifiers.add_alibi(scores, coords, query_begin, key_begin);
+      add_bias();
       probabilities(scores, coords, scale_log2, lse_log2);
       hide();
       CUTE_UNROLL
@@ -74,6 +75,7 @@ struct ModifiedScores {
     }
 
     if (is_modified) modifiers.apply(scores, coords, query_begin, key_begin);
+    add_bias();
     probabilities(scores, coords, scale_log2, lse_log2);
     hide();
     if constexpr (kDrops) {

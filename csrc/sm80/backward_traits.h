@@ -20,8 +20,10 @@ struct BackwardTraits {
   static constexpr int stages_do = config.stages_do;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers =
-      has(feature::softcap | feature::alibi | feature::dropout);  // anything between the products
+  static constexpr bool has_modifiers =  // anything between the products
+      has(feature::softcap | feature::alibi | feature::dropout | feature::bias);
+  static constexpr bool is_sparse = has(feature::block_sparse);
+  static_assert(has_modifiers || !is_sparse, "what hides unlisted pairs runs beside them");
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma =

@@ -4,6 +4,7 @@
 
 #include "shared/layout_views.h"
 #include "shared/online_softmax.h"
+#include "shared/score_modifiers.h"
 #include "sm80/decode_split.h"
 
 namespace flash_attn_cuda::sm80 {
@@ -48,11 +49,8 @@ CUTE_DEVICE RowState merged_row(typename Traits::SharedStorage const& smem, int 
   return merged;
 }
 
-// Natural logarithm; -inf for a row that saw no key.
-CUTE_DEVICE float row_lse(RowState const& row, float scale_log2) {
-  constexpr float ln2 = 0.693147180559945f;
-  if (row.sum == 0.0f) return -INFINITY;
-  return (row.shifts ? row.max * scale_log2 : row.offset) * ln2 + logf(row.sum);
+CUTE_DEVICE Denominator denominator(RowState const& row, float scale_log2) {
+  return {row.sum, row.shifts ? row.max * scale_log2 : row.offset};
 }
 
 // This warp's O, unscaled, and what it takes to scale it: registers -> its own shared memory.
@@ -165,13 +163,16 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
     float lse = -INFINITY;
     if (row.query < sequence.seqlen_q) {
       const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2);
-      lse = row_lse(merged, args.scale_log2);
+      // One split has it, and so their combination.
+      const float sink = split == 0 ? sink_of(args.params.score, row.head) : -INFINITY;
+      const Denominator total = denominator(merged, args.scale_log2).with_sink(sink);
+      lse = total.lse();
       CUTE_UNROLL
       for (int warp = 0; warp < Traits::num_warps; ++warp) {
         const float weight = warp_weight(smem.rows[warp][tile_row], merged, args.scale_log2);
         if (weight == 0.0f) continue;  // what it left may be anything
         const auto* o = reinterpret_cast<const float*>(smem.pipelines[warp]);
-        chunk.add(o + tile_row * Traits::output_pitch + column, weight / merged.sum);
+        chunk.add(o + tile_row * Traits::output_pitch + column, weight * total.shrink / total.sum);
       }
     }
     if (column == 0) *lse_pointer(args, sequence, row, split) = lse;

@@ -15,6 +15,8 @@
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
 #include "shared/paged_kv.h"
+#include "shared/pair_mask.h"
+#include "shared/score_bias.h"
 #include "shared/score_modifiers.h"
 #include "shared/tile_work.h"
 #include "sm80/epilogue.h"
@@ -115,7 +117,9 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   auto output = rows_cols_view(tOrO);
   const float o_scale =
       Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
-  softmax.normalize_softmax_lse(output, lse, o_scale);
+  // One split has it, and so their combination.
+  const float sink = split == 0 ? sink_of(params.score, head) : -INFINITY;
+  softmax.normalize_softmax_lse(output, lse, sink, o_scale);
 
   typename Traits::Mma mma;
   auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
@@ -158,6 +162,10 @@ CUTE_DEVICE void find_tile(ForwardArguments const& args, int split,
     smem.work.tile = no_tile;
     return;
   }
+  if constexpr (Traits::is_sparse) {
+    work.tile =
+        ranked_tile<Traits::block_m>(params, args.table, work.sequence.index, work.head, work.tile);
+  }
   const int seqlen_q = work.sequence.seqlen_q;
   const int seqlen_k = work.sequence.seqlen_k;
   const int query_begin = work.tile * Traits::block_m;
@@ -165,6 +173,16 @@ CUTE_DEVICE void find_tile(ForwardArguments const& args, int split,
   smem.work = work;
   smem.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
                            query_last, seqlen_k, Traits::block_n);
+  if constexpr (Traits::is_sparse) {
+    if (params.sparsity.lists.data != nullptr) {
+      const auto list =
+          BlockList<Traits::block_n>::of(params.sparsity.lists, work.sequence.index, work.head,
+                                         query_begin / list_tile, smem.range);
+      smem.visits = {.list = list, .window = smem.range};
+      smem.range.begin = list.begin;
+      smem.range.end = list.end;
+    }
+  }
   if constexpr (Traits::has(feature::split_kv)) {
     if (args.num_splits > 1) {
       smem.range =
@@ -249,7 +267,23 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
                               work.head);
   }
 
-  auto step = [&](int block) {
+  const bool has_lists = Traits::is_sparse && params.sparsity.lists.data != nullptr;
+  // Of a position in `range`; before the first one anything.
+  auto visit_at = [&](int position) {
+    if constexpr (Traits::is_sparse) {
+      if (has_lists) return smem.visits.list.at(max(position, range.begin));
+    }
+    return Visit{.block = position, .pieces = {}};
+  };
+  auto is_in_window = [&](int block) {
+    if constexpr (Traits::is_sparse) {
+      if (has_lists) return smem.visits.window.is_interior(block);
+    }
+    return range.is_interior(block);
+  };
+
+  auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
+    const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
     load_keys(params.v, first_v, sV, block);
     const int key_begin = block * block_n;
@@ -258,13 +292,26 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     gemm(mma, tSrS, q, k);
 
     wait_for_loads();  // V(block) is here; K's buffer is free
-    if (block > range.begin) load_keys(params.k, first_k, sK, block - 1);
+    if (position > range.begin) load_keys(params.k, first_k, sK, next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::has_modifiers) {
       if (has_score_modifiers(params.score)) modifiers.apply(scores, tScS, query_begin, key_begin);
     }
-    if (!range.is_interior(block)) {
+    if constexpr (Traits::has(feature::bias)) {
+      if (params.score.bias.data != nullptr) {
+        const auto bias =
+            ScoreBias<Element>::of(params.score.bias, sequence.index, sequence.seqlen_q, work.head);
+        bias.add(scores, tScS, query_begin, key_begin, 1.0f / score_unit(params.score));
+      }
+    }
+    if constexpr (Traits::is_sparse) {
+      if (has_lists && !visit.pieces.show_all<block_m, block_n>(query_begin, key_begin)) {
+        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
+        hide_pairs(scores, tScS, visit.pieces, bits, query_begin, key_begin, -INFINITY);
+      }
+    }
+    if (!is_in_window(block)) {
       const ScoreMask<Traits::config.mask> mask{
           .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
           .seqlen_k = sequence.seqlen_k};
@@ -283,12 +330,17 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   if (!range.empty()) {
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
-    load_keys(params.k, first_k, sK, range.end - 1);
+    Visit visit = visit_at(range.end - 1);
+    load_keys(params.k, first_k, sK, visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);
     }
-    for (int block = range.end - 1; block >= range.begin; --block) step(block);
+    for (int position = range.end - 1; position >= range.begin; --position) {
+      const Visit next_visit = visit_at(position - 1);
+      step(position, visit, next_visit);
+      visit = next_visit;
+    }
   }
   write_output<Traits>(args, sequence, split, work.head, query_begin, tOrO, softmax, smem, thread);
 }

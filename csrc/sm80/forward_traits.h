@@ -1,6 +1,7 @@
 // Everything a forward kernel derives from its row of the instance table.
 #pragma once
 
+#include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/tile_work.h"
 #include "sm80/copy.h"
@@ -17,7 +18,8 @@ struct ForwardTraits {
   static constexpr int threads = config.num_warps * 32;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
+  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::bias);
+  static constexpr bool is_sparse = has(feature::block_sparse);
 
   // Whether registers are left for pointers to K and V from block to block. On an H200 that gained
   // 3 % at head_dim 64, and cost 6 % at 128 (causal, seqlen 512), where they are spilled.
@@ -41,7 +43,8 @@ struct ForwardTraits {
     alignas(128) Element k[block_n * head_dim];
     alignas(128) Element v[block_n * head_dim];
     TileWork work;     // what the CTA does
-    BlockRange range;  // the key blocks that it visits
+    BlockRange range;  // the key blocks that it visits, or the positions of `list`
+    std::conditional_t<is_sparse, SparseVisits<block_n>, AllVisits> visits;
   };
 
   static_assert(block_m % (16 * config.num_warps) == 0, "every warp owns whole m16 atoms");

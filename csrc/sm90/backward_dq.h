@@ -33,16 +33,20 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
 
   for (;; work_place.advance()) {
     wait_full(smem.work_ring, work_place);
-    BackwardWorkItem const& item = smem.work[work_place.stage];
+    typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
     wait_full(smem.key_ring, key_place);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+      if constexpr (Traits::is_sparse) {
+        wait_full(smem.ds_ring, ds_place);
+        step = smem.ds_steps[ds_place.stage];
+      }
       const std::int64_t index =
           std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile;
       float* tile = call.dq_accum + index * (block_m * head_dim);
-      wait_full(smem.ds_ring, ds_place);
+      if constexpr (!Traits::is_sparse) wait_full(smem.ds_ring, ds_place);
       CUTE_UNROLL
       for (int m = 0; m < block_m / 64; ++m) {
         CUTE_UNROLL

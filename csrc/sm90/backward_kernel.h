@@ -17,13 +17,34 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// Whether no list of the tile's heads has a block of its range. All lanes together; no search, for
+// which there are no registers.
+template <class Traits>
+CUTE_DEVICE bool is_unlisted(BackwardParams const& params, BackwardWorkItem const& item) {
+  BlockLists const& lists = params.sparsity.lists;
+  using List = BlockList<Traits::block_m>;
+  bool is_listed = false;
+  for (int head = item.first_head; head < item.end_head && item.work.tile < lists.tiles; ++head) {
+    const int* row = lists.row(item.work.sequence.index, head, item.work.tile);
+    const int count = min(row[0], lists.others) * List::blocks_per_entry;
+    for (int position = threadIdx.x % 32; position < count; position += 32) {
+      const int block = List::block_at(row, position);
+      is_listed |= block >= item.range.begin && block < item.range.end;
+    }
+  }
+  return __all_sync(0xffffffffu, !is_listed);
+}
+
 // One warp: dk = dv = 0 for the tiles that no query sees, which the others never hear of.
 template <class Traits>
 CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
   for (std::int64_t id = blockIdx.x; id < args.num_tiles; id += gridDim.x) {
     BackwardWorkItem item;
     bool exists;
-    if (find_tile<Traits>(args, static_cast<int>(id), item, exists) || !exists) continue;
+    bool is_seen = find_tile<Traits>(args, static_cast<int>(id), item, exists);
+    if constexpr (Traits::is_sparse)
+      is_seen = is_seen && !is_unlisted<Traits>(args.call.params, item);
+    if (is_seen || !exists) continue;
     clear_key_gradients<Traits>(args.call, item, threadIdx.x % 32);
   }
 }

@@ -12,13 +12,15 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next, and word of it.
-template <class Traits, class Fragment>
+// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next, and word of it. announce(stage):
+// what that shall find with it.
+template <class Traits, class Fragment, class Announce>
 CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
                                  RingPlace<Traits::ds_stages>& place, int part,
-                                 Fragment const& tGrdS) {
+                                 Fragment const& tGrdS, Announce announce) {
   constexpr int block_m = Traits::block_m;
   wait_empty(smem.ds_ring, place);
+  announce(place.stage);
   operand_to_shared<block_m>(tGrdS,
                              smem.ds + (place.stage * Traits::key_parts + part) * 64 * block_m);
   cutlass::arch::fence_view_async_shared();
@@ -73,10 +75,29 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
 
   for (;; work_place.advance()) {
     wait_full(smem.work_ring, work_place);
-    BackwardWorkItem const& item = smem.work[work_place.stage];
+    typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
     const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
+    // Of the scores that are made. Where there are lists it stays in shared memory, for want of
+    // registers.
+    auto score_tile = [&](Step const& step) {
+      if constexpr (Traits::is_sparse) {
+        VisitedQueries const& visited = smem.visited[q_place.stage];
+        return ScoreTile{.sequence = item.work.sequence,
+                         .head = visited.step.head,
+                         .query_begin = visited.step.tile * block_m,
+                         .key_begin = key_begin,
+                         .is_interior = has_all_keys && visited.is_in_window,
+                         .pieces = visited.pieces};
+      } else {
+        return ScoreTile{.sequence = item.work.sequence,
+                         .head = step.head,
+                         .query_begin = step.tile * block_m,
+                         .key_begin = key_begin,
+                         .is_interior = has_all_keys && item.range.is_interior(step.tile)};
+      }
+    };
 
     wait_full(smem.key_ring, key_place);
     start_scores();
@@ -84,12 +105,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     const int steps = item.steps();
     for (int index = 0;; ++index, step.advance(item)) {
       wait_products<0>(tSrS);
-      math.probabilities({.sequence = item.work.sequence,
-                          .head = step.head,
-                          .query_begin = step.tile * block_m,
-                          .key_begin = key_begin,
-                          .is_interior = has_all_keys && item.range.is_interior(step.tile)},
-                         smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      math.probabilities(score_tile(step), smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
 
       wait_full(smem.dout_ring, dout_place);
       start_product(scores_mma, tSrV(_, _, _, warpgroup), tSrdO(_, _, _, dout_place.stage), tSrdP,
@@ -99,7 +115,12 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       wait_products<Traits::has_modifiers ? 0 : 1>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
-      publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS);
+      publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS, [&](int stage) {
+        if constexpr (Traits::is_sparse) {
+          if (warpgroup == 0 && thread == 0)
+            smem.ds_steps[stage] = smem.visited[q_place.stage].step;
+        }
+      });
 
       start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
       wait_products<1>(tGrdV);

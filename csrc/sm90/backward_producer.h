@@ -7,8 +7,18 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// False for a tile that no query sees, or beyond the end of a packed call's list; then `exists`
-// tells the two apart.
+template <class Traits>
+CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
+                                                  BackwardWorkItem const& item) {
+  return {.lists = params.sparsity.lists,
+          .sequence = item.work.sequence.index,
+          .tile = item.work.tile,
+          .range = item.range,
+          .end_head = item.end_head};
+}
+
+// False for a tile of which the window hides all, or beyond the end of a packed call's list; then
+// `exists` tells the two apart. What lists hide is not looked at.
 template <class Traits>
 CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, BackwardWorkItem& item,
                            bool& exists) {
@@ -19,6 +29,12 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   if (!exists) return false;
   Sequence& sequence = work.sequence;
   sequence.first_q_tile += sequence.index * call.q_tiles_per_sequence;
+  if constexpr (Traits::is_sparse) {
+    // Of the first of the query heads that share the key head.
+    const int head =
+        work.head / call.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
+    work.tile = ranked_tile<Traits::block_n>(params, call.table, sequence.index, head, work.tile);
+  }
   const int key_begin = work.tile * Traits::block_n;
   const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
   const int heads = params.shape.num_heads_q / params.shape.num_heads_k / call.dkdv_splits;
@@ -53,7 +69,7 @@ struct BackwardProducer {
   CUTE_DEVICE int next_tile() {
     const int stage = work_place.stage;
     wait_empty(smem.work_ring, work_place);
-    BackwardWorkItem& item = smem.work[stage];
+    typename Traits::WorkItem& item = smem.work[stage];
     bool found = false;
     // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
     while (args.call.q_tiles > 0 && !found) {
@@ -62,6 +78,11 @@ struct BackwardProducer {
       if (id >= args.num_tiles) break;
       bool exists;
       found = find_tile<Traits>(args, static_cast<int>(id), item, exists);
+      if constexpr (Traits::is_sparse) {
+        if (!found) continue;
+        item.num_steps = visits_of<Traits>(args.call.params, item).count(item.first_head);
+        found = item.num_steps > 0;
+      }
     }
     if (!found) item.work.tile = no_tile;
     FullBarrier::arrive(&smem.work_ring.full[stage]);
@@ -88,12 +109,14 @@ struct BackwardProducer {
   }
 
   // A tile of q or dout, and its rows of one statistic.
-  template <class Element>
+  // announce(stage): what the key warpgroups shall find with it.
+  template <class Element, class Announce>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<Traits::stages>& ring,
                                 RingPlace<Traits::stages>& place, Element* tiles,
-                                RowSpan const& queries, float const* source,
-                                float (*rows)[block_m]) {
+                                RowSpan const& queries, float const* source, float (*rows)[block_m],
+                                Announce announce) {
     wait_empty(ring, place);
+    announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
     FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes + Traits::row_bytes);
     load_tile<block_m, head_dim>(map, full, tiles + place.stage * block_m * head_dim, queries);
@@ -101,24 +124,41 @@ struct BackwardProducer {
     place.advance();
   }
 
-  CUTE_DEVICE void run() {
+  template <class Announce>
+  CUTE_DEVICE void load_step(BackwardWorkItem const& item, Step const& step, Announce announce) {
     BackwardArguments const& call = args.call;
+    Sequence const& sequence = item.work.sequence;
+    const int query = step.tile * block_m;
+    const RowSpan queries{sequence.batch_q, step.head, sequence.row_q + query,
+                          sequence.seqlen_q - query};
+    const std::int64_t row =
+        (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
+    load_queries(args.q_map, smem.q_ring, q_place, smem.q, queries, call.lse_log2 + row,
+                 smem.lse_log2, announce);
+    load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
+                 call.softmax_d + row, smem.softmax_d, [](int) {});
+  }
+
+  CUTE_DEVICE void run() {
     for (int stage = next_tile(); stage >= 0; stage = next_tile()) {
-      BackwardWorkItem const& item = smem.work[stage];
-      Sequence const& sequence = item.work.sequence;
+      typename Traits::WorkItem const& item = smem.work[stage];
       load_keys(item);
-      Step step = Step::first(item);
-      CUTE_NO_UNROLL
-      for (int left = item.steps(); left > 0; --left, step.advance(item)) {
-        const int query = step.tile * block_m;
-        const RowSpan queries{sequence.batch_q, step.head, sequence.row_q + query,
-                              sequence.seqlen_q - query};
-        const std::int64_t row =
-            (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
-        load_queries(args.q_map, smem.q_ring, q_place, smem.q, queries, call.lse_log2 + row,
-                     smem.lse_log2);
-        load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
-                     call.softmax_d + row, smem.softmax_d);
+      if constexpr (Traits::is_sparse) {
+        const auto visits = visits_of<Traits>(args.call.params, item);
+        auto visit = visits.first(item.first_head);
+        CUTE_NO_UNROLL
+        for (int left = item.num_steps; left > 0; --left, visit = visits.next(visit)) {
+          const VisitedQueries visited{.step = {visit.head, visit.visit.block},
+                                       .pieces = visit.visit.pieces,
+                                       .is_in_window = item.range.is_interior(visit.visit.block)};
+          load_step(item, visited.step, [&](int place) { smem.visited[place] = visited; });
+        }
+      } else {
+        Step step = Step::first(item);
+        CUTE_NO_UNROLL
+        for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+          load_step(item, step, [](int) {});
+        }
       }
     }
   }

@@ -15,6 +15,7 @@
 #include "shared/layout_views.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
+#include "shared/pair_mask.h"
 #include "shared/score_modifiers.h"
 #include "sm90/backward_traits.h"
 
@@ -26,7 +27,8 @@ struct ScoreTile {
   int head;
   int query_begin;
   int key_begin;
-  bool is_interior;  // no pair is hidden
+  bool is_interior;  // the window and the ends of the sequences hide no pair
+  Pieces pieces{};   // what a list says
 };
 
 // The same registers with rows and columns exchanged.
@@ -85,6 +87,7 @@ struct ScoreMath {
       }
     } else {
       auto scores = rows_cols_view(tSrS);  // (keys, queries)
+      if constexpr (Traits::is_sparse) hide_unlisted(tile, tSrS);
       if (!tile.is_interior) hide(tile, scores, coords_by_key<block_m>());
       exponentiate(scores, lse_log2);
       convert_into(a_operand_view(tSrS), probs);
@@ -117,6 +120,22 @@ struct ScoreMath {
   }
 
  private:
+  template <class Accumulator>
+  CUTE_DEVICE void hide_unlisted(ScoreTile const& tile, Accumulator& tSrS) const {
+    if (tile.pieces.template show_all<block_m, 64>(tile.query_begin, tile.key_begin)) return;
+    const HeadBits bits = HeadBits::of(call.params.sparsity.bits, tile.sequence.index, tile.head);
+    const int first_key = tile.key_begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    CUTE_UNROLL
+    for (int begin = 0; begin < block_m; begin += list_piece) {
+      const int query = tile.query_begin + begin;
+      const PieceState state =
+          tile.pieces.at(query / list_piece % 2, tile.key_begin / list_piece % 2);
+      auto part = queries_of<list_piece>(tSrS, begin);
+      auto scores = rows_cols_view(part);
+      hide_transposed_pairs(scores, state, bits, query, first_key, -INFINITY);
+    }
+  }
+
   // What a thread holds of the queries [begin, begin + kQueries), of an accumulator of S^T or of a
   // left operand made of one: their registers have the same order.
   template <int kQueries, class Fragment>

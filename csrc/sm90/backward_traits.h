@@ -1,6 +1,7 @@
 // Everything a backward kernel derives from its row of the instance table.
 #pragma once
 
+#include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/tile_work.h"
 #include "sm90/copy.h"
@@ -25,6 +26,13 @@ struct BackwardWorkItem {
   CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
 };
 
+// The same of a kernel for block-sparse masks.
+struct SparseBackwardWorkItem : BackwardWorkItem {
+  int num_steps;
+
+  CUTE_DEVICE int steps() const { return num_steps; }
+};
+
 // One of them after the other.
 struct Step {
   int head;
@@ -38,6 +46,13 @@ struct Step {
     head += next_head ? 1 : 0;
     tile = next_head ? item.first_tile : tile + item.direction;
   }
+};
+
+// One of a list, as the producer tells the key warpgroups with the queries.
+struct VisitedQueries {
+  Step step;
+  Pieces pieces;
+  bool is_in_window;  // which hides no pair
 };
 
 template <class Tag>
@@ -57,18 +72,25 @@ struct BackwardTraits {
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::dropout);
 
+  static constexpr bool is_sparse = has(feature::block_sparse);
+  static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
+  using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
+
   // What setmaxnreg makes of the 128 registers that the launch gives every thread.
   static constexpr int producer_registers = 32;
-  static constexpr int dq_registers = 64;
-  static constexpr int key_registers = 208;
+  // What reads lists needs more where dK and dV take most of them, at the expense of dQ's columns.
+  static constexpr bool is_tight = is_sparse && head_dim == 128;
+  static constexpr int dq_registers = is_tight ? 48 : 64;
+  static constexpr int key_registers = is_tight ? 216 : 208;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
   using GradientMma = RegisterMma<Element, head_dim == 256 ? 128 : head_dim, block_m>;
-  static constexpr int dq_columns = head_dim % 64 == 0 ? 64 : 32;  // at a time, for its registers
-  using DqMma = TransposedMma<Element, dq_columns, 64>;            // dQ = dS K
+  // At a time, for its registers.
+  static constexpr int dq_columns = head_dim % 64 == 0 && !is_tight ? 64 : 32;
+  using DqMma = TransposedMma<Element, dq_columns, 64>;  // dQ = dS K
   static_assert(head_dim % dq_columns == 0);
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
@@ -102,7 +124,9 @@ struct BackwardTraits {
     Ring<ds_stages> ds_ring;
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
-    BackwardWorkItem work[work_stages];
+    WorkItem work[work_stages];
+    VisitedQueries visited[is_sparse ? stages : 1];  // of the tiles in q
+    Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
   };
 
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));

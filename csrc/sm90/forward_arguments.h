@@ -17,6 +17,7 @@ struct ForwardArguments {
   TileSchedule schedule;
   SequenceTable table;
   std::int64_t num_tiles;  // of all heads and sequences
+  int* tickets;            // tiles drawn so far, of a kernel for block-sparse masks
   float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
                      // the kernel scales scores itself; positive
 };

@@ -10,6 +10,7 @@
 #include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
+#include "shared/pair_mask.h"
 #include "shared/score_modifiers.h"
 #include "sm90/forward_epilogue.h"
 #include "sm90/named_barriers.h"
@@ -70,9 +71,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tScS =
       rows_cols_view(scores_share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
 
+  [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
+
   // Products run while other code does; finish_.. waits for them and gives the buffer back.
   auto start_scores = [&]() {
     wait_full(smem.k_ring, k_place);
+    if constexpr (Traits::is_sparse) visited = smem.visited[k_place.stage];
     auto q = tSrQ(_, _, _, q_place.stage * Traits::consumers + warpgroup);
     start_product(scores_mma, q, tSrK(_, _, _, k_place.stage), tSrS, false);
   };
@@ -105,12 +109,24 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
     // S of `block` -> P for the next product; true if O has to be rescaled before it.
     auto scores_to_probabilities = [&](int block) {
+      bool is_interior = range.is_interior(block);
+      if constexpr (Traits::is_sparse) {
+        block = visited.block;
+        is_interior = visited.is_in_window;
+      }
       const int key_begin = block * block_n;
       if constexpr (Traits::has_modifiers) {
         if (has_score_modifiers(params.score))
           features.modifiers.apply(scores, tScS, query_begin, key_begin);
       }
-      if (!range.is_interior(block)) {
+      if constexpr (Traits::is_sparse) {
+        if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
+          const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
+          hide_pairs_by_words<block_n>(scores, tScS, visited.pieces, bits, query_begin, key_begin,
+                                       -INFINITY);
+        }
+      }
+      if (!is_interior) {
         const ScoreMask<Traits::config.mask> mask{
             .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
             .seqlen_k = sequence.seqlen_k};

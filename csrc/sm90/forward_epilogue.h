@@ -3,6 +3,7 @@
 
 #include "shared/dropout.h"
 #include "shared/online_softmax.h"
+#include "shared/score_modifiers.h"
 #include "sm90/epilogue.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_traits.h"
@@ -37,7 +38,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   float lse[Traits::rows_per_thread];
   const float o_scale =
       Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
-  softmax.normalize_softmax_lse(output, lse, o_scale);
+  softmax.normalize_softmax_lse(output, lse, sink_of(params.score, head), o_scale);
 
   const int lane = thread % 32;
   const int quad_lane = lane % 4;
@@ -80,19 +81,21 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   }
 }
 
-// The same of a whole tile that sees no key, by one warp: out 0, lse -inf.
+// The same of a whole tile that sees no key, by one warp: out 0, lse -inf or the sink's.
 template <class Traits>
 CUTE_DEVICE void write_empty_output(ForwardArguments const& args, TileWork const& work, int lane) {
   using Element = typename Traits::Element;
   constexpr int elements = sizeof(uint4) / sizeof(Element);
   ForwardParams const& params = args.params;
+  const float sink = sink_of(params.score, work.head);
   const int query_end = min((work.tile + 1) * Traits::block_m, work.sequence.rows_q);
   for (int query = work.tile * Traits::block_m; query < query_end; ++query) {
     Element* row = output_row<Element>(params, work.sequence, work.head, query);
     for (int column = lane * elements; column < params.shape.head_dim; column += 32 * elements) {
       *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
     }
-    if (lane == 0) *lse_row(params, work.sequence, work.head, query) = -INFINITY;
+    const bool attends = query < work.sequence.seqlen_q;
+    if (lane == 0) *lse_row(params, work.sequence, work.head, query) = attends ? sink : -INFINITY;
   }
 }
 

@@ -31,9 +31,13 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
       .num_tiles = num_tiles,
+      .tickets = reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset),
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
+  if constexpr (Traits::is_sparse) {
+    check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
+  }
   launch_kernel<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
                                       Traits::threads, sizeof(typename Traits::SharedStorage),
                                       stream, arguments);

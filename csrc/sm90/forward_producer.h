@@ -8,6 +8,33 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// Tile `id` and what it visits; false where there is none.
+template <class Traits, class Item>
+CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, Item& item) {
+  ForwardParams const& params = args.params;
+  TileWork work;
+  if (!find_work(args.schedule, args.table, params, id, work)) return false;
+  if constexpr (Traits::is_sparse) {
+    work.tile =
+        ranked_tile<Traits::block_m>(params, args.table, work.sequence.index, work.head, work.tile);
+  }
+  const int seqlen_q = work.sequence.seqlen_q;
+  const int seqlen_k = work.sequence.seqlen_k;
+  const int query_begin = work.tile * Traits::block_m;
+  const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
+  item.work = work;
+  item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
+                           query_last, seqlen_k, Traits::block_n);
+  if constexpr (Traits::is_sparse) {
+    const auto list = BlockList<Traits::block_n>::of(
+        params.sparsity.lists, work.sequence.index, work.head, query_begin / list_tile, item.range);
+    item.visits = {.list = list, .window = item.range};
+    item.range.begin = list.begin;
+    item.range.end = list.end;
+  }
+  return true;
+}
+
 // The tiles of this CTA, one after the other.
 template <class Traits>
 struct TileWalk {
@@ -15,7 +42,8 @@ struct TileWalk {
   int round = 0;
 
   // False at the end.
-  CUTE_DEVICE bool next(WorkItem& item) {
+  template <class Item>
+  CUTE_DEVICE bool next(Item& item) {
     for (;;) {
       const std::int64_t first = std::int64_t{round} * gridDim.x;
       if (first >= args.num_tiles) return false;
@@ -23,24 +51,26 @@ struct TileWalk {
       // gets the shortest of the next.
       const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
       ++round;
-      if (first + place < args.num_tiles && find(static_cast<int>(first + place), item))
+      if (first + place < args.num_tiles &&
+          find_tile<Traits>(args, static_cast<int>(first + place), item))
         return true;
     }
   }
+};
 
- private:
-  CUTE_DEVICE bool find(int id, WorkItem& item) const {
-    ForwardParams const& params = args.params;
-    TileWork work;
-    if (!find_work(args.schedule, args.table, params, id, work)) return false;
-    const int seqlen_q = work.sequence.seqlen_q;
-    const int seqlen_k = work.sequence.seqlen_k;
-    const int query_begin = work.tile * Traits::block_m;
-    const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
-    item.work = work;
-    item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
-                             query_last, seqlen_k, Traits::block_n);
-    return true;
+// The same where the tiles' lengths are anybody's: each CTA draws its next one when it has room.
+template <class Traits>
+struct TileDraw {
+  ForwardArguments const& args;
+
+  template <class Item>
+  CUTE_DEVICE bool next(Item& item) {
+    for (;;) {
+      // Every CTA draws once in vain, which must not turn tickets negative.
+      const auto id = static_cast<unsigned>(atomicAdd(args.tickets, 1));
+      if (id >= args.num_tiles) return false;
+      if (find_tile<Traits>(args, static_cast<int>(id), item)) return true;
+    }
   }
 };
 
@@ -48,7 +78,7 @@ struct TileWalk {
 template <class Traits>
 CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
   TileWalk<Traits> walk{args};
-  WorkItem item;
+  std::remove_reference_t<decltype(Traits::SharedStorage::work[0])> item;
   while (walk.next(item)) {
     if (item.range.empty()) write_empty_output<Traits>(args, item.work, threadIdx.x % 32);
   }
@@ -62,7 +92,7 @@ struct Producer {
 
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
-  TileWalk<Traits> walk{args};
+  std::conditional_t<Traits::is_sparse, TileDraw<Traits>, TileWalk<Traits>> walk{args};
   RingPlace<Traits::q_stages> q_place{};
   RingPlace<Traits::stages> k_place{}, v_place{};
   RingPlace<Traits::work_stages> work_place{};
@@ -72,7 +102,7 @@ struct Producer {
   CUTE_DEVICE int next_tile() {
     const int stage = work_place.stage;
     wait_empty(smem.work_ring, work_place);
-    WorkItem& item = smem.work[stage];
+    auto& item = smem.work[stage];
     bool found;
     do {
       found = walk.next(item);
@@ -111,32 +141,52 @@ struct Producer {
             .rows = sequence.seqlen_k - key};
   }
 
-  template <class Element>
+  // announce(stage): what the consumers shall find with the tile.
+  template <class Element, class Announce>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
-                             RingPlace<Traits::stages>& place, Element* tiles,
-                             RowSpan const& keys) {
+                             RingPlace<Traits::stages>& place, Element* tiles, RowSpan const& keys,
+                             Announce announce) {
     wait_empty(ring, place);
+    announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
     FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
     load_tile<block_n, head_dim>(map, full, tiles + place.stage * block_n * head_dim, keys);
     place.advance();
   }
 
+  // K of a block, or of a position in the tile's list; where its values lie.
+  CUTE_DEVICE RowSpan load_k(int tile, int position) {
+    int block = position;
+    VisitedKeys visited{};
+    if constexpr (Traits::is_sparse) {
+      auto const& visits = smem.work[tile].visits;
+      const Visit visit = visits.list.at(position);
+      block = visit.block;
+      visited = {block, visit.pieces, visits.window.is_interior(block)};
+    }
+    const RowSpan keys = keys_of(smem.work[tile].work, block);
+    load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys, [&](int stage) {
+      if constexpr (Traits::is_sparse) smem.visited[stage] = visited;
+    });
+    return keys;
+  }
+
+  CUTE_DEVICE void load_v(RowSpan const& values) {
+    load_keys(args.v_map, smem.v_ring, v_place, smem.v, values, [](int) {});
+  }
+
   CUTE_DEVICE void run() {
     for (int tile = next_tile(); tile >= 0; tile = next_tile()) {
-      TileWork const& work = smem.work[tile].work;
       const BlockRange range = smem.work[tile].range;
-      load_queries(work);
-      RowSpan keys = keys_of(work, range.end - 1);
-      load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys);
+      load_queries(smem.work[tile].work);
+      RowSpan keys = load_k(tile, range.end - 1);
       CUTE_NO_UNROLL
-      for (int block = range.end - 2; block >= range.begin; --block) {
+      for (int position = range.end - 2; position >= range.begin; --position) {
         const RowSpan values = keys;
-        keys = keys_of(work, block);
-        load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys);
-        load_keys(args.v_map, smem.v_ring, v_place, smem.v, values);
+        keys = load_k(tile, position);
+        load_v(values);
       }
-      load_keys(args.v_map, smem.v_ring, v_place, smem.v, keys);
+      load_v(keys);
     }
   }
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/tile_work.h"
 #include "sm90/copy.h"
@@ -14,7 +15,20 @@ namespace flash_attn_cuda::sm90 {
 // A tile of work as its CTA's producer found it.
 struct WorkItem {
   TileWork work;
-  BlockRange range;  // the key blocks that it visits
+  BlockRange range;  // the key blocks that it visits, or the positions of its list
+};
+
+// The same of a kernel for block-sparse masks.
+template <int kBlockN>
+struct SparseWorkItem : WorkItem {
+  SparseVisits<kBlockN> visits;
+};
+
+// What the producer tells the consumers of a block of a list.
+struct VisitedKeys {
+  int block;
+  Pieces pieces;
+  bool is_in_window;  // which hides no pair
 };
 
 template <class Tag>
@@ -29,6 +43,7 @@ struct ForwardTraits {
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
+  static constexpr bool is_sparse = has(feature::block_sparse);
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups and 128 of four: not one more may be asked for than there are.
@@ -71,7 +86,8 @@ struct ForwardTraits {
     Ring<stages> k_ring;
     Ring<stages> v_ring;
     Ring<work_stages> work_ring;
-    WorkItem work[work_stages];
+    std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
+    VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k
   };
 
   static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));

@@ -13,22 +13,8 @@
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
-namespace {
 
-// What the backward functions share beyond the forward's arguments, as a caller gave it.
-struct BackwardArguments {
-  const at::Tensor& dout;
-  const at::Tensor& out;
-  const at::Tensor& softmax_lse;
-  const OptionalTensor& dq;
-  const OptionalTensor& dk;
-  const OptionalTensor& dv;
-  const OptionalTensor& rng_state;
-  const OptionalTensor& dlse;
-};
-
-// The outputs of FlashAttention-2's backward functions.
-std::vector<at::Tensor> run(AttentionCall call, const BackwardArguments& given) {
+std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArguments& given) {
   const at::Tensor& q = call.q;
   check_like("dout", given.dout, q.sizes(), q.scalar_type(), q);
   check_like("out", given.out, q.sizes(), q.scalar_type(), q);
@@ -49,17 +35,17 @@ std::vector<at::Tensor> run(AttentionCall call, const BackwardArguments& given) 
     grad_v.written().zero_();
   }
   at::Tensor softmax_d = allocate_softmax_d(q);
-  run_backward_call({.call = std::move(call),
-                     .dout = given.dout,
-                     .out = given.out,
-                     .softmax_lse = given.softmax_lse,
-                     .dlse = given.dlse.value_or(at::Tensor()),
-                     .rng_state = rng_state},
-                    {.dq = grad_q.view(), .dk = grad_k.view(), .dv = grad_v.view()}, softmax_d);
+  run_backward_call(
+      {.call = std::move(call),
+       .dout = given.dout,
+       .out = given.out,
+       .softmax_lse = given.softmax_lse,
+       .dlse = given.dlse.value_or(at::Tensor()),
+       .rng_state = rng_state},
+      {.dq = grad_q.view(), .dk = grad_k.view(), .dv = grad_v.view(), .dbias = given.dbias},
+      softmax_d);
   return {grad_q.finish(), grad_k.finish(), grad_v.finish(), std::move(softmax_d)};
 }
-
-}  // namespace
 
 at::Tensor allocate_softmax_d(const at::Tensor& q) {
   if (q.dim() == 3) return allocate_rows(q, q.size(0));
@@ -91,6 +77,7 @@ void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradie
       .window = call.options.window,
       .score = score_params(call),
       .dropout = {.threshold = dropout_threshold(call.options.p_dropout)},
+      .sparsity = sparsity_params(call),
       .deterministic = call.options.deterministic,
       .q = input_view(call.q),
       .k = input_view(call.k),
@@ -100,6 +87,7 @@ void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradie
       .dq = gradients.dq,
       .dk = gradients.dk,
       .dv = gradients.dv,
+      .dbias = bias_gradient(call, gradients.dbias),
       .lse = input_rows(softmax_lse),
       .dlse = input_rows(dlse),
       .softmax_d = softmax_d.defined() ? output_rows(softmax_d) : RowView<float>{},
@@ -123,18 +111,18 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             const OptionalGenerator& unused_generator,
                             const OptionalTensor& rng_state, const OptionalTensor& dlse) {
   refuse_generator(unused_generator.has_value());
-  return run(checked_call({.q = q,
-                           .k = k,
-                           .v = v,
-                           .alibi_slopes = alibi_slopes,
-                           .p_dropout = p_dropout,
-                           .softmax_scale = softmax_scale,
-                           .is_causal = is_causal,
-                           .window_left = window_left,
-                           .window_right = window_right,
-                           .softcap = softcap,
-                           .deterministic = deterministic}),
-             {dout, out, softmax_lse, dq, dk, dv, rng_state, dlse});
+  return backward_outputs(checked_call({.q = q,
+                                        .k = k,
+                                        .v = v,
+                                        .alibi_slopes = alibi_slopes,
+                                        .p_dropout = p_dropout,
+                                        .softmax_scale = softmax_scale,
+                                        .is_causal = is_causal,
+                                        .window_left = window_left,
+                                        .window_right = window_right,
+                                        .softcap = softcap,
+                                        .deterministic = deterministic}),
+                          {dout, out, softmax_lse, dq, dk, dv, rng_state, dlse});
 }
 
 std::vector<at::Tensor> varlen_bwd(
@@ -149,25 +137,25 @@ std::vector<at::Tensor> varlen_bwd(
     const OptionalTensor& dlse, const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
     const OptionalTensor& leftpad_k) {
   refuse_generator(unused_generator.has_value());
-  return run(checked_call({.q = q,
-                           .k = k,
-                           .v = v,
-                           .cu_seqlens_q = cu_seqlens_q,
-                           .cu_seqlens_k = cu_seqlens_k,
-                           .seqused_q = seqused_q,
-                           .seqused_k = seqused_k,
-                           .leftpad_k = leftpad_k,
-                           .max_seqlen_q = max_seqlen_q,
-                           .max_seqlen_k = max_seqlen_k,
-                           .alibi_slopes = alibi_slopes,
-                           .p_dropout = p_dropout,
-                           .softmax_scale = softmax_scale,
-                           .is_causal = is_causal,
-                           .window_left = window_left,
-                           .window_right = window_right,
-                           .softcap = softcap,
-                           .deterministic = deterministic}),
-             {dout, out, softmax_lse, dq, dk, dv, rng_state, dlse});
+  return backward_outputs(checked_call({.q = q,
+                                        .k = k,
+                                        .v = v,
+                                        .cu_seqlens_q = cu_seqlens_q,
+                                        .cu_seqlens_k = cu_seqlens_k,
+                                        .seqused_q = seqused_q,
+                                        .seqused_k = seqused_k,
+                                        .leftpad_k = leftpad_k,
+                                        .max_seqlen_q = max_seqlen_q,
+                                        .max_seqlen_k = max_seqlen_k,
+                                        .alibi_slopes = alibi_slopes,
+                                        .p_dropout = p_dropout,
+                                        .softmax_scale = softmax_scale,
+                                        .is_causal = is_causal,
+                                        .window_left = window_left,
+                                        .window_right = window_right,
+                                        .softcap = softcap,
+                                        .deterministic = deterministic}),
+                          {dout, out, softmax_lse, dq, dk, dv, rng_state, dlse});
 }
 
 }  // namespace flash_attn_cuda::binding

@@ -3,8 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "flash_attn/params.h"
 #include "torch_binding/call.h"
+#include "torch_binding/check.h"
 
 namespace flash_attn_cuda::binding {
 
@@ -22,6 +25,20 @@ struct GradientViews {
   TensorView dq;
   TensorView dk;
   TensorView dv;
+  at::Tensor dbias;  // fp32 zeros in the shape of the call's bias; undefined: not wanted
+};
+
+// What the backward functions share beyond the forward's arguments, as a caller gave it.
+struct BackwardArguments {
+  const at::Tensor& dout;
+  const at::Tensor& out;
+  const at::Tensor& softmax_lse;
+  const OptionalTensor& dq;
+  const OptionalTensor& dk;
+  const OptionalTensor& dv;
+  const OptionalTensor& rng_state;
+  const OptionalTensor& dlse;
+  at::Tensor dbias = {};  // as in GradientViews
 };
 
 // softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q), for
@@ -32,5 +49,8 @@ at::Tensor allocate_softmax_d(const at::Tensor& q);
 // written: the caller fills them with zeros first.
 void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradients,
                        const at::Tensor& softmax_d);
+
+// Checks what is given and runs the call: [dq, dk, dv, softmax_d], FlashAttention-2's outputs.
+std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArguments& given);
 
 }  // namespace flash_attn_cuda::binding

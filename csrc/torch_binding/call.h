@@ -25,6 +25,17 @@ struct CacheTensors {
   int seqlen_k = -1;  // keys of every sequence with appended ones; -1: what device memory says
 };
 
+// What hides pairs, or adds to scores, beside window and lengths.
+struct MaskTensors {
+  // int32 (batch or 1, heads_q or 1, tiles, 2 + other tiles), contiguous: by tiles of queries in a
+  // forward, by tiles of keys in a backward (BlockLists, flash_attn/params.h).
+  at::Tensor block_lists;
+  at::Tensor bits;  // int32 (batch or 1, heads_q or 1, rows, 4 * tiles of keys), contiguous
+  // (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) of the dtype of q or fp32, rows contiguous
+  at::Tensor bias;
+  at::Tensor sink;  // fp32 (heads_q); not of a backward, whose lse has it
+};
+
 // Dense: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim).
 // Packed, with cu_seqlens: (total_q, heads_q, head_dim) and (total_k, heads_k, head_dim). Paged,
 // with cache.block_table: k and v (num_pages, page_size, heads_k, head_dim), and cu_seqlens_k tells
@@ -36,6 +47,7 @@ struct AttentionCall {
   at::Tensor alibi_slopes;                     // fp32 (heads_q) or (batch, heads_q)
   int max_seqlen_q = 0;                        // of packed sequences, an upper bound; 0: not known
   CacheTensors cache;
+  MaskTensors masks;
   CallOptions options;
 
   bool is_packed() const { return cu_seqlens_q.defined(); }

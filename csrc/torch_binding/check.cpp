@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <ostream>
 
 #include "flash_attn/api.h"
 #include "torch_binding/to_params.h"
@@ -12,11 +13,19 @@ namespace {
 
 constexpr std::int64_t max_int = std::numeric_limits<int>::max();
 constexpr std::int64_t max_head_dim = 256;
+constexpr std::int64_t mask_tile = 128;  // queries, or keys, of a tile of BlockLists
 
 const char* describe(int dims, InputLayout::Kv kv) {
   if (dims == 3) return "3 dimensions (total, heads, head_dim)";
   if (kv == InputLayout::Kv::paged) return "4 dimensions (num_pages, page_size, heads, head_dim)";
   return "4 dimensions (batch, seqlen, heads, head_dim)";
+}
+
+void check_sizes(const char* name, const at::Tensor& tensor) {
+  for (const std::int64_t size : tensor.sizes()) {
+    TORCH_CHECK_VALUE(size <= max_int, name, ": every dimension must be at most ", max_int,
+                      ", got shape ", tensor.sizes());
+  }
 }
 
 void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q, int dims,
@@ -31,20 +40,61 @@ void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q
                    q.scalar_type(), "), got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": must have ", describe(dims, kv), ", got shape ",
                     tensor.sizes());
-  for (const std::int64_t size : tensor.sizes()) {
-    TORCH_CHECK_VALUE(size <= max_int, name, ": every dimension must be at most ", max_int,
-                      ", got shape ", tensor.sizes());
-  }
+  check_sizes(name, tensor);
 }
 
-void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
-                 const at::Tensor& q) {
+void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": must be a dense tensor, got layout ",
                    tensor.layout());
   TORCH_CHECK_VALUE(tensor.device() == q.device(), name, ": must be on the device of q (",
                     q.device(), "), got ", tensor.device());
+}
+
+void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                 const at::Tensor& q) {
+  check_device(name, tensor, q);
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ",
                    tensor.scalar_type());
+}
+
+// The sizes that a dimension may have.
+struct SizeRule {
+  std::int64_t size = 0;
+  bool or_more = false;
+  bool or_one = false;
+
+  bool allows(std::int64_t given) const {
+    return given == size || (or_more && given > size) || (or_one && given == 1);
+  }
+};
+
+std::ostream& operator<<(std::ostream& stream, const SizeRule& rule) {
+  stream << rule.size;
+  if (rule.or_more) stream << " or more";
+  if (rule.or_one && rule.size != 1) stream << " or 1";
+  return stream;
+}
+
+// Of a tensor whose batch and heads may be 1 for all of them.
+void check_shared_shape(const char* name, const at::Tensor& tensor, const PairExtent& extent,
+                        const SizeRule& rows, const SizeRule& columns) {
+  const SizeRule batch{.size = extent.batch, .or_one = true};
+  const SizeRule heads{.size = extent.heads_q, .or_one = true};
+  TORCH_CHECK_VALUE(tensor.dim() == 4 && batch.allows(tensor.size(0)) &&
+                        heads.allows(tensor.size(1)) && rows.allows(tensor.size(2)) &&
+                        columns.allows(tensor.size(3)),
+                    name, ": must have shape (", batch, ", ", heads, ", ", rows, ", ", columns,
+                    "), got ", tensor.sizes());
+  check_sizes(name, tensor);
+}
+
+std::int64_t mask_tiles(std::int64_t seqlen) {
+  return seqlen / mask_tile + (seqlen % mask_tile != 0);
+}
+
+bool has_contiguous_rows(const at::Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  return (tensor.stride(last) == 1 || tensor.size(last) == 1) && !tensor.is_neg();
 }
 
 int checked_bound(std::int64_t bound) {
@@ -157,8 +207,57 @@ at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch
       slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == heads;
   TORCH_CHECK_VALUE(is_shared || is_per_sequence, "alibi_slopes: must have shape (", heads,
                     ",) or (", batch, ", ", heads, "), got ", slopes.sizes());
-  const bool is_readable = (slopes.stride(slopes.dim() - 1) == 1 || heads == 1) && !slopes.is_neg();
-  return is_readable ? slopes : contiguous(slopes);
+  return has_contiguous_rows(slopes) ? slopes : contiguous(slopes);
+}
+
+at::Tensor checked_block_lists(const char* name, const OptionalTensor& tensor, bool by_keys,
+                               const PairExtent& extent, const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  check_place(name, *tensor, at::kInt, q);
+  const std::int64_t tiles = mask_tiles(by_keys ? extent.seqlen_k : extent.seqlen_q);
+  const std::int64_t others = mask_tiles(by_keys ? extent.seqlen_q : extent.seqlen_k);
+  check_shared_shape(name, *tensor, extent, {.size = tiles, .or_more = extent.at_least},
+                     {.size = 2 + others, .or_more = extent.at_least});
+  return contiguous(*tensor);
+}
+
+at::Tensor checked_mask_bits(const OptionalTensor& tensor, const at::Tensor& lists, bool by_keys,
+                             const PairExtent& extent, const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  TORCH_CHECK_VALUE(lists.defined(), "mask_bits: must be None without lists of blocks, got shape ",
+                    tensor->sizes());
+  check_place("mask_bits", *tensor, at::kInt, q);
+  const std::int64_t tiles = lists.size(2);
+  const std::int64_t others = lists.size(3) - 2;
+  const std::int64_t query_tiles = by_keys ? others : tiles;
+  const std::int64_t key_tiles = by_keys ? tiles : others;
+  // Lists of packed sequences may be made for longer ones, and then so are the bits.
+  const std::int64_t least_rows =
+      std::max(extent.seqlen_q, query_tiles > 0 ? (query_tiles - 1) * mask_tile + 1 : 0);
+  constexpr std::int64_t words_per_tile = mask_tile / 32;
+  check_shared_shape("mask_bits", *tensor, extent, {.size = least_rows, .or_more = true},
+                     {.size = words_per_tile * key_tiles});
+  return contiguous(*tensor);
+}
+
+at::Tensor checked_bias(const OptionalTensor& tensor, const PairExtent& extent,
+                        const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  const at::Tensor& bias = *tensor;
+  check_device("bias", bias, q);
+  TORCH_CHECK_TYPE(bias.scalar_type() == q.scalar_type() || bias.scalar_type() == at::kFloat,
+                   "bias: dtype must be that of q (", q.scalar_type(), ") or ", at::kFloat,
+                   ", got ", bias.scalar_type());
+  check_shared_shape("bias", bias, extent,
+                     {.size = extent.seqlen_q, .or_more = extent.at_least, .or_one = true},
+                     {.size = extent.seqlen_k, .or_more = extent.at_least});
+  return has_contiguous_rows(bias) ? bias : contiguous(bias);
+}
+
+at::Tensor checked_sink(const OptionalTensor& tensor, const at::Tensor& q) {
+  if (!tensor.has_value()) return {};
+  check_array("sink", *tensor, {q.size(q.dim() - 2)}, at::kFloat, q);
+  return *tensor;
 }
 
 at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q) {

@@ -26,6 +26,15 @@ struct InputLayout {
   bool any_head_dim = false;  // else a multiple of 8
 };
 
+// What tensors that are made for pairs of queries and keys must fit.
+struct PairExtent {
+  std::int64_t batch = 0;
+  std::int64_t heads_q = 0;
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_k = 0;
+  bool at_least = false;  // of packed sequences: such a tensor may be made for more
+};
+
 // q, k and v have this layout, one CUDA device, one 16-bit dtype, and heads that fit.
 void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const InputLayout& layout = {});
@@ -56,6 +65,24 @@ at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
 // fp32 (heads_q) or (batch, heads_q), or not given. Rows are contiguous in the tensor returned.
 at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch,
                                 const at::Tensor& q);
+
+// int32 (batch or 1, heads_q or 1, tiles of queries, 2 + tiles of keys), or, by_keys, with the two
+// exchanged; or not given. Contiguous in the tensor returned.
+at::Tensor checked_block_lists(const char* name, const OptionalTensor& tensor, bool by_keys,
+                               const PairExtent& extent, const at::Tensor& q);
+
+// int32 (batch or 1, heads_q or 1, seqlen_q or more, 4 * tiles of keys) for these lists, or not
+// given. Contiguous in the tensor returned.
+at::Tensor checked_mask_bits(const OptionalTensor& tensor, const at::Tensor& lists, bool by_keys,
+                             const PairExtent& extent, const at::Tensor& q);
+
+// (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) of the dtype of q or fp32, or not given. Rows
+// are contiguous in the tensor returned.
+at::Tensor checked_bias(const OptionalTensor& tensor, const PairExtent& extent,
+                        const at::Tensor& q);
+
+// fp32 (heads_q), or not given.
+at::Tensor checked_sink(const OptionalTensor& tensor, const at::Tensor& q);
 
 // int64 (2), needed where p_dropout > 0; undefined where not.
 at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q);

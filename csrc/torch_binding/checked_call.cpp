@@ -36,6 +36,26 @@ std::int64_t set_packed_sequences(const CallArguments& given, bool is_paged, Att
   return batch;
 }
 
+MaskTensors checked_masks(const CallArguments& given, std::int64_t batch) {
+  const at::Tensor& q = given.q;
+  const bool is_packed = given.cu_seqlens_q.has_value();
+  const PairExtent extent{.batch = batch,
+                          .heads_q = q.size(q.dim() - 2),
+                          .seqlen_q = is_packed ? given.max_seqlen_q.value_or(0) : q.size(1),
+                          .seqlen_k = is_packed ? given.max_seqlen_k.value_or(0) : given.k.size(1),
+                          .at_least = is_packed};
+  const bool by_keys = given.block_columns.has_value();
+  MaskTensors masks;
+  masks.block_lists = by_keys ? checked_block_lists("block_columns", given.block_columns,
+                                                    /*by_keys=*/true, extent, q)
+                              : checked_block_lists("block_rows", given.block_rows,
+                                                    /*by_keys=*/false, extent, q);
+  masks.bits = checked_mask_bits(given.mask_bits, masks.block_lists, by_keys, extent, q);
+  masks.bias = checked_bias(given.bias, extent, q);
+  masks.sink = checked_sink(given.sink, q);
+  return masks;
+}
+
 }  // namespace
 
 int useful_bound(std::int64_t max_seqlen, std::int64_t total) {
@@ -67,6 +87,7 @@ AttentionCall checked_call(const CallArguments& given) {
   call.seqused_k = checked_per_sequence("seqused_k", given.seqused_k, batch, given.q);
   call.leftpad_k = checked_per_sequence("leftpad_k", given.leftpad_k, batch, given.q);
   call.alibi_slopes = checked_alibi_slopes(given.alibi_slopes, batch, given.q);
+  call.masks = checked_masks(given, batch);
   call.options = checked_options(given);
   return call;
 }

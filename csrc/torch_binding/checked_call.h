@@ -9,8 +9,9 @@
 
 namespace flash_attn_cuda::binding {
 
-// As a caller gave them; cu_seqlens_q makes the tensors packed. max_seqlen_q may choose a kernel;
-// what is computed goes by the lengths in device memory alone.
+// As a caller gave them; cu_seqlens_q makes the tensors packed. max_seqlen_q may choose a kernel,
+// and masks and bias of packed sequences must hold the max_seqlens; what is computed goes by the
+// lengths in device memory alone.
 struct CallArguments {
   const at::Tensor& q;
   const at::Tensor& k;
@@ -24,6 +25,11 @@ struct CallArguments {
   std::optional<std::int64_t> max_seqlen_q;
   std::optional<std::int64_t> max_seqlen_k;
   OptionalTensor alibi_slopes;
+  OptionalTensor block_rows;     // of a forward
+  OptionalTensor block_columns;  // of a backward
+  OptionalTensor mask_bits;
+  OptionalTensor bias;
+  OptionalTensor sink;
   double p_dropout = 0.0;
   std::optional<double> softmax_scale;  // none: head_dim ** -0.5
   bool is_causal = false;

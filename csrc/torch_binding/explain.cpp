@@ -34,6 +34,8 @@ struct Request {
   double softcap;
   bool alibi;
   double p_dropout;
+  bool block_sparse;
+  bool bias;
 };
 
 // Contiguous, as planning asks how tensors lie; no memory is behind it.
@@ -60,6 +62,8 @@ Params params_of(const Request& request) {
   params.score.softcap = checked_softcap(request.softcap);
   params.score.alibi_slopes = request.alibi ? &some_float : nullptr;
   params.dropout.threshold = dropout_threshold(checked_p_dropout("p_dropout", request.p_dropout));
+  params.sparsity.lists.data = request.block_sparse ? &some_int : nullptr;
+  params.score.bias.data = request.bias ? &some_float : nullptr;
   params.sequences.cu_seqlens_q = request.packed ? &some_int : nullptr;
   params.sequences.cu_seqlens_k = params.sequences.cu_seqlens_q;
   return params;
@@ -129,15 +133,15 @@ py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size,
                          std::optional<int> device, std::int64_t window_left,
                          std::int64_t window_right, bool packed, double softcap, bool alibi,
                          double p_dropout, int page_size, bool lengths_on_device, int num_splits,
-                         bool batch_invariant, int max_seqlen_q) {
+                         bool batch_invariant, int max_seqlen_q, bool block_sparse, bool bias) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
                              .head_dim = head_dim};
-  auto params = params_of<ForwardParams>(
-      {dtype, shape, causal, window_left, window_right, packed, softcap, alibi, p_dropout});
+  auto params = params_of<ForwardParams>({dtype, shape, causal, window_left, window_right, packed,
+                                          softcap, alibi, p_dropout, block_sparse, bias});
   TORCH_CHECK_VALUE(page_size >= 0, "page_size: must not be negative, got ", page_size);
   if (page_size > 0) {
     const int pages = seqlen_k / page_size + (seqlen_k % page_size != 0);
@@ -162,15 +166,15 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
                           int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
                           std::optional<int> device, std::int64_t window_left,
                           std::int64_t window_right, bool packed, double softcap, bool alibi,
-                          double p_dropout, bool deterministic) {
+                          double p_dropout, bool deterministic, bool block_sparse, bool bias) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
                              .head_dim = head_dim};
-  auto params = params_of<BackwardParams>(
-      {dtype, shape, causal, window_left, window_right, packed, softcap, alibi, p_dropout});
+  auto params = params_of<BackwardParams>({dtype, shape, causal, window_left, window_right, packed,
+                                           softcap, alibi, p_dropout, block_sparse, bias});
   params.dout = params.dq = params.q;
   params.dk = params.dv = params.k;
   params.deterministic = deterministic;

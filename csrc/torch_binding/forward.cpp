@@ -61,6 +61,7 @@ ForwardResults run_forward_call(const AttentionCall& call, TensorView out,
                        .window = call.options.window,
                        .score = score_params(call),
                        .dropout = {.threshold = dropout_threshold(call.options.p_dropout)},
+                       .sparsity = sparsity_params(call),
                        .paged = paged_params(call),
                        .split = extras.split,
                        .q = input_view(call.q),
@@ -116,7 +117,7 @@ std::vector<at::Tensor> varlen_fwd(
     bool /*zero_tensors: every row is written anyway*/, bool is_causal, std::int64_t window_left,
     std::int64_t window_right, double softcap, bool return_softmax,
     const OptionalGenerator& unused_generator, std::int64_t num_splits,
-    const OptionalTensor& seqused_q, bool batch_invariant) {
+    const OptionalTensor& seqused_q, bool batch_invariant, const OptionalTensor& sink) {
   refuse_generator(unused_generator.has_value());
   const AttentionCall call = checked_call({.q = q,
                                            .k = k,
@@ -130,6 +131,7 @@ std::vector<at::Tensor> varlen_fwd(
                                            .max_seqlen_q = max_seqlen_q,
                                            .max_seqlen_k = max_seqlen_k,
                                            .alibi_slopes = alibi_slopes,
+                                           .sink = sink,
                                            .p_dropout = p_dropout,
                                            .softmax_scale = softmax_scale,
                                            .is_causal = is_causal,

@@ -43,7 +43,8 @@ std::vector<at::Tensor> varlen_fwd(
     std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double p_dropout, double softmax_scale,
     bool zero_tensors, bool is_causal, std::int64_t window_left, std::int64_t window_right,
     double softcap, bool return_softmax, const OptionalGenerator& unused_generator,
-    std::int64_t num_splits, const OptionalTensor& seqused_q, bool batch_invariant);
+    std::int64_t num_splits, const OptionalTensor& seqused_q, bool batch_invariant,
+    const OptionalTensor& sink);
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const at::Tensor& out,
@@ -66,6 +67,29 @@ std::vector<at::Tensor> varlen_bwd(
     const OptionalTensor& dlse, const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
     const OptionalTensor& leftpad_k);
 
+std::vector<at::Tensor> masked_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const OptionalTensor& out, const OptionalTensor& cu_seqlens_q,
+                                   const OptionalTensor& cu_seqlens_k,
+                                   const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+                                   const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q,
+                                   OptionalInt max_seqlen_k, const OptionalTensor& alibi_slopes,
+                                   double p_dropout, double softmax_scale, bool is_causal,
+                                   std::int64_t window_left, std::int64_t window_right,
+                                   double softcap, const OptionalTensor& block_rows,
+                                   const OptionalTensor& mask_bits, const OptionalTensor& bias,
+                                   const OptionalTensor& sink);
+
+std::vector<at::Tensor> masked_bwd(
+    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_q,
+    const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q,
+    OptionalInt max_seqlen_k, const OptionalTensor& alibi_slopes, double p_dropout,
+    double softmax_scale, bool is_causal, std::int64_t window_left, std::int64_t window_right,
+    double softcap, bool deterministic, const OptionalTensor& rng_state, const OptionalTensor& dlse,
+    const OptionalTensor& block_columns, const OptionalTensor& mask_bits,
+    const OptionalTensor& bias, bool wants_dbias);
+
 std::vector<at::Tensor> fwd_kvcache(
     const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,
     const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& seqlens_k,
@@ -75,7 +99,8 @@ std::vector<at::Tensor> fwd_kvcache(
     const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
     std::int64_t window_right, double softcap, bool is_rotary_interleaved, std::int64_t num_splits,
     const OptionalTensor& cu_seqlens_q, OptionalInt max_seqlen_q,
-    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k);
+    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k,
+    const OptionalTensor& sink);
 
 std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
                                 const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);

@@ -197,7 +197,8 @@ std::vector<at::Tensor> fwd_kvcache(
     const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
     std::int64_t window_right, double softcap, bool is_rotary_interleaved, std::int64_t num_splits,
     const OptionalTensor& cu_seqlens_q, OptionalInt max_seqlen_q,
-    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k) {
+    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k,
+    const OptionalTensor& sink) {
   const bool is_packed = cu_seqlens_q.has_value();
   const bool is_paged = block_table.has_value();
   check_inputs(q, kcache, vcache,
@@ -231,6 +232,7 @@ std::vector<at::Tensor> fwd_kvcache(
   call.cache.block_table =
       checked_block_table(block_table, cache_batch_idx.has_value() ? -1 : batch, q);
   call.alibi_slopes = checked_alibi_slopes(alibi_slopes, batch, q);
+  call.masks.sink = checked_sink(sink, q);
   call.options = {.window = checked_window(is_causal, window_left, window_right),
                   .softmax_scale = checked_softmax_scale(softmax_scale),
                   .softcap = checked_softcap(softcap)};

@@ -61,20 +61,21 @@ void define_forward(py::module& module) {
       "varlen_fwd(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table,\n"
       "    alibi_slopes, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors,\n"
       "    is_causal, window_left, window_right, softcap, return_softmax, unused_generator,\n"
-      "    num_splits=0, seqused_q=None, batch_invariant=False)\n"
+      "    num_splits=0, seqused_q=None, batch_invariant=False, sink=None)\n"
       "    -> [out, softmax_lse, S_dmask, rng_state]\n\n"
       "fwd of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_k,\n"
       "head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), where\n"
       "cu_seqlens_k, or seqused_k, gives lengths. softmax_lse (heads_q, total_q), S_dmask (batch,\n"
       "heads_q, max_seqlen_q, max_seqlen_k). max_seqlen_* are upper bounds. num_splits 0 splits\n"
-      "the keys of paged calls alone.",
+      "the keys of paged calls alone. sink: as masked_fwd.",
       py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
       py::arg("cu_seqlens_k"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"),
       py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
       py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
       py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
       py::arg("return_softmax"), py::arg("unused_generator"), py::arg("num_splits") = 0,
-      py::arg("seqused_q") = py::none(), py::arg("batch_invariant") = false);
+      py::arg("seqused_q") = py::none(), py::arg("batch_invariant") = false,
+      py::arg("sink") = py::none());
 }
 
 void define_backward(py::module& module) {
@@ -113,20 +114,65 @@ void define_backward(py::module& module) {
       py::arg("leftpad_k") = py::none());
 }
 
+void define_masked(py::module& module) {
+  module.def(
+      "masked_fwd", torch::wrap_pybind_function_no_gil(&binding::masked_fwd),
+      "masked_fwd(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,\n"
+      "    max_seqlen_q, max_seqlen_k, alibi_slopes, p_dropout, softmax_scale, is_causal,\n"
+      "    window_left, window_right, softcap, block_rows, mask_bits, bias, sink)\n"
+      "    -> [out, softmax_lse, rng_state]\n\n"
+      "fwd, or with cu_seqlens_q and cu_seqlens_k varlen_fwd, of some pairs alone, with a bias or\n"
+      "with a sink. B, H: batch and heads_q, or 1. block_rows: int32 (B, H, Tq, 2 + Tk) of Tq =\n"
+      "ceil(seqlen_q / 128) and Tk = ceil(seqlen_k / 128), which tiles of keys a tile of queries\n"
+      "visits (BlockLists of csrc/flash_attn/params.h). mask_bits: int32 (B, H, seqlen_q,\n"
+      "4 * Tk), for lists that ask for pairs. bias: (B, H, seqlen_q or 1, seqlen_k), of the dtype\n"
+      "of q or fp32, added to the scores. sink: fp32 (heads_q), whose exp joins the denominator\n"
+      "of the softmax, and so softmax_lse. Of packed sequences the max_seqlens, None for not\n"
+      "known, stand for the lengths, and these tensors may be made for longer ones.",
+      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
+      py::arg("cu_seqlens_k"), py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"),
+      py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"),
+      py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
+      py::arg("window_right"), py::arg("softcap"), py::arg("block_rows"), py::arg("mask_bits"),
+      py::arg("bias"), py::arg("sink"));
+
+  module.def(
+      "masked_bwd", torch::wrap_pybind_function_no_gil(&binding::masked_bwd),
+      "masked_bwd(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q,\n"
+      "    seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, alibi_slopes, p_dropout,\n"
+      "    softmax_scale, is_causal, window_left, window_right, softcap, deterministic,\n"
+      "    rng_state, dlse, block_columns, mask_bits, bias, wants_dbias)\n"
+      "    -> [dq, dk, dv, softmax_d, dbias]\n\n"
+      "The backward of masked_fwd, whose softmax_lse has the sink already. block_columns: int32\n"
+      "(B, H, Tk, 2 + Tq), which tiles of queries visit a tile of keys; not with deterministic.\n"
+      "dbias: fp32 in the shape of bias, summed over what that is shared by, empty without\n"
+      "wants_dbias; not with softcap.",
+      py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+      py::arg("softmax_lse"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
+      py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("max_seqlen_q"),
+      py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
+      py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
+      py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("rng_state"),
+      py::arg("dlse"), py::arg("block_columns"), py::arg("mask_bits"), py::arg("bias"),
+      py::arg("wants_dbias"));
+}
+
 void define_inference(py::module& module) {
   module.def(
       "fwd_kvcache", torch::wrap_pybind_function_no_gil(&binding::fwd_kvcache),
       "fwd_kvcache(q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx,\n"
       "    leftpad_k, block_table, alibi_slopes, out, softmax_scale, is_causal, window_left,\n"
       "    window_right, softcap, is_rotary_interleaved, num_splits, cu_seqlens_q=None,\n"
-      "    max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, seqlen_k=None)\n"
+      "    max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, seqlen_k=None,\n"
+      "    sink=None)\n"
       "    -> [out, softmax_lse]\n\n"
       "Attention over a cache (batch, capacity, heads_k, head_dim), or with block_table "
       "(num_pages,\n"
       "page_size, heads_k, head_dim), of any head_dim and never copied. First k and v go into it\n"
       "behind the seqlens_k keys of each sequence, or the seqlen_k of every one, and k and q are\n"
       "rotated. With cu_seqlens_q q is (total_q, heads_q, head_dim), softmax_lse (heads_q,\n"
-      "total_q); k and v may be packed likewise. num_splits 0 is as many as serve the device.",
+      "total_q); k and v may be packed likewise. num_splits 0 is as many as serve the device.\n"
+      "sink: as masked_fwd.",
       py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
       py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"),
       py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
@@ -134,7 +180,8 @@ void define_inference(py::module& module) {
       py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
       py::arg("is_rotary_interleaved"), py::arg("num_splits"), py::arg("cu_seqlens_q") = py::none(),
       py::arg("max_seqlen_q") = py::none(), py::arg("cu_seqlens_k_new") = py::none(),
-      py::arg("batch_invariant") = false, py::arg("seqlen_k") = py::none());
+      py::arg("batch_invariant") = false, py::arg("seqlen_k") = py::none(),
+      py::arg("sink") = py::none());
 
   module.def(
       "combine", torch::wrap_pybind_function_no_gil(&binding::combine),
@@ -158,13 +205,15 @@ void define_information(py::module& module) {
       "What a forward of these shapes would run: a dict of instance, config, smem_bytes, grid,\n"
       "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. dtype is 'fp16'\n"
       "or 'bf16', device an index or None for the current one. packed: seqlen_q and seqlen_k are\n"
-      "totals. page_size 0: not paged. RuntimeError where no compiled kernel serves the call.",
+      "totals. page_size 0: not paged. block_sparse and bias: with lists of blocks, with a bias.\n"
+      "RuntimeError where no compiled kernel serves the call.",
       py::arg("dtype"), py::arg("head_dim"), py::arg("batch_size"), py::arg("seqlen_q"),
       py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
       py::arg("device") = py::none(), py::arg("window_left") = -1, py::arg("window_right") = -1,
       py::arg("packed") = false, py::arg("softcap") = 0.0, py::arg("alibi") = false,
       py::arg("p_dropout") = 0.0, py::arg("page_size") = 0, py::arg("lengths_on_device") = false,
-      py::arg("num_splits") = 1, py::arg("batch_invariant") = false, py::arg("max_seqlen_q") = 0);
+      py::arg("num_splits") = 1, py::arg("batch_invariant") = false, py::arg("max_seqlen_q") = 0,
+      py::arg("block_sparse") = false, py::arg("bias") = false);
   module.def("explain_backward", torch::wrap_pybind_function(&binding::explain_backward),
              "As explain_forward, for the backward's main kernel, with dkdv_splits, q_tiles and\n"
              "seqlen_q_rounded.",
@@ -172,8 +221,8 @@ void define_information(py::module& module) {
              py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
              py::arg("device") = py::none(), py::arg("window_left") = -1,
              py::arg("window_right") = -1, py::arg("packed") = false, py::arg("softcap") = 0.0,
-             py::arg("alibi") = false, py::arg("p_dropout") = 0.0,
-             py::arg("deterministic") = false);
+             py::arg("alibi") = false, py::arg("p_dropout") = 0.0, py::arg("deterministic") = false,
+             py::arg("block_sparse") = false, py::arg("bias") = false);
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),
@@ -197,6 +246,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define_eager(module);
   define_forward(module);
   define_backward(module);
+  define_masked(module);
   define_inference(module);
   define_information(module);
 }

@@ -50,6 +50,19 @@ at::Tensor contiguous_copy(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 
+BiasParams bias_params(const AttentionCall& call) {
+  const at::Tensor& bias = call.masks.bias;
+  if (!bias.defined()) return {};
+  const std::int64_t rows = bias.size(2) > 1 ? bias.size(2) : shape_of(call).seqlen_q;
+  return {.data = bias.const_data_ptr(),
+          .is_fp32 = bias.scalar_type() == at::kFloat,
+          .batch_stride = stride_of(bias, 0),
+          .head_stride = stride_of(bias, 1),
+          .row_stride = stride_of(bias, 2),
+          .rows = static_cast<int>(rows),
+          .columns = static_cast<int>(bias.size(3))};
+}
+
 }  // namespace
 
 Dtype dtype_of(const at::Tensor& q) {
@@ -90,10 +103,47 @@ SequenceParams sequence_params(const AttentionCall& call) {
 
 ScoreParams score_params(const AttentionCall& call) {
   const at::Tensor& slopes = call.alibi_slopes;
+  const at::Tensor& sink = call.masks.sink;
   return {.softmax_scale = call.options.softmax_scale,
           .softcap = call.options.softcap,
           .alibi_slopes = slopes.defined() ? slopes.const_data_ptr<float>() : nullptr,
-          .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0};
+          .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0,
+          .bias = bias_params(call),
+          .sink = sink.defined() ? sink.const_data_ptr<float>() : nullptr};
+}
+
+SparsityParams sparsity_params(const AttentionCall& call) {
+  const at::Tensor& lists = call.masks.block_lists;
+  const at::Tensor& bits = call.masks.bits;
+  SparsityParams params;
+  if (lists.defined()) {
+    params.lists = {.data = int_data(lists),
+                    .batch_stride = stride_of(lists, 0),
+                    .head_stride = stride_of(lists, 1),
+                    .tiles = static_cast<int>(lists.size(2)),
+                    .others = static_cast<int>(lists.size(3) - 2)};
+  }
+  if (bits.defined()) {
+    params.bits = {.data = reinterpret_cast<const std::uint32_t*>(int_data(bits)),
+                   .batch_stride = stride_of(bits, 0),
+                   .head_stride = stride_of(bits, 1),
+                   .row_stride = stride_of(bits, 2),
+                   .rows = static_cast<int>(bits.size(2)),
+                   .words = static_cast<int>(bits.size(3))};
+  }
+  return params;
+}
+
+BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
+  if (!dbias.defined()) return {};
+  const AttentionShape shape = shape_of(call);
+  const auto is_shared = [&dbias](int dim, int by) { return dbias.size(dim) == 1 && by > 1; };
+  return {.data = dbias.mutable_data_ptr<float>(),
+          .batch_stride = stride_of(dbias, 0),
+          .head_stride = stride_of(dbias, 1),
+          .row_stride = stride_of(dbias, 2),
+          .is_summed = is_shared(0, shape.batch_size) || is_shared(1, shape.num_heads_q) ||
+                       is_shared(2, shape.seqlen_q)};
 }
 
 PagedKvParams paged_params(const AttentionCall& call) {

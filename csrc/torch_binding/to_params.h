@@ -14,7 +14,11 @@ Dtype dtype_of(const at::Tensor& q);
 AttentionShape shape_of(const AttentionCall& call);
 SequenceParams sequence_params(const AttentionCall& call);
 ScoreParams score_params(const AttentionCall& call);
+SparsityParams sparsity_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
+
+// dbias: fp32 in the shape of the call's bias, contiguous; undefined: not wanted.
+BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 
 // Rows that a cache holds of every sequence.
 std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table);

@@ -5,10 +5,11 @@ Better Parallelism and Work Partitioning" (2023): tiles of queries against tiles
 softmax with an output that is normalised once at the end, and a backward that recomputes the
 probabilities from the log-sum-exp. Extra memory is O(seqlen * head_dim).
 
-    tiles    which blocks of queries and keys meet, and what becomes of their scores
-    dense    sequences of one length
-    varlen   packed sequences: each is a dense call
-    kvcache  attention over a KV cache, and the combination of partial results
+    tiles       which blocks of queries and keys meet, and what becomes of their scores
+    dense       sequences of one length
+    varlen      packed sequences: each is a dense call
+    kvcache     attention over a KV cache, and the combination of partial results
+    visibility  the pairs that a sparse mask leaves
 
 Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. The functions expect arguments
 that have passed checks.py and length_checks.py, contents of lengths included.
@@ -20,11 +21,13 @@ from .dense import attention_backward, attention_forward, probabilities, round_u
 from .kvcache import combine, kvcache_forward
 from .tiles import DEFAULT_TILING, AttentionOptions, Tiling
 from .varlen import varlen_backward, varlen_forward, varlen_probabilities
+from .visibility import Visibility
 
 __all__ = [
     "DEFAULT_TILING",
     "AttentionOptions",
     "Tiling",
+    "Visibility",
     "attention_backward",
     "attention_forward",
     "combine",

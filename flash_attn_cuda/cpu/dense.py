@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import lse_dtype
 from .tiles import DEFAULT_TILING, AttentionOptions, Problem, Tiling
 
 
@@ -26,8 +27,10 @@ def attention_forward(
 
     Returns out (B, Sq, Hq, D) in the input dtype and lse (B, Hq, Sq), the natural logarithm of the
     softmax's denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and
-    lse -inf. Dropout takes part in out alone.
+    lse -inf, or its sink where there is one. Dropout takes part in out alone.
     """
+    if _has_lists_within_a_group(q, k, options):
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     problem = Problem.of(q, k, options, tiling)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.lse_shape, dtype=problem.dtype, device=q.device)
@@ -36,8 +39,10 @@ def attention_forward(
             q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
             row_max = q_tile.new_full((*q_tile.shape[:2], 1), -math.inf)
             row_sum = torch.zeros_like(row_max)
+            if (sink := problem.sink_tile(lanes, m_block)) is not None:
+                row_max, row_sum = sink, torch.ones_like(row_sum)
             out_tile = torch.zeros_like(q_tile)
-            for n_block in problem.key_blocks_seen_by(m_block):
+            for n_block in problem.key_blocks_seen_by(lanes, m_block):
                 scores = torch.bmm(q_tile, lanes.key_tile(k, n_block).mT)
                 problem.modify(scores, lanes, m_block, n_block)
                 new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
@@ -67,6 +72,7 @@ def attention_backward(
     options: AttentionOptions,
     dlse: Tensor | None = None,
     tiling: Tiling = DEFAULT_TILING,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of attention_forward; FlashAttention-2, Algorithm 2, and dlse (B, Hq, Sq).
 
@@ -74,8 +80,17 @@ def attention_backward(
     rowsum(dO * O) - dLSE, times 1 - tanh^2 under a softcap; dropout multiplies dP, and P where it
     makes dV, by its mask. Returns dq, dk, dv in the shapes and dtype of q, k, v, and softmax_d (B,
     Hq, Sq rounded up to 128; zero beyond Sq) in lse's dtype. dk and dv are summed over the query
-    heads of their group in the compute dtype.
+    heads of their group in the compute dtype. The bias's gradient, dS before the softcap's factor,
+    is added to dbias (B|1, Hq|1, Sq|1, Sk), of the compute dtype, where that is given.
     """
+    if _has_lists_within_a_group(q, k, options):
+        heads_k, group = k.shape[2], q.shape[2] // k.shape[2]
+        wide_k, wide_v = (x.to(lse_dtype(q.dtype)).repeat_interleave(group, 2) for x in (k, v))
+        dq, dk, dv, softmax_d = attention_backward(
+            dout, q, wide_k, wide_v, out, lse, options, dlse, tiling, dbias
+        )
+        dk, dv = (x.unflatten(2, (heads_k, group)).sum(3).to(k.dtype) for x in (dk, dv))
+        return dq, dk, dv, softmax_d
     problem = Problem.of(q, k, options, tiling)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     batch, heads_q, seqlen_q = problem.lse_shape
@@ -98,7 +113,7 @@ def attention_backward(
             k_tile, v_tile = lanes.key_tile(k, n_block), lanes.key_tile(v, n_block)
             dk_tile = torch.zeros(k_tile.shape, dtype=k_tile.dtype, device=k_tile.device)
             dv_tile = torch.zeros_like(dk_tile)
-            for m_block in problem.query_blocks_that_see(n_block):
+            for m_block in problem.query_blocks_that_see(lanes, n_block):
                 q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
                 dout_tile = lanes.query_tile(dout, m_block)
                 scores = torch.bmm(q_tile, k_tile.mT)
@@ -113,6 +128,8 @@ def attention_backward(
                     dv_tile.baddbmm_(kept.mT, dout_tile, alpha=options.keep_scale)
                     dprobs.masked_fill_(dropped, 0.0).mul_(options.keep_scale)
                 dscores = dprobs.sub_(lanes.row_tile(softmax_d, m_block)).mul_(probs)
+                if dbias is not None:
+                    problem.add_bias_gradient(dbias, dscores, lanes, m_block, n_block)
                 if slope is not None:
                     dscores.mul_(slope)
                 dq_tiles[m_block].baddbmm_(dscores, k_tile)
@@ -151,6 +168,14 @@ def probabilities(
                     tile = torch.where(dropped, -tile, tile)
                 lanes.store_scores(probs, m_block, n_block, tile)
     return probs
+
+
+def _has_lists_within_a_group(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
+    """Whether query heads of one key head visit different tiles. Each then gets keys of its own:
+    what a list leaves out is not read, whatever it holds.
+    """
+    visibility = options.visibility
+    return visibility is not None and visibility.differs_by_head and q.shape[2] != k.shape[2]
 
 
 def _finite_lse(lse: Tensor) -> Tensor:

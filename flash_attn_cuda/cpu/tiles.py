@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..checks import lse_dtype
 from ..philox import keep_mask, keep_scale
+from ..sparsity_lists import TILE
+from .visibility import Part, Visibility, broadcast_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,9 @@ class AttentionOptions:
     alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq), fp32
     dropout_p: float = 0.0
     rng_state: Tensor | None = None  # (seed, offset), int64; needed when dropout_p > 0
+    visibility: Visibility | None = None  # the pairs that a sparse mask leaves
+    bias: Tensor | None = None  # (B|1, Hq|1, Sq|1, Sk), added to the scores
+    sink: Tensor | None = None  # (Hq,): exp(sink) joins the softmax's denominator
     first_sequence: int = 0  # which sequence of the call the first batch entry is
 
     def __post_init__(self) -> None:
@@ -41,6 +46,11 @@ class AttentionOptions:
     def is_masked(self) -> bool:
         """Whether there is a window, causal included, however wide."""
         return max(self.window) >= 0
+
+    def part(self, lanes: Lanes) -> Part:
+        """The sequences of the call and the query heads of some lanes."""
+        first = self.first_sequence
+        return slice(first + lanes.batches.start, first + lanes.batches.stop), lanes.heads_q
 
     @property
     def keep_scale(self) -> float:
@@ -146,8 +156,13 @@ class Problem:
         batch, seqlen_q, heads_q, head_dim = q.shape
         _, seqlen_k, heads_k, _ = k.shape
         group = heads_q // heads_k
-        block_n = max(1, min(tiling.block_n, seqlen_k))
-        block_m = max(1, min(tiling.block_m, seqlen_q, tiling.max_scores // (group * block_n)))
+        # The blocks of a sparse mask are its tiles: which of them meet is what its lists say.
+        most_m, most_n = (
+            x if options.visibility is None else min(x, TILE)
+            for x in (tiling.block_m, tiling.block_n)
+        )
+        block_n = max(1, min(most_n, seqlen_k))
+        block_m = max(1, min(most_m, seqlen_q, tiling.max_scores // (group * block_n)))
         lanes = min(
             tiling.max_scores // (group * block_m * block_n),
             tiling.max_dq // (group * max(1, seqlen_q) * head_dim),
@@ -178,9 +193,16 @@ class Problem:
     # -- which blocks meet -----------------------------------------------------------------------
 
     def lanes(self) -> Iterator[Lanes]:
-        """Whole batches where they fit a tile, else key heads of one batch."""
+        """Whole batches where they fit a tile, else key heads of one batch; under a sparse mask
+        only such as share their lists.
+        """
         batches_per_tile = max(1, self.lanes_per_tile // self.heads_k)
         heads_per_tile = min(self.heads_k, self.lanes_per_tile)
+        visibility = self.options.visibility
+        if visibility is not None and visibility.differs_by_sequence:
+            batches_per_tile = 1
+        if visibility is not None and visibility.differs_by_head:
+            heads_per_tile = 1
         group = self.heads_q // self.heads_k
         for batches in _blocks(0, self.batch, batches_per_tile):
             for heads in _blocks(0, self.heads_k, heads_per_tile):
@@ -198,9 +220,9 @@ class Problem:
     def key_blocks(self) -> Iterator[Block]:
         return _blocks(0, self.seqlen_k, self.block_n)
 
-    def key_blocks_seen_by(self, m_block: Block) -> Iterator[Block]:
+    def key_blocks_seen_by(self, lanes: Lanes, m_block: Block) -> Iterator[Block]:
         """Those of key_blocks() with a key that some query of the block sees, up to the last such
-        key.
+        key; under a sparse mask, of the blocks that it has m_block visit.
         """
         left, right = self.options.window
         start, stop = 0, self.seqlen_k
@@ -208,9 +230,11 @@ class Problem:
             start = max(0, m_block.start + self.shift - left)
         if right >= 0:
             stop = min(stop, m_block.stop + self.shift + right)
-        return _blocks(start, stop, self.block_n)
+        for block in _blocks(start, stop, self.block_n):
+            if self._has_visit(lanes, m_block, block):
+                yield block
 
-    def query_blocks_that_see(self, n_block: Block) -> Iterator[Block]:
+    def query_blocks_that_see(self, lanes: Lanes, n_block: Block) -> Iterator[Block]:
         """Those of query_blocks() with a query that sees some key of the block."""
         left, right = self.options.window
         start, stop = 0, self.seqlen_q
@@ -219,13 +243,21 @@ class Problem:
         if left >= 0:
             stop = min(stop, n_block.stop - self.shift + left)
         for block in _blocks(start, stop, self.block_m):
-            yield Block(block.start, min(block.start + self.block_m, self.seqlen_q))
+            block = Block(block.start, min(block.start + self.block_m, self.seqlen_q))
+            if self._has_visit(lanes, block, n_block):
+                yield block
+
+    def _has_visit(self, lanes: Lanes, m_block: Block, n_block: Block) -> bool:
+        visibility = self.options.visibility
+        return visibility is None or visibility.has_visit(
+            self.options.part(lanes), m_block.positions(), n_block.positions()
+        )
 
     # -- scores of a pair of blocks --------------------------------------------------------------
 
     def modify(self, scores: Tensor, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor | None:
         """Turn products softmax_scale * q k^T (lanes, group * block_m, block_n) into scores, in
-        place: softcap, ALiBi, and -inf for keys that a query does not see.
+        place: softcap, ALiBi, the bias, and -inf for keys that a query does not see.
 
         Returns the derivative of the scores by the products, None for 1.
         """
@@ -236,22 +268,60 @@ class Problem:
             scores.mul_(self.options.softcap)
         if self.options.alibi_slopes is not None:
             self._add_alibi(self.options.alibi_slopes, scores, lanes, m_block, n_block)
+        by_head = self._by_head(scores, lanes)
+        if self.options.bias is not None:
+            by_head += self.bias_tile(self.options.bias, lanes, m_block, n_block)
         if self._hides_any(m_block, n_block):
-            hidden = self._hidden(m_block, n_block)
-            scores.view(-1, *hidden.shape).masked_fill_(hidden, -math.inf)
+            by_head.masked_fill_(self._hidden(m_block, n_block), -math.inf)
+        if self.options.visibility is not None:
+            part, blocks = self.options.part(lanes), (m_block.positions(), n_block.positions())
+            by_head.masked_fill_(self.options.visibility.hidden(part, *blocks), -math.inf)
         return slope
+
+    def bias_tile(self, bias: Tensor, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor:
+        """The part of a tensor (B|1, Hq|1, Sq|1, Sk) that belongs to a tile: a view."""
+        rows = slice(m_block.start, m_block.stop) if bias.shape[2] > 1 else slice(0, 1)
+        return bias[broadcast_part(bias, self.options.part(lanes))][
+            ..., rows, n_block.start : n_block.stop
+        ]
+
+    def add_bias_gradient(
+        self, dbias: Tensor, dscores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
+    ) -> None:
+        """Sum a tile's dscores (lanes, group * block_m, block_n) into the bias's gradient."""
+        target = self.bias_tile(dbias, lanes, m_block, n_block)
+        target += self._by_head(dscores, lanes).sum_to_size(target.shape)
+
+    def sink_tile(self, lanes: Lanes, m_block: Block) -> Tensor | None:
+        """(lanes, group * block_m, 1): the sink of every row; None without."""
+        if self.options.sink is None:
+            return None
+        batches = lanes.batches.stop - lanes.batches.start
+        sink = self.options.sink[lanes.heads_q].to(self.dtype)
+        return (
+            sink[:, None]
+            .expand(batches, -1, len(m_block))
+            .reshape(-1, lanes.group * len(m_block), 1)
+        )
+
+    def _by_head(self, tile: Tensor, lanes: Lanes) -> Tensor:
+        """(lanes, group * block_m, block_n) as (batches, heads_q, block_m, block_n)."""
+        heads = lanes.heads_q.stop - lanes.heads_q.start
+        batches = lanes.batches.stop - lanes.batches.start
+        rows = tile.shape[0] * tile.shape[1] // (batches * heads)
+        return tile.view(batches, heads, rows, tile.shape[-1])
 
     def dropped(self, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor | None:
         """(lanes, group * block_m, block_n) booleans: what dropout takes away; None without."""
         options = self.options
         if options.dropout_p <= 0.0 or options.rng_state is None:
             return None
-        first = options.first_sequence
+        sequences, heads = options.part(lanes)
         keep = keep_mask(
             options.rng_state,
             options.dropout_p,
-            batch=range(first + lanes.batches.start, first + lanes.batches.stop),
-            heads=range(lanes.heads_q.start, lanes.heads_q.stop),
+            batch=range(sequences.start, sequences.stop),
+            heads=range(heads.start, heads.stop),
             num_heads=self.heads_q,
             rows=m_block.positions(),
             cols=n_block.positions(),
@@ -262,9 +332,7 @@ class Problem:
         self, slopes: Tensor, scores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
     ) -> None:
         if slopes.dim() == 2:
-            first = self.options.first_sequence
-            of_lanes = slopes[first + lanes.batches.start : first + lanes.batches.stop]
-            of_lanes = of_lanes[:, lanes.heads_q]
+            of_lanes = slopes[self.options.part(lanes)]
         else:
             batches = lanes.batches.stop - lanes.batches.start
             of_lanes = slopes[lanes.heads_q].expand(batches, -1)

@@ -76,9 +76,10 @@ def varlen_backward(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dense.attention_backward of every sequence: dq, dk, dv like q, k, v and softmax_d (Hq,
-    total_q). Rows that are no sequence's get 0.
+    total_q). Rows that are no sequence's get 0. Each adds to dbias where that is given.
     """
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     softmax_d = torch.zeros(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -93,6 +94,7 @@ def varlen_backward(
             lse[None, :, rows],
             replace(options, first_sequence=sequence.index),
             None if dlse is None else dlse[None, :, rows],
+            dbias=dbias,
         )
         dq[rows], dk[keys], dv[keys] = (x[0] for x in gradients[:3])
         softmax_d[:, rows] = gradients[3][0, :, : rows.stop - rows.start]

@@ -51,6 +51,9 @@ inline constexpr FeatureSet training_features =
 inline constexpr FeatureSet cache_features =
     feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv;
 
+inline constexpr FeatureSet masked_features =
+    training_features | feature::block_sparse | feature::bias;
+
 inline ForwardInstance decode_instance(const char* name, int head_dim) {
   ForwardInstance instance = forward_instance(name, head_dim, MaskKind::windowed);
   instance.config.kind = ForwardKind::decode;
@@ -132,7 +135,8 @@ inline const InstanceList<ForwardInstance>& forward_table() {
   return table;
 }
 
-// As the table of an installation: plain rows before those with features, decode rows last.
+// As the table of an installation: plain rows before those with features, then decode rows, those
+// for masks last.
 inline std::vector<ForwardInstance> complete_forward_rows() {
   return {
       forward_instance("hd64", 64, MaskKind::windowed),
@@ -143,6 +147,8 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       features_instance("hd128_cache", 128, cache_features),
       decode_instance("hd64_decode", 64),
       decode_instance("hd128_decode", 128),
+      features_instance("hd64_masked", 64, masked_features),
+      features_instance("hd128_masked", 128, masked_features),
   };
 }
 
@@ -160,6 +166,8 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd64_dropout", 64, 128, 0, training_features),
         sm90_instance("sm90_hd128", 128),
         sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
+        sm90_instance("sm90_hd64_sparse", 64, 128, 0, feature::block_sparse),
+        sm90_instance("sm90_hd128_sparse", 128, 128, 0, feature::block_sparse),
     };
     const std::vector<ForwardInstance> others = complete_forward_rows();
     rows.insert(rows.end(), others.begin(), others.end());
@@ -190,12 +198,17 @@ inline const InstanceList<BackwardInstance>& sm90_backward_table() {
       sm90_backward_instance("sm90_hd128_dropout", 128, 64, backward_features),
       sm90_backward_instance("sm90_hd256", 256),
       sm90_backward_instance("sm90_hd256_dropout", 256, 64, backward_features),
+      sm90_backward_instance("sm90_hd64_sparse", 64, 64, feature::block_sparse),
+      sm90_backward_instance("sm90_hd128_sparse", 128, 64, feature::block_sparse),
       backward_instance("hd64", 64, MaskKind::windowed),
       backward_instance("hd64_dropout", 64, MaskKind::windowed, 64, 128, backward_features),
       backward_instance("hd128", 128, MaskKind::windowed),
       backward_instance("hd128_dropout", 128, MaskKind::windowed, 64, 128, backward_features),
       backward_instance("hd256", 256, MaskKind::windowed, 64, 64),
       backward_instance("hd256_dropout", 256, MaskKind::windowed, 64, 64, backward_features),
+      backward_instance("hd64_masked", 64, MaskKind::windowed, 64, 128, masked_features),
+      backward_instance("hd128_masked", 128, MaskKind::windowed, 64, 128, masked_features),
+      backward_instance("hd256_masked", 256, MaskKind::windowed, 64, 64, masked_features),
   });
   return table;
 }

@@ -140,10 +140,113 @@ TEST(the_kind_must_match) {
   CHECK_ERROR(selected(forward_table(), needs), "no compiled decode kernel");
 }
 
+// Lists of blocks, and a bias
+
+namespace {
+
+// What a request can have besides; none of them goes with the lists of an sm90 kernel.
+constexpr FeatureSet beside_lists[] = {feature::softcap, feature::alibi, feature::dropout,
+                                       feature::bias};
+
+KernelRequest request_with(FeatureSet features, int head_dim = 128,
+                           MaskKind mask = MaskKind::full) {
+  KernelRequest needs = request(head_dim, mask);
+  needs.features = features;
+  needs.suits_sm90 = true;
+  return needs;
+}
+
+std::string selected_backward(const KernelRequest& needs, const DeviceInfo& device = h200) {
+  return select_instance(sm90_backward_table(), needs, device).name;
+}
+
+}  // namespace
+
+TEST(lists_alone_have_sm90_rows) {
+  for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {
+    const auto chosen = [&](int head_dim) {
+      const KernelRequest needs = request_with(feature::block_sparse, head_dim, mask);
+      const std::string forward = selected(sm90_forward_table(), needs);
+      CHECK_EQ(selected_backward(needs), forward);
+      return forward;
+    };
+    CHECK_EQ(chosen(8), "sm90_hd64_sparse");
+    CHECK_EQ(chosen(64), "sm90_hd64_sparse");
+    CHECK_EQ(chosen(72), "sm90_hd128_sparse");
+    CHECK_EQ(chosen(128), "sm90_hd128_sparse");
+  }
+  CHECK_EQ(selected_backward(request_with(feature::block_sparse, 136)), "hd256_masked");
+  KernelRequest unsuitable = request_with(feature::block_sparse);
+  unsuitable.suits_sm90 = false;
+  CHECK_EQ(selected(sm90_forward_table(), unsuitable), "hd128_masked");
+  CHECK_EQ(selected_backward(unsuitable), "hd128_masked");
+  for (const DeviceInfo& device : {a100, rtx4090}) {
+    CHECK_EQ(selected(sm90_forward_table(), request_with(feature::block_sparse), device),
+             "hd128_masked");
+    CHECK_EQ(selected_backward(request_with(feature::block_sparse), device), "hd128_masked");
+  }
+}
+
+TEST(a_bias_and_what_lists_come_with_have_sm80_rows) {
+  const auto goes_to_masked = [](FeatureSet features) {
+    CHECK_EQ(selected(sm90_forward_table(), request_with(features)), "hd128_masked");
+    CHECK_EQ(selected_backward(request_with(features)), "hd128_masked");
+    CHECK_EQ(selected(sm90_forward_table(), request_with(features, 40)), "hd64_masked");
+    CHECK_EQ(selected_backward(request_with(features, 40)), "hd64_masked");
+  };
+  for (const FeatureSet other : beside_lists) {
+    goes_to_masked(feature::block_sparse | other);
+    goes_to_masked(feature::bias | other);
+  }
+  goes_to_masked(masked_features);
+  CHECK_EQ(selected_backward(request_with(feature::bias, 256)), "hd256_masked");
+}
+
+TEST(calls_without_lists_never_run_an_sm90_row_that_has_them) {
+  for (const FeatureSet features : {FeatureSet{0}, feature::softcap, training_features}) {
+    const bool plain = features == 0;
+    CHECK_EQ(selected(sm90_forward_table(), request_with(features)),
+             plain ? "sm90_hd128" : "sm90_hd128_dropout");
+    CHECK_EQ(selected_backward(request_with(features)),
+             plain ? "sm90_hd128" : "sm90_hd128_dropout");
+  }
+  // Nor where nothing stands before it.
+  const InstanceList<ForwardInstance> sparse_first(
+      {sm90_instance("sparse", 128, 128, 0, feature::block_sparse),
+       forward_instance("plain", 128, MaskKind::windowed)});
+  CHECK_EQ(selected(sparse_first, request_with(0)), "plain");
+  CHECK_EQ(selected(sparse_first, request_with(feature::block_sparse)), "sparse");
+  const InstanceList<BackwardInstance> backward_alone(
+      {sm90_backward_instance("sparse", 128, 64, feature::block_sparse)});
+  CHECK_ERROR(select_instance(backward_alone, request_with(0), h200), "features none");
+  CHECK_EQ(
+      std::string(select_instance(backward_alone, request_with(feature::block_sparse), h200).name),
+      "sparse");
+}
+
+TEST(sm80_rows_with_lists_can_run_calls_without) {
+  const InstanceList<ForwardInstance> masked({features_instance("masked", 128, masked_features)});
+  for (const FeatureSet features : {FeatureSet{0}, feature::dropout, feature::bias})
+    CHECK_EQ(selected(masked, request_with(features)), "masked");
+}
+
+TEST(lists_and_a_bias_have_neither_pages_nor_decoding_nor_a_fixed_order) {
+  for (const FeatureSet mask : {feature::block_sparse, feature::bias}) {
+    CHECK_ERROR(selected(sm90_forward_table(), request_with(mask | feature::paged_kv)),
+                names_of(feature::paged_kv | mask));
+    KernelRequest decode = request_with(mask);
+    decode.kind = ForwardKind::decode;
+    CHECK(find_instance(sm90_forward_table(), decode, h200) == nullptr);
+    CHECK_ERROR(selected_backward(request_with(mask | feature::deterministic)),
+                names_of(feature::deterministic | mask));
+  }
+}
+
 TEST(features_have_the_names_of_the_table) {
   CHECK_EQ(names_of(FeatureSet{0}), "none");
   CHECK_EQ(names_of(~FeatureSet{0}),
-           "softcap, alibi, dropout, deterministic, paged_kv, split_kv, packed_gqa");
+           "softcap, alibi, dropout, deterministic, paged_kv, split_kv, packed_gqa, block_sparse, "
+           "bias");
 }
 
 TEST(the_error_says_what_was_required_and_what_exists) {

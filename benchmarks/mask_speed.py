@@ -1,0 +1,171 @@
+"""Speed of masks in blocks, document masks, biases and sinks, with the targets of each.
+
+    python -m benchmarks.mask_speed --out masks.json              # all parts
+    python -m benchmarks.mask_speed --quick --parts density,sink  # fewer cases and samples
+    python -m benchmarks.mask_speed --parts density --head-dims 64 128
+
+density: masks in 128 x 128 blocks, against dense attention and torch's FlexAttention, compiled once
+    for each pass and head dim; results are compared with its.
+document: packed documents in one sequence with a mask, against flash_attn_varlen_func.
+bias: a bias with a gradient, against torch's memory-efficient kernels.
+sink: against the same call without.
+
+bf16, random normal data, medians of interleaved runs; what is compared is timed in one process.
+Backward is timed alone, without the forward. `report.py masks.json --markdown` prints the table of
+a saved run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one that is measured.
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
+
+import torch  # noqa: E402
+from feature_tables import Row, failures, print_document, timing_of  # noqa: E402
+from mask_entrants import PARTS, Entrant, MaskGroup  # noqa: E402
+from mask_tables import COLUMNS, add_check, add_ratios, compare, is_wrong, short  # noqa: E402
+from metrics import Pass  # noqa: E402
+from report import environment, write_outputs  # noqa: E402
+from runner import Call, Status, Subject, make_call  # noqa: E402
+from runner import measure as measure_in_turns  # noqa: E402
+
+SCHEMA = 1
+BENCHMARK = "masks"
+BUDGET_MS, QUICK_BUDGET_MS = 120.0, 20.0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", "--json", type=Path, help="where the results go")
+    parser.add_argument("--quick", action="store_true", help="few cases and few samples")
+    parser.add_argument(
+        "--parts",
+        type=parse_parts,
+        default=list(PARTS),
+        help=f"some of {','.join(PARTS)} (default: all)",
+    )
+    parser.add_argument("--head-dims", nargs="+", type=int, help="instead of those of a part")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--budget-ms",
+        type=float,
+        help=f"per figure (default: {BUDGET_MS:g}, quick: {QUICK_BUDGET_MS:g})",
+    )
+    options = parser.parse_args(arguments)
+    if options.budget_ms is None:
+        options.budget_ms = QUICK_BUDGET_MS if options.quick else BUDGET_MS
+    return options
+
+
+def parse_parts(text: str) -> list[str]:
+    parts = text.split(",")
+    for part in parts:
+        if part not in PARTS:
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(PARTS)}, got {part!r}")
+    return parts
+
+
+def groups(options: argparse.Namespace) -> list[MaskGroup]:
+    head_dims = options.head_dims and tuple(options.head_dims)
+    return [
+        group
+        for part in options.parts
+        for group in PARTS[part][0](options.device, options.quick, head_dims)
+    ]
+
+
+def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of one group after another."""
+    wanted = groups(options)
+    for index, group in enumerate(wanted, start=1):
+        print(f"[{index}/{len(wanted)}] {group}", file=sys.stderr, flush=True)
+        yield measure_group(group, options.budget_ms)
+        gc.collect()
+        if group.on_cuda:
+            torch.cuda.empty_cache()
+
+
+def measure_group(group: MaskGroup, budget_ms: float) -> list[Row]:
+    """Rows of both passes, and what was computed compared where two entrants compute the same."""
+    entrants = {entrant.name: entrant for entrant in PARTS[group.part][1](group)}
+    rows = {which: measure_pass(group, which, entrants.values(), budget_ms) for which in Pass}
+    for name, entrant in entrants.items():
+        both = (rows[Pass.backward][each]["status"] for each in (name, entrant.twin) if each)
+        if entrant.twin and all(status == Status.ok.value for status in both):
+            for which, check in compare(entrant, entrants[entrant.twin]).items():
+                add_check(rows[which][name], check)
+    return [row for of_pass in rows.values() for row in of_pass.values()]
+
+
+def measure_pass(
+    group: MaskGroup, which: Pass, entrants: Iterable[Entrant], budget_ms: float
+) -> dict[str, Row]:
+    timed = [entrant for entrant in entrants if which in entrant.passes]
+    subjects = [Subject(e.name, partial(calls_of, e, which), e.scope) for e in timed]
+    measured = measure_in_turns(
+        subjects, records=which is Pass.backward, on_cuda=group.on_cuda, budget_ms=budget_ms
+    )
+    rows = {}
+    for entrant, measurement in zip(timed, measured, strict=True):
+        timing = measurement.timing
+        rows[entrant.name] = {
+            "name": f"{group} {which.value} {entrant.name}",
+            "group": str(group),
+            "part": group.part,
+            "case": str(group.case),
+            "head_dim": group.case.head_dim,
+            "seqlen": group.seqlen,
+            "mask": group.mask,
+            "density": group.density,
+            "pass": which.value,
+            "what": entrant.name,
+            **timing_of(measurement),
+            "peak_bytes": measurement.peak_bytes,
+            "tflops": timing and timing.teraflops(group.case, which) * entrant.density,
+        }
+    add_ratios(rows, timed)
+    return rows
+
+
+def calls_of(entrant: Entrant, which: Pass) -> list[Call]:
+    return [make_call(entrant.prepare(), which, *entrant.inputs, entrant.dout)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    command = ["python", "-m", "benchmarks.mask_speed", *(arguments or sys.argv[1:])]
+    rows: list[Row] = []
+    document = {
+        "schema": SCHEMA,
+        "benchmark": BENCHMARK,
+        "command": shlex.join(command),
+        "environment": environment(options.device),
+        "results": rows,
+    }
+    try:
+        for of_group in measure(options):
+            rows += of_group
+            # At once: compiling may outlast the patience of whoever runs this.
+            write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
+    finally:
+        print_document(short(document), COLUMNS)
+    failed, wrong = failures(rows), [row["name"] for row in rows if is_wrong(row)]
+    for problem, names in (("failed", failed), ("wrong results", wrong)):
+        if names:
+            print(f"{problem}: {'; '.join(names)}", file=sys.stderr)
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

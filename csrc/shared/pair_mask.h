@@ -1,0 +1,109 @@
+// Hides the pairs of a score tile that the pieces of a block-sparse mask exclude. Called for blocks
+// that are not wholly visible.
+#pragma once
+
+#include <cstdint>
+#include <cute/tensor.hpp>
+
+#include "shared/block_lists.h"
+
+namespace flash_attn_cuda {
+
+// The bits of one sequence and query head.
+struct HeadBits {
+  const std::uint32_t* data;
+  std::int64_t row_stride;
+  int last_row;
+
+  CUTE_DEVICE static HeadBits of(const PairBits& bits, int sequence, int head) {
+    const std::uint32_t* data = bits.data;
+    if (data != nullptr) data += sequence * bits.batch_stride + head * bits.head_stride;
+    return {.data = data, .row_stride = bits.row_stride, .last_row = bits.rows - 1};
+  }
+
+  // The word of `key`, of which bit j % 32 is that of key j. Queries beyond the mask are nobody's.
+  CUTE_DEVICE std::uint32_t word(int query, int key) const {
+    return data[min(query, last_row) * row_stride + key / 32];
+  }
+};
+
+// The same of a pair's piece, whatever its state. Where there are no bits nothing asks for them, or
+// finds the pair hidden.
+CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits, int query, int key) {
+  if (state == PieceState::by_bits && bits.data != nullptr) return bits.word(query, key);
+  return state == PieceState::visible ? ~0u : 0u;
+}
+
+// scores: this thread's (rows, columns) of a tile of queries and keys, of accumulators whose lanes
+// hold neighbouring columns (j, j + 1); coords as in mask.h.
+template <class Scores, class Coords>
+CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
+                            const HeadBits& bits, int query_begin, int key_begin, float hidden) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(scores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); col += 2) {
+      const int key = key_begin + get<1>(coords(row, col));
+      const PieceState state = pieces.at(query / list_piece % 2, key / list_piece % 2);
+      const std::uint32_t seen = visible_word(state, bits, query, key) >> key % 32;
+      if ((seen & 1) == 0) scores(row, col) = hidden;
+      if ((seen & 2) == 0) scores(row, col + 1) = hidden;
+    }
+  }
+}
+
+// The same for what a thread holds of a wgmma accumulator, (j, j + 1) of every eight columns, with
+// one load for 32 keys. kKeys: the tile's keys; its queries are those of one piece.
+template <int kKeys, class Scores, class Coords>
+CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Pieces pieces,
+                                     const HeadBits& bits, int query_begin, int key_begin,
+                                     float hidden) {
+  using namespace cute;
+  constexpr int columns_of_word = 8;
+  const int first = get<1>(coords(0, 0));
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(scores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    CUTE_UNROLL
+    for (int word = 0; word < kKeys / 32; ++word) {
+      const int key = key_begin + 32 * word;
+      const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
+      const std::uint32_t seen = visible_word(state, bits, query, key) >> first;
+      CUTE_UNROLL
+      for (int i = 0; i < columns_of_word; ++i) {
+        const int bit = i / 2 * 8 + i % 2;
+        if ((seen >> bit & 1) == 0) scores(row, word * columns_of_word + i) = hidden;
+      }
+    }
+  }
+}
+
+// The same of S^T of a piece, rows being the 16 keys of a warp, of which a thread holds `first_key`
+// and the eighth behind it, and columns the queries (i, i + 1) of every eight. All lanes together:
+// each loads the words of two queries, because registers are what is short here.
+template <class Scores>
+CUTE_DEVICE void hide_transposed_pairs(Scores& scores, PieceState state, const HeadBits& bits,
+                                       int query_begin, int first_key, float hidden) {
+  using namespace cute;
+  constexpr int columns_of_warp = 8;  // whose queries a warp's lanes have one word each of
+  static_assert(decltype(size<0>(scores))::value == 2);
+  static_assert(decltype(size<1>(scores))::value == list_piece / 4);
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t first = 1u << first_key % 32;
+  CUTE_UNROLL
+  for (int begin = 0; begin < size<1>(scores); begin += columns_of_warp) {
+    const int query = query_begin + begin / columns_of_warp * 32 + lane;
+    const std::uint32_t own = visible_word(state, bits, query, first_key);
+    CUTE_UNROLL
+    for (int i = 0; i < columns_of_warp; ++i) {
+      const int source = lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const std::uint32_t word = __shfl_sync(0xffffffffu, own, source);
+      if ((word & first) == 0) scores(0, begin + i) = hidden;
+      if ((word & first << 8) == 0) scores(1, begin + i) = hidden;
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda

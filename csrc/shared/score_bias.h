@@ -1,0 +1,112 @@
+// A tensor added to the scores, and its gradient.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_attn/params.h"
+
+namespace flash_attn_cuda {
+
+// The bias of one sequence and query head, of kernels of `Element`.
+template <class Element>
+struct ScoreBias {
+  BiasParams const& bias;
+  std::int64_t offset;
+  int last_query;
+  bool has_pairs;  // neighbouring elements can be loaded together
+
+  CUTE_DEVICE static ScoreBias of(BiasParams const& bias, int sequence, int seqlen_q, int head) {
+    const std::int64_t offset = sequence * bias.batch_stride + head * bias.head_stride;
+    const int bytes = bias.is_fp32 ? 4 : 2;
+    const bool is_aligned = reinterpret_cast<std::uintptr_t>(bias.data) % (2 * bytes) == 0;
+    return {.bias = bias,
+            .offset = offset,
+            .last_query = min(seqlen_q, bias.rows) - 1,
+            .has_pairs = is_aligned && offset % 2 == 0 && bias.row_stride % 2 == 0};
+  }
+
+  // scores: this thread's (rows, columns) of a tile, in a unit of 1 / factor, of accumulators whose
+  // lanes hold neighbouring columns (j, j + 1); coords as in mask.h.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void add(Scores& scores, Coords const& coords, int query_begin, int key_begin,
+                       float factor) const {
+    if (bias.is_fp32) {
+      add_as<float>(scores, coords, query_begin, key_begin, factor);
+    } else {
+      add_as<Element>(scores, coords, query_begin, key_begin, factor);
+    }
+  }
+
+ private:
+  template <class Number, class Scores, class Coords>
+  CUTE_DEVICE void add_as(Scores& scores, Coords const& coords, int query_begin, int key_begin,
+                          float factor) const {
+    using namespace cute;
+    struct alignas(2 * sizeof(Number)) Pair {
+      Number x, y;
+    };
+    const Number* head = static_cast<const Number*>(bias.data) + offset;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      // What lies beyond the sequence may be no numbers, and hiding it costs the keys alone.
+      const int query = min(query_begin + get<0>(coords(row, 0)), last_query);
+      const Number* source = head + query * bias.row_stride;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); col += 2) {
+        const int key = key_begin + get<1>(coords(row, col));
+        if (has_pairs && key + 1 < bias.columns) {
+          const Pair pair = *reinterpret_cast<const Pair*>(source + key);
+          scores(row, col) += factor * static_cast<float>(pair.x);
+          scores(row, col + 1) += factor * static_cast<float>(pair.y);
+        } else {
+          if (key < bias.columns) scores(row, col) += factor * static_cast<float>(source[key]);
+          if (key + 1 < bias.columns)
+            scores(row, col + 1) += factor * static_cast<float>(source[key + 1]);
+        }
+      }
+    }
+  }
+};
+
+// dscores, times factor the gradient of a tile's scores, added to that of the bias. Pairs that do
+// not exist have 0 there.
+template <class Scores, class Coords>
+CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& bias, int sequence,
+                                   int head, float factor, Scores const& dscores,
+                                   Coords const& coords, int query_begin, int key_begin) {
+  using namespace cute;
+  float* target = dbias.data + sequence * dbias.batch_stride + head * dbias.head_stride;
+  if (dbias.row_stride == 0 && dbias.is_summed) {
+    // The thread's rows, then the eight lanes that hold other rows of the same columns.
+    const bool adds = threadIdx.x % 32 < 4;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(dscores); ++col) {
+      float sum = 0.0f;
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(dscores); ++row) sum += dscores(row, col);
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+      const int key = key_begin + get<1>(coords(0, col));
+      if (adds && key < bias.columns) atomicAdd(target + key, factor * sum);
+    }
+    return;
+  }
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(dscores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    if (query >= bias.rows) continue;
+    float* row_target = target + query * dbias.row_stride;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(dscores); ++col) {
+      const int key = key_begin + get<1>(coords(row, col));
+      if (key >= bias.columns) continue;
+      if (dbias.is_summed) {
+        atomicAdd(row_target + key, factor * dscores(row, col));
+      } else {
+        row_target[key] = factor * dscores(row, col);
+      }
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda

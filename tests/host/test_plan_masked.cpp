@@ -1,0 +1,180 @@
+// Plans of calls with lists of blocks or a bias.
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/plan.h"
+#include "host/plan_steps.h"
+#include "no_driver.h"
+
+using namespace host_tests;
+
+namespace {
+
+constexpr AttentionShape training{.batch_size = 4,
+                                  .seqlen_q = 4096,
+                                  .seqlen_k = 4096,
+                                  .num_heads_q = 16,
+                                  .num_heads_k = 16,
+                                  .head_dim = 128};
+
+ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
+  return plan_forward(params, device, sm90_forward_table());
+}
+BackwardPlan plan(const BackwardParams& params, const DeviceInfo& device = h200) {
+  return plan_backward(params, device, sm90_backward_table());
+}
+
+// The row that serves the training call, or this one, on tensors of its own, after `change`.
+template <class Params, class Change>
+std::string chosen(Change change, const AttentionShape& shape = training, Window window = {},
+                   const DeviceInfo& device = h200) {
+  auto params = with_tensors(call<Params>(shape, window));
+  change(params);
+  return plan(params, device).instance->name;
+}
+
+constexpr auto nothing = [](auto&) {};
+constexpr auto lists = [](auto& params) { params.sparsity.lists.data = &some_int; };
+constexpr auto bias = [](auto& params) { params.score.bias.data = &some_float; };
+constexpr auto ordered = [](BackwardParams& params) { params.deterministic = true; };
+
+// Both changes, one after the other.
+template <class First, class Second>
+auto both(First first, Second second) {
+  return [=](auto& params) {
+    first(params);
+    second(params);
+  };
+}
+
+template <class Params>
+void check_choices() {
+  CHECK_EQ(chosen<Params>(nothing), "sm90_hd128");
+  CHECK_EQ(chosen<Params>(lists), "sm90_hd128_sparse");
+  CHECK_EQ(chosen<Params>(lists, training, causal), "sm90_hd128_sparse");
+  CHECK_EQ(chosen<Params>(lists, training, {}, rtx4090), "hd128_masked");
+  CHECK_EQ(chosen<Params>(bias), "hd128_masked");
+  CHECK_EQ(chosen<Params>(both(lists, bias)), "hd128_masked");
+  const auto with_lists = [](auto change) { return chosen<Params>(both(lists, change)); };
+  CHECK_EQ(with_lists([](auto& p) { p.score.softcap = 20.0f; }), "hd128_masked");
+  CHECK_EQ(with_lists([](auto& p) { p.score.alibi_slopes = &some_float; }), "hd128_masked");
+  CHECK_EQ(with_lists([](auto& p) { p.dropout.threshold = 1; }), "hd128_masked");
+  CHECK_EQ(with_lists([](auto& p) { p.score.softmax_scale = -1.0f; }), "hd128_masked");
+  CHECK_EQ(with_lists([](auto& p) { p.k.row_stride = 0; }), "hd128_masked");
+  // Every kernel has these.
+  const auto sink = [](auto& p) { p.score.sink = &some_float; };
+  CHECK_EQ(chosen<Params>(sink), "sm90_hd128");
+  CHECK_EQ(with_lists(sink), "sm90_hd128_sparse");
+  CHECK_EQ(with_lists([](auto& p) { p.sequences.seqused_q = p.sequences.seqused_k = &some_int; }),
+           "sm90_hd128_sparse");
+}
+
+}  // namespace
+
+// Stand in for the generated registry.
+std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
+  return sm90_forward_table();
+}
+std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
+  return sm90_backward_table();
+}
+
+TEST(what_a_forward_has_chooses_the_row) { check_choices<ForwardParams>(); }
+TEST(what_a_backward_has_chooses_the_row) { check_choices<BackwardParams>(); }
+
+TEST(of_few_queries_tiles_are_run_as_well) {
+  AttentionShape few = training;
+  few.seqlen_q = 1;
+  CHECK_EQ(chosen<ForwardParams>(nothing, few), "hd128_decode");
+  CHECK_EQ(chosen<ForwardParams>(lists, few), "sm90_hd128_sparse");
+  CHECK_EQ(chosen<ForwardParams>(bias, few), "hd128_masked");
+  // Only decode rows read such tensors.
+  const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
+  CHECK_ERROR(chosen<ForwardParams>(both(lists, unaligned)), "no compiled decode kernel");
+}
+
+TEST(gradients_with_lists_or_a_bias_have_no_fixed_order) {
+  CHECK_ERROR(chosen<BackwardParams>(both(lists, ordered)),
+              "features deterministic, block_sparse on");
+  CHECK_ERROR(chosen<BackwardParams>(both(bias, ordered)), "features deterministic, bias on");
+}
+
+TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
+  for (const bool is_packed : {false, true}) {
+    for (const int batch_size : {1, 7, 1000}) {
+      AttentionShape shape = training;
+      shape.batch_size = batch_size;
+      auto params =
+          with_tensors(is_packed ? packed_call<ForwardParams>(shape) : call<ForwardParams>(shape));
+      const ForwardPlan plain = plan(params);
+      lists(params);
+      const ForwardPlan sparse = plan(params);
+      CHECK_EQ(std::string(sparse.instance->name), "sm90_hd128_sparse");
+      CHECK_EQ(sparse.num_ctas, 132);
+      CHECK_EQ(sparse.num_splits, 1);
+      CHECK_EQ(sparse.table.used, is_packed);
+      std::vector<Buffer> buffers{{sparse.tickets_offset, sizeof(int)}};
+      if (is_packed)
+        buffers.push_back({sparse.table.offset, table_bytes(batch_size, sparse.table)});
+      check_workspace(buffers, sparse.workspace_bytes);
+      CHECK(sparse.workspace_bytes > plain.workspace_bytes);
+
+      // Those of the sm80 family have no such counter.
+      const ForwardPlan ampere = plan(params, a100);
+      CHECK_EQ(std::string(ampere.instance->name), "hd128_masked");
+      CHECK_EQ(ampere.workspace_bytes, plain.workspace_bytes);
+    }
+  }
+}
+
+TEST(workspace_buffers_of_a_backward_with_lists_do_not_overlap) {
+  for (const int num_heads_k : {1, 16}) {
+    for (const DeviceInfo& device : {h200, a100}) {
+      AttentionShape shape = training;
+      shape.batch_size = 1;
+      shape.seqlen_q = 1001;
+      shape.seqlen_k = 300;
+      shape.num_heads_k = num_heads_k;
+      auto params = with_tensors(call<BackwardParams>(shape));
+      lists(params);
+      const BackwardPlan sparse = plan(params, device);
+      const BackwardConfig& config = sparse.instance->config;
+      CHECK((config.features & feature::block_sparse) != 0);
+      CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
+      const std::size_t rows_bytes = std::size_t{16} * 1024 * sizeof(float);
+      std::vector<Buffer> buffers{{sparse.lse_log2_offset, rows_bytes},
+                                  {sparse.softmax_d_offset, rows_bytes},
+                                  {sparse.dq_accum_offset, rows_bytes * config.head_dim},
+                                  {sparse.tickets_offset, sizeof(int)}};
+      if (sparse.dkdv_splits > 1) {
+        const std::size_t partial =
+            sizeof(float) * sparse.dkdv_splits * shape.seqlen_k * config.head_dim;
+        buffers.push_back({sparse.dk_partial_offset, partial});
+        buffers.push_back({sparse.dv_partial_offset, partial});
+      }
+      check_workspace(buffers, sparse.workspace_bytes);
+    }
+  }
+}
+
+TEST(lists_make_tiles_unequal) {
+  AttentionShape shape = training;  // 32 tiles a head, 64 heads, of which L2 holds none
+  const auto section = [&]<class Params>(const Params&, auto change) {
+    auto params = with_tensors(call<Params>(shape));
+    change(params);
+    return plan(params).schedule.heads_per_section;
+  };
+  shape.seqlen_k = 65'536;
+  CHECK_EQ(section(ForwardParams{}, nothing), 1);
+  CHECK_EQ(section(ForwardParams{}, bias), 1);
+  CHECK_EQ(section(ForwardParams{}, lists), 16);              // 2 tiles for 132 SMs: 9 heads
+  CHECK_EQ(section(ForwardParams{}, both(lists, bias)), 64);  // 8 tiles: 33 heads
+  shape.seqlen_k = 4096;
+  shape.seqlen_q = 65'536;
+  CHECK_EQ(section(BackwardParams{}, nothing), 1);
+  CHECK_EQ(section(BackwardParams{}, bias), 1);
+  CHECK_EQ(section(BackwardParams{}, lists), 16);
+  CHECK_EQ(section(BackwardParams{}, both(lists, bias)), 16);
+}

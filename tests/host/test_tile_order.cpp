@@ -1,0 +1,121 @@
+// The order in which the tiles of lists are worked on: each of them once, whatever the lists hold.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/plan_steps.h"
+#include "shared/block_lists.h"
+
+using namespace host_tests;
+
+namespace {
+
+// Lists of `order.size()` tiles without visits.
+std::vector<int> ordered_rows(const std::vector<int>& order) {
+  std::vector<int> rows;
+  for (const int tile : order) rows.insert(rows.end(), {0, tile});
+  return rows;
+}
+
+ForwardParams params_of(const std::vector<int>& rows) {
+  ForwardParams params;
+  params.sparsity.lists = {.data = rows.data(),
+                           .batch_stride = 0,
+                           .head_stride = 0,
+                           .tiles = static_cast<int>(rows.size() / 2),
+                           .others = 0};
+  return params;
+}
+
+// That every tile of a length is worked on, those of the lists' first rows first.
+template <int kTile>
+void check_order(int seqlen, std::mt19937& random) {
+  std::vector<int> order(ceil_div(seqlen, list_tile));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  const std::vector<int> rows = ordered_rows(order);
+  ForwardParams params = params_of(rows);
+  params.shape.seqlen_q = params.shape.seqlen_k = seqlen;
+  const int tiles = ceil_div(seqlen, kTile);
+  std::set<int> seen;
+  for (int rank = 0; rank < tiles; ++rank) {
+    const int tile = ranked_tile<kTile>(params, {}, 0, 0, rank);
+    CHECK(tile >= 0 && tile < tiles);
+    seen.insert(tile);
+    if (rank * kTile % list_tile == 0)
+      CHECK_EQ(tile * kTile / list_tile, order[rank * kTile / list_tile]);
+  }
+  CHECK_EQ(static_cast<int>(seen.size()), tiles);
+}
+
+}  // namespace
+
+TEST(every_tile_is_worked_on_once_the_longest_lists_first) {
+  std::mt19937 random(4);
+  for (int round = 0; round < 20; ++round) {
+    for (const int seqlen : {1, 64, 65, 128, 129, 192, 193, 256, 257, 640, 700, 1000}) {
+      check_order<128>(seqlen, random);
+      check_order<64>(seqlen, random);
+    }
+  }
+}
+
+TEST(sequences_and_heads_have_orders_of_their_own) {
+  const std::vector<int> rows = ordered_rows({0, 1, 1, 0, 1, 0, 0, 1});  // (2, 2, 2)
+  ForwardParams params = params_of(rows);
+  params.shape.seqlen_q = params.shape.seqlen_k = 2 * list_tile;
+  params.sparsity.lists.tiles = 2;
+  params.sparsity.lists.head_stride = 2 * 2;
+  params.sparsity.lists.batch_stride = 2 * 2 * 2;
+  for (int sequence = 0; sequence < 2; ++sequence) {
+    for (int head = 0; head < 2; ++head) {
+      for (int rank = 0; rank < 2; ++rank) {
+        const bool is_reversed = sequence != head;
+        CHECK_EQ(ranked_tile<128>(params, {}, sequence, head, rank), is_reversed ? 1 - rank : rank);
+      }
+    }
+  }
+}
+
+TEST(elsewhere_the_grid_is_the_order) {
+  const std::vector<int> rows = ordered_rows({2, 1, 0});
+  const auto check_rank = [](const ForwardParams& params, const SequenceTable& table, int rank) {
+    CHECK_EQ(ranked_tile<128>(params, table, 0, 0, rank), rank);
+    CHECK_EQ(ranked_tile<64>(params, table, 0, 0, rank), rank);
+  };
+  ForwardParams params = params_of(rows);
+  params.shape.seqlen_q = params.shape.seqlen_k = 3 * list_tile;
+  CHECK_EQ(ranked_tile<128>(params, {}, 0, 0, 0), 2);
+  const int counts[2] = {3, 0};
+  check_rank(params, {.counts = counts}, 0);  // a packed call's table
+  check_rank(params, {}, 6);                  // beyond the lists
+  check_rank(params, {}, 1'000'000);
+  for (const Window window : {causal, Window{.left = 5, .right = Window::unbounded}}) {
+    params.window = window;
+    check_rank(params, {}, 0);
+  }
+  check_rank(ForwardParams{}, {}, 2);  // without lists
+}
+
+TEST(an_order_of_anything_names_tiles_of_the_lists) {
+  constexpr int tiles = 4;
+  for (const int value :
+       {std::numeric_limits<int>::min(), -1, 0, 3, 4, 1 << 30, std::numeric_limits<int>::max()}) {
+    const std::vector<int> rows = ordered_rows(std::vector<int>(tiles, value));
+    ForwardParams params = params_of(rows);
+    params.shape.seqlen_q = params.shape.seqlen_k = tiles * list_tile;
+    for (int rank = 0; rank < tiles; ++rank) {
+      const int tile = ranked_tile<128>(params, {}, 0, 0, rank);
+      CHECK(tile >= 0 && tile < tiles);
+    }
+    for (int rank = 0; rank < 2 * tiles; ++rank) {
+      const int tile = ranked_tile<64>(params, {}, 0, 0, rank);
+      CHECK(tile >= 0 && tile < 2 * tiles);
+    }
+  }
+}

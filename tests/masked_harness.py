@@ -1,0 +1,99 @@
+"""What tests of masks, biases and sinks share: run a MaskedCase, compare it with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import VarlenCase
+from harness import missing_row, run_reference, seed_dropout
+from masked_cases import MaskedCase, MaskedInputs
+from reference import AttentionResult
+from tolerance import Closeness, assert_close
+from torch import Tensor
+
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
+
+
+def skip_without_masked_row(case: MaskedCase, *, backward: bool = True) -> None:
+    """Skip the test, saying which row the build lacks, where it cannot run this case."""
+    has = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
+    further = {name for name, wanted in has.items() if wanted}
+    reason = missing_row(case.of, backward=backward, further=further)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def attend_masked(
+    case: MaskedCase, inputs: MaskedInputs, leaves: dict[str, Tensor], **changes: Any
+) -> Any:
+    """What the public function returns where `leaves` replace q, k, v, bias and sink, and `changes`
+    other arguments.
+    """
+    of = inputs.of
+    given = {name: leaves.get(name, getattr(of, name)) for name in "qkv"}
+    masks = case.arguments(inputs)
+    if "bias" in leaves:
+        masks["attn_mask"] = leaves["bias"]
+    if "sink" in leaves:
+        masks["sink"] = leaves["sink"]
+    options = {**case.of.arguments(), "alibi_slopes": of.alibi_slopes, **masks, **changes}
+    if options["dropout_p"] > 0.0:
+        seed_dropout(case.of)
+    if isinstance(case.of, VarlenCase):
+        most = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
+        return flash_attn_varlen_func(**given, **of.lengths(), **most, **options)
+    return flash_attn_func(**given, **options)
+
+
+def run_masked(
+    case: MaskedCase, inputs: MaskedInputs, *, backward: bool = True, use_dlse: bool = True
+) -> AttentionResult:
+    """out and lse of the public function, and its gradients where `backward`.
+
+    With dropout lse, which does not see it, is that of the call without, and has no gradient.
+    """
+    leaves = {}
+    if backward:
+        leaves = {name: getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"}
+        if case.bias is not None and case.bias.requires_grad:
+            leaves["bias"] = inputs.bias.detach().requires_grad_()
+        if case.sink is not None:
+            leaves["sink"] = inputs.sink.detach().requires_grad_()
+    if case.of.dropout_p > 0.0:
+        out = attend_masked(case, inputs, leaves)
+        with torch.no_grad():
+            undropped = {"dropout_p": 0.0, "return_attn_probs": True}
+            lse = attend_masked(case, inputs, {}, **undropped)[1]
+    else:
+        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True)
+    result = AttentionResult(out=out.detach(), lse=lse.detach())
+    if backward:
+        outputs, incoming = [out], [inputs.of.dout]
+        if use_dlse and case.of.dropout_p == 0.0:
+            outputs.append(lse)
+            incoming.append(inputs.of.dlse)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            setattr(result, f"d{name}", gradient)
+    return result
+
+
+def masked_reference(
+    case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True
+) -> tuple[AttentionResult, AttentionResult]:
+    """(fp64 result, naive low-precision result) for tolerance.assert_close."""
+    masks = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
+    use_dlse = use_dlse and case.of.dropout_p == 0.0
+    return run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
+
+
+def check_masked(
+    case: MaskedCase, seed: int = 0, *, backward: bool = True, use_dlse: bool = True
+) -> list[Closeness]:
+    """Outputs and gradients against the reference; skips where the build lacks a row for it."""
+    skip_without_masked_row(case, backward=backward)
+    inputs = case.make_inputs(seed)
+    actual = run_masked(case, inputs, backward=backward, use_dlse=use_dlse)
+    return assert_close(actual, *masked_reference(case, inputs, use_dlse=use_dlse))

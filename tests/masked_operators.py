@@ -1,0 +1,65 @@
+"""Arguments of the operators of masks, biases and sinks, small and on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import BlockSparsity, masked_ops
+
+_ops = torch.ops.flash_attn_cuda
+SCALE = 0.3
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_inputs(
+    requires_grad: bool = False, dtype: torch.dtype = torch.float64, seqlens: Any = (7, 9)
+) -> list[Tensor]:
+    """q (2, 7, 4, 16), k and v (2, 9, 2, 16), a bias (1, 4, 7, 9) and a sink (4,)."""
+    seqlen_q, seqlen_k = seqlens
+    keys = (2, seqlen_k, 2, 16)
+    shapes = ((2, seqlen_q, 4, 16), keys, keys, (1, 4, seqlen_q, seqlen_k), (4,))
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
+
+
+def make_sparsity(seqlens: Any = (7, 9)) -> BlockSparsity:
+    return BlockSparsity.from_mask(torch.rand(2, 1, *seqlens) < 0.6)
+
+
+def forward_arguments(packed: bool, requires_grad: bool = False, **changes: Any) -> dict[str, Any]:
+    """Of _masked_forward, with everything."""
+    q, k, v, bias, sink = make_inputs(requires_grad)
+    sparsity = make_sparsity()
+    arguments = {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_q": None,
+        "seqused_k": None, "leftpad_k": None, "max_seqlen_q": 7, "max_seqlen_k": 9,
+        "dropout_p": 0.0, "softmax_scale": SCALE, "causal": False, "window_size_left": 5,
+        "window_size_right": 2, "softcap": 0.0, "alibi_slopes": torch.rand(2, 4),
+        "deterministic": False, "block_rows": sparsity.rows, "block_columns": sparsity.columns,
+        "mask_bits": sparsity.bits, "bias": bias, "sink": sink,
+    }  # fmt: skip
+    if packed:
+        arguments |= {name: arguments[name].detach().flatten(0, 1) for name in "qkv"}
+        for name in "qkv":
+            arguments[name].requires_grad_(requires_grad)
+        arguments |= {"cu_seqlens_q": int32(0, 7, 10), "cu_seqlens_k": int32(0, 9, 17)}
+        arguments |= {"seqused_q": int32(7, 2), "seqused_k": int32(8, 8)}
+        arguments |= {"leftpad_k": int32(1, 0)}
+    arguments |= changes
+    assert list(arguments) == [f.name for f in fields(masked_ops.MaskedForwardCall)]
+    return arguments
+
+
+def gradients_arguments(packed: bool, **changes: Any) -> tuple[Any, ...]:
+    given = forward_arguments(packed, dropout_p=0.3)
+    out, lse, rng_state = _ops._masked_forward(*given.values())
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    results = {"out": out, "softmax_lse": lse, "rng_state": rng_state, "wants_dbias": True}
+    return tuple({**incoming, **given, **results, **changes}.values())

@@ -1,0 +1,83 @@
+"""Memory that long masks need while they are made, and that no contents decide how."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn_cuda import BlockSparsity, masks
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the storages of all tensors that live at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: Counter[int] = Counter()
+        self.bytes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                self.add(x)
+        return result
+
+    def add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        self.users[key] += 1
+        self.bytes[key] = storage.nbytes()
+        self.peak = max(self.peak, sum(self.bytes.values()))
+        weakref.finalize(x, self.drop, key)
+
+    def drop(self, key: int) -> None:
+        self.users[key] -= 1
+        if self.users[key] == 0:
+            del self.bytes[key], self.users[key]
+
+
+LONG = 16384
+LONG_MASKS: dict[str, Callable[[], BlockSparsity]] = {
+    "prefix_lm": lambda: masks.prefix_lm(LONG, 1000),
+    "document": lambda: masks.document(torch.zeros(LONG, dtype=torch.int64), causal=True),
+    "sliding_window": lambda: masks.sliding_window(LONG, (1000, 0), global_tokens=9, causal=True),
+    "dilated": lambda: masks.dilated(LONG, (100, 100), 3, causal=True),
+    "strided": lambda: masks.strided(LONG, 128),
+    "bigbird": lambda: masks.bigbird(LONG, seed=0, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", LONG_MASKS)
+def test_memory_and_contents_of_long_masks(name: str) -> None:
+    """A peak of half a byte for each pair, an eighth of which stays; nothing decided by contents,
+    since fake tensors have none.
+    """
+    with FakeTensorMode(), PeakBytes() as memory:
+        made = LONG_MASKS[name]()
+        assert made.bits is not None
+        kept = sum(memory.bytes.values())
+    assert 0.12 * LONG**2 < kept < 0.13 * LONG**2
+    assert memory.peak < 0.5 * LONG**2
+
+
+def test_memory_without_bits() -> None:
+    with FakeTensorMode(), PeakBytes() as memory:
+        assert masks.bigbird(LONG, seed=0).bits is None
+    assert memory.peak < 0.05 * LONG**2
+
+
+def test_memory_of_a_dense_mask() -> None:
+    with FakeTensorMode(), PeakBytes() as memory:
+        made = BlockSparsity.from_mask(torch.ones(LONG, LONG, dtype=torch.bool))
+        assert made.bits is not None
+    assert memory.peak < 1.5 * LONG**2
