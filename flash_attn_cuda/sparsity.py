@@ -147,7 +147,7 @@ class BlockSparsity:
         if seqlen_q is None:
             seqlen_q = mask.shape[2]
         _check_seqlen("seqlen_q", seqlen_q)
-        if mask.shape[2] not in (1, seqlen_q):
+        if mask.shape[2] != 1 and mask.shape[2] != seqlen_q:
             raise ValueError(f"mask: must have 1 row or seqlen_q ({seqlen_q}), got {mask.shape[2]}")
         seqlen_k = mask.shape[3]
 

@@ -67,6 +67,8 @@ def pack_rows(
     rows_of(first, last) is bool (B, H, last - first, seqlen_k), queries `first` to before `last`;
     B and H are `batch_and_heads`. The result is int32 (B, H, seqlen_q, 4 * tiles_of(seqlen_k)).
     """
+    if is_compiling():  # a loop over a length would fix it
+        return pack(rows_of(0, seqlen_q))
     batch, heads = batch_and_heads
     step = max(1, chunk_pairs // max(1, batch * heads * seqlen_k))
     parts = [

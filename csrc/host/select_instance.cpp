@@ -27,12 +27,15 @@ bool serves(const ForwardConfig& config, const KernelRequest& request) {
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
-// The sm90 kernels with lists walk nothing else.
+// What only rows of sm90 tell apart: those with lists walk nothing else, and of the columns that
+// TMA loads at a time (sm90/copy.h) some must exist.
 template <class Config>
-bool walks(const Config& config, const KernelRequest& request) {
-  const bool needs_lists =
-      config.family == KernelFamily::sm90 && (config.features & feature::block_sparse) != 0;
-  return !needs_lists || (request.features & feature::block_sparse) != 0;
+bool suits(const Config& config, const KernelRequest& request) {
+  if (config.family != KernelFamily::sm90) return true;
+  const bool needs_lists = (config.features & feature::block_sparse) != 0;
+  const int columns = config.head_dim % 64 == 0 ? 64 : 32;
+  return (!needs_lists || (request.features & feature::block_sparse) != 0) &&
+         config.head_dim - request.head_dim < columns;
 }
 
 template <class Instance>
@@ -41,7 +44,7 @@ bool covers(const Instance& instance, const KernelRequest& request, const Device
   return serves(config, request) && config.dtype == request.dtype &&
          config.head_dim >= request.head_dim &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
-         (config.features & request.features) == request.features && walks(config, request) &&
+         (config.features & request.features) == request.features && suits(config, request) &&
          runs_on(config.family, device.compute_capability, request.suits_sm90) &&
          instance.smem_bytes <= device.smem_per_block;
 }

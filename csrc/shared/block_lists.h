@@ -172,6 +172,32 @@ struct HeadVisits {
   }
 };
 
+// The block of the schedule that is the `turn`'th to be worked on: its blocks, but those of the
+// first ranks of every head before all others, because the longest tiles of a sparse mask can take
+// as long as all that a CTA does otherwise, and would end a section late in the grid.
+FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int turn) {
+  const int ranks = (schedule.num_tiles + 31) / 32;
+  const int early = ranks * schedule.num_batch_heads;
+  const int section_size = schedule.num_tiles * schedule.heads_per_section;
+  if (turn < early) {
+    const int rank = turn / schedule.num_batch_heads;
+    const int batch_head = turn - rank * schedule.num_batch_heads;
+    const int section = batch_head / schedule.heads_per_section;
+    const int first_head = section * schedule.heads_per_section;
+    const int heads_left = schedule.num_batch_heads - first_head;
+    const int heads_here =
+        heads_left < schedule.heads_per_section ? heads_left : schedule.heads_per_section;
+    return section * section_size + rank * heads_here + batch_head - first_head;
+  }
+  const int late_size = (schedule.num_tiles - ranks) * schedule.heads_per_section;
+  const int section = (turn - early) / late_size;
+  const int first_head = section * schedule.heads_per_section;
+  const int heads_left = schedule.num_batch_heads - first_head;
+  const int heads_here =
+      heads_left < schedule.heads_per_section ? heads_left : schedule.heads_per_section;
+  return section * section_size + ranks * heads_here + turn - early - section * late_size;
+}
+
 // The tile of kTile that is the `rank`'th to be worked on: as the lists say, whose longest come
 // first, where neither a window nor a packed call's table decides.
 template <int kTile, class Params>

@@ -42,28 +42,44 @@ struct ScoreBias {
   CUTE_DEVICE void add_as(Scores& scores, Coords const& coords, int query_begin, int key_begin,
                           float factor) const {
     using namespace cute;
-    struct alignas(2 * sizeof(Number)) Pair {
-      Number x, y;
-    };
+    constexpr int columns = decltype(size<1>(scores))::value;
     const Number* head = static_cast<const Number*>(bias.data) + offset;
+    const int last_key = key_begin + get<1>(coords(0, columns - 1));
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       // What lies beyond the sequence may be no numbers, and hiding it costs the keys alone.
       const int query = min(query_begin + get<0>(coords(row, 0)), last_query);
-      const Number* source = head + query * bias.row_stride;
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); col += 2) {
-        const int key = key_begin + get<1>(coords(row, col));
-        if (has_pairs && key + 1 < bias.columns) {
-          const Pair pair = *reinterpret_cast<const Pair*>(source + key);
-          scores(row, col) += factor * static_cast<float>(pair.x);
-          scores(row, col + 1) += factor * static_cast<float>(pair.y);
-        } else {
-          if (key < bias.columns) scores(row, col) += factor * static_cast<float>(source[key]);
-          if (key + 1 < bias.columns)
-            scores(row, col + 1) += factor * static_cast<float>(source[key + 1]);
-        }
+      const Number* source = head + query * bias.row_stride + key_begin;
+      if (has_pairs && last_key < bias.columns) {
+        add_pairs<columns>(scores, coords, row, source, factor);
+        continue;
       }
+      CUTE_UNROLL
+      for (int col = 0; col < columns; ++col) {
+        const int column = get<1>(coords(row, col));
+        if (key_begin + column < bias.columns)
+          scores(row, col) += factor * static_cast<float>(source[column]);
+      }
+    }
+  }
+
+  // A row; all its loads are under way before the first is waited for.
+  template <int kColumns, class Number, class Scores, class Coords>
+  CUTE_DEVICE static void add_pairs(Scores& scores, Coords const& coords, int row,
+                                    const Number* source, float factor) {
+    using namespace cute;
+    struct alignas(2 * sizeof(Number)) Pair {
+      Number x, y;
+    };
+    Pair pairs[kColumns / 2];
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      pairs[i] = *reinterpret_cast<const Pair*>(source + get<1>(coords(row, 2 * i)));
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      scores(row, 2 * i) += factor * static_cast<float>(pairs[i].x);
+      scores(row, 2 * i + 1) += factor * static_cast<float>(pairs[i].y);
     }
   }
 };
@@ -91,13 +107,26 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
     }
     return;
   }
+  constexpr int columns = decltype(size<1>(dscores))::value;
+  const int last_key = key_begin + get<1>(coords(0, columns - 1));
+  const bool stores_pairs = !dbias.is_summed && last_key < bias.columns &&
+                            reinterpret_cast<std::uintptr_t>(target) % sizeof(float2) == 0 &&
+                            dbias.row_stride % 2 == 0;
   CUTE_UNROLL
   for (int row = 0; row < size<0>(dscores); ++row) {
     const int query = query_begin + get<0>(coords(row, 0));
     if (query >= bias.rows) continue;
     float* row_target = target + query * dbias.row_stride;
+    if (stores_pairs) {
+      CUTE_UNROLL
+      for (int col = 0; col < columns; col += 2) {
+        *reinterpret_cast<float2*>(row_target + key_begin + get<1>(coords(row, col))) = {
+            factor * dscores(row, col), factor * dscores(row, col + 1)};
+      }
+      continue;
+    }
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(dscores); ++col) {
+    for (int col = 0; col < columns; ++col) {
       const int key = key_begin + get<1>(coords(row, col));
       if (key >= bias.columns) continue;
       if (dbias.is_summed) {

@@ -26,7 +26,7 @@ CUTE_DEVICE bool is_unlisted(BackwardParams const& params, BackwardWorkItem cons
   bool is_listed = false;
   for (int head = item.first_head; head < item.end_head && item.work.tile < lists.tiles; ++head) {
     const int* row = lists.row(item.work.sequence.index, head, item.work.tile);
-    const int count = min(row[0], lists.others) * List::blocks_per_entry;
+    const int count = detail::clamp(row[0], 0, lists.others) * List::blocks_per_entry;
     for (int position = threadIdx.x % 32; position < count; position += 32) {
       const int block = List::block_at(row, position);
       is_listed |= block >= item.range.begin && block < item.range.end;

@@ -25,6 +25,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   BackwardArguments const& call = args.call;
   BackwardParams const& params = call.params;
   TileWork work;
+  if (Traits::is_sparse && call.table.counts == nullptr) id = longest_first(call.schedule, id);
   exists = find_work(call.schedule, call.table, params, id, work);
   if (!exists) return false;
   Sequence& sequence = work.sequence;

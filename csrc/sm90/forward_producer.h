@@ -13,6 +13,7 @@ template <class Traits, class Item>
 CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, Item& item) {
   ForwardParams const& params = args.params;
   TileWork work;
+  if (Traits::is_sparse && args.table.counts == nullptr) id = longest_first(args.schedule, id);
   if (!find_work(args.schedule, args.table, params, id, work)) return false;
   if constexpr (Traits::is_sparse) {
     work.tile =
