@@ -317,8 +317,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(192, block_n=16, num_warps=4),
     *sm80_decode(256, block_n=16, num_warps=2),
     *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
-    *sm80_masked_forward(64, block_m=128),
-    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=252),
+    *sm80_masked_forward(64, block_m=128, allowed_spill_bytes=68),
+    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=388),
     *sm80_masked_forward(256, block_m=64),
 )
 
@@ -449,11 +449,11 @@ def sm90_backward_rows(
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
-    *sm90_backward_rows(128, spills={"": 16, "dropout": 132}),
+    *sm90_backward_rows(128, spills={"": 16, "dropout": 144}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
-    *sm90_sparse_backward(64, block_m=64, allowed_spill_bytes=112),
-    *sm90_sparse_backward(128, block_m=64, allowed_spill_bytes=128),
+    *sm90_sparse_backward(64, block_m=64, allowed_spill_bytes=116),
+    *sm90_sparse_backward(128, block_m=64, allowed_spill_bytes=132),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),
@@ -507,7 +507,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     ),
     *sm80_masked_backward(64, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
     *sm80_masked_backward(
-        128, spills=260, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED
+        128, spills=320, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED
     ),
     *sm80_masked_backward(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
