@@ -95,14 +95,18 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     """So that a call without features never runs the slower kernel. In the sm80 backward of the
     same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
-    their family runs on.
+    their family runs on, and masked rows come behind plain ones that need less.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
-    tiles = ("block_m", "block_n", "num_warps")
+    tiles = {
+        *("block_m", "block_n", "num_warps", "warps_m_scores", "warps_n_dkdv", "warps_m_dq"),
+        *("stages_q", "stages_do"),
+    }
 
     def tile(row: KernelRow) -> dict:
-        is_any = row.family is Family.sm90 or row.kernel_pass is Pass.forward
-        left_out = ("features", *(tiles if is_any else ()))
+        is_masked = bool(row.features & Feature.block_sparse)
+        is_any = is_masked or row.family is Family.sm90 or row.kernel_pass is Pass.forward
+        left_out = {"features", *(tiles if is_any else ())}
         return {name: value for name, value in row.config().items() if name not in left_out}
 
     for position, row in enumerate(rows):
@@ -111,7 +115,9 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
         twins = [
             other
             for other in rows[:position]
-            if tile(other) == tile(row) and not other.features & ~free
+            if other.head_dim == row.head_dim
+            and tile(other).items() >= tile(row).items()
+            and not other.features & ~free
         ]
         assert twins, row.name
 
