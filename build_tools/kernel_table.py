@@ -306,7 +306,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     ),
     *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
     *sm80_forward_rows(
-        128, block_m=128, block_n=64, num_warps=4, spills={"": 32, "modifiers": 88, "dropout": 92}
+        128, block_m=128, block_n=64, num_warps=4, spills={"": 44, "modifiers": 88, "dropout": 92}
     ),
     *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
@@ -458,7 +458,12 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),
     *sm80_backward_rows(
-        64, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 124}
+        64,
+        block_m=128,
+        block_n=128,
+        **WARPS_2_4_4,
+        **DOUBLE_BUFFERED,
+        spills={"ordered": 4, "dropout": 140},
     ),
     *sm80_backward_small(
         64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
@@ -477,7 +482,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_2,
         **DOUBLE_BUFFERED,
-        spills={"": 24, "modifiers": 28, "dropout": 32},
+        spills={"": 28, "modifiers": 28, "dropout": 52},
     ),
     *sm80_backward_small(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
