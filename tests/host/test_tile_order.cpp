@@ -10,6 +10,7 @@
 #include "fixtures.h"
 #include "host/plan_steps.h"
 #include "shared/block_lists.h"
+#include "shared/tile_scheduler.h"
 
 using namespace host_tests;
 
@@ -116,6 +117,30 @@ TEST(an_order_of_anything_names_tiles_of_the_lists) {
     for (int rank = 0; rank < 2 * tiles; ++rank) {
       const int tile = ranked_tile<64>(params, {}, 0, 0, rank);
       CHECK(tile >= 0 && tile < 2 * tiles);
+    }
+  }
+}
+
+TEST(first_ranks_of_every_head_come_before_the_sections) {
+  for (const int tiles : {1, 2, 31, 33, 128}) {
+    for (const int heads : {1, 5, 16}) {
+      for (const int per_section : {1, 2, 3, 16}) {
+        if (per_section > heads) continue;
+        const TileSchedule schedule{.num_tiles = tiles,
+                                    .num_heads = heads,
+                                    .num_batch_heads = heads,
+                                    .heads_per_section = per_section};
+        const int early_ranks = (tiles + 31) / 32;
+        std::set<int> blocks;
+        for (int turn = 0; turn < tiles * heads; ++turn) {
+          const int block = longest_first(schedule, turn);
+          CHECK(block >= 0 && block < tiles * heads);
+          blocks.insert(block);
+          const bool is_early = tile_coord(schedule, block).tile < early_ranks;
+          CHECK_EQ(is_early, turn < early_ranks * heads);
+        }
+        CHECK_EQ(static_cast<int>(blocks.size()), tiles * heads);
+      }
     }
   }
 }
