@@ -13,7 +13,15 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
-from transformers_cases import LLAMA, OURS, random_tokens, register_attentions
+from transformers_cases import (
+    GPT_OSS,
+    LLAMA,
+    OURS,
+    SIZES,
+    attention_written_out,
+    random_tokens,
+    register_attentions,
+)
 
 from flash_attn_cuda.integrations.sequences import Sequences
 from flash_attn_cuda.integrations.transformers import register
@@ -102,12 +110,84 @@ def test_names() -> None:
             register(name)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias", "cache"])
+def test_models_that_list_the_implementations_they_run_on() -> None:
+    model_class = transformers.GptOssForCausalLM
+    listed = list(model_class._compatible_flash_implementations)
+    config = transformers.GptOssConfig(**(SIZES | GPT_OSS.options))
+    model = model_class._from_config(config, attn_implementation=OURS)
+    assert model.config._attn_implementation == OURS
+    assert model_class._compatible_flash_implementations == listed and OURS not in listed
+
+    class OnlyOnAnother(transformers.LlamaForCausalLM):
+        _compatible_flash_implementations = ("another_flash",)
+
+    config = transformers.LlamaConfig(**SIZES)
+    with pytest.raises(ValueError, match="another_flash"):
+        OnlyOnAnother._from_config(config, attn_implementation=OURS)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "cache", "indices"])
 def test_what_would_be_dropped_is_refused(name: str) -> None:
     attention = AttentionInterface._global_mapping[OURS]
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotImplementedError, match=f"{name}: .* not implemented"):
         attention(torch.nn.Module(), x, x, x, None, **{name: x})
+
+
+def test_compressed_keys_are_refused() -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    layer, x = torch.nn.Module(), torch.zeros(1, 1, 2, 8)
+    layer.compressor = None
+    attention(layer, x, x, x, None)
+    layer.compressor = torch.nn.Module()
+    with pytest.raises(NotImplementedError, match=r"compressor: .* not implemented"):
+        attention(layer, x, x, x, None)
+
+
+# Sinks
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sinks_with_a_4d_mask(softcap: float | None) -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    q = torch.randn(2, 4, 6, 16)
+    k, v = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 8)
+    sinks = torch.randn(4)
+    visible = torch.rand(2, 1, 6, 9) < 0.5
+    visible[0, 0, 1] = False
+    options = {"scaling": 0.3, "softcap": softcap, "s_aux": sinks}
+    expected, _ = attention_written_out(None, q, k, v, visible, **options)
+    added = torch.zeros(2, 1, 6, 9).masked_fill(~visible, torch.finfo(torch.float32).min)
+    for mask in (visible, added):
+        # A mask of its own says everything: the layer's window and causality count no more.
+        out, _ = attention(torch.nn.Module(), q, k, v, mask, sliding_window=2, **options)
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [4, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_alone_want_a_gradient(seqlen_q: int, dtype: torch.dtype) -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    q, k, v = (torch.randn(2, 2, n, 16, dtype=dtype) for n in (seqlen_q, 9, 9))
+    sinks = torch.randn(2, requires_grad=True)
+    visible = torch.ones(seqlen_q, 9, dtype=torch.bool).tril(9 - seqlen_q)
+    out, _ = attention(torch.nn.Module(), q, k, v, None, scaling=0.25, s_aux=sinks)
+    exact = sinks.detach().double().requires_grad_()
+    qkv = (x.double() for x in (q, k, v))
+    expected, _ = attention_written_out(None, *qkv, visible, scaling=0.25, s_aux=exact)
+    dout = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, sinks, dout)
+    (truth,) = torch.autograd.grad(expected, exact, dout.double())
+    assert gradient.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(gradient.double(), truth, rtol=tolerance, atol=tolerance)
+
+
+def test_sinks_of_another_number_of_heads() -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="sink: "):
+        attention(torch.nn.Module(), q, k, k, None, s_aux=torch.zeros(2))
 
 
 def test_values_of_fewer_dimensions() -> None:

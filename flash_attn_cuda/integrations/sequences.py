@@ -108,10 +108,19 @@ class Sequences:
 
 
 def is_decoding(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float = 0.0, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout_p: float = 0.0,
+    sink: Tensor | None = None,
+    **_: Any,
 ) -> bool:
     """Whether q continues the sequences of k and wants no gradients, as in generation."""
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    needs_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sink)
+    )
     return causal and dropout_p == 0.0 and not needs_gradient and q.shape[1] < k.shape[1]
 
 

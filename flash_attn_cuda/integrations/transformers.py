@@ -7,8 +7,9 @@
 Runs what transformers runs with "flash_attention_2", on the CPU too: causal and bidirectional
 attention, sliding windows, softcap, grouped-query attention, dropout, generation with dynamic and
 static caches, padding on either side or anywhere, and batches packed by position_ids or by
-cu_seq_lens_q and cu_seq_lens_k. A mask that is none of these (a custom 4-D one, chunks, blocks of
-images) goes to torch's attention with that mask; what neither can do raises.
+cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
+these (a custom 4-D one, chunks, blocks of images) goes to torch's attention with that mask, or
+where there are sinks to flash_attn_func; what neither can do raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
 flash-attention; no layer waits. torch.compile breaks the graph there, and nowhere else of ours.
@@ -28,7 +29,7 @@ from torch.nn.functional import pad
 from transformers import modeling_flash_attention_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ..padding import pad_input, unpad_input
@@ -59,6 +60,7 @@ def register(name: str = "flash_attn_cuda") -> None:
     AttentionMaskInterface.register(name, attention_mask_function)
     _registered.add(name)
     _answer_for_registered_names()
+    _join_the_compatible()
 
 
 def attention(
@@ -78,6 +80,7 @@ def attention(
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (out (batch, seqlen_q, heads, value_dim), None).
@@ -87,7 +90,8 @@ def attention(
         query: (batch, heads_q, seqlen_q, head_dim).
         key: (batch, heads_k, seqlen_k, head_dim), what was cached included.
         value: (batch, heads_k, seqlen_k, value_dim), value_dim <= head_dim.
-        attention_mask: what the registered mask function made, or a 4-D mask for torch's attention.
+        attention_mask: what the registered mask function made, or a 4-D mask, bool or added to the
+            scores, which says all there is about causality, windows and padding.
         dropout, scaling, softcap: flash_attn_func's dropout_p, softmax_scale and softcap.
         sliding_window: number of keys that a causal query sees, its own included; a bidirectional
             one sees that many on either side.
@@ -96,15 +100,18 @@ def attention(
             batch, as flash_attn_varlen_func takes them.
         deterministic: bitwise repeatable backward; None asks the environment's
             FLASH_ATTENTION_DETERMINISTIC and torch.use_deterministic_algorithms.
+        s_aux: (heads_q,): attention sinks, flash_attn_func's sink, with their gradient.
 
     Raises:
-        NotImplementedError: attention sinks (s_aux), position_bias, a paged cache, or softcap with
-            a 4-D mask.
+        NotImplementedError: position_bias, a paged cache, keys chosen by indices, keys that a
+            compressor made; with a 4-D mask, softcap without sinks, or a deterministic backward
+            with them.
     """
-    _refuse(kwargs)
-    if attention_mask is not None and attention_mask.dim() == 4:
+    _refuse(module, kwargs)
+    own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
+    if own_mask is not None and s_aux is None:
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
-        return _torch_attention(module, query, key, value, attention_mask, options)
+        return _torch_attention(module, query, key, value, own_mask, options)
     query, key, value = (x.transpose(1, 2) for x in _half_precision(module, query, key, value))
     value_dim = value.shape[-1]
     if value_dim < query.shape[-1]:
@@ -118,7 +125,13 @@ def attention(
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
         "deterministic": _deterministic(deterministic),
+        "sink": s_aux,
     }
+    out: Any
+    if own_mask is not None:
+        options |= {"attn_mask": own_mask, "causal": False, "window_size": (-1, -1)}
+        out = flash_attn_func(query, key, value, **options)
+        return out[..., :value_dim], None
     batch, seqlen_q, seqlen_k = *query.shape[:2], key.shape[1]
     sequences: Sequences | None
     if attention_mask is not None:
@@ -128,7 +141,6 @@ def attention(
         sequences = Sequences(*starts, max_seqlens=(max_length_q, max_length_k))
     else:
         sequences = packed_by_positions(position_ids, batch, seqlen_q, seqlen_k)
-    out: Any
     if sequences is not None:
         out = sequences.attend(query, key, value, **options)
     elif is_decoding(query, key, value, **options):
@@ -138,14 +150,16 @@ def attention(
     return out[..., :value_dim], None
 
 
-def _refuse(kwargs: dict[str, Any]) -> None:
+def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise for what would change the result and is not implemented."""
+    of_layer = {"compressor": getattr(module, "compressor", None)}
     for name, what in (
-        ("s_aux", "attention sinks are"),
         ("position_bias", "an additive bias is"),
         ("cache", "transformers' paged cache is"),
+        ("indices", "a choice of keys for every query is"),
+        ("compressor", "attention to keys that stand for several, as in DeepSeek-V4, is"),
     ):
-        if kwargs.get(name) is not None:
+        if (kwargs | of_layer).get(name) is not None:
             raise NotImplementedError(f"{name}: {what} not implemented by flash_attn_cuda")
 
 
@@ -209,3 +223,24 @@ def _answer_for_registered_names() -> None:
 
     lazy_imports._knows_flash_attn_cuda = True  # type: ignore[attr-defined]
     modeling_flash_attention_utils._lazy_imports = lazy_imports
+
+
+def _join_the_compatible() -> None:
+    """Let our names through in models that list the implementations with "flash" they run on.
+
+    Models with attention sinks do, and transformers puts the first of the list in place of any name
+    that is not on it. Flash-attention 4 on the list says that sinks are all they ask for.
+    """
+    original = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
+    if original is None or getattr(original, "_knows_flash_attn_cuda", False):
+        return
+
+    @functools.wraps(original)
+    def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        known = getattr(self, "_compatible_flash_implementations", None) or []
+        if attn_implementation in _registered - {*known} and "flash_attention_4" in known:
+            self._compatible_flash_implementations = [*known, attn_implementation]
+        return original(self, attn_implementation, *args, **kwargs)
+
+    check._knows_flash_attn_cuda = True  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = check

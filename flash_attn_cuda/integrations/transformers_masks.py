@@ -78,7 +78,7 @@ def attention_mask(
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         warnings.warn(
             f"flash_attn_cuda: the mask {name} is none that the kernels compute; these layers run "
-            "on torch's attention",
+            "on torch's attention, or where there are sinks on ours with a dense mask",
             stacklevel=2,
         )
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
