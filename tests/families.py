@@ -68,8 +68,12 @@ DROPOUT_CASES: tuple[AttentionCase, ...] = tuple(
 )
 
 
-def planned(case: AttentionCase | VarlenCase, pass_name: str = "forward") -> dict[str, Any]:
-    """What the extension says that a pass of this case would run."""
+def planned(
+    case: AttentionCase | VarlenCase, pass_name: str = "forward", **further: bool
+) -> dict[str, Any]:
+    """What the extension says that a pass of this case would run; `further`: what it has beyond
+    the case, block_sparse or bias.
+    """
     packed = isinstance(case, VarlenCase)
     if pass_name == "forward":
         explain = build_info.extension.explain_forward
@@ -93,6 +97,7 @@ def planned(case: AttentionCase | VarlenCase, pass_name: str = "forward") -> dic
         alibi=case.alibi is not None,
         p_dropout=case.dropout_p,
         **own,
+        **further,
     )
 
 

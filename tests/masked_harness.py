@@ -48,9 +48,15 @@ def attend_masked(
 
 
 def run_masked(
-    case: MaskedCase, inputs: MaskedInputs, *, backward: bool = True, use_dlse: bool = True
+    case: MaskedCase,
+    inputs: MaskedInputs,
+    *,
+    backward: bool = True,
+    use_dlse: bool = True,
+    **changes: Any,
 ) -> AttentionResult:
-    """out and lse of the public function, and its gradients where `backward`.
+    """out and lse of the public function, and its gradients where `backward`; `changes` are other
+    arguments of it.
 
     With dropout lse, which does not see it, is that of the call without, and has no gradient.
     """
@@ -62,12 +68,12 @@ def run_masked(
         if case.sink is not None:
             leaves["sink"] = inputs.sink.detach().requires_grad_()
     if case.of.dropout_p > 0.0:
-        out = attend_masked(case, inputs, leaves)
+        out = attend_masked(case, inputs, leaves, **changes)
         with torch.no_grad():
-            undropped = {"dropout_p": 0.0, "return_attn_probs": True}
+            undropped = {**changes, "dropout_p": 0.0, "return_attn_probs": True}
             lse = attend_masked(case, inputs, {}, **undropped)[1]
     else:
-        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True)
+        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
     result = AttentionResult(out=out.detach(), lse=lse.detach())
     if backward:
         outputs, incoming = [out], [inputs.of.dout]

@@ -1,5 +1,5 @@
 """A small grid of calls for compute-sanitizer: every compiled row that this GPU runs, what prepares
-and follows it, odd shapes, and every bad input.
+and follows it, masks, biases and sinks, odd shapes, and every bad input.
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import bad_input  # noqa: E402
-from cases import (  # noqa: E402
-    DTYPE_NAMES,
-    Alibi,
-    AttentionCase,
-    KvCacheCase,
-    Layout,
-    VarlenCase,
-    arrange,
-)
+from cases import AttentionCase, KvCacheCase, Layout, arrange  # noqa: E402
+from families import planned  # noqa: E402
 from harness import (  # noqa: E402
     DEVICE,
     ON_CPU,
@@ -56,119 +48,47 @@ from harness import (  # noqa: E402
     run_forward_backward,
     run_reference,
 )
+from masked_cases import MaskedCase, MaskedInputs  # noqa: E402
+from masked_harness import run_masked  # noqa: E402
+from reference import AttentionResult  # noqa: E402
+from sanitize_cases import (  # noqa: E402
+    ListChange,
+    MaskChange,
+    bad_list_cases,
+    many_tile_cases,
+    many_tile_masked_cases,
+    masked_cases,
+    odd_cases,
+    outgrown_cases,
+    row_cases,
+)
 from tolerance import compare  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from flash_attn_cuda import (  # noqa: E402
+    BlockSparsity,
     build_info,
     check_device_errors,
     cuda_unavailable_reason,
     flash_attn_combine,
+    flash_attn_varlen_func,
 )
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-EVERYTHING: dict[str, Any] = {"softcap": 5.0, "alibi": Alibi.per_batch, "window": (40, 10)}
-TRAINING: dict[str, Any] = {**EVERYTHING, "dropout_p": 0.2, "deterministic": True}
+from flash_attn_cuda.sparsity_lists import TILE  # noqa: E402
 
 # A call: its name, what runs it and returns what is wrong, and why this build cannot.
 Call = tuple[str, Callable[[int], list[str]], str | None]
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
-def row_cases() -> Iterator[Case]:
-    """For every dtype and head dim that has rows: plain ones, ones with every feature, dense,
-    packed, over caches; ragged, with shared key heads and partly used head dims.
-    """
-    rows = {(row.dtype, row.head_dim) for row in build_info.compiled_rows()}
-    if ON_CPU:
-        rows = {("bf16", 32)}
-    for dtype, head_dim in sorted(rows):
-        common: dict[str, Any] = {"dtype": DTYPES[dtype], "head_dim": head_dim, "num_heads_q": 2}
-        dense = AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=70, num_heads_k=1)
-        yield dense
-        yield replace(
-            dense, seqlen_q=70, seqlen_k=150, num_heads_k=2, head_dim=head_dim - 8, causal=True
-        )
-        yield replace(dense, seqlen_q=70, seqlen_k=150, **TRAINING)
-        packed = VarlenCase(
-            **common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1, causal=True
-        )
-        yield packed
-        yield replace(packed, **TRAINING, causal=False, used_k=(30, 0, 140), leftpad=(0, 0, 9))
-        yield replace(packed, deterministic=True, used_q=(60, 0, 0))
-        decode = KvCacheCase(**{**common, "num_heads_q": 6}, cached=(150, 0, 37), seqlens_new=1)
-        yield decode
-        yield replace(decode, page_size=16, **EVERYTHING)
-        prefill = replace(decode, seqlens_q=20, seqlens_new=20, causal=True)
-        yield replace(prefill, head_dim=head_dim - 5, rotary_dim=16, leftpad=(9, 0, 37))
-        yield replace(prefill, page_size=7, **EVERYTHING, rotary_dim=16, rotary_interleaved=False)
-
-
-def many_tile_cases() -> Iterator[Case]:
-    """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
-    block or several, with tiles that see no key between others, packed, with features; the row for
-    longer causal sequences, and a cache with enough queries.
-    """
-    rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
-    head_dims = [32] if ON_CPU else sorted({row.head_dim for row in rows})
-    longest = max((row.config.get("most_causal_queries", 0) for row in rows), default=0)
-    for head_dim, dtype in zip(head_dims, cycle(("bf16", "fp16")), strict=False):
-        common: dict[str, Any] = {"dtype": DTYPES[dtype], "head_dim": head_dim}
-        many = AttentionCase(
-            **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
-        )
-        yield many
-        yield replace(many, window=(20, -1), seqlen_k=60)
-        yield replace(many, causal=True, seqlen_q=150, seqlen_k=20)
-        yield replace(many, **TRAINING)
-        yield replace(
-            many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
-        )
-        packed = VarlenCase(
-            **common,
-            lengths_q=(20, 0, 9, 150) * 10,
-            lengths_k=(33, 5, 0, 140) * 10,
-            num_heads_q=6,
-            num_heads_k=2,
-        )
-        yield packed
-        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)
-        yield replace(packed, **TRAINING, leftpad=(1, 5, 0, 130) * 10)
-        yield KvCacheCase(
-            **common, num_heads_q=6, cached=(150, 0, 37), seqlens_q=40, seqlens_new=20, causal=True
-        )
-
-
-def odd_cases() -> Iterator[Case]:
-    """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
-    at all.
-    """
-    base = AttentionCase(
-        batch=1, seqlen_q=40, seqlen_k=40, num_heads_q=2, num_heads_k=2, causal=True
-    )
-    yield replace(base, seqlen_q=200, seqlen_k=60)
-    yield replace(base, seqlen_q=1, seqlen_k=1, head_dim=8)
-    yield replace(base, seqlen_q=1, seqlen_k=300)
-    yield replace(base, num_heads_q=8, num_heads_k=1, head_dim=128)
-    yield replace(base, batch=3, head_dim=59)
-    yield replace(base, layout=Layout.surrounded, head_dim=40, causal=False)
-    yield replace(base, layout=Layout.misaligned)
-    yield VarlenCase(lengths_q=(0, 0), lengths_k=(3, 0))
-    yield VarlenCase(lengths_q=(1,) * 70, causal=True)
-    yield VarlenCase(lengths_q=(), lengths_k=())
-    cache = KvCacheCase(cached=(100, 0, 37), seqlens_new=1)
-    yield replace(cache, head_dim=1, page_size=1)
-    yield replace(cache, head_dim=111, page_size=300)
-    yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
-    yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
-    yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
-
-
 # -- running them ----------------------------------------------------------------------------------
 
 
-def moved(inputs: Any, case: Case) -> Any:
+def on_host(case: Case) -> Case:
+    """The same on the CPU, contiguous."""
+    case = replace(case, device="cpu")
+    return replace(case, layout=Layout.contiguous) if isinstance(case, AttentionCase) else case
+
+
+def moved(inputs: Any, case: Case | MaskedCase) -> Any:
     """`inputs` on the device, in memory of the case's layout."""
     tensors = {
         field.name: getattr(inputs, field.name).to(DEVICE)
@@ -183,9 +103,7 @@ def moved(inputs: Any, case: Case) -> Any:
 
 def run_case(case: Case, seed: int) -> list[str]:
     """One forward and, where wanted and compiled, one backward; returns what is wrong."""
-    host_case = replace(case, device="cpu")
-    if isinstance(host_case, AttentionCase):
-        host_case = replace(host_case, layout=Layout.contiguous)
+    host_case = on_host(case)
     inputs = host_case.make_inputs(seed)
     on_device = moved(inputs, case)
     if isinstance(host_case, KvCacheCase):
@@ -194,7 +112,12 @@ def run_case(case: Case, seed: int) -> list[str]:
     result = (run_forward_backward if with_backward else run_forward)(case, on_device)
     rng_state = drawn_rng_state(case, on_device).cpu() if case.dropout_p > 0.0 else None
     reference = run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
-    return [str(item) for item in compare(result.to("cpu"), *reference) if not item.passes]
+    return differences(result.to("cpu"), reference)
+
+
+def differences(result: AttentionResult, reference: Any) -> list[str]:
+    """What is not close to the reference and the naive result."""
+    return [str(item) for item in compare(result, *reference) if not item.passes]
 
 
 def run_cache(host_case: KvCacheCase, inputs: Any, on_device: Any) -> list[str]:
@@ -239,17 +162,160 @@ def run_bad_content(case: bad_input.BadContent, seed: int) -> list[str]:
     return [] if prepared.expected is None else bad_input.differences(results, prepared.expected())
 
 
+# -- masks, biases and sinks -----------------------------------------------------------------------
+
+
+def missing_for(case: MaskedCase, pass_name: str) -> str | None:
+    """What the build or this GPU lacks for a pass of the case, or None."""
+    if ON_CPU:
+        return None
+    try:
+        planned(case.of, pass_name, block_sparse=case.mask is not None, bias=case.bias is not None)
+    except RuntimeError as error:
+        if "no compiled" not in str(error):
+            raise
+        return str(error)
+    return None
+
+
+def flagged() -> list[str]:
+    """What the device has found in tensors of indices, as a problem."""
+    try:
+        check_device_errors()
+    except ValueError as error:
+        return [f"flagged {error}"]
+    return []
+
+
+def run_masked_case(
+    case: MaskedCase,
+    seed: int,
+    *,
+    change_mask: MaskChange | None = None,
+    change_lists: ListChange | None = None,
+) -> list[str]:
+    """As run_case. Where lists are changed, a call with those comes before, in each pass: it must
+    end, flag nothing and leave the call with good ones right.
+    """
+    host_case = replace(case, of=on_host(case.of))
+    inputs = host_case.make_inputs(seed)
+    if change_mask is not None:
+        inputs = replace(inputs, mask=change_mask(inputs.mask))
+    on_device = replace(moved(inputs, case), of=moved(without_unvisited(case, inputs), case.of))
+    with_backward = missing_for(case, "backward") is None
+    lists = lists_of(host_case, inputs)
+    given: dict[str, Any] = {}
+    if lists is not None:
+        case, given = replace(case, mask=None), {"block_mask": lists.to(DEVICE)}
+    if change_lists is not None and lists is not None:
+        bad = change_lists(lists)
+        for pass_name in ("forward", "backward") if with_backward else ("forward",):
+            own = {"rows": bad.rows} if pass_name == "forward" else {"columns": bad.columns}
+            bad_mask = replace(lists, bits=bad.bits, **own).to(DEVICE)
+            run_masked(case, on_device, backward=pass_name == "backward", block_mask=bad_mask)
+    problems = flagged()
+    result = run_masked(case, on_device, backward=with_backward, **given)
+    drops = case.of.dropout_p > 0.0
+    reference = run_reference(
+        host_case.of,
+        inputs.of,
+        use_dlse=with_backward and not drops,
+        rng_state=drawn_rng_state(case.of, on_device.of).cpu() if drops else None,
+        mask=inputs.mask,
+        bias=inputs.bias,
+        sink=inputs.sink,
+    )
+    return problems + differences(result.to("cpu"), reference)
+
+
+def lists_of(case: MaskedCase, inputs: MaskedInputs) -> BlockSparsity | None:
+    """Made where the inputs are; None where the call shall make them, or has no mask."""
+    if case.mask is None or case.mask.given == "attn_mask":
+        return None
+    mask = case.arguments(inputs)["block_mask"]
+    if isinstance(mask, BlockSparsity):
+        return mask
+    return BlockSparsity.from_blocks(mask, case.mask.size, *case.seqlens)
+
+
+def without_unvisited(case: MaskedCase, inputs: MaskedInputs) -> Any:
+    """inputs.of with NaN in the keys and values that are in no list; packed ones as they are."""
+    of = case.of
+    if inputs.mask is None or not isinstance(of, AttentionCase):
+        return inputs.of
+    seen = inputs.mask.any(2).expand(of.batch, of.num_heads_q, -1)
+    seen = seen.unflatten(1, (of.num_heads_k, -1)).any(2)
+    seen = torch.nn.functional.pad(seen, (0, -of.seqlen_k % TILE)).unflatten(-1, (-1, TILE)).any(-1)
+    unseen = ~seen.repeat_interleave(TILE, -1)[..., : of.seqlen_k].mT[..., None]
+    k, v = (x.masked_fill(unseen, torch.nan) for x in (inputs.of.k, inputs.of.v))
+    return replace(inputs.of, k=k, v=v)
+
+
+def run_longer_sequence(case: MaskedCase, seed: int) -> list[str]:
+    """A packed sequence as the case has it, and behind it one that is three times as long as the
+    mask or the bias, which only the device can see: results of the first are right. The CPU backend
+    refuses the call.
+    """
+    host_case = replace(case, of=on_host(case.of))
+    inputs = host_case.make_inputs(seed)
+    seqlen = case.of.seqlen_q
+
+    def packed(x: Tensor) -> Tensor:
+        return x[0].repeat(4, 1, 1).to(DEVICE)
+
+    lists = lists_of(host_case, inputs)
+    given: dict[str, Any] = {} if lists is None else {"block_mask": lists.to(DEVICE)}
+    if inputs.bias is not None:
+        given["attn_mask"] = inputs.bias.to(DEVICE).requires_grad_()
+    leaves = [packed(x).requires_grad_() for x in (inputs.of.q, inputs.of.k, inputs.of.v)]
+    cu_seqlens = bad_input.int32((0, seqlen, 4 * seqlen))
+    bounds = (cu_seqlens, cu_seqlens, seqlen, seqlen)
+    try:
+        out, lse, _ = flash_attn_varlen_func(*leaves, *bounds, return_attn_probs=True, **given)
+    except ValueError as error:
+        return [] if ON_CPU else [f"raised {error}"]
+    out.backward(packed(inputs.of.dout))
+    problems = flagged()
+    of_rows = (out.detach(), *(x.grad for x in leaves))
+    out, dq, dk, dv = (x[None, :seqlen] for x in of_rows)
+    result = AttentionResult(out, lse.detach()[None, :, :seqlen], dq, dk, dv)
+    masks = {"mask": inputs.mask, "bias": inputs.bias}
+    reference = run_reference(host_case.of, inputs.of, use_dlse=False, **masks)
+    return problems + differences(result.to("cpu"), reference)
+
+
+def masked_call(
+    name: str,
+    case: MaskedCase,
+    run: Callable[..., list[str]] = run_masked_case,
+    **changes: Any,
+) -> Call:
+    case = replace(case, of=replace(case.of, device=DEVICE))
+    return f"{name}: {case}", partial(run, case, **changes), missing_for(case, "forward")
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
 def calls() -> Iterator[Call]:
     for case in (*row_cases(), *odd_cases()):
         case = replace(case, device=DEVICE)
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
+    for name, masked, change in masked_cases():
+        yield masked_call(name, masked, change_mask=change)
     for case in many_tile_cases():
         case = replace(case, device=DEVICE)
         yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)
+    for masked, change in many_tile_masked_cases():
+        yield masked_call("many tiles", masked, change_mask=change)
     yield "combine", run_combine, None
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():
         yield f"bad input: {bad.name}", partial(run_bad_content, bad), lacking
+    for name, masked, change_lists in bad_list_cases():
+        yield masked_call(f"bad input: lists with {name}", masked, change_lists=change_lists)
+    for masked in outgrown_cases():
+        yield masked_call("bad input: longer than its mask", masked, run_longer_sequence)
 
 
 def main() -> int:

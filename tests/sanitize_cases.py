@@ -1,0 +1,323 @@
+"""What sanitize.py runs: cases by the rows that a build has, odd ones, and lists no mask has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from cases import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
+from harness import ON_CPU, Case
+from masked_cases import MaskedCase, RandomBias, RandomMask
+from torch import Tensor
+
+from flash_attn_cuda import BlockSparsity, build_info, masks
+from flash_attn_cuda.sparsity_lists import TILE
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+EVERYTHING: dict[str, Any] = {"softcap": 5.0, "alibi": Alibi.per_batch, "window": (40, 10)}
+TRAINING: dict[str, Any] = {**EVERYTHING, "dropout_p": 0.2, "deterministic": True}
+WITH_LISTS: dict[str, Any] = {**TRAINING, "deterministic": False}  # dq has no fixed order there
+
+# How a mask is made of a random one, and lists of good ones.
+MaskChange = Callable[[Tensor], Tensor]
+ListChange = Callable[[BlockSparsity], BlockSparsity]
+
+
+def row_kinds(feature: str | None = None) -> list[tuple[torch.dtype, int]]:
+    """(dtype, head_dim) of the compiled rows, or of those that have a feature."""
+    if ON_CPU:
+        return [(torch.bfloat16, 32)]
+    rows = build_info.compiled_rows()
+    kinds = {(x.dtype, x.head_dim) for x in rows if feature is None or feature in x.features}
+    return [(DTYPES[dtype], head_dim) for dtype, head_dim in sorted(kinds)]
+
+
+def each_head_dim(head_dims: list[int]) -> Iterator[dict[str, Any]]:
+    """Fields of a case for each, in either dtype by turns."""
+    for head_dim, dtype in zip(head_dims, cycle((torch.bfloat16, torch.float16)), strict=False):
+        yield {"dtype": dtype, "head_dim": head_dim}
+
+
+# -- calls without a mask --------------------------------------------------------------------------
+
+
+def row_cases() -> Iterator[Case]:
+    """For every dtype and head dim that has rows: plain ones, ones with every feature, dense,
+    packed, over caches; ragged, with shared key heads and partly used head dims.
+    """
+    for dtype, head_dim in row_kinds():
+        common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "num_heads_q": 2}
+        dense = AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=70, num_heads_k=1)
+        yield dense
+        yield replace(
+            dense, seqlen_q=70, seqlen_k=150, num_heads_k=2, head_dim=head_dim - 8, causal=True
+        )
+        yield replace(dense, seqlen_q=70, seqlen_k=150, **TRAINING)
+        packed = VarlenCase(
+            **common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1, causal=True
+        )
+        yield packed
+        yield replace(packed, **TRAINING, causal=False, used_k=(30, 0, 140), leftpad=(0, 0, 9))
+        yield replace(packed, deterministic=True, used_q=(60, 0, 0))
+        decode = KvCacheCase(**{**common, "num_heads_q": 6}, cached=(150, 0, 37), seqlens_new=1)
+        yield decode
+        yield replace(decode, page_size=16, **EVERYTHING)
+        prefill = replace(decode, seqlens_q=20, seqlens_new=20, causal=True)
+        yield replace(prefill, head_dim=head_dim - 5, rotary_dim=16, leftpad=(9, 0, 37))
+        yield replace(prefill, page_size=7, **EVERYTHING, rotary_dim=16, rotary_interleaved=False)
+        yield replace(decode, sink=torch.float32)
+        yield replace(prefill, page_size=7, **EVERYTHING, sink=torch.bfloat16)
+
+
+def many_tile_cases() -> Iterator[Case]:
+    """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
+    block or several, with tiles that see no key between others, packed, with features; the row for
+    longer causal sequences, and a cache with enough queries.
+    """
+    rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
+    longest = max((row.config.get("most_causal_queries", 0) for row in rows), default=0)
+    for common in each_head_dim([32] if ON_CPU else sorted({row.head_dim for row in rows})):
+        many = AttentionCase(
+            **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
+        )
+        yield many
+        yield replace(many, window=(20, -1), seqlen_k=60)
+        yield replace(many, causal=True, seqlen_q=150, seqlen_k=20)
+        yield replace(many, **TRAINING)
+        yield replace(
+            many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
+        )
+        packed = many_packed(common)
+        yield packed
+        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)
+        yield replace(packed, **TRAINING, leftpad=(1, 5, 0, 130) * 10)
+        yield KvCacheCase(
+            **common, num_heads_q=6, cached=(150, 0, 37), seqlens_q=40, seqlens_new=20, causal=True
+        )
+
+
+def many_packed(common: dict[str, Any]) -> VarlenCase:
+    return VarlenCase(
+        **common,
+        lengths_q=(20, 0, 9, 150) * 10,
+        lengths_k=(33, 5, 0, 140) * 10,
+        num_heads_q=6,
+        num_heads_k=2,
+    )
+
+
+def odd_cases() -> Iterator[Case]:
+    """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
+    at all.
+    """
+    base = AttentionCase(
+        batch=1, seqlen_q=40, seqlen_k=40, num_heads_q=2, num_heads_k=2, causal=True
+    )
+    yield replace(base, seqlen_q=200, seqlen_k=60)
+    yield replace(base, seqlen_q=1, seqlen_k=1, head_dim=8)
+    yield replace(base, seqlen_q=1, seqlen_k=300)
+    yield replace(base, num_heads_q=8, num_heads_k=1, head_dim=128)
+    yield replace(base, batch=3, head_dim=59)
+    yield replace(base, layout=Layout.surrounded, head_dim=40, causal=False)
+    yield replace(base, layout=Layout.misaligned)
+    yield VarlenCase(lengths_q=(0, 0), lengths_k=(3, 0))
+    yield VarlenCase(lengths_q=(1,) * 70, causal=True)
+    yield VarlenCase(lengths_q=(), lengths_k=())
+    cache = KvCacheCase(cached=(100, 0, 37), seqlens_new=1)
+    yield replace(cache, head_dim=1, page_size=1)
+    yield replace(cache, head_dim=111, page_size=300)
+    yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
+    yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
+    yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
+
+
+# -- masks, biases and sinks -----------------------------------------------------------------------
+
+
+def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
+    """(what, case, change of its mask): those of the rows with lists and a bias, sinks of all rows;
+    masks that the call makes lists of, for a single query, and that hide everything.
+    """
+    for dtype, head_dim in row_kinds("block_sparse"):
+        for case in (*sparse_cases(dtype, head_dim), *bias_cases(dtype, head_dim)):
+            yield "mask", case, None
+        common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+        heads = {"num_heads_q": 4, "num_heads_k": 2}
+        square = AttentionCase(**common, **heads, batch=1, seqlen_q=330, seqlen_k=330)
+        blocks = RandomMask(0.7, 64, "hq", "sparsity")
+        yield "empty tiles", MaskedCase(square, blocks), without_second_tiles
+        causal = MaskedCase(replace(square, causal=True), blocks, None, torch.float32)
+        yield "empty tiles", causal, without_second_tiles
+        packed = VarlenCase(**common, **heads, lengths_q=(70, 0, 150), lengths_k=(33, 5, 300))
+        pairs = RandomMask(given="sparsity")
+        yield "documents", MaskedCase(replace(packed, causal=True), pairs), documents
+        padded = replace(packed, used_q=(60, 0, 150), used_k=(30, 0, 290), leftpad=(0, 0, 9))
+        yield "documents", MaskedCase(padded, pairs), documents
+    for dtype, head_dim in row_kinds():
+        for case in sink_cases(dtype, head_dim):
+            yield "sink", case, None
+    base = AttentionCase(batch=2, seqlen_q=150, seqlen_k=201, num_heads_k=2)
+    yield "mask", MaskedCase(base, RandomMask(0.5, 1, "hq", "attn_mask")), None
+    keys = MaskedCase(replace(base, head_dim=59, causal=True), RandomMask(0.5, 1, "b", "attn_mask"))
+    yield "mask", keys, None
+    yield "mask", MaskedCase(replace(base, seqlen_q=1), RandomMask(0.5, 64, "bhq", "blocks")), None
+    hidden = MaskedCase(base, RandomMask(0.0, 64, "q", "sparsity"), None, torch.float16)
+    yield "mask", hidden, None
+
+
+def sparse_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Lists of half of the tiles, without bits and with them, and with what only some rows have."""
+    dense = AttentionCase(
+        batch=1,
+        seqlen_q=150,
+        seqlen_k=330,
+        num_heads_q=4,
+        num_heads_k=2,
+        dtype=dtype,
+        head_dim=head_dim,
+    )
+    yield MaskedCase(dense, RandomMask(0.5, 64, "hq", "blocks"))
+    tall = replace(dense, batch=2, seqlen_q=330, seqlen_k=150, causal=True)
+    yield MaskedCase(tall, RandomMask(0.5, 64, "bhq", "blocks"))
+    yield MaskedCase(replace(dense, head_dim=head_dim - 8), RandomMask(0.5, 1, "hq", "sparsity"))
+    yield MaskedCase(tall, RandomMask(0.5, 1, "q", "sparsity"), None, torch.bfloat16)
+    yield MaskedCase(replace(dense, **WITH_LISTS), RandomMask(0.5, 1, "hq", "sparsity"))
+
+
+def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Rows of a bias that start on no boundary and on one; a gradient of its own and sums over
+    sequences, heads and queries.
+    """
+    common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+    dense = AttentionCase(
+        **common, batch=2, seqlen_q=70, seqlen_k=151, num_heads_q=4, num_heads_k=2
+    )
+    aligned = replace(dense, batch=1, seqlen_q=150, seqlen_k=136, causal=True)
+    yield MaskedCase(dense, None, RandomBias("hq"))
+    yield MaskedCase(aligned, None, RandomBias("hq"))
+    yield MaskedCase(aligned, None, RandomBias("hq", fp32=True))
+    yield MaskedCase(replace(dense, causal=True), None, RandomBias("bhq", fp32=True))
+    yield MaskedCase(dense, None, RandomBias("h"))
+    yield MaskedCase(replace(dense, causal=True), None, RandomBias("b", fp32=True, hidden=0.3))
+    capped = replace(dense, softcap=5.0)
+    yield MaskedCase(capped, None, RandomBias("hq", requires_grad=False))
+    yield MaskedCase(
+        replace(aligned, dropout_p=0.2), RandomMask(0.5, 64, "hq", "sparsity"), RandomBias("hq")
+    )
+    packed = VarlenCase(
+        **common,
+        lengths_q=(70, 0, 130),
+        lengths_k=(33, 5, 140),
+        used_q=(60, 0, 130),
+        used_k=(33, 5, 137),
+        num_heads_q=4,
+        num_heads_k=2,
+        causal=True,
+    )
+    yield MaskedCase(packed, None, RandomBias("hq"), torch.float32)
+
+
+def sink_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Queries that see the sink alone, and every feature with one; packed."""
+    common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "num_heads_q": 2}
+    dense = AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=70, num_heads_k=1, causal=True)
+    yield MaskedCase(dense, sink=torch.float32)
+    packed = VarlenCase(**common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1)
+    yield MaskedCase(replace(packed, **TRAINING, used_q=(60, 0, 1)), sink=dtype)
+
+
+def many_tile_masked_cases() -> Iterator[tuple[MaskedCase, MaskChange | None]]:
+    """As many_tile_cases, for rows with lists and a bias: lists of any length, empty ones between
+    others; packed; a sink.
+    """
+    head_dims = sorted({head_dim for _, head_dim in row_kinds("block_sparse")})
+    for common in each_head_dim(head_dims):
+        many = AttentionCase(
+            **common, batch=1, seqlen_q=150, seqlen_k=270, num_heads_q=180, num_heads_k=90
+        )
+        yield MaskedCase(many, RandomMask(0.3, 128, "hq", "blocks")), None
+        causal = replace(many, causal=True)
+        yield MaskedCase(causal, RandomMask(0.5, 64, "hq", "sparsity"), sink=torch.float32), None
+        packed = MaskedCase(many_packed(common), RandomMask(given="sparsity"))
+        yield packed, documents
+        yield MaskedCase(causal, sink=torch.float32), None
+        yield MaskedCase(replace(many, seqlen_q=70, seqlen_k=151), None, RandomBias("hq")), None
+
+
+def without_second_tiles(mask: Tensor) -> Tensor:
+    """The second tile of queries sees nothing, and nobody the second tile of keys."""
+    mask = mask.clone()
+    mask[..., TILE : 2 * TILE, :] = False
+    mask[..., TILE : 2 * TILE] = False
+    return mask
+
+
+def documents(mask: Tensor) -> Tensor:
+    """Documents of 50 queries and of 70 keys; the third one has queries and no keys."""
+    ids, ids_k = torch.arange(mask.shape[-2]) // 50, torch.arange(mask.shape[-1]) // 70
+    return masks.document(ids, ids_k.masked_fill(ids_k == 2, -1)).to_mask()
+
+
+# -- lists that no mask has ------------------------------------------------------------------------
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+COUNTS, ORDERS, VISITS = slice(0, 1), slice(1, 2), slice(2, None)
+
+
+def bad_list_cases() -> Iterator[tuple[str, MaskedCase, ListChange]]:
+    """(what, case, change of its lists): each field out of its range, and all at random."""
+    fields: dict[str, tuple[slice, int]] = {
+        "counts too large": (COUNTS, INT_MAX),
+        "counts negative": (COUNTS, INT_MIN),
+        "orders too large": (ORDERS, INT_MAX),
+        "orders negative": (ORDERS, -1),
+        "tiles just behind the last": (VISITS, 3 << 8 | 0b10_01_10_01),
+        "tiles too large": (VISITS, INT_MAX),
+        "tiles negative": (VISITS, INT_MIN),
+        "pieces of no state": (VISITS, 0xFF),
+    }
+    ranges = {"small numbers": (-3, 1000), "any numbers": (INT_MIN, INT_MAX)}
+    for common in each_head_dim(sorted({head_dim for _, head_dim in row_kinds("block_sparse")})):
+        common |= {"num_heads_q": 4, "num_heads_k": 2}
+        mask = RandomMask(0.5, 1, "hq", "sparsity")
+        dense = MaskedCase(AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=330), mask)
+        of_packed = VarlenCase(**common, lengths_q=(150, 0, 70), lengths_k=(330, 5, 0), causal=True)
+        packed = MaskedCase(of_packed, mask)
+        for name, (part, value) in fields.items():
+            yield name, dense, of_both_lists(filled(part, value))
+        for name, bounds in ranges.items():
+            for case in (dense, packed):
+                yield name, case, of_both_lists(random_numbers(*bounds))
+        yield "no bits", packed, lambda lists: replace(lists, bits=None)
+
+
+def outgrown_cases() -> Iterator[MaskedCase]:
+    """Short sequences whose masks and biases longer ones shall meet."""
+    of = AttentionCase(batch=1, seqlen_q=100, seqlen_k=100, num_heads_k=2)
+    yield MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"))
+    yield MaskedCase(of, None, RandomBias("hq"))
+    yield MaskedCase(of, None, RandomBias("h", fp32=True))
+
+
+def of_both_lists(change: Callable[[Tensor], Tensor]) -> ListChange:
+    return lambda lists: replace(lists, rows=change(lists.rows), columns=change(lists.columns))
+
+
+def filled(part: slice, value: int) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., part] = value
+        return x
+
+    return change
+
+
+def random_numbers(least: int, most: int) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(x.numel())
+        return torch.randint(least, most, x.shape, generator=generator, dtype=x.dtype)
+
+    return change
