@@ -281,6 +281,10 @@ def sm90_sparse_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
     )
 
 
+def sm90_bias_forward(head_dim: int) -> Iterator[ForwardRow]:
+    return sm90_forward(head_dim, block_m=128, block_n=128, variant="bias", features=Feature.bias)
+
+
 # The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
 # 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
@@ -298,6 +302,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_features(256, block_n=64, allowed_spill_bytes=84),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
+    *sm90_bias_forward(64),
+    *sm90_bias_forward(128),
     *sm80_forward_rows(
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
     ),
@@ -386,19 +392,19 @@ def sm80_masked_backward(
     return sm80_backward_variants(head_dim, {variant: MASKED}, {variant: spills}, **options)
 
 
-def sm90_sparse_backward(
-    head_dim: int, *, block_m: int, allowed_spill_bytes: int = 0
+def sm90_masked_backward(
+    head_dim: int, variant: str, features: Feature, *, allowed_spill_bytes: int = 0
 ) -> Iterator[BackwardRow]:
     return expand(
         BackwardRow,
         family=Family.sm90,
         masks=(Mask.windowed,),
         head_dim=head_dim,
-        block_m=block_m,
+        block_m=64,
         block_n=128,
         num_warps=8,
-        features=Feature.block_sparse,
-        variant="sparse",
+        features=features,
+        variant=variant,
         allowed_spill_bytes=allowed_spill_bytes,
     )
 
@@ -452,8 +458,10 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(128, spills={"": 16, "dropout": 144}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
-    *sm90_sparse_backward(64, block_m=64, allowed_spill_bytes=116),
-    *sm90_sparse_backward(128, block_m=64, allowed_spill_bytes=132),
+    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=116),
+    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=132),
+    *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=4),
+    *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=16),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),

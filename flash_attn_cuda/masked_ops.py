@@ -232,7 +232,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
     if dout is None and dlse is None:
         return (None,) * len(_FIELDS)
     saved = dict(zip((*_TENSORS, *_RESULTS), ctx.saved_tensors, strict=True))
-    bias, sink = saved["bias"], saved["sink"]
+    sink = saved["sink"]
     if not wanted["sink"]:
         saved["sink"] = None
     call = MaskedGradientsCall(
@@ -240,7 +240,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
     )
     op = _gradients_for_transforms if is_functorch_active() else _ops._masked_gradients
     made = dict(zip(("q", "k", "v", "bias", "sink"), op(*arguments_of(call)), strict=True))
-    made["bias"] = made["bias"].to(bias.dtype) if wanted["bias"] else None
+    made["bias"] = made["bias"] if wanted["bias"] else None
     made["sink"] = made["sink"].to(sink.dtype) if wanted["sink"] else None
     return tuple(made.get(name) for name in _FIELDS)
 
@@ -284,12 +284,15 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
         check_rng_state(call.rng_state, call.dropout_p, call.q)
         return call
 
-    def empty_dbias(self) -> Tensor:
-        """A tensor for the bias's gradient, of the dtype that it is summed in; empty where it is
-        not wanted.
-        """
-        bias = self.bias if self.wants_dbias else None
-        return self.q.new_empty((0,) if bias is None else bias.shape, dtype=lse_dtype(self.q.dtype))
+    @property
+    def dbias_shape(self) -> tuple[int, ...]:
+        """Of the bias's gradient; (0,) where it is not wanted."""
+        return tuple(self.bias.shape) if self.wants_dbias and self.bias is not None else (0,)
+
+    @property
+    def dbias_dtype(self) -> torch.dtype:
+        """The bias's own, whatever its gradient is summed in."""
+        return self.q.dtype if self.bias is None else self.bias.dtype
 
     def sink_gradient(self, softmax_d: Tensor) -> Tensor:
         """(heads_q,): the sum over queries of exp(sink - lse) * (dlse - rowsum(dout * out)), which
@@ -305,7 +308,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
     def on_cpu(self) -> Tensors5:
         assert self.dout is not None  # with_dout
         options = self.backend_options(self.rng_state, by_columns=True)
-        sums = self.empty_dbias().zero_()
+        sums = self.q.new_zeros(self.dbias_shape, dtype=lse_dtype(self.q.dtype))
         tensors = (self.dout, self.q, self.k, self.v, self.out, self.softmax_lse)
         dbias = sums if self.wants_dbias else None
         with torch.autocast("cpu", enabled=False):
@@ -319,7 +322,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
                     *tensors, options, self.dlse, dbias=dbias
                 )
             dq, dk, dv = gradients
-            return dq, dk, dv, sums, self.sink_gradient(softmax_d)
+            return dq, dk, dv, sums.to(self.dbias_dtype), self.sink_gradient(softmax_d)
 
     def on_cuda(self) -> Tensors5:
         assert self.dout is not None  # with_dout
@@ -337,7 +340,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
             **extension_lengths(self),
             **extension_options(self),
         )
-        return dq, dk, dv, dbias, self.sink_gradient(softmax_d)
+        return dq, dk, dv, dbias.to(self.dbias_dtype), self.sink_gradient(softmax_d)
 
 
 @torch.library.custom_op(
@@ -363,7 +366,7 @@ def _(*args: Any) -> Tensors5:
     q, k, v = call.q, call.k, call.v
     dsink = q.new_empty((0,) if call.sink is None else call.sink.shape, dtype=lse_dtype(q.dtype))
     gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    return *gradients, call.empty_dbias(), dsink
+    return *gradients, q.new_empty(call.dbias_shape, dtype=call.dbias_dtype), dsink
 
 
 _gradients_op.register_autograd(no_double_backward)

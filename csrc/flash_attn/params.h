@@ -85,7 +85,8 @@ struct BiasParams {
 
 // The bias's gradient, summed over what the bias is broadcast over: a dimension of 1 has stride 0.
 struct BiasGradient {
-  float* data = nullptr;  // zero before the call; null: not wanted
+  void* data = nullptr;  // zero before the call where not every pair is visited; null: not wanted
+  bool is_fp32 = true;   // as a sum is, and the gradient of an fp32 bias; else of the call's dtype
   std::int64_t batch_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t row_stride = 0;

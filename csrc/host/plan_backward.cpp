@@ -37,13 +37,22 @@ void check_backward(const BackwardParams& params) {
   }
 }
 
+// A store of tiles in 16 bits, or, of sums, of four numbers at a time.
+bool can_write_dbias(const BackwardParams& params) {
+  const BiasGradient& dbias = params.dbias;
+  if (dbias.data == nullptr) return true;
+  const PairTensor tensor = pair_tensor(dbias, params.score.bias, params.shape);
+  return tma_can_move(tensor) && (dbias.is_summed ? tensor.columns % 8 == 0 : !dbias.is_fp32);
+}
+
 bool suits_sm90(const BackwardParams& params) {
   const TensorExtent queries = query_extent(params.shape, params.sequences);
   const TensorExtent keys = key_extent(params.shape, params.sequences);
   return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
          tma_can_move(params.dout, queries) && tma_can_move(params.k, keys) &&
          tma_can_move(params.v, keys) && tma_can_move(params.dk, keys) &&
-         tma_can_move(params.dv, keys);
+         tma_can_move(params.dv, keys) && tma_can_load_bias(params.score.bias, params.shape) &&
+         can_write_dbias(params);
 }
 
 // Query tiles of one head, over all sequences. Also keeps every size below within 64 bits.

@@ -75,7 +75,7 @@ bool suits_sm90(const ForwardParams& params) {
   const TensorExtent keys = key_extent(params.shape, params.sequences);
   return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
          tma_can_move(params.out, queries) && tma_can_move(params.k, keys) &&
-         tma_can_move(params.v, keys);
+         tma_can_move(params.v, keys) && tma_can_load_bias(params.score.bias, params.shape);
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,

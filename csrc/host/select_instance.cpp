@@ -27,15 +27,14 @@ bool serves(const ForwardConfig& config, const KernelRequest& request) {
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
-// What only rows of sm90 tell apart: those with lists walk nothing else, and of the columns that
-// TMA loads at a time (sm90/copy.h) some must exist.
+// What only rows of sm90 tell apart: those with lists walk nothing else, those with a bias always
+// load one, and of the columns that TMA loads at a time (sm90/copy.h) some must exist.
 template <class Config>
 bool suits(const Config& config, const KernelRequest& request) {
   if (config.family != KernelFamily::sm90) return true;
-  const bool needs_lists = (config.features & feature::block_sparse) != 0;
+  const FeatureSet needed = config.features & (feature::block_sparse | feature::bias);
   const int columns = config.head_dim % 64 == 0 ? 64 : 32;
-  return (!needs_lists || (request.features & feature::block_sparse) != 0) &&
-         config.head_dim - request.head_dim < columns;
+  return (request.features & needed) == needed && config.head_dim - request.head_dim < columns;
 }
 
 template <class Instance>

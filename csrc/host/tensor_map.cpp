@@ -3,7 +3,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
+#include <array>
 
 #include "host/error.h"
 #include "shared/launch.h"
@@ -33,9 +33,60 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encode() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
+// A tensor of 16-bit elements, outermost dimension last; strides in bytes, of all but the
+// innermost.
+template <std::size_t kRank>
+struct MapSpec {
+  char* base;
+  std::array<cuuint64_t, kRank> sizes;
+  std::array<cuuint64_t, kRank - 1> strides;
+  std::array<cuuint32_t, kRank> box;
+};
+
+template <std::size_t kRank>
+CUtensorMap encode_map(const MapSpec<kRank>& spec, Dtype dtype) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encode();
+  CUtensorMap map{};
+  std::array<cuuint32_t, kRank> element_strides;
+  element_strides.fill(1);
+  constexpr int columns_of_128_bytes = 64;
+  const auto try_encode = [&] {
+    return encode(
+        &map,
+        dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
+        element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+        spec.box[0] == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = try_encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not used the runtime yet, as one of autograd's.
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "current device");
+    check_cuda(cudaSetDevice(device), "current device");
+    status = try_encode();
+  }
+  if (status != CUDA_SUCCESS)
+    throw_error("cuTensorMapEncodeTiled failed with ", static_cast<int>(status));
+  return map;
+}
+
+cuuint64_t dim(std::int64_t size) { return static_cast<cuuint64_t>(size); }
+
+bool is_aligned(const void* data) {
+  return reinterpret_cast<std::uintptr_t>(data) % tma_alignment == 0;
+}
+
 // A stride that is never stepped along may be anything; TMA wants a valid one.
 std::int64_t stride_bytes(std::int64_t stride, int extent) {
   return extent > 1 ? stride * element_bytes : tma_alignment;
+}
+
+bool is_valid(std::int64_t stride, int extent) {
+  const std::int64_t bytes = stride_bytes(stride, extent);
+  return bytes > 0 && bytes < tma_max_stride && bytes % tma_alignment == 0;
 }
 
 }  // namespace
@@ -58,55 +109,66 @@ TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& seque
 }
 
 bool tma_can_move(const TensorView& view, const TensorExtent& extent) {
-  const auto is_valid = [](std::int64_t stride, int count) {
-    const std::int64_t bytes = stride_bytes(stride, count);
-    return bytes > 0 && bytes < tma_max_stride && bytes % tma_alignment == 0;
-  };
-  return reinterpret_cast<std::uintptr_t>(view.data) % tma_alignment == 0 &&
-         is_valid(view.batch_stride, extent.batch_size) && is_valid(view.row_stride, extent.rows) &&
-         is_valid(view.head_stride, extent.num_heads);
+  return is_aligned(view.data) && is_valid(view.batch_stride, extent.batch_size) &&
+         is_valid(view.row_stride, extent.rows) && is_valid(view.head_stride, extent.num_heads);
 }
 
 CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
                             const TensorBox& box) {
-  CUtensorMap map{};
-  if (extent.batch_size == 0 || extent.rows == 0) return map;
-  static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encode();
+  if (extent.batch_size == 0 || extent.rows == 0) return {};
+  const auto row_stride = dim(stride_bytes(view.row_stride, extent.rows));
+  return encode_map<5>(
+      {.base = static_cast<char*>(view.data) - row_stride * box.rows,
+       .sizes = {dim(extent.head_dim), dim(box.rows), dim(std::int64_t{extent.rows} + 1),
+                 dim(extent.num_heads), dim(extent.batch_size)},
+       .strides = {row_stride, row_stride, dim(stride_bytes(view.head_stride, extent.num_heads)),
+                   dim(stride_bytes(view.batch_stride, extent.batch_size))},
+       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1}},
+      dtype);
+}
 
-  constexpr cuuint32_t rank = 5;
-  const auto row_stride = static_cast<cuuint64_t>(stride_bytes(view.row_stride, extent.rows));
-  char* base = static_cast<char*>(view.data) - row_stride * box.rows;
-  const auto dim = [](std::int64_t size) { return static_cast<cuuint64_t>(size); };
-  const cuuint64_t sizes[rank] = {dim(extent.head_dim), dim(box.rows),
-                                  dim(std::int64_t{extent.rows} + 1), dim(extent.num_heads),
-                                  dim(extent.batch_size)};
-  const cuuint64_t strides[rank - 1] = {row_stride, row_stride,
-                                        dim(stride_bytes(view.head_stride, extent.num_heads)),
-                                        dim(stride_bytes(view.batch_stride, extent.batch_size))};
-  const cuuint32_t box_sizes[rank] = {static_cast<cuuint32_t>(box.columns),
-                                      static_cast<cuuint32_t>(box.rows), 1, 1, 1};
-  const cuuint32_t element_strides[rank] = {1, 1, 1, 1, 1};
-  constexpr int columns_of_128_bytes = 64;
-  const auto encode_map = [&] {
-    return encode(
-        &map,
-        dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        rank, base, sizes, strides, box_sizes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        box.columns == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult status = encode_map();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has not used the runtime yet, as one of autograd's.
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "current device");
-    check_cuda(cudaSetDevice(device), "current device");
-    status = encode_map();
-  }
-  if (status != CUDA_SUCCESS)
-    throw_error("cuTensorMapEncodeTiled failed with ", static_cast<int>(status));
-  return map;
+PairTensor pair_tensor(const BiasParams& bias, const AttentionShape& shape) {
+  return {.data = bias.data,
+          .batch_size = bias.batch_stride == 0 ? 1 : shape.batch_size,
+          .num_heads = bias.head_stride == 0 ? 1 : shape.num_heads_q,
+          .rows = bias.rows,
+          .columns = bias.columns,
+          .batch_stride = bias.batch_stride,
+          .head_stride = bias.head_stride,
+          .row_stride = bias.row_stride};
+}
+
+PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
+                       const AttentionShape& shape) {
+  return pair_tensor({.data = dbias.data,
+                      .batch_stride = dbias.batch_stride,
+                      .head_stride = dbias.head_stride,
+                      .row_stride = dbias.row_stride,
+                      .rows = bias.rows,
+                      .columns = bias.columns},
+                     shape);
+}
+
+bool tma_can_move(const PairTensor& tensor) {
+  return is_aligned(tensor.data) && is_valid(tensor.batch_stride, tensor.batch_size) &&
+         is_valid(tensor.head_stride, tensor.num_heads) && is_valid(tensor.row_stride, tensor.rows);
+}
+
+bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape) {
+  return bias.data == nullptr || (!bias.is_fp32 && tma_can_move(pair_tensor(bias, shape)));
+}
+
+CUtensorMap make_bias_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box) {
+  if (tensor.batch_size == 0 || tensor.rows == 0 || tensor.columns == 0) return {};
+  return encode_map<4>(
+      {.base = static_cast<char*>(const_cast<void*>(tensor.data)),
+       .sizes = {dim(tensor.columns), dim(tensor.rows), dim(tensor.num_heads),
+                 dim(tensor.batch_size)},
+       .strides = {dim(stride_bytes(tensor.row_stride, tensor.rows)),
+                   dim(stride_bytes(tensor.head_stride, tensor.num_heads)),
+                   dim(stride_bytes(tensor.batch_stride, tensor.batch_size))},
+       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1}},
+      dtype);
 }
 
 }  // namespace flash_attn_cuda

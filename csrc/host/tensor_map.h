@@ -7,7 +7,8 @@
 
 namespace flash_attn_cuda {
 
-// The part of a tensor that one TMA instruction moves: `rows` of one head, `columns` of head_dim.
+// The part of a tensor that one TMA instruction moves: `rows` of one head, `columns` of head_dim
+// or, of a bias, keys.
 struct TensorBox {
   int rows;     // at most 256
   int columns;  // 64 (128-byte swizzle) or 32 (64-byte swizzle)
@@ -35,5 +36,29 @@ bool tma_can_move(const TensorView& view, const TensorExtent& extent);
 // Throws Error when the driver refuses. The map of an empty tensor must not be used.
 CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
                             const TensorBox& box);
+
+// A bias or its gradient in 16 bits: (batch or 1, heads or 1, rows, columns).
+struct PairTensor {
+  const void* data;
+  int batch_size;
+  int num_heads;
+  int rows;
+  int columns;
+  std::int64_t batch_stride;
+  std::int64_t head_stride;
+  std::int64_t row_stride;
+};
+
+PairTensor pair_tensor(const BiasParams& bias, const AttentionShape& shape);
+PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
+                       const AttentionShape& shape);
+
+bool tma_can_move(const PairTensor& tensor);
+
+// The same of a call's bias, if there is one: an fp32 one or one row for all queries it cannot.
+bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape);
+
+// A map with coordinates (column, row, head, batch); the last two are 0 where the stride is.
+CUtensorMap make_bias_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box);
 
 }  // namespace flash_attn_cuda

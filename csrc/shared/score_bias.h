@@ -84,15 +84,63 @@ struct ScoreBias {
   }
 };
 
-// dscores, times factor the gradient of a tile's scores, added to that of the bias. Pairs that do
-// not exist have 0 there.
-template <class Scores, class Coords>
+namespace detail {
+
+// dscores, times factor -> the rows of one head of the gradient, whose elements have one pair each.
+template <class Number, class Scores, class Coords>
+CUTE_DEVICE void store_bias_gradient(Number* target, std::int64_t row_stride,
+                                     BiasParams const& bias, float factor, Scores const& dscores,
+                                     Coords const& coords, int query_begin, int key_begin) {
+  using namespace cute;
+  struct alignas(2 * sizeof(Number)) Pair {
+    Number x, y;
+  };
+  constexpr int columns = decltype(size<1>(dscores))::value;
+  const int last_key = key_begin + get<1>(coords(0, columns - 1));
+  const bool has_pairs = last_key < bias.columns && row_stride % 2 == 0 &&
+                         reinterpret_cast<std::uintptr_t>(target) % sizeof(Pair) == 0;
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(dscores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    if (query >= bias.rows) continue;
+    Number* row_target = target + query * row_stride + key_begin;
+    CUTE_UNROLL
+    for (int col = 0; col < columns; col += 2) {
+      const int key = get<1>(coords(row, col));
+      const Pair pair{static_cast<Number>(factor * dscores(row, col)),
+                      static_cast<Number>(factor * dscores(row, col + 1))};
+      if (has_pairs) {
+        *reinterpret_cast<Pair*>(row_target + key) = pair;
+      } else {
+        if (key_begin + key < bias.columns) row_target[key] = pair.x;
+        if (key_begin + key + 1 < bias.columns) row_target[key + 1] = pair.y;
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// dscores, times factor the gradient of a tile's scores, added to that of the bias, of kernels of
+// `Element`. Pairs that do not exist have 0 there. coords as in ScoreBias::add.
+template <class Element, class Scores, class Coords>
 CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& bias, int sequence,
                                    int head, float factor, Scores const& dscores,
                                    Coords const& coords, int query_begin, int key_begin) {
   using namespace cute;
-  float* target = dbias.data + sequence * dbias.batch_stride + head * dbias.head_stride;
-  if (dbias.row_stride == 0 && dbias.is_summed) {
+  const std::int64_t first = sequence * dbias.batch_stride + head * dbias.head_stride;
+  float* target = static_cast<float*>(dbias.data) + first;
+  if (!dbias.is_summed) {
+    if (dbias.is_fp32) {
+      detail::store_bias_gradient(target, dbias.row_stride, bias, factor, dscores, coords,
+                                  query_begin, key_begin);
+    } else {
+      detail::store_bias_gradient(static_cast<Element*>(dbias.data) + first, dbias.row_stride, bias,
+                                  factor, dscores, coords, query_begin, key_begin);
+    }
+    return;
+  }
+  if (dbias.row_stride == 0) {
     // The thread's rows, then the eight lanes that hold other rows of the same columns.
     const bool adds = threadIdx.x % 32 < 4;
     CUTE_UNROLL
@@ -107,33 +155,15 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
     }
     return;
   }
-  constexpr int columns = decltype(size<1>(dscores))::value;
-  const int last_key = key_begin + get<1>(coords(0, columns - 1));
-  const bool stores_pairs = !dbias.is_summed && last_key < bias.columns &&
-                            reinterpret_cast<std::uintptr_t>(target) % sizeof(float2) == 0 &&
-                            dbias.row_stride % 2 == 0;
   CUTE_UNROLL
   for (int row = 0; row < size<0>(dscores); ++row) {
     const int query = query_begin + get<0>(coords(row, 0));
     if (query >= bias.rows) continue;
     float* row_target = target + query * dbias.row_stride;
-    if (stores_pairs) {
-      CUTE_UNROLL
-      for (int col = 0; col < columns; col += 2) {
-        *reinterpret_cast<float2*>(row_target + key_begin + get<1>(coords(row, col))) = {
-            factor * dscores(row, col), factor * dscores(row, col + 1)};
-      }
-      continue;
-    }
     CUTE_UNROLL
-    for (int col = 0; col < columns; ++col) {
+    for (int col = 0; col < size<1>(dscores); ++col) {
       const int key = key_begin + get<1>(coords(row, col));
-      if (key >= bias.columns) continue;
-      if (dbias.is_summed) {
-        atomicAdd(row_target + key, factor * dscores(row, col));
-      } else {
-        row_target[key] = factor * dscores(row, col);
-      }
+      if (key < bias.columns) atomicAdd(row_target + key, factor * dscores(row, col));
     }
   }
 }

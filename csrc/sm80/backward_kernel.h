@@ -267,8 +267,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
                              [&] { to_shared(tSrS, sP); });
       if constexpr (Traits::has(feature::bias)) {
         if (params.dbias.data != nullptr)
-          add_bias_gradient(params.dbias, params.score.bias, sequence.index, step.head,
-                            1.0f / args.keep_probability, dscores, tScS, query_begin, key_begin);
+          add_bias_gradient<Element>(params.dbias, params.score.bias, sequence.index, step.head,
+                                     1.0f / args.keep_probability, dscores, tScS, query_begin,
+                                     key_begin);
       }
     } else {
       hide();

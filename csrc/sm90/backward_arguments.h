@@ -14,6 +14,8 @@ struct BackwardKernelArguments {
   CUtensorMap dout_map;
   CUtensorMap dk_map;
   CUtensorMap dv_map;
+  CUtensorMap bias_map;   // of a kernel for biases
+  CUtensorMap dbias_map;  // the same, where its gradient is wanted and no sum
   BackwardArguments call;
   std::int64_t num_tiles;  // of all key heads and sequences
 };

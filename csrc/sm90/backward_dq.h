@@ -10,6 +10,30 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// dS of a step -> dbias.
+template <class Traits>
+CUTE_DEVICE void write_bias_gradient(BackwardKernelArguments const& args,
+                                     typename Traits::SharedStorage const& smem, int ds_stage,
+                                     BackwardWorkItem const& item, Step const& step, int thread) {
+  constexpr int block_m = Traits::block_m;
+  constexpr int block_n = Traits::block_n;
+  BiasParams const& bias = args.call.params.score.bias;
+  BiasGradient const& dbias = args.call.params.dbias;
+  if (dbias.data == nullptr) return;
+  auto const* tile = smem.ds + ds_stage * block_m * block_n;
+  const int query_begin = step.tile * block_m;
+  const int key_begin = item.work.tile * block_n;
+  const int sequence = item.work.sequence.index;
+  if (dbias.is_summed) {
+    add_bias_gradient<block_m, block_n>(dbias, bias, tile, sequence, step.head, query_begin,
+                                        key_begin, thread);
+  } else if (thread == 0) {
+    store_bias_gradient<block_m, block_n>(
+        args.dbias_map, tile, PairBox::of(dbias, key_begin, query_begin, step.head, sequence),
+        bias.columns);
+  }
+}
+
 template <class Traits>
 CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
                                      typename Traits::SharedStorage& smem) {
@@ -24,7 +48,15 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::ds_stages> ds_place;
 
   auto sK = transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
-  auto sdS = transposed(smem_tile<typename Traits::ScoresLayout>(smem.ds));
+  // (queries, keys, ds_stages * parts)
+  auto sdS = [&] {
+    auto tiles = smem_tile<typename Traits::ScoresLayout>(smem.ds);
+    if constexpr (Traits::has_bias) {
+      return tiles;
+    } else {
+      return transposed(tiles);
+    }
+  }();
   typename Traits::DqMma mma;
   auto share = mma.get_thread_slice(thread);
   auto tQrdS = share.partition_fragment_A(sdS);  // (atom, m, k, ds_stages * warpgroups)
@@ -47,6 +79,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile;
       float* tile = call.dq_accum + index * (block_m * head_dim);
       if constexpr (!Traits::is_sparse) wait_full(smem.ds_ring, ds_place);
+      if constexpr (Traits::has_bias)
+        write_bias_gradient<Traits>(args, smem, ds_place.stage, item, step, thread);
       CUTE_UNROLL
       for (int m = 0; m < block_m / 64; ++m) {
         CUTE_UNROLL
@@ -60,6 +94,10 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           const bool is_first = m == 0 && n == 0;
           const bool is_last = m + 1 == block_m / 64 && n + 1 == head_dim / dq_columns;
           if (is_last) {
+            if constexpr (Traits::has_bias) {
+              if (thread == 0) wait_stores();
+              __syncwarp();
+            }
             release(smem.ds_ring, ds_place);
             ds_place.advance();
           }

@@ -21,8 +21,12 @@ CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
   constexpr int block_m = Traits::block_m;
   wait_empty(smem.ds_ring, place);
   announce(place.stage);
-  operand_to_shared<block_m>(tGrdS,
-                             smem.ds + (place.stage * Traits::key_parts + part) * 64 * block_m);
+  auto* scores = smem.ds + (place.stage * Traits::key_parts + part) * 64 * block_m;
+  if constexpr (Traits::has_bias) {
+    operand_to_transposed_box<block_m>(tGrdS, scores);
+  } else {
+    operand_to_shared<block_m>(tGrdS, scores);
+  }
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
   publish(smem.ds_ring, place);
@@ -79,10 +83,9 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     if (item.work.tile == no_tile) break;
     const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
-    // Of the scores that are made. Where there are lists it stays in shared memory, for want of
-    // registers.
+    // Of the scores that are made.
     auto score_tile = [&](Step const& step) {
-      if constexpr (Traits::is_sparse) {
+      if constexpr (Traits::announces) {
         VisitedQueries const& visited = smem.visited[q_place.stage];
         return ScoreTile{.sequence = item.work.sequence,
                          .head = visited.step.head,
@@ -105,14 +108,18 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     const int steps = item.steps();
     for (int index = 0;; ++index, step.advance(item)) {
       wait_products<0>(tSrS);
+      if constexpr (Traits::has_bias) {
+        const int box = q_place.stage * Traits::key_parts + warpgroup;
+        add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
+                                     call.params.score.softmax_scale, tSrS);
+      }
       math.probabilities(score_tile(step), smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
 
       wait_full(smem.dout_ring, dout_place);
       start_product(scores_mma, tSrV(_, _, _, warpgroup), tSrdO(_, _, _, dout_place.stage), tSrdP,
                     false);
       start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
-      // With weights beside P there are no registers to keep it for dV any longer.
-      wait_products<Traits::has_modifiers ? 0 : 1>(tSrdP);
+      wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
       publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS, [&](int stage) {
@@ -147,7 +154,10 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       CUTE_UNROLL
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
-    if (call.dkdv_splits > 1) {
+    if constexpr (!Traits::stores_tiles) {
+      write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
+      write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
+    } else if (call.dkdv_splits > 1) {
       write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
       write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
     } else {
@@ -161,7 +171,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     __syncwarp();
     release(smem.work_ring, work_place);
   }
-  if (thread == 0) wait_stores();  // shared memory ends with the CTA
+  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -25,14 +25,26 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
     return make_tensor_map(view, params.dtype, keys, {64, columns});
   };
   const std::int64_t num_tiles = plan.schedule.grid_size();
-  BackwardKernelArguments arguments{.q_map = query_map(params.q),
-                                    .k_map = key_map(params.k),
-                                    .v_map = key_map(params.v),
-                                    .dout_map = query_map(params.dout),
-                                    .dk_map = key_map(params.dk),
-                                    .dv_map = key_map(params.dv),
-                                    .call = backward_arguments(plan, params, Traits::has_modifiers),
-                                    .num_tiles = num_tiles};
+  BackwardKernelArguments arguments{
+      .q_map = query_map(params.q),
+      .k_map = key_map(params.k),
+      .v_map = key_map(params.v),
+      .dout_map = query_map(params.dout),
+      .dk_map = key_map(params.dk),
+      .dv_map = key_map(params.dv),
+      .bias_map = {},
+      .dbias_map = {},
+      .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),
+      .num_tiles = num_tiles};
+  if constexpr (Traits::has_bias) {
+    constexpr TensorBox box{.rows = Traits::block_m, .columns = box_keys};
+    const BiasParams& bias = params.score.bias;
+    arguments.bias_map = make_bias_map(pair_tensor(bias, params.shape), params.dtype, box);
+    if (params.dbias.data != nullptr && !params.dbias.is_summed) {
+      arguments.dbias_map =
+          make_bias_map(pair_tensor(params.dbias, bias, params.shape), params.dtype, box);
+    }
+  }
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
   arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
   launch_kernel<&backward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),

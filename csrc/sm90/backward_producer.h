@@ -1,5 +1,5 @@
-// The producer of a backward CTA: one thread that draws the CTA's tiles and loads K, V, Q, dO and
-// the row statistics, in the order in which the others want them.
+// The producer of a backward CTA: one thread that draws the CTA's tiles and loads K, V, Q, dO, a
+// bias and the row statistics, in the order in which the others want them.
 #pragma once
 
 #include "sm90/backward_arguments.h"
@@ -110,8 +110,8 @@ struct BackwardProducer {
   }
 
   // A tile of q or dout, and its rows of one statistic.
-  // announce(stage): what the key warpgroups shall find with it.
-  template <class Element, class Announce>
+  // announce(stage): what the key warpgroups shall find with it, besides bytes of loads.
+  template <int kMoreBytes = 0, class Element, class Announce>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<Traits::stages>& ring,
                                 RingPlace<Traits::stages>& place, Element* tiles,
                                 RowSpan const& queries, float const* source, float (*rows)[block_m],
@@ -119,7 +119,7 @@ struct BackwardProducer {
     wait_empty(ring, place);
     announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
-    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes + Traits::row_bytes);
+    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes + Traits::row_bytes + kMoreBytes);
     load_tile<block_m, head_dim>(map, full, tiles + place.stage * block_m * head_dim, queries);
     SM90_BULK_COPY_G2S::copy(source, full, rows[place.stage], Traits::row_bytes);
     place.advance();
@@ -134,8 +134,17 @@ struct BackwardProducer {
                           sequence.seqlen_q - query};
     const std::int64_t row =
         (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
-    load_queries(args.q_map, smem.q_ring, q_place, smem.q, queries, call.lse_log2 + row,
-                 smem.lse_log2, announce);
+    const int stage = q_place.stage;
+    load_queries<Traits::bias_bytes>(args.q_map, smem.q_ring, q_place, smem.q, queries,
+                                     call.lse_log2 + row, smem.lse_log2, announce);
+    if constexpr (Traits::has_bias) {
+      constexpr int block_n = Traits::block_n;
+      BiasParams const& bias = call.params.score.bias;
+      load_bias<block_m, block_n>(
+          args.bias_map, &smem.q_ring.full[stage], smem.bias + stage * block_m * block_n,
+          PairBox::of(bias, item.work.tile * block_n, query, step.head, sequence.index),
+          bias.columns);
+    }
     load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
                  call.softmax_d + row, smem.softmax_d, [](int) {});
   }
@@ -158,7 +167,12 @@ struct BackwardProducer {
         Step step = Step::first(item);
         CUTE_NO_UNROLL
         for (int left = item.steps(); left > 0; --left, step.advance(item)) {
-          load_step(item, step, [](int) {});
+          load_step(item, step, [&](int place) {
+            if constexpr (Traits::announces) {
+              smem.visited[place] = {
+                  .step = step, .pieces = {}, .is_in_window = item.range.is_interior(step.tile)};
+            }
+          });
         }
       }
     }

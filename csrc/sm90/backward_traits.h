@@ -4,6 +4,7 @@
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/tile_work.h"
+#include "sm90/bias.h"
 #include "sm90/copy.h"
 #include "sm90/gemm.h"
 #include "sm90/pipeline.h"
@@ -48,10 +49,10 @@ struct Step {
   }
 };
 
-// One of a list, as the producer tells the key warpgroups with the queries.
+// One of them, as the producer tells the key warpgroups with the queries.
 struct VisitedQueries {
   Step step;
-  Pieces pieces;
+  Pieces pieces;      // what a list says
   bool is_in_window;  // which hides no pair
 };
 
@@ -74,7 +75,17 @@ struct BackwardTraits {
 
   static constexpr bool is_sparse = has(feature::block_sparse);
   static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
+  static constexpr bool has_bias = has(feature::bias);
+  static_assert(!has_bias || (!separate && !has_modifiers && !is_sparse));
+  // The producer tells the key warpgroups of every step, for which they have no registers.
+  static constexpr bool announces = is_sparse || has_bias;
+  // dK and dV leave through shared memory of their own where there is room.
+  static constexpr bool stores_tiles = !separate && !has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
+
+  // With weights beside P, or a bias in shared memory that S was added to, there are no registers
+  // to keep P for dV while dS is made.
+  static constexpr bool keeps_probabilities = !has_modifiers && !(has_bias && head_dim == 128);
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread.
   static constexpr int producer_registers = 32;
@@ -90,7 +101,9 @@ struct BackwardTraits {
   using GradientMma = RegisterMma<Element, head_dim == 256 ? 128 : head_dim, block_m>;
   // At a time, for its registers.
   static constexpr int dq_columns = head_dim % 64 == 0 && !is_tight ? 64 : 32;
-  using DqMma = TransposedMma<Element, dq_columns, 64>;  // dQ = dS K
+  // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
+  using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
+                                   TransposedMma<Element, dq_columns, 64>>;
   static_assert(head_dim % dq_columns == 0);
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
@@ -102,7 +115,10 @@ struct BackwardTraits {
   static constexpr int work_stages = 2;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
-  using ScoresLayout = TileLayout<Element, 64, block_m, ds_stages * key_parts>;
+  using ScoresLayout =
+      std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
+                         TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
+  static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
 
   static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
 
@@ -111,21 +127,22 @@ struct BackwardTraits {
     alignas(1024) Element v[block_n * head_dim];
     alignas(1024) Element q[stages * block_m * head_dim];
     alignas(1024) Element dout[stages * block_m * head_dim];
-    alignas(1024) Element ds[ds_stages * block_n * block_m];      // dS^T: keys x queries
-    alignas(1024) Element dk[separate ? 8 : block_n * head_dim];  // on their way out
-    alignas(1024) Element dv[separate ? 8 : block_n * head_dim];
+    alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
+    alignas(1024) Element dk[stores_tiles ? block_n * head_dim : 8];
+    alignas(1024) Element dv[stores_tiles ? block_n * head_dim : 8];
+    alignas(1024) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
     alignas(128) float softmax_d[stages][block_m];
     Ring<1> key_ring;        // K and V
-    Ring<stages> q_ring;     // with lse_log2
+    Ring<stages> q_ring;     // with lse_log2 and bias
     Ring<stages> dout_ring;  // with softmax_d
     Ring<ds_stages> ds_ring;
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
     WorkItem work[work_stages];
-    VisitedQueries visited[is_sparse ? stages : 1];  // of the tiles in q
+    VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
   };
 

@@ -13,6 +13,7 @@ struct ForwardArguments {
   CUtensorMap k_map;
   CUtensorMap v_map;
   CUtensorMap out_map;
+  CUtensorMap bias_map;  // of a kernel for biases
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;

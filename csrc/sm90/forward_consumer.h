@@ -50,6 +50,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::q_stages> q_place;
   RingPlace<Traits::stages> k_place, v_place;
+  RingPlace<Traits::bias_stages> bias_place;
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
@@ -118,6 +119,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       if constexpr (Traits::has_modifiers) {
         if (has_score_modifiers(params.score))
           features.modifiers.apply(scores, tScS, query_begin, key_begin);
+      }
+      if constexpr (Traits::has_bias) {
+        wait_full(smem.bias_ring, bias_place);
+        add_bias<Traits::block_m, block_n>(smem.bias + bias_place.stage * Traits::block_m * block_n,
+                                           64 * warpgroup, params.score.softmax_scale, tSrS);
+        __syncwarp();
+        release(smem.bias_ring, bias_place);
+        bias_place.advance();
       }
       if constexpr (Traits::is_sparse) {
         if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {

@@ -5,7 +5,8 @@
 // consumer warpgroups that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's
 // registers to them. Shared memory: Q block_m x head_dim, twice where there is room, so that the
 // next tile's is there in time; K and V block_n x head_dim in `stages` buffers each; O block_m x
-// head_dim where there is room; two places for tiles of work (forward_traits.h).
+// head_dim where there is room; two places for tiles of work; for a bias two tiles block_m x
+// block_n (forward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -28,6 +29,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
     smem.q_ring.init(Traits::consumer_warps);
     smem.k_ring.init(Traits::consumer_warps);
     smem.v_ring.init(Traits::consumer_warps);
+    smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps);
     cutlass::arch::fence_barrier_init();
   }

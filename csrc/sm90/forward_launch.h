@@ -20,13 +20,15 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   const AttentionShape& shape = params.shape;
   const TensorExtent queries = query_extent(params.shape, params.sequences);
   const TensorExtent keys = key_extent(params.shape, params.sequences);
-  const bool scales_scores = Traits::has_modifiers && has_score_modifiers(params.score);
+  const bool scales_scores =
+      (Traits::has_modifiers || Traits::has_bias) && has_score_modifiers(params.score);
   const std::int64_t num_tiles = plan.schedule.grid_size();
-  const ForwardArguments arguments{
+  ForwardArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
       .k_map = make_tensor_map(params.k, params.dtype, keys, {Traits::block_n, columns}),
       .v_map = make_tensor_map(params.v, params.dtype, keys, {Traits::block_n, columns}),
       .out_map = make_tensor_map(params.out, params.dtype, queries, {64, columns}),
+      .bias_map = {},
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
@@ -35,6 +37,10 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
+  if constexpr (Traits::has_bias) {
+    arguments.bias_map = make_bias_map(pair_tensor(params.score.bias, shape), params.dtype,
+                                       {Traits::block_m, box_keys});
+  }
   if constexpr (Traits::is_sparse) {
     check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
   }

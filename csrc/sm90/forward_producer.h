@@ -1,5 +1,5 @@
-// The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V,
-// in the order in which the consumers want them.
+// The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V
+// and a bias, in the order in which the consumers want them.
 #pragma once
 
 #include "sm90/forward_arguments.h"
@@ -96,6 +96,7 @@ struct Producer {
   std::conditional_t<Traits::is_sparse, TileDraw<Traits>, TileWalk<Traits>> walk{args};
   RingPlace<Traits::q_stages> q_place{};
   RingPlace<Traits::stages> k_place{}, v_place{};
+  RingPlace<Traits::bias_stages> bias_place{};
   RingPlace<Traits::work_stages> work_place{};
 
   // Tells the consumers of the next tile that sees a key: its stage, or -1 when there is none, of
@@ -169,7 +170,20 @@ struct Producer {
     load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys, [&](int stage) {
       if constexpr (Traits::is_sparse) smem.visited[stage] = visited;
     });
+    if constexpr (Traits::has_bias) load_bias_tile(smem.work[tile].work, block);
     return keys;
+  }
+
+  CUTE_DEVICE void load_bias_tile(TileWork const& work, int block) {
+    BiasParams const& bias = args.params.score.bias;
+    wait_empty(smem.bias_ring, bias_place);
+    std::uint64_t* full = &smem.bias_ring.full[bias_place.stage];
+    FullBarrier::arrive_and_expect_tx(full, Traits::bias_bytes);
+    load_bias<block_m, block_n>(
+        args.bias_map, full, smem.bias + bias_place.stage * block_m * block_n,
+        PairBox::of(bias, block * block_n, work.tile * block_m, work.head, work.sequence.index),
+        bias.columns);
+    bias_place.advance();
   }
 
   CUTE_DEVICE void load_v(RowSpan const& values) {

@@ -6,6 +6,7 @@
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/tile_work.h"
+#include "sm90/bias.h"
 #include "sm90/copy.h"
 #include "sm90/gemm.h"
 #include "sm90/pipeline.h"
@@ -44,6 +45,8 @@ struct ForwardTraits {
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool has_bias = has(feature::bias);
+  static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups and 128 of four: not one more may be asked for than there are.
@@ -55,14 +58,18 @@ struct ForwardTraits {
   using OutputMma = RegisterMma<Element, head_dim, block_n>;
   static constexpr int rows_per_thread = 2;
 
-  // As many buffers as fit; the next tile's queries get one before keys get a third.
+  // As many buffers as fit; the next tile's queries get one before keys get a third, and a bias its
+  // two before either.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int smem_limit = 232448;   // of a block, on the only GPUs with wgmma
   static constexpr int smem_reserved = 2048;  // barriers and work
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
   static constexpr int most_stages = 4;
-  static constexpr int smem_for_tiles = smem_limit - smem_reserved;
+  static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
+  static constexpr int bias_stages = 2;
+  static constexpr int smem_for_tiles =
+      smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
   static constexpr int q_stages =
       2 * query_bytes + least_stages * 2 * key_bytes <= smem_for_tiles ? 2 : 1;
   static constexpr int stages =
@@ -82,9 +89,11 @@ struct ForwardTraits {
     alignas(1024) Element k[stages * block_n * head_dim];
     alignas(1024) Element v[stages * block_n * head_dim];
     alignas(1024) Element o[stores_tiles ? block_m * head_dim : 8];
+    alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
     Ring<q_stages> q_ring;
     Ring<stages> k_ring;
     Ring<stages> v_ring;
+    Ring<bias_stages> bias_ring;
     Ring<work_stages> work_ring;
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k

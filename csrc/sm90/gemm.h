@@ -33,6 +33,12 @@ using TransposedMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::MN,
                          GMMA::Major::MN>()));
 
+// (64, kK) with k innermost x (kN, kK) with n innermost, both in shared memory.
+template <class Element, int kN, int kK>
+using RowsMma = decltype(make_tiled_mma(
+    GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
+                         GMMA::Major::MN>()));
+
 template <class Fragment>
 inline constexpr bool lies_in_registers =
     !std::is_same_v<typename Fragment::engine_type::iterator, GMMA::DescriptorIterator>;

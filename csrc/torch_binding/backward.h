@@ -25,7 +25,7 @@ struct GradientViews {
   TensorView dq;
   TensorView dk;
   TensorView dv;
-  at::Tensor dbias;  // fp32 zeros in the shape of the call's bias; undefined: not wanted
+  at::Tensor dbias;  // of allocate_bias_gradient; undefined: not wanted
 };
 
 // What the backward functions share beyond the forward's arguments, as a caller gave it.

@@ -15,6 +15,7 @@ using namespace pybind11::literals;
 // Planning asks whether there is such an array, and never reads it.
 constexpr int some_int = 0;
 constexpr float some_float = 0.0f;
+alignas(16) constexpr float some_vector[4] = {};
 
 Dtype parse_dtype(const std::string& dtype) {
   for (const Dtype candidate : {Dtype::fp16, Dtype::bf16}) {
@@ -63,7 +64,14 @@ Params params_of(const Request& request) {
   params.score.alibi_slopes = request.alibi ? &some_float : nullptr;
   params.dropout.threshold = dropout_threshold(checked_p_dropout("p_dropout", request.p_dropout));
   params.sparsity.lists.data = request.block_sparse ? &some_int : nullptr;
-  params.score.bias.data = request.bias ? &some_float : nullptr;
+  if (request.bias) {
+    // Of every head and query, in the call's dtype.
+    params.score.bias = {.data = &some_vector,
+                         .head_stride = std::int64_t{shape.seqlen_q} * shape.seqlen_k,
+                         .row_stride = shape.seqlen_k,
+                         .rows = shape.seqlen_q,
+                         .columns = shape.seqlen_k};
+  }
   params.sequences.cu_seqlens_q = request.packed ? &some_int : nullptr;
   params.sequences.cu_seqlens_k = params.sequences.cu_seqlens_q;
   return params;

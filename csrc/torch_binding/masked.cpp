@@ -1,6 +1,5 @@
 // masked_fwd and masked_bwd: attention of some pairs alone, with a bias on the scores, with a sink.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 
 #include "torch_binding/backward.h"
 #include "torch_binding/checked_call.h"
@@ -96,7 +95,7 @@ std::vector<at::Tensor> masked_bwd(
                                      .deterministic = deterministic});
   check_gradients_exist(call, wants_dbias);
   at::Tensor dbias;
-  if (wants_dbias) dbias = at::zeros(bias->sizes(), q.options().dtype(at::kFloat));
+  if (wants_dbias) dbias = allocate_bias_gradient(call);
   std::vector<at::Tensor> results = backward_outputs(std::move(call), {.dout = dout,
                                                                        .out = out,
                                                                        .softmax_lse = softmax_lse,

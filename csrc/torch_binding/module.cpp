@@ -145,8 +145,9 @@ void define_masked(py::module& module) {
       "    -> [dq, dk, dv, softmax_d, dbias]\n\n"
       "The backward of masked_fwd, whose softmax_lse has the sink already. block_columns: int32\n"
       "(B, H, Tk, 2 + Tq), which tiles of queries visit a tile of keys; not with deterministic.\n"
-      "dbias: fp32 in the shape of bias, summed over what that is shared by, empty without\n"
-      "wants_dbias; not with softcap.",
+      "dbias: in the shape of bias, summed over what that is shared by, and then fp32, else of "
+      "the\n"
+      "bias's dtype; empty without wants_dbias; not with softcap.",
       py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
       py::arg("softmax_lse"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
       py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("max_seqlen_q"),

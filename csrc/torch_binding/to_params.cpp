@@ -1,7 +1,9 @@
 #include "torch_binding/to_params.h"
 
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <cstdint>
 
@@ -61,6 +63,15 @@ BiasParams bias_params(const AttentionCall& call) {
           .row_stride = stride_of(bias, 2),
           .rows = static_cast<int>(rows),
           .columns = static_cast<int>(bias.size(3))};
+}
+
+// Whether an element of the bias is that of several pairs.
+bool shares_bias(const AttentionCall& call) {
+  const at::Tensor& bias = call.masks.bias;
+  const AttentionShape shape = shape_of(call);
+  const auto is_shared = [&bias](int dim, int by) { return bias.size(dim) == 1 && by > 1; };
+  return is_shared(0, shape.batch_size) || is_shared(1, shape.num_heads_q) ||
+         is_shared(2, shape.seqlen_q);
 }
 
 }  // namespace
@@ -134,16 +145,26 @@ SparsityParams sparsity_params(const AttentionCall& call) {
   return params;
 }
 
+at::Tensor allocate_bias_gradient(const AttentionCall& call) {
+  const at::Tensor& bias = call.masks.bias;
+  const AttentionShape shape = shape_of(call);
+  const bool is_shared = shares_bias(call);
+  const bool visits_all = !is_shared && !call.is_packed() && call.options.window.is_full() &&
+                          !call.masks.block_lists.defined() && shape.batch_size > 0 &&
+                          shape.seqlen_q > 0;
+  const at::TensorOptions options =
+      bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
+  return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
+}
+
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
   if (!dbias.defined()) return {};
-  const AttentionShape shape = shape_of(call);
-  const auto is_shared = [&dbias](int dim, int by) { return dbias.size(dim) == 1 && by > 1; };
-  return {.data = dbias.mutable_data_ptr<float>(),
+  return {.data = dbias.mutable_data_ptr(),
+          .is_fp32 = dbias.scalar_type() == at::kFloat,
           .batch_stride = stride_of(dbias, 0),
           .head_stride = stride_of(dbias, 1),
           .row_stride = stride_of(dbias, 2),
-          .is_summed = is_shared(0, shape.batch_size) || is_shared(1, shape.num_heads_q) ||
-                       is_shared(2, shape.seqlen_q)};
+          .is_summed = shares_bias(call)};
 }
 
 PagedKvParams paged_params(const AttentionCall& call) {

@@ -17,7 +17,11 @@ ScoreParams score_params(const AttentionCall& call);
 SparsityParams sparsity_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
 
-// dbias: fp32 in the shape of the call's bias, contiguous; undefined: not wanted.
+// For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,
+// else of the bias's dtype; zero where some pair is not visited.
+at::Tensor allocate_bias_gradient(const AttentionCall& call);
+
+// dbias: as allocated; undefined: not wanted.
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 
 // Rows that a cache holds of every sequence.
