@@ -29,7 +29,6 @@ NVCC_FLAGS = (
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
     "-Xcompiler=-fPIC",
-    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",  # wgmma of every width
     "-Xptxas=-v",  # resource_report reads it
 )
 

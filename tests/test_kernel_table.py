@@ -104,7 +104,7 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     }
 
     def tile(row: KernelRow) -> dict:
-        is_masked = bool(row.features & Feature.block_sparse)
+        is_masked = bool(row.features & MASKS)
         is_any = is_masked or row.family is Family.sm90 or row.kernel_pass is Pass.forward
         left_out = {"features", *(tiles if is_any else ())}
         return {name: value for name, value in row.config().items() if name not in left_out}
@@ -202,11 +202,11 @@ TILE, PIECE = 128, 64  # of lists
 @pytest.mark.parametrize("kernel_pass", list(Pass))
 @pytest.mark.parametrize("family", list(Family))
 def test_every_masked_call_has_a_row(family, kernel_pass) -> None:
-    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone, up
-    to 128.
+    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone and
+    for a bias alone, up to 128.
     """
     widest = 256 if family is Family.sm80 else 128
-    calls = MASKED_CALLS if family is Family.sm80 else [Feature.block_sparse]
+    calls = MASKED_CALLS if family is Family.sm80 else [Feature.block_sparse, Feature.bias]
     rows = [row for row in MASKED_ROWS if (row.kernel_pass, row.family) == (kernel_pass, family)]
     for head_dim, dtype, features in product(range(8, widest + 1, 8), Dtype, calls):
         assert any(
@@ -223,15 +223,15 @@ def test_tiles_of_rows_with_lists_divide_those_of_the_lists(row) -> None:
     """And hold whole pieces: a step looks at the states of one, two or four."""
     for side in (row.block_m, row.block_n):
         assert TILE % side == 0 and side >= PIECE
-    assert Feature.block_sparse in row.features
+    assert Feature.block_sparse in row.features or row.features is Feature.bias
     assert _kind(row) is not Kind.decode
 
 
 @pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
 def test_what_comes_with_lists_is_for_the_family_to_say(row) -> None:
     if row.family is Family.sm90:
-        assert row.features == Feature.block_sparse
-        assert row.variant == "sparse"
+        assert row.features in (Feature.block_sparse, Feature.bias)
+        assert row.variant == ("bias" if row.features is Feature.bias else "sparse")
         # The tile of a list and one of a CTA are the same.
         assert row.block_m == TILE or row.kernel_pass is Pass.backward
         assert row.block_n == TILE

@@ -168,6 +168,8 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
         sm90_instance("sm90_hd64_sparse", 64, 128, 0, feature::block_sparse),
         sm90_instance("sm90_hd128_sparse", 128, 128, 0, feature::block_sparse),
+        sm90_instance("sm90_hd64_bias", 64, 128, 0, feature::bias),
+        sm90_instance("sm90_hd128_bias", 128, 128, 0, feature::bias),
     };
     const std::vector<ForwardInstance> others = complete_forward_rows();
     rows.insert(rows.end(), others.begin(), others.end());
@@ -200,6 +202,8 @@ inline const InstanceList<BackwardInstance>& sm90_backward_table() {
       sm90_backward_instance("sm90_hd256_dropout", 256, 64, backward_features),
       sm90_backward_instance("sm90_hd64_sparse", 64, 64, feature::block_sparse),
       sm90_backward_instance("sm90_hd128_sparse", 128, 64, feature::block_sparse),
+      sm90_backward_instance("sm90_hd64_bias", 64, 64, feature::bias),
+      sm90_backward_instance("sm90_hd128_bias", 128, 64, feature::bias),
       backward_instance("hd64", 64, MaskKind::windowed),
       backward_instance("hd64_dropout", 64, MaskKind::windowed, 64, 128, backward_features),
       backward_instance("hd128", 128, MaskKind::windowed),
@@ -238,10 +242,13 @@ Params packed_call(const AttentionShape& shape, Window window = {}) {
   return params;
 }
 
-// A contiguous (.., rows, heads, head_dim) tensor at an address where there is room for any.
+// An address where there is room for any tensor.
+inline void* some_address() { return reinterpret_cast<void*>(std::uintptr_t{1} << 44); }
+
+// A contiguous (.., rows, heads, head_dim) tensor.
 inline TensorView contiguous_view(std::int64_t rows, int heads, int head_dim) {
   const std::int64_t row_stride = std::int64_t{heads} * head_dim;
-  return {.data = reinterpret_cast<void*>(std::uintptr_t{1} << 44),
+  return {.data = some_address(),
           .batch_stride = rows * row_stride,
           .row_stride = row_stride,
           .head_stride = head_dim};
@@ -261,6 +268,25 @@ inline BackwardParams with_tensors(BackwardParams params) {
   params.k = params.v = params.dk = params.dv =
       contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
   return params;
+}
+
+// A contiguous bias of every head and query, in the call's dtype, and its gradient, which is no sum
+// where there is one sequence.
+inline BiasParams contiguous_bias(const AttentionShape& shape) {
+  return {.data = some_address(),
+          .head_stride = std::int64_t{shape.seqlen_q} * shape.seqlen_k,
+          .row_stride = shape.seqlen_k,
+          .rows = shape.seqlen_q,
+          .columns = shape.seqlen_k};
+}
+inline BiasGradient contiguous_dbias(const AttentionShape& shape) {
+  const BiasParams bias = contiguous_bias(shape);
+  const bool is_summed = shape.batch_size > 1;
+  return {.data = some_address(),
+          .is_fp32 = is_summed,
+          .head_stride = bias.head_stride,
+          .row_stride = bias.row_stride,
+          .is_summed = is_summed};
 }
 
 // Checks that buffers (offset, bytes) of a workspace are aligned and apart, and that it ends with

@@ -37,7 +37,11 @@ std::string chosen(Change change, const AttentionShape& shape = training, Window
 
 constexpr auto nothing = [](auto&) {};
 constexpr auto lists = [](auto& params) { params.sparsity.lists.data = &some_int; };
-constexpr auto bias = [](auto& params) { params.score.bias.data = &some_float; };
+constexpr auto bias = [](auto& params) { params.score.bias = contiguous_bias(params.shape); };
+constexpr auto fp32_bias = [](auto& params) {
+  bias(params);
+  params.score.bias.is_fp32 = true;
+};
 constexpr auto ordered = [](BackwardParams& params) { params.deterministic = true; };
 
 // Both changes, one after the other.
@@ -49,14 +53,45 @@ auto both(First first, Second second) {
   };
 }
 
+// Of biases, those that TMA can load have sm90 rows.
+template <class Params>
+void check_biases_of_tma() {
+  const auto with_bias = [](auto change, const AttentionShape& shape = training) {
+    const auto of_bias = [=](auto& params) { change(params.score.bias); };
+    return chosen<Params>(both(bias, of_bias), shape);
+  };
+  CHECK_EQ(chosen<Params>(fp32_bias), "hd128_masked");
+  CHECK_EQ(with_bias([](auto& b) { b.row_stride = 0; }), "hd128_masked");
+  CHECK_EQ(with_bias([](auto& b) { b.row_stride += 4; }), "hd128_masked");
+  CHECK_EQ(with_bias([](auto& b) { b.row_stride += 8; }), "sm90_hd128_bias");
+  CHECK_EQ(with_bias([](auto& b) { b.head_stride += 1; }), "hd128_masked");
+  CHECK_EQ(with_bias([](auto& b) { b.head_stride = 0; }), "sm90_hd128_bias");
+  CHECK_EQ(with_bias([](auto& b) { b.batch_stride = 16 * b.head_stride; }), "sm90_hd128_bias");
+  CHECK_EQ(with_bias([](auto& b) { b.data = static_cast<const char*>(b.data) + 8; }),
+           "hd128_masked");
+  AttentionShape odd = training;
+  odd.seqlen_k = 4095;
+  CHECK_EQ(chosen<Params>(bias, odd), "hd128_masked");
+  // Further columns do not matter to a row stride that suits.
+  CHECK_EQ(with_bias([](auto& b) { b.row_stride = 4096; }, odd), "hd128_masked");  // head_stride
+  const auto padded = [](auto& b) {
+    b.row_stride = 4096;
+    b.head_stride = 4096 * b.row_stride;
+  };
+  CHECK_EQ(with_bias(padded, odd), "sm90_hd128_bias");
+}
+
 template <class Params>
 void check_choices() {
   CHECK_EQ(chosen<Params>(nothing), "sm90_hd128");
   CHECK_EQ(chosen<Params>(lists), "sm90_hd128_sparse");
   CHECK_EQ(chosen<Params>(lists, training, causal), "sm90_hd128_sparse");
   CHECK_EQ(chosen<Params>(lists, training, {}, rtx4090), "hd128_masked");
-  CHECK_EQ(chosen<Params>(bias), "hd128_masked");
+  CHECK_EQ(chosen<Params>(bias), "sm90_hd128_bias");
+  CHECK_EQ(chosen<Params>(bias, training, causal), "sm90_hd128_bias");
+  CHECK_EQ(chosen<Params>(bias, training, {}, a100), "hd128_masked");
   CHECK_EQ(chosen<Params>(both(lists, bias)), "hd128_masked");
+  check_biases_of_tma<Params>();
   const auto with_lists = [](auto change) { return chosen<Params>(both(lists, change)); };
   CHECK_EQ(with_lists([](auto& p) { p.score.softcap = 20.0f; }), "hd128_masked");
   CHECK_EQ(with_lists([](auto& p) { p.score.alibi_slopes = &some_float; }), "hd128_masked");
@@ -89,10 +124,42 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   few.seqlen_q = 1;
   CHECK_EQ(chosen<ForwardParams>(nothing, few), "hd128_decode");
   CHECK_EQ(chosen<ForwardParams>(lists, few), "sm90_hd128_sparse");
-  CHECK_EQ(chosen<ForwardParams>(bias, few), "hd128_masked");
+  CHECK_EQ(chosen<ForwardParams>(bias, few), "sm90_hd128_bias");
+  CHECK_EQ(chosen<ForwardParams>(fp32_bias, few), "hd128_masked");
   // Only decode rows read such tensors.
   const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
   CHECK_ERROR(chosen<ForwardParams>(both(lists, unaligned)), "no compiled decode kernel");
+}
+
+TEST(of_gradients_of_a_bias_sm90_rows_write_whole_vectors) {
+  const auto with_dbias = [](const AttentionShape& shape, auto change) {
+    return chosen<BackwardParams>(both(bias,
+                                       [=](BackwardParams& params) {
+                                         params.dbias = contiguous_dbias(params.shape);
+                                         change(params);
+                                       }),
+                                  shape);
+  };
+  AttentionShape one = training;
+  one.batch_size = 1;
+  const auto as_it_is = [](BackwardParams&) {};
+  for (const AttentionShape& shape : {one, training})
+    CHECK_EQ(with_dbias(shape, as_it_is), "sm90_hd128_bias");
+  CHECK_EQ(with_dbias(one, [](BackwardParams& p) { p.dbias.is_fp32 = true; }), "hd128_masked");
+  const auto misaligned = [](BackwardParams& p) {
+    p.dbias.data = static_cast<char*>(p.dbias.data) + 8;
+  };
+  for (const AttentionShape& shape : {one, training})
+    CHECK_EQ(with_dbias(shape, misaligned), "hd128_masked");
+  // A bias with padded rows, whose gradient has none.
+  for (AttentionShape shape : {one, training}) {
+    shape.seqlen_k = 4095;
+    const auto padded = [](BackwardParams& p) {
+      p.score.bias.row_stride = 4096;
+      p.score.bias.head_stride = 4096 * 4096;
+    };
+    CHECK_EQ(with_dbias(shape, padded), "hd128_masked");
+  }
 }
 
 TEST(gradients_with_lists_or_a_bias_have_no_fixed_order) {

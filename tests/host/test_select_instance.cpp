@@ -187,7 +187,25 @@ TEST(lists_alone_have_sm90_rows) {
   }
 }
 
-TEST(a_bias_and_what_lists_come_with_have_sm80_rows) {
+TEST(a_bias_alone_has_sm90_rows) {
+  const auto chosen = [](int head_dim) {
+    const KernelRequest needs = request_with(feature::bias, head_dim, MaskKind::windowed);
+    const std::string forward = selected(sm90_forward_table(), needs);
+    CHECK_EQ(selected_backward(needs), forward);
+    return forward;
+  };
+  CHECK_EQ(chosen(40), "sm90_hd64_bias");
+  CHECK_EQ(chosen(64), "sm90_hd64_bias");
+  CHECK_EQ(chosen(72), "sm90_hd128_bias");
+  CHECK_EQ(chosen(128), "sm90_hd128_bias");
+  KernelRequest unsuitable = request_with(feature::bias);
+  unsuitable.suits_sm90 = false;
+  CHECK_EQ(selected(sm90_forward_table(), unsuitable), "hd128_masked");
+  CHECK_EQ(selected_backward(unsuitable), "hd128_masked");
+  CHECK_EQ(selected_backward(request_with(feature::bias), a100), "hd128_masked");
+}
+
+TEST(what_a_bias_and_lists_come_with_has_sm80_rows) {
   const auto goes_to_masked = [](FeatureSet features) {
     CHECK_EQ(selected(sm90_forward_table(), request_with(features)), "hd128_masked");
     CHECK_EQ(selected_backward(request_with(features)), "hd128_masked");
@@ -196,10 +214,18 @@ TEST(a_bias_and_what_lists_come_with_have_sm80_rows) {
   };
   for (const FeatureSet other : beside_lists) {
     goes_to_masked(feature::block_sparse | other);
-    goes_to_masked(feature::bias | other);
+    if (other != feature::bias) goes_to_masked(feature::bias | other);
   }
   goes_to_masked(masked_features);
   CHECK_EQ(selected_backward(request_with(feature::bias, 256)), "hd256_masked");
+}
+
+TEST(calls_without_a_bias_never_run_an_sm90_row_that_loads_one) {
+  const InstanceList<ForwardInstance> bias_first(
+      {sm90_instance("bias", 128, 128, 0, feature::bias),
+       forward_instance("plain", 128, MaskKind::windowed)});
+  CHECK_EQ(selected(bias_first, request_with(0)), "plain");
+  CHECK_EQ(selected(bias_first, request_with(feature::bias)), "bias");
 }
 
 TEST(calls_without_lists_never_run_an_sm90_row_that_has_them) {
