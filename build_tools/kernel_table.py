@@ -455,7 +455,7 @@ def sm90_backward_rows(
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
-    *sm90_backward_rows(128, spills={"": 16, "dropout": 144}),
+    *sm90_backward_rows(128, spills={"": 16, "dropout": 80}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=116),

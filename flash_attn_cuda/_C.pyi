@@ -173,6 +173,7 @@ def masked_bwd(
     mask_bits: Tensor | None,
     bias: Tensor | None,
     wants_dbias: bool,
+    sink: Tensor | None = None,
 ) -> list[Tensor]: ...
 def fwd_kvcache(
     q: Tensor,

@@ -294,7 +294,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
         """The bias's own, whatever its gradient is summed in."""
         return self.q.dtype if self.bias is None else self.bias.dtype
 
-    def sink_gradient(self, softmax_d: Tensor) -> Tensor:
+    def _sink_gradient(self, softmax_d: Tensor) -> Tensor:
         """(heads_q,): the sum over queries of exp(sink - lse) * (dlse - rowsum(dout * out)), which
         is -softmax_d; rows that are no query's have lse -inf.
         """
@@ -322,11 +322,11 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
                     *tensors, options, self.dlse, dbias=dbias
                 )
             dq, dk, dv = gradients
-            return dq, dk, dv, sums.to(self.dbias_dtype), self.sink_gradient(softmax_d)
+            return dq, dk, dv, sums.to(self.dbias_dtype), self._sink_gradient(softmax_d)
 
     def on_cuda(self) -> Tensors5:
         assert self.dout is not None  # with_dout
-        dq, dk, dv, softmax_d, dbias = call_extension(
+        dq, dk, dv, _, dbias, dsink = call_extension(
             "masked_bwd",
             *(self.dout, self.q, self.k, self.v, self.out, self.softmax_lse),
             p_dropout=self.dropout_p,
@@ -337,10 +337,11 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
             mask_bits=self.mask_bits,
             bias=self.bias,
             wants_dbias=self.wants_dbias,
+            sink=self.sink,
             **extension_lengths(self),
             **extension_options(self),
         )
-        return dq, dk, dv, dbias.to(self.dbias_dtype), self.sink_gradient(softmax_d)
+        return dq, dk, dv, dbias.to(self.dbias_dtype), dsink
 
 
 @torch.library.custom_op(

@@ -107,6 +107,9 @@ void run_append(const AppendParams& params, Stream stream);
 // run_forward combines its own splits; this is for partial results of the caller's.
 void run_combine(const CombineParams& params, Stream stream);
 
+// After run_backward of a call with sinks.
+void run_sink_gradient(const SinkGradientParams& params, Stream stream);
+
 // Slow and simple: a thread block per query and head.
 void run_debug_probabilities(const DebugProbabilitiesParams& params, Stream stream);
 

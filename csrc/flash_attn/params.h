@@ -268,6 +268,17 @@ struct CombineParams {
   RowView<float> lse;  // (batch, heads, rows_per_batch); batch_stride 0 and one batch where packed
 };
 
+// The gradient of the sinks of a call, after its backward.
+struct SinkGradientParams {
+  int batch_size = 0;  // 1 of packed sequences
+  int num_heads = 0;
+  int rows = 0;                    // seqlen_q, or all of packed sequences
+  const float* sink = nullptr;     // (num_heads)
+  RowView<const float> lse;        // with the sink, as the forward wrote it
+  RowView<const float> softmax_d;  // as the backward wrote it
+  float* dsink = nullptr;          // (num_heads)
+};
+
 // What a test wants to see: the probabilities of every pair, negative where dropout drops them.
 struct DebugProbabilitiesParams {
   ForwardParams forward;          // after its run: lse and, with dropout, rng pointers to rng_state

@@ -71,6 +71,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     wait_full(smem.key_ring, key_place);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+      const bool skips_half =
+          Traits::skips_hidden_half && item.half_starts_later && step.tile == item.first_tile;
       if constexpr (Traits::is_sparse) {
         wait_full(smem.ds_ring, ds_place);
         step = smem.ds_steps[ds_place.stage];
@@ -87,6 +89,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
         for (int n = 0; n < head_dim / dq_columns; ++n) {
           CUTE_UNROLL
           for (int part = 0; part < Traits::key_parts; ++part) {
+            if (part > 0 && skips_half) continue;
             const int place = ds_place.stage * Traits::key_parts + part;
             start_product(mma, tQrdS(_, m, _, place), tQrK(_, n, _, part), tQrdQ, part > 0);
           }

@@ -33,6 +33,22 @@ CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
   place.advance();
 }
 
+// Passes a step's buffers on, unread and, of dS, unwritten.
+template <class Traits>
+CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem, RingPlace<Traits::stages>& q_place,
+                           RingPlace<Traits::stages>& dout_place,
+                           RingPlace<Traits::ds_stages>& ds_place) {
+  wait_full(smem.q_ring, q_place);
+  release(smem.q_ring, q_place);
+  q_place.advance();
+  wait_full(smem.dout_ring, dout_place);
+  release(smem.dout_ring, dout_place);
+  dout_place.advance();
+  wait_empty(smem.ds_ring, ds_place);
+  publish(smem.ds_ring, ds_place);
+  ds_place.advance();
+}
+
 template <class Traits>
 CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
                                    typename Traits::SharedStorage& smem, int warpgroup) {
@@ -103,9 +119,14 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     };
 
     wait_full(smem.key_ring, key_place);
-    start_scores();
     Step step = Step::first(item);
-    const int steps = item.steps();
+    int steps = item.steps();
+    if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later) {
+      skip_step<Traits>(smem, q_place, dout_place, ds_place);
+      step.advance(item);
+      steps -= item.end_head - item.first_head;
+    }
+    start_scores();
     for (int index = 0;; ++index, step.advance(item)) {
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
@@ -139,6 +160,16 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         wait_products<0>(tGrdK);
         release(smem.q_ring, last_place);
         break;
+      }
+      if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later &&
+          step.tile == item.last_tile) {
+        // The next head's first step. Its queries are behind these, whose buffer comes after it.
+        wait_products<0>(tGrdK);
+        release(smem.q_ring, last_place);
+        skip_step<Traits>(smem, q_place, dout_place, ds_place);
+        step.advance(item);
+        start_scores();
+        continue;
       }
       start_scores();
       wait_products<1>(tGrdK);

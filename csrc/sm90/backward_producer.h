@@ -51,6 +51,13 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.first_tile = descends ? item.range.end - 1 : item.range.begin;
   item.last_tile = descends ? item.range.begin : item.range.end - 1;
   item.direction = descends ? -1 : 1;
+  item.half_starts_later = false;
+  if constexpr (Traits::skips_hidden_half) {
+    const BlockRange of_half = block_range(
+        band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k), key_begin + 64,
+        max(key_begin + 64, key_last), sequence.seqlen_q, Traits::block_m);
+    item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
+  }
   return !item.range.empty();
 }
 

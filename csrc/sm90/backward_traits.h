@@ -23,6 +23,7 @@ struct BackwardWorkItem {
   int first_tile;    // in this order
   int last_tile;
   int direction;
+  bool half_starts_later;  // the window hides the first query tile from the second half of the keys
 
   CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
 };
@@ -86,6 +87,11 @@ struct BackwardTraits {
   // With weights beside P, or a bias in shared memory that S was added to, there are no registers
   // to keep P for dV while dS is made.
   static constexpr bool keeps_probabilities = !has_modifiers && !(has_bias && head_dim == 128);
+
+  // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
+  // key warpgroups nothing to do in the first.
+  static constexpr bool skips_hidden_half =
+      !is_sparse && !has_bias && key_parts == 2 && block_m == 64;
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread.
   static constexpr int producer_registers = 32;

@@ -1,7 +1,11 @@
 // masked_fwd and masked_bwd: attention of some pairs alone, with a bias on the scores, with a sink.
 #include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
+#include "flash_attn/api.h"
 #include "torch_binding/backward.h"
+#include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/functions.h"
@@ -18,6 +22,25 @@ void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.options.softcap == 0.0f,
                               "wants_dbias: must be False with softcap (", call.options.softcap,
                               "), got True");
+}
+
+// Empty without a sink.
+at::Tensor sink_gradient(const at::Tensor& sink, const at::Tensor& given_lse,
+                         const at::Tensor& softmax_d) {
+  at::Tensor dsink = allocate({sink.defined() ? sink.size(0) : 0}, at::kFloat, softmax_d);
+  if (!sink.defined()) return dsink;
+  const c10::cuda::CUDAGuard guard(softmax_d.device());
+  const at::Tensor softmax_lse = contiguous(given_lse);
+  const bool is_packed = softmax_lse.dim() == 2;
+  run_sink_gradient({.batch_size = is_packed ? 1 : static_cast<int>(softmax_lse.size(0)),
+                     .num_heads = static_cast<int>(sink.size(0)),
+                     .rows = static_cast<int>(softmax_lse.size(-1)),
+                     .sink = sink.const_data_ptr<float>(),
+                     .lse = input_rows(softmax_lse),
+                     .softmax_d = input_rows(softmax_d),
+                     .dsink = dsink.mutable_data_ptr<float>()},
+                    c10::cuda::getCurrentCUDAStream(softmax_d.device().index()).stream());
+  return dsink;
 }
 
 }  // namespace
@@ -71,7 +94,7 @@ std::vector<at::Tensor> masked_bwd(
     double softmax_scale, bool is_causal, std::int64_t window_left, std::int64_t window_right,
     double softcap, bool deterministic, const OptionalTensor& rng_state, const OptionalTensor& dlse,
     const OptionalTensor& block_columns, const OptionalTensor& mask_bits,
-    const OptionalTensor& bias, bool wants_dbias) {
+    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink) {
   AttentionCall call = checked_call({.q = q,
                                      .k = k,
                                      .v = v,
@@ -106,6 +129,7 @@ std::vector<at::Tensor> masked_bwd(
                                                                        .dlse = dlse,
                                                                        .dbias = dbias});
   results.push_back(wants_dbias ? std::move(dbias) : allocate({0}, at::kFloat, q));
+  results.push_back(sink_gradient(checked_sink(sink, q), softmax_lse, results[3]));
   return results;
 }
 
