@@ -43,7 +43,7 @@ def attend_masked(
         seed_dropout(case.of)
     if isinstance(case.of, VarlenCase):
         most = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
-        return flash_attn_varlen_func(**given, **of.lengths(), **most, **options)
+        return flash_attn_varlen_func(**given, **of.lengths(), **{**most, **options})
     return flash_attn_func(**given, **options)
 
 

@@ -32,9 +32,17 @@ def make_sparsity(seqlens: Any = (7, 9)) -> BlockSparsity:
     return BlockSparsity.from_mask(torch.rand(2, 1, *seqlens) < 0.6)
 
 
-def forward_arguments(packed: bool, requires_grad: bool = False, **changes: Any) -> dict[str, Any]:
+def forward_arguments(
+    packed: bool,
+    requires_grad: bool = False,
+    dtype: torch.dtype = torch.float64,
+    bias_dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
     """Of _masked_forward, with everything."""
-    q, k, v, bias, sink = make_inputs(requires_grad)
+    q, k, v, bias, sink = make_inputs(requires_grad, dtype)
+    bias = bias if bias_dtype is None else bias.to(bias_dtype)
+    sink = sink if dtype == torch.float64 else sink.float()
     sparsity = make_sparsity()
     arguments = {
         "q": q, "k": k, "v": v, "cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_q": None,
@@ -56,8 +64,13 @@ def forward_arguments(packed: bool, requires_grad: bool = False, **changes: Any)
     return arguments
 
 
-def gradients_arguments(packed: bool, **changes: Any) -> tuple[Any, ...]:
-    given = forward_arguments(packed, dropout_p=0.3)
+def gradients_arguments(
+    packed: bool,
+    dtype: torch.dtype = torch.float64,
+    bias_dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> tuple[Any, ...]:
+    given = forward_arguments(packed, dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.3)
     out, lse, rng_state = _ops._masked_forward(*given.values())
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}

@@ -141,8 +141,11 @@ def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
     """(what, case, change of its mask): those of the rows with lists and a bias, sinks of all rows;
     masks that the call makes lists of, for a single query, and that hide everything.
     """
+    for dtype, head_dim in row_kinds("bias"):
+        for case in bias_cases(dtype, head_dim):
+            yield "bias", case, None
     for dtype, head_dim in row_kinds("block_sparse"):
-        for case in (*sparse_cases(dtype, head_dim), *bias_cases(dtype, head_dim)):
+        for case in sparse_cases(dtype, head_dim):
             yield "mask", case, None
         common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
         heads = {"num_heads_q": 4, "num_heads_k": 2}
@@ -188,17 +191,24 @@ def sparse_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
 
 
 def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
-    """Rows of a bias that start on no boundary and on one; a gradient of its own and sums over
-    sequences, heads and queries.
+    """Rows of a bias that start on no boundary and, for all rows that there are, on one; a gradient
+    of its own and sums over sequences, heads and queries.
     """
     common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
     dense = AttentionCase(
         **common, batch=2, seqlen_q=70, seqlen_k=151, num_heads_q=4, num_heads_k=2
     )
     aligned = replace(dense, batch=1, seqlen_q=150, seqlen_k=136, causal=True)
+    ragged = replace(dense, seqlen_q=149, seqlen_k=200)
     yield MaskedCase(dense, None, RandomBias("hq"))
     yield MaskedCase(aligned, None, RandomBias("hq"))
     yield MaskedCase(aligned, None, RandomBias("hq", fp32=True))
+    yield MaskedCase(ragged, None, RandomBias("bhq"))
+    yield MaskedCase(ragged, None, RandomBias("hq", hidden=0.3), torch.float32)
+    yield MaskedCase(replace(ragged, causal=True, num_heads_k=1), None, RandomBias("q"))
+    short = replace(ragged, seqlen_q=1, seqlen_k=8, head_dim=head_dim - 8)
+    yield MaskedCase(short, None, RandomBias("bhq"))
+    yield MaskedCase(replace(ragged, window=(40, 10)), None, RandomBias("bq", requires_grad=False))
     yield MaskedCase(replace(dense, causal=True), None, RandomBias("bhq", fp32=True))
     yield MaskedCase(dense, None, RandomBias("h"))
     yield MaskedCase(replace(dense, causal=True), None, RandomBias("b", fp32=True, hidden=0.3))
@@ -218,6 +228,9 @@ def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
         causal=True,
     )
     yield MaskedCase(packed, None, RandomBias("hq"), torch.float32)
+    even = replace(packed, lengths_k=(33, 5, 144), leftpad=(3, 0, 130))
+    yield MaskedCase(even, None, RandomBias("bhq"), torch.float32)
+    yield MaskedCase(replace(even, causal=False), None, RandomBias("hq"))
 
 
 def sink_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
@@ -245,6 +258,9 @@ def many_tile_masked_cases() -> Iterator[tuple[MaskedCase, MaskChange | None]]:
         yield packed, documents
         yield MaskedCase(causal, sink=torch.float32), None
         yield MaskedCase(replace(many, seqlen_q=70, seqlen_k=151), None, RandomBias("hq")), None
+        even = replace(many, seqlen_q=71, seqlen_k=152)
+        yield MaskedCase(even, None, RandomBias("hq")), None
+        yield MaskedCase(replace(even, causal=True), None, RandomBias("q")), None
 
 
 def without_second_tiles(mask: Tensor) -> Tensor:
@@ -300,6 +316,7 @@ def outgrown_cases() -> Iterator[MaskedCase]:
     yield MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"))
     yield MaskedCase(of, None, RandomBias("hq"))
     yield MaskedCase(of, None, RandomBias("h", fp32=True))
+    yield MaskedCase(replace(of, seqlen_q=104, seqlen_k=104), None, RandomBias("hq"))
 
 
 def of_both_lists(change: Callable[[Tensor], Tensor]) -> ListChange:

@@ -76,7 +76,7 @@ def _group(row: KernelRow) -> tuple:
     """What a request and the device fix: rows of other groups never compete with this one, or, as
     those for lists and a bias, only where no other runs.
     """
-    return row.kernel_pass, row.family, row.dtype, _kind(row), bool(row.features & MASKS)
+    return row.kernel_pass, row.family, row.dtype, _kind(row), row.features & MASKS
 
 
 def _most_causal_queries(row: KernelRow) -> int:

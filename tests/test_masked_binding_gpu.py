@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import make_case, skip_without_row
+from masked_cases import OWN, MaskedCase, RandomBias
 from torch import Tensor
 
 from flash_attn_cuda import build_info
@@ -342,7 +343,7 @@ def both_passes(
     assert rng_state.dtype == torch.int64 and rng_state.numel() == 0
     del given["block_rows"]
     saved = {"dout": dout, "out": out, "softmax_lse": lse, "block_columns": columns}
-    _, dk, dv, softmax_d, dbias = backward(extension, **tensors, **given, **saved, **more)
+    _, dk, dv, softmax_d, dbias, _ = backward(extension, **tensors, **given, **saved, **more)
     return {"out": out, "lse": lse, "dk": dk, "dv": dv, "softmax_d": softmax_d, "dbias": dbias}
 
 
@@ -358,8 +359,28 @@ def test_masks_kernels_cannot_address_are_copied(extension: Any) -> None:
     odd = {name: strided(x) for name, x in given.items()}
     for name, x in both_passes(extension, tensors, dout, odd, wants_dbias=True).items():
         assert torch.equal(x, wanted[name]), name
-    assert wanted["dbias"].shape == given["bias"].shape
-    assert wanted["dbias"].dtype == torch.float32 and wanted["dbias"].any()
+    assert wanted["dbias"].shape == given["bias"].shape and wanted["dbias"].any()
+
+
+@pytest.mark.parametrize("seqlen_k", [SEQLEN_K, SEQLEN_K + 4])
+@pytest.mark.parametrize("own", OWN)
+def test_dtype_of_dbias(extension: Any, own: str, seqlen_k: int) -> None:
+    """fp32 where it is a sum, else the bias's; the values are those for the same bias in fp32."""
+    skip_without_features("bias")
+    of = make_case(seqlen_q=SEQLEN_Q, seqlen_k=seqlen_k, num_heads_k=HEADS_K)
+    drawn = MaskedCase(of, None, RandomBias(own)).make_inputs()
+    tensors = {name: getattr(drawn.of, name) for name in "qkv"}
+    results = []
+    for bias in (drawn.bias, drawn.bias.float()):
+        out, lse, _ = forward(extension, **tensors, bias=bias)
+        saved = {"dout": drawn.of.dout, "out": out, "softmax_lse": lse}
+        results.append(backward(extension, **tensors, bias=bias, wants_dbias=True, **saved)[4])
+    dbias, of_fp32 = results
+    assert dbias.shape == of_fp32.shape == drawn.bias.shape
+    assert dbias.dtype == (torch.bfloat16 if own == "bhq" else torch.float32)
+    assert of_fp32.dtype == torch.float32
+    error = (dbias.float() - of_fp32).abs().max()
+    assert error <= 0.03 * of_fp32.abs().max(), f"off by {error}"
 
 
 def test_expanded_masks_are_those_of_one(extension: Any) -> None:
@@ -367,7 +388,7 @@ def test_expanded_masks_are_those_of_one(extension: Any) -> None:
     skip_without_features("block_sparse", "bias")
     tensors, dout, given = inputs(), tensor(BATCH, SEQLEN_Q, HEADS, HEAD_DIM), masks()
     one = {name: x[:1, :1] for name, x in given.items()}
-    one["bias"] = one["bias"][:, :, :1]
+    one["bias"] = one["bias"][:, :, :1].float()  # whose gradient is fp32 where it is no sum, too
     whole = {name: one[name].expand_as(x) for name, x in given.items()}
     expanded = both_passes(extension, tensors, dout, whole, wants_dbias=True)
     shared = both_passes(extension, tensors, dout, one, wants_dbias=True)

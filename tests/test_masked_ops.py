@@ -76,6 +76,19 @@ def test_opcheck_gradients(packed: bool, changes: dict[str, Any]) -> None:
     assert dsink.shape == ((0,) if "sink" in changes else (4,))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtype_of_the_gradient_of_a_bias(dtype: torch.dtype, packed: bool) -> None:
+    """The bias's own, of tensors without storage too."""
+    for wants_dbias in (True, False):
+        arguments = gradients_arguments(
+            packed, dtype=torch.bfloat16, bias_dtype=dtype, wants_dbias=wants_dbias
+        )
+        opcheck(_ops._masked_gradients, arguments, test_utils="test_faketensor")
+        dbias = _ops._masked_gradients(*arguments)[3]
+        assert dbias.dtype == dtype and dbias.shape == ((1, 4, 7, 9) if wants_dbias else (0,))
+
+
 def test_gradients_are_those_of_autograd() -> None:
     given = forward_arguments(packed=False, requires_grad=True, dropout_p=0.3)
     out, lse, rng_state = _ops._masked_forward(*given.values())

@@ -44,7 +44,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   RingPlace<Traits::work_stages> work_place;
-  RingPlace<1> key_place;
+  RingPlace<Traits::key_stages> key_place;
   RingPlace<Traits::ds_stages> ds_place;
 
   auto sK = transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
@@ -60,7 +60,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   typename Traits::DqMma mma;
   auto share = mma.get_thread_slice(thread);
   auto tQrdS = share.partition_fragment_A(sdS);  // (atom, m, k, ds_stages * warpgroups)
-  auto tQrK = share.partition_fragment_B(sK);    // (atom, n, k, warpgroups)
+  auto tQrK = share.partition_fragment_B(sK);    // (atom, n, k, key_stages * parts)
   auto tQrdQ = partition_fragment_C(mma, Shape<_64, Int<dq_columns>>{});
 
   for (;; work_place.advance()) {
@@ -91,7 +91,9 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
             const int place = ds_place.stage * Traits::key_parts + part;
-            start_product(mma, tQrdS(_, m, _, place), tQrK(_, n, _, part), tQrdQ, part > 0);
+            start_product(mma, tQrdS(_, m, _, place),
+                          tQrK(_, n, _, key_place.stage * Traits::key_parts + part), tQrdQ,
+                          part > 0);
           }
           wait_products<0>(tQrdQ);
           const bool is_first = m == 0 && n == 0;

@@ -59,13 +59,13 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
-  RingPlace<1> key_place;
+  RingPlace<Traits::key_stages> key_place;
   RingPlace<Traits::stages> q_place, dout_place;
   RingPlace<Traits::ds_stages> ds_place;
 
-  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, parts)
-  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, parts)
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages * parts)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);    // (64, head_dim, key_stages * parts)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
   auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
 
   typename Traits::ScoresMma scores_mma;
@@ -90,7 +90,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   // Products run until they are waited for; then their buffer is given back.
   auto start_scores = [&]() {
     wait_full(smem.q_ring, q_place);
-    start_product(scores_mma, tSrK(_, _, _, warpgroup), tSrQ(_, _, _, q_place.stage), tSrS, false);
+    start_product(scores_mma, tSrK(_, _, _, key_place.stage * Traits::key_parts + warpgroup),
+                  tSrQ(_, _, _, q_place.stage), tSrS, false);
   };
 
   for (;; work_place.advance()) {
@@ -137,8 +138,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       math.probabilities(score_tile(step), smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
 
       wait_full(smem.dout_ring, dout_place);
-      start_product(scores_mma, tSrV(_, _, _, warpgroup), tSrdO(_, _, _, dout_place.stage), tSrdP,
-                    false);
+      start_product(scores_mma, tSrV(_, _, _, key_place.stage * Traits::key_parts + warpgroup),
+                    tSrdO(_, _, _, dout_place.stage), tSrdP, false);
       start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
@@ -185,24 +186,11 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       CUTE_UNROLL
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
-    if constexpr (!Traits::stores_tiles) {
-      write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
-      write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
-    } else if (call.dkdv_splits > 1) {
-      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
-      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
-    } else {
-      if (thread == 0) wait_stores();
-      sync_output(warpgroup);
-      store_gradient<Traits>(args.dv_map, item, key_begin, gradient_mma, tGrdV, smem.dv, warpgroup,
-                             thread);
-      store_gradient<Traits>(args.dk_map, item, key_begin, gradient_mma, tGrdK, smem.dk, warpgroup,
-                             thread);
-    }
+    write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
+    write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }
-  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -68,7 +68,7 @@ struct BackwardProducer {
 
   BackwardKernelArguments const& args;
   typename Traits::SharedStorage& smem;
-  RingPlace<1> key_place{};
+  RingPlace<Traits::key_stages> key_place{};
   RingPlace<Traits::stages> q_place{}, dout_place{};
   RingPlace<Traits::work_stages> work_place{};
 
@@ -101,7 +101,7 @@ struct BackwardProducer {
   CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
     Sequence const& sequence = item.work.sequence;
     wait_empty(smem.key_ring, key_place);
-    std::uint64_t* full = &smem.key_ring.full[0];
+    std::uint64_t* full = &smem.key_ring.full[key_place.stage];
     FullBarrier::arrive_and_expect_tx(full, 2 * Traits::key_bytes);
     const int tile_key = item.work.tile * Traits::block_n;
     CUTE_UNROLL
@@ -110,8 +110,9 @@ struct BackwardProducer {
       const int key = tile_key + 64 * part < sequence.seqlen_k ? tile_key + 64 * part : tile_key;
       const RowSpan keys{sequence.batch_k, item.head_k, sequence.row_k + key,
                          sequence.seqlen_k - key};
-      load_tile<64, head_dim>(args.k_map, full, smem.k + part * 64 * head_dim, keys);
-      load_tile<64, head_dim>(args.v_map, full, smem.v + part * 64 * head_dim, keys);
+      const int place = (key_place.stage * Traits::key_parts + part) * 64 * head_dim;
+      load_tile<64, head_dim>(args.k_map, full, smem.k + place, keys);
+      load_tile<64, head_dim>(args.v_map, full, smem.v + place, keys);
     }
     key_place.advance();
   }

@@ -45,11 +45,11 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
-  RingPlace<1> key_place;
+  RingPlace<Traits::key_stages> key_place;
   RingPlace<Traits::stages> q_place, dout_place;
   RingPlace<Traits::ds_stages> weights_place;
 
-  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, 1)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, key_stages)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
   auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
   typename Traits::ScoresMma scores_mma;
@@ -66,7 +66,8 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
 
   auto start_scores = [&]() {
     wait_full(smem.q_ring, q_place);
-    start_product(scores_mma, tSrK(_, _, _, 0), tSrQ(_, _, _, q_place.stage), tSrS, false);
+    start_product(scores_mma, tSrK(_, _, _, key_place.stage), tSrQ(_, _, _, q_place.stage), tSrS,
+                  false);
   };
 
   for (;; work_place.advance()) {
@@ -131,11 +132,11 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
-  RingPlace<1> key_place;
+  RingPlace<Traits::key_stages> key_place;
   RingPlace<Traits::stages> q_place, dout_place;
   RingPlace<Traits::ds_stages> weights_place, ds_place;
 
-  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, 1)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, key_stages)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
   auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
   typename Traits::ScoresMma scores_mma;
@@ -151,7 +152,8 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
 
   auto start_dprobabilities = [&]() {
     wait_full(smem.dout_ring, dout_place);
-    start_product(scores_mma, tSrV(_, _, _, 0), tSrdO(_, _, _, dout_place.stage), tSrdP, false);
+    start_product(scores_mma, tSrV(_, _, _, key_place.stage), tSrdO(_, _, _, dout_place.stage),
+                  tSrdP, false);
   };
 
   for (;; work_place.advance()) {

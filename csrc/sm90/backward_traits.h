@@ -80,25 +80,24 @@ struct BackwardTraits {
   static_assert(!has_bias || (!separate && !has_modifiers && !is_sparse));
   // The producer tells the key warpgroups of every step, for which they have no registers.
   static constexpr bool announces = is_sparse || has_bias;
-  // dK and dV leave through shared memory of their own where there is room.
-  static constexpr bool stores_tiles = !separate && !has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
-
-  // With weights beside P, or a bias in shared memory that S was added to, there are no registers
-  // to keep P for dV while dS is made.
-  static constexpr bool keeps_probabilities = !has_modifiers && !(has_bias && head_dim == 128);
 
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
   // key warpgroups nothing to do in the first.
   static constexpr bool skips_hidden_half =
       !is_sparse && !has_bias && key_parts == 2 && block_m == 64;
 
-  // What setmaxnreg makes of the 128 registers that the launch gives every thread.
+  // With weights beside P, or what lists and biases need at head_dim 128, there are no registers to
+  // keep P for dV while dS is made.
+  static constexpr bool keeps_probabilities =
+      !has_modifiers && !((has_bias || is_sparse) && head_dim == 128);
+
+  // What setmaxnreg makes of the 128 registers that the launch gives every thread. Where dK and dV
+  // take most of them, the dQ warpgroup has fewer and multiplies fewer columns at a time.
   static constexpr int producer_registers = 32;
-  // What reads lists needs more where dK and dV take most of them, at the expense of dQ's columns.
-  static constexpr bool is_tight = is_sparse && head_dim == 128;
-  static constexpr int dq_registers = is_tight ? 48 : 64;
-  static constexpr int key_registers = is_tight ? 216 : 208;
+  static constexpr bool is_tight = head_dim == 128 && !has_bias;
+  static constexpr int dq_registers = is_tight ? 48 : (head_dim == 96 ? 80 : 64);
+  static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
@@ -116,34 +115,38 @@ struct BackwardTraits {
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
-  static constexpr int stages = 2;     // of Q and dO
+  static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
+  static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
-  using KeyLayout = TileLayout<Element, 64, head_dim, key_parts>;
+  // Of K and V two where they fit, so that the next tile's are there when this one ends.
+  static constexpr int smem_reserved = 4096;  // barriers, work and row statistics
+  static constexpr int smem_without_keys =
+      stages * (2 * query_bytes + bias_bytes) +
+      ds_stages * block_m * int(sizeof(Element)) * (block_n + (separate ? 64 : 0)) + smem_reserved;
+  static constexpr int key_stages = smem_without_keys + 4 * key_bytes <= smem_limit ? 2 : 1;
+  using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
   using ScoresLayout =
       std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
                          TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
-  static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
 
   static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
 
   struct SharedStorage {
-    alignas(1024) Element k[block_n * head_dim];
-    alignas(1024) Element v[block_n * head_dim];
+    alignas(1024) Element k[key_stages * block_n * head_dim];
+    alignas(1024) Element v[key_stages * block_n * head_dim];
     alignas(1024) Element q[stages * block_m * head_dim];
     alignas(1024) Element dout[stages * block_m * head_dim];
     alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
-    alignas(1024) Element dk[stores_tiles ? block_n * head_dim : 8];
-    alignas(1024) Element dv[stores_tiles ? block_n * head_dim : 8];
     alignas(1024) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
     alignas(128) float softmax_d[stages][block_m];
-    Ring<1> key_ring;        // K and V
-    Ring<stages> q_ring;     // with lse_log2 and bias
-    Ring<stages> dout_ring;  // with softmax_d
+    Ring<key_stages> key_ring;  // K and V
+    Ring<stages> q_ring;        // with lse_log2 and bias
+    Ring<stages> dout_ring;     // with softmax_d
     Ring<ds_stages> ds_ring;
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
