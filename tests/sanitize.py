@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -318,11 +319,25 @@ def calls() -> Iterator[Call]:
         yield masked_call("bad input: longer than its mask", masked, run_longer_sequence)
 
 
+def parse_share(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="run only calls whose name contains this text")
+    parser.add_argument(
+        "--share",
+        type=parse_share,
+        default=(1, 1),
+        metavar="I/N",
+        help="run the I'th of N shares of them, so that several processes can share the work",
+    )
     options = parser.parse_args()
     reason = None if ON_CPU else cuda_unavailable_reason()
     if reason is not None:
@@ -331,9 +346,9 @@ def main() -> int:
     bad_input.margins = 0
     started = time.monotonic()
     ran, wrong = 0, 0
-    for name, run, lacking in calls():
-        if options.only not in name or lacking is not None:
-            continue
+    share, shares = options.share
+    wanted = (call for call in calls() if options.only in call[0] and call[2] is None)
+    for name, run, _ in islice(wanted, share - 1, None, shares):
         problems = run(ran)
         ran += 1
         wrong += bool(problems)
