@@ -235,7 +235,7 @@ def test_bits_must_serve_their_lists(extension: Any) -> None:
 @pytest.mark.parametrize(("change", "error", "message"), SINK_ERRORS)
 def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> None:
     sink = made("sink", change)
-    for function in (forward, over_packed, over_cache):
+    for function in (forward, backward, over_packed, over_cache):
         given = packed() if function is over_packed else inputs()
         with pytest.raises(error, match=said("sink", message)):
             function(extension, **given, sink=sink)

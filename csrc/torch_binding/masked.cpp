@@ -117,6 +117,7 @@ std::vector<at::Tensor> masked_bwd(
                                      .softcap = softcap,
                                      .deterministic = deterministic});
   check_gradients_exist(call, wants_dbias);
+  const at::Tensor given_sink = checked_sink(sink, q);
   at::Tensor dbias;
   if (wants_dbias) dbias = allocate_bias_gradient(call);
   std::vector<at::Tensor> results = backward_outputs(std::move(call), {.dout = dout,
@@ -129,7 +130,7 @@ std::vector<at::Tensor> masked_bwd(
                                                                        .dlse = dlse,
                                                                        .dbias = dbias});
   results.push_back(wants_dbias ? std::move(dbias) : allocate({0}, at::kFloat, q));
-  results.push_back(sink_gradient(checked_sink(sink, q), softmax_lse, results[3]));
+  results.push_back(sink_gradient(given_sink, softmax_lse, results[3]));
   return results;
 }
 
