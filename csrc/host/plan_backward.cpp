@@ -37,12 +37,12 @@ void check_backward(const BackwardParams& params) {
   }
 }
 
-// A store of tiles in 16 bits, or, of sums, of four numbers at a time.
+// sm90 kernels store tiles of it in 16 bits by TMA, or add eight neighbours at a time to sums.
 bool can_write_dbias(const BackwardParams& params) {
   const BiasGradient& dbias = params.dbias;
   if (dbias.data == nullptr) return true;
   const PairTensor tensor = pair_tensor(dbias, params.score.bias, params.shape);
-  return tma_can_move(tensor) && (dbias.is_summed ? tensor.columns % 8 == 0 : !dbias.is_fp32);
+  return tma_can_move(tensor) && tensor.columns % 8 == 0 && (dbias.is_summed || !dbias.is_fp32);
 }
 
 bool suits_sm90(const BackwardParams& params) {

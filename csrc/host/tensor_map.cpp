@@ -150,7 +150,8 @@ PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
 }
 
 bool tma_can_move(const PairTensor& tensor) {
-  return is_aligned(tensor.data) && is_valid(tensor.batch_stride, tensor.batch_size) &&
+  return tensor.rows > 0 && tensor.columns > 0 && is_aligned(tensor.data) &&
+         is_valid(tensor.batch_stride, tensor.batch_size) &&
          is_valid(tensor.head_stride, tensor.num_heads) && is_valid(tensor.row_stride, tensor.rows);
 }
 

@@ -12,6 +12,8 @@ struct BackwardKernelArguments {
   CUtensorMap k_map;
   CUtensorMap v_map;
   CUtensorMap dout_map;
+  CUtensorMap dk_map;
+  CUtensorMap dv_map;
   CUtensorMap bias_map;   // of a kernel for biases
   CUtensorMap dbias_map;  // the same, where its gradient is wanted and no sum
   BackwardArguments call;

@@ -30,7 +30,7 @@ CUTE_DEVICE void write_bias_gradient(BackwardKernelArguments const& args,
   } else if (thread == 0) {
     store_bias_gradient<block_m, block_n>(
         args.dbias_map, tile, PairBox::of(dbias, key_begin, query_begin, step.head, sequence),
-        bias.columns);
+        bias);
   }
 }
 

@@ -186,11 +186,24 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       CUTE_UNROLL
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
-    write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
-    write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
+    if constexpr (!Traits::stores_tiles) {
+      write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
+      write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
+    } else if (call.dkdv_splits > 1) {
+      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
+      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
+    } else {
+      if (thread == 0) wait_stores();
+      sync_output(warpgroup);
+      store_gradient<Traits>(args.dv_map, item, key_begin, gradient_mma, tGrdV, smem.dv, warpgroup,
+                             thread);
+      store_gradient<Traits>(args.dk_map, item, key_begin, gradient_mma, tGrdK, smem.dk, warpgroup,
+                             thread);
+    }
     __syncwarp();
     release(smem.work_ring, work_place);
   }
+  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

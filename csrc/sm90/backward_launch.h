@@ -30,6 +30,8 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
       .k_map = key_map(params.k),
       .v_map = key_map(params.v),
       .dout_map = query_map(params.dout),
+      .dk_map = key_map(params.dk),
+      .dv_map = key_map(params.dv),
       .bias_map = {},
       .dbias_map = {},
       .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),

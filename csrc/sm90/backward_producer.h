@@ -150,8 +150,7 @@ struct BackwardProducer {
       BiasParams const& bias = call.params.score.bias;
       load_bias<block_m, block_n>(
           args.bias_map, &smem.q_ring.full[stage], smem.bias + stage * block_m * block_n,
-          PairBox::of(bias, item.work.tile * block_n, query, step.head, sequence.index),
-          bias.columns);
+          PairBox::of(bias, item.work.tile * block_n, query, step.head, sequence.index), bias);
     }
     load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
                  call.softmax_d + row, smem.softmax_d, [](int) {});

@@ -4,6 +4,7 @@
 #include "sm90/backward_arguments.h"
 #include "sm90/backward_traits.h"
 #include "sm90/epilogue.h"
+#include "sm90/named_barriers.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -47,7 +48,26 @@ CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
   }
 }
 
-// The same -> dk or dv, or, where the query heads are split, `partial`.
+// The same -> dk or dv, through `tiles`, shared memory of all key warpgroups.
+template <class Traits, class Mma, class Accumulator>
+CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
+                                Mma const& mma, Accumulator const& accumulator,
+                                typename Traits::Element* tiles, int warpgroup, int thread) {
+  using Element = typename Traits::Element;
+  constexpr int head_dim = Traits::head_dim;
+  Sequence const& sequence = item.work.sequence;
+  auto tile = smem_tile<typename Traits::KeyLayout>(tiles)(_, _, warpgroup);
+  fragment_to_shared(mma, convert_fragment<Element>(accumulator), tile, thread);
+  tma_store_fence();
+  sync_output(warpgroup);
+  const int rows = sequence.rows_k - key_begin;
+  if (thread == 0 && rows > 0) {
+    store_tile<64, head_dim>(map, tiles + warpgroup * 64 * head_dim,
+                             {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
+  }
+}
+
+// The same -> dk or dv straight from registers, or, where the query heads are split, `partial`.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_gradient(TensorView const& view, float* partial,
                                 BackwardArguments const& call, BackwardWorkItem const& item,

@@ -87,15 +87,14 @@ struct BackwardTraits {
   static constexpr bool skips_hidden_half =
       !is_sparse && !has_bias && key_parts == 2 && block_m == 64;
 
-  // With weights beside P, or what lists and biases need at head_dim 128, there are no registers to
-  // keep P for dV while dS is made.
-  static constexpr bool keeps_probabilities =
-      !has_modifiers && !((has_bias || is_sparse) && head_dim == 128);
+  // With weights beside P, or a bias added at head_dim 128, there are no registers to keep P for dV
+  // while dS is made.
+  static constexpr bool keeps_probabilities = !has_modifiers && !(has_bias && head_dim == 128);
 
-  // What setmaxnreg makes of the 128 registers that the launch gives every thread. Where dK and dV
-  // take most of them, the dQ warpgroup has fewer and multiplies fewer columns at a time.
+  // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
+  // needs more where dK and dV take most of them, at the expense of dQ's columns.
   static constexpr int producer_registers = 32;
-  static constexpr bool is_tight = head_dim == 128 && !has_bias;
+  static constexpr bool is_tight = is_sparse && head_dim == 128;
   static constexpr int dq_registers = is_tight ? 48 : (head_dim == 96 ? 80 : 64);
   static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
@@ -119,12 +118,11 @@ struct BackwardTraits {
   static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
-  // Of K and V two where they fit, so that the next tile's are there when this one ends.
-  static constexpr int smem_reserved = 4096;  // barriers, work and row statistics
-  static constexpr int smem_without_keys =
-      stages * (2 * query_bytes + bias_bytes) +
-      ds_stages * block_m * int(sizeof(Element)) * (block_n + (separate ? 64 : 0)) + smem_reserved;
-  static constexpr int key_stages = smem_without_keys + 4 * key_bytes <= smem_limit ? 2 : 1;
+  // Of K and V two up to head_dim 96, so that the next tile's are there when this one ends. At 128
+  // the dQ warpgroup has no registers for their addresses; there dK and dV leave through shared
+  // memory of their own instead, while the next tile begins.
+  static constexpr int key_stages = head_dim < 128 ? 2 : 1;
+  static constexpr bool stores_tiles = head_dim == 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
   using ScoresLayout =
@@ -139,7 +137,11 @@ struct BackwardTraits {
     alignas(1024) Element q[stages * block_m * head_dim];
     alignas(1024) Element dout[stages * block_m * head_dim];
     alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
-    alignas(1024) Element bias[has_bias ? stages * block_n * block_m : 8];
+    alignas(stores_tiles
+                ? 1024
+                : 16) Element dk[stores_tiles ? block_n * head_dim : 8];  // on their way out
+    alignas(stores_tiles ? 1024 : 16) Element dv[stores_tiles ? block_n * head_dim : 8];
+    alignas(has_bias ? 1024 : 16) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];

@@ -30,16 +30,18 @@ struct PairBox {
 };
 
 // Starts the load of a tile of kRows queries and kKeys keys, by one thread; the barrier counts the
-// whole tile. What lies beyond the tensor becomes zeros.
+// whole tile. What lies beyond the tensor becomes zeros; no box lies wholly beyond it.
 template <int kRows, int kKeys, class Element>
 CUTE_DEVICE void load_bias(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
-                           PairBox const& first, int columns) {
+                           PairBox const& first, BiasParams const& bias) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST);
   CUTE_UNROLL
   for (int begin = 0; begin < kKeys; begin += box_keys) {
-    // A box without keys is read from the tile's first, and its scores are hidden.
-    const int key = first.key + begin < columns ? first.key + begin : first.key;
-    SM90_TMA_LOAD_4D::copy(&map, barrier, hint, tile + begin * kRows, key, first.query, first.head,
+    // The scores of a box without keys are hidden; one without queries is of a packed sequence
+    // longer than the bias.
+    const int key = min(first.key + begin, bias.columns - 1);
+    const int query = min(first.query, bias.rows - 1);
+    SM90_TMA_LOAD_4D::copy(&map, barrier, hint, tile + begin * kRows, key, query, first.head,
                            first.batch);
   }
 }
@@ -47,10 +49,10 @@ CUTE_DEVICE void load_bias(CUtensorMap const& map, std::uint64_t* barrier, Eleme
 // Starts the store of such a tile, by one thread, which may go on writing to it after wait_stores.
 template <int kRows, int kKeys, class Element>
 CUTE_DEVICE void store_bias_gradient(CUtensorMap const& map, Element const* tile,
-                                     PairBox const& first, int columns) {
+                                     PairBox const& first, BiasParams const& bias) {
   CUTE_UNROLL
   for (int begin = 0; begin < kKeys; begin += box_keys) {
-    if (first.key + begin >= columns) break;
+    if (first.key + begin >= bias.columns || first.query >= bias.rows) break;
     SM90_TMA_STORE_4D::copy(&map, tile + begin * kRows, first.key + begin, first.query, first.head,
                             first.batch);
   }

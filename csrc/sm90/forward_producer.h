@@ -182,7 +182,7 @@ struct Producer {
     load_bias<block_m, block_n>(
         args.bias_map, full, smem.bias + bias_place.stage * block_m * block_n,
         PairBox::of(bias, block * block_n, work.tile * block_m, work.head, work.sequence.index),
-        bias.columns);
+        bias);
     bias_place.advance();
   }
 

@@ -149,9 +149,9 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
   const at::Tensor& bias = call.masks.bias;
   const AttentionShape shape = shape_of(call);
   const bool is_shared = shares_bias(call);
-  const bool visits_all = !is_shared && !call.is_packed() && call.options.window.is_full() &&
-                          !call.masks.block_lists.defined() && shape.batch_size > 0 &&
-                          shape.seqlen_q > 0;
+  const bool visits_all = !is_shared && !call.has_device_contents() &&
+                          call.options.window.is_full() && !call.masks.block_lists.defined() &&
+                          shape.batch_size > 0 && shape.seqlen_q > 0;
   const at::TensorOptions options =
       bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
   return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
