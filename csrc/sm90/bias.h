@@ -38,8 +38,8 @@ CUTE_DEVICE void load_bias(CUtensorMap const& map, std::uint64_t* barrier, Eleme
   CUTE_UNROLL
   for (int begin = 0; begin < kKeys; begin += box_keys) {
     // The scores of a box without keys are hidden; one without queries is of a packed sequence
-    // longer than the bias.
-    const int key = min(first.key + begin, bias.columns - 1);
+    // longer than the bias. TMA wants boxes to begin at multiples of 16 bytes.
+    const int key = first.key + begin < bias.columns ? first.key + begin : 0;
     const int query = min(first.query, bias.rows - 1);
     SM90_TMA_LOAD_4D::copy(&map, barrier, hint, tile + begin * kRows, key, query, first.head,
                            first.batch);
