@@ -454,14 +454,14 @@ def sm90_backward_rows(
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
-    *sm90_backward_rows(96, spills={"": 32, "dropout": 32}),
-    *sm90_backward_rows(128, spills={"": 4, "dropout": 36}),
+    *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
+    *sm90_backward_rows(128, spills={"": 12, "dropout": 92}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
-    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=120),
-    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=136),
+    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=116),
+    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=132),
     *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=4),
-    *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=4),
+    *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=20),
     *sm80_backward_rows(
         32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
     ),
