@@ -458,8 +458,8 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(128, spills={"": 12, "dropout": 92}),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
-    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=116),
-    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=132),
+    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=112),
+    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=128),
     *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=4),
     *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=20),
     *sm80_backward_rows(

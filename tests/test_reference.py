@@ -282,6 +282,21 @@ def test_rule_finds_one_percent_in_fp16_gradients() -> None:
     assert all(item.mean_ratio > 2.0 for item in report)
 
 
+def test_rule_rounds_the_yardstick_as_the_result_is_rounded() -> None:
+    """As a bf16 sink's gradient beside fp16 queries; 2 % off are still found."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    for _ in range(100):
+        exact = torch.rand(4, generator=generator, dtype=torch.float64) + 1.0
+        reference = AttentionResult(out=row, lse=row[..., 0], dsink=exact)
+        naive = replace(reference, dsink=exact.half())
+        right = replace(reference, out=row.half(), dsink=exact.bfloat16())
+        assert_close(right, reference, naive)
+        wrong = replace(right, dsink=(1.02 * exact).bfloat16())
+        with pytest.raises(AssertionError, match="dsink"):
+            assert_close(wrong, reference, naive)
+
+
 def test_rule_rejects_a_yardstick_that_is_not_finite() -> None:
     case = rule_case(torch.float16)
     inputs = case.make_inputs(7)

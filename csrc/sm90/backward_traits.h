@@ -118,16 +118,19 @@ struct BackwardTraits {
   static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
-  // Of K and V two up to head_dim 96, so that the next tile's are there when this one ends. At 128
-  // the dQ warpgroup has no registers for their addresses; there dK and dV leave through shared
-  // memory of their own instead, while the next tile begins.
-  static constexpr int key_stages = head_dim < 128 ? 2 : 1;
-  static constexpr bool stores_tiles = head_dim == 128 && !has_bias;
+  // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. Above it,
+  // and beside lists, the dQ warpgroup has no registers for their addresses; there dK and dV leave
+  // through shared memory of their own instead, while the next tile begins, if there is room.
+  static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
+  static constexpr bool stores_tiles = key_stages == 1 && head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
   using ScoresLayout =
       std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
                          TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
+
+  // Of a tile that TMA copies, and of the few elements in place of one that a kernel has not.
+  static constexpr int tile_alignment(bool exists) { return exists ? 1024 : 16; }
 
   static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
 
@@ -137,11 +140,10 @@ struct BackwardTraits {
     alignas(1024) Element q[stages * block_m * head_dim];
     alignas(1024) Element dout[stages * block_m * head_dim];
     alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
-    alignas(stores_tiles
-                ? 1024
-                : 16) Element dk[stores_tiles ? block_n * head_dim : 8];  // on their way out
-    alignas(stores_tiles ? 1024 : 16) Element dv[stores_tiles ? block_n * head_dim : 8];
-    alignas(has_bias ? 1024 : 16) Element bias[has_bias ? stages * block_n * block_m : 8];
+    // dK and dV on their way out.
+    alignas(tile_alignment(stores_tiles)) Element dk[stores_tiles ? block_n * head_dim : 8];
+    alignas(tile_alignment(stores_tiles)) Element dv[stores_tiles ? block_n * head_dim : 8];
+    alignas(tile_alignment(has_bias)) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
