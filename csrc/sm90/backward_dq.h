@@ -25,10 +25,10 @@ CUTE_DEVICE void write_bias_gradient(BackwardKernelArguments const& args,
   const int key_begin = item.work.tile * block_n;
   const int sequence = item.work.sequence.index;
   if (dbias.is_summed) {
-    add_bias_gradient<block_m, block_n>(dbias, bias, tile, sequence, step.head, query_begin,
-                                        key_begin, thread);
+    add_bias_tile<block_m, block_n>(dbias, bias, tile, sequence, step.head, query_begin, key_begin,
+                                    thread);
   } else if (thread == 0) {
-    store_bias_gradient<block_m, block_n>(
+    store_bias_tile<block_m, block_n>(
         args.dbias_map, tile, PairBox::of(dbias, key_begin, query_begin, step.head, sequence),
         bias);
   }
@@ -90,10 +90,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           CUTE_UNROLL
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
-            const int place = ds_place.stage * Traits::key_parts + part;
-            start_product(mma, tQrdS(_, m, _, place),
-                          tQrK(_, n, _, key_place.stage * Traits::key_parts + part), tQrdQ,
-                          part > 0);
+            start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_place.stage, part)),
+                          tQrK(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ, part > 0);
           }
           wait_products<0>(tQrdQ);
           const bool is_first = m == 0 && n == 0;

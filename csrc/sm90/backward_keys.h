@@ -21,7 +21,7 @@ CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
   constexpr int block_m = Traits::block_m;
   wait_empty(smem.ds_ring, place);
   announce(place.stage);
-  auto* scores = smem.ds + (place.stage * Traits::key_parts + part) * 64 * block_m;
+  auto* scores = smem.ds + Traits::part_tile(place.stage, part) * 64 * block_m;
   if constexpr (Traits::has_bias) {
     operand_to_transposed_box<block_m>(tGrdS, scores);
   } else {
@@ -90,7 +90,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   // Products run until they are waited for; then their buffer is given back.
   auto start_scores = [&]() {
     wait_full(smem.q_ring, q_place);
-    start_product(scores_mma, tSrK(_, _, _, key_place.stage * Traits::key_parts + warpgroup),
+    start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
                   tSrQ(_, _, _, q_place.stage), tSrS, false);
   };
 
@@ -131,14 +131,14 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     for (int index = 0;; ++index, step.advance(item)) {
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
-        const int box = q_place.stage * Traits::key_parts + warpgroup;
+        const int box = Traits::part_tile(q_place.stage, warpgroup);
         add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                      call.params.score.softmax_scale, tSrS);
       }
       math.probabilities(score_tile(step), smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
 
       wait_full(smem.dout_ring, dout_place);
-      start_product(scores_mma, tSrV(_, _, _, key_place.stage * Traits::key_parts + warpgroup),
+      start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
                     tSrdO(_, _, _, dout_place.stage), tSrdP, false);
       start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);

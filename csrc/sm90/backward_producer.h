@@ -110,7 +110,7 @@ struct BackwardProducer {
       const int key = tile_key + 64 * part < sequence.seqlen_k ? tile_key + 64 * part : tile_key;
       const RowSpan keys{sequence.batch_k, item.head_k, sequence.row_k + key,
                          sequence.seqlen_k - key};
-      const int place = (key_place.stage * Traits::key_parts + part) * 64 * head_dim;
+      const int place = Traits::part_tile(key_place.stage, part) * 64 * head_dim;
       load_tile<64, head_dim>(args.k_map, full, smem.k + place, keys);
       load_tile<64, head_dim>(args.v_map, full, smem.v + place, keys);
     }

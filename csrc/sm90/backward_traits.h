@@ -115,6 +115,10 @@ struct BackwardTraits {
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
+  // Of a buffer's tiles of 64 keys, that of a part in a stage.
+  CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
+    return stage * key_parts + part;
+  }
   static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;

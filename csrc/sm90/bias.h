@@ -48,8 +48,8 @@ CUTE_DEVICE void load_bias(CUtensorMap const& map, std::uint64_t* barrier, Eleme
 
 // Starts the store of such a tile, by one thread, which may go on writing to it after wait_stores.
 template <int kRows, int kKeys, class Element>
-CUTE_DEVICE void store_bias_gradient(CUtensorMap const& map, Element const* tile,
-                                     PairBox const& first, BiasParams const& bias) {
+CUTE_DEVICE void store_bias_tile(CUtensorMap const& map, Element const* tile, PairBox const& first,
+                                 BiasParams const& bias) {
   CUTE_UNROLL
   for (int begin = 0; begin < kKeys; begin += box_keys) {
     if (first.key + begin >= bias.columns || first.query >= bias.rows) break;
@@ -130,9 +130,9 @@ CUTE_DEVICE void operand_to_transposed_box(Fragment const& fragment,
 
 // dS of a tile, by all threads of a warpgroup, added to the sums of a bias that is shared.
 template <int kRows, int kKeys, class Element>
-CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& bias,
-                                   Element const* tile, int sequence, int head, int query_begin,
-                                   int key_begin, int thread) {
+CUTE_DEVICE void add_bias_tile(BiasGradient const& dbias, BiasParams const& bias,
+                               Element const* tile, int sequence, int head, int query_begin,
+                               int key_begin, int thread) {
   constexpr int chunk = 8;
   float* sums = static_cast<float*>(dbias.data) + sequence * dbias.batch_stride +
                 head * dbias.head_stride + key_begin;

@@ -1,5 +1,5 @@
-// Shared-memory tiles as TMA writes and wgmma reads them, and the loads themselves. With gemm.h and
-// pipeline.h, the only files that know sm90 instructions.
+// Shared-memory tiles as TMA writes and wgmma reads them, and the loads themselves.
+// docs/architecture.md says which other files know sm90 instructions.
 #pragma once
 
 #include <cuda.h>
