@@ -66,8 +66,7 @@ class KernelRow:
     """What the rows of both passes share.
 
     ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows of one head
-    dim, by features or by the shared memory they need; ``unit_per_dtype`` compiles each dtype by
-    itself, for a tile that would take more than 4 GiB with both.
+    dim, by features or by the shared memory they need.
     """
 
     kernel_pass: ClassVar[Pass]
@@ -79,7 +78,6 @@ class KernelRow:
     head_dim: int
     allowed_spill_bytes: int = field(default=0, metadata={"compiled": False})
     variant: str = field(default="", metadata={"compiled": False})
-    unit_per_dtype: bool = field(default=False, metadata={"compiled": False})
 
     @property
     def name(self) -> str:
@@ -90,9 +88,10 @@ class KernelRow:
         return f"{prefix}_{kind}_hd{self.head_dim}_{self.mask.value}{variant}"
 
     @property
-    def unit_part(self) -> str:
-        """What sets the generated unit of this row apart from others of its head dim."""
-        return "_".join(filter(None, [self.variant, self.dtype.value * self.unit_per_dtype]))
+    def tile(self) -> tuple[Any, ...]:
+        """What CuTe's layouts are made of: rows that share it share most of their compile."""
+        apart = ("dtype", "mask", "features", "most_causal_queries")
+        return tuple(value for name, value in self.config().items() if name not in apart)
 
     def config(self) -> dict[str, Any]:
         """The compiled fields by name, in the order of the C++ struct."""
@@ -120,12 +119,6 @@ class ForwardRow(KernelRow):
     num_warps: int
     most_causal_queries: int = 0
     features: Feature = NO_FEATURES
-
-    @property
-    def unit_part(self) -> str:
-        # The two with features share a unit: they fit 4 GiB together.
-        has_features = self.variant in ("modifiers", "dropout")
-        return "features" if has_features else super().unit_part
 
     @property
     def launch_header(self) -> str:
@@ -482,7 +475,6 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_4,
         **DOUBLE_BUFFERED,
-        unit_per_dtype=True,
     ),
     *sm80_backward_rows(
         128,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from kernel_rows import (
 
 from build_tools import archs, generate_units, jobs, toolchain
 from build_tools.archs import Arch, ArchError
-from build_tools.kernel_table import ALL_ROWS, Family, Feature, ForwardRow
+from build_tools.kernel_table import ALL_ROWS, Dtype, Family, Feature, ForwardRow, KernelRow
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -83,48 +84,33 @@ def test_features_are_an_expression_of_their_names(features, expression) -> None
 
 
 def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
-    units = generate_units.units_of([ROW, FEATURES_ROW, DECODE_ROW])
-    assert [unit.name for unit in units] == [
-        "forward_sm80_hd128",
-        "forward_sm80_hd128_features",
-        "forward_sm80_hd128_decode",
-    ]
-    plain, features, decode = (generate_units.unit_text(unit) for unit in units)
-    for text in (plain, features):
-        assert re.findall("#include.*", text) == ['#include "sm80/forward_launch.h"']
-        assert "sm80::make_forward_instance<" in text
+    units = generate_units.units_of([ROW, DECODE_ROW])
+    assert [unit.name for unit in units] == ["forward_sm80_hd128", "forward_sm80_hd128_decode"]
+    plain, decode = (generate_units.unit_text(unit) for unit in units)
+    assert re.findall("#include.*", plain) == ['#include "sm80/forward_launch.h"']
+    assert "sm80::make_forward_instance<" in plain
     assert re.findall("#include.*", decode) == ['#include "sm80/decode_launch.h"']
     assert f"sm80::make_decode_instance<{DECODE_ROW.name}>" in decode
     assert "      .kind = ForwardKind::decode,\n" in decode
 
 
 def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
-    units = generate_units.units_of([SHORT_ROW, SM90_ROW, DROPOUT_ROW, ROW])
-    assert [unit.name for unit in units] == [
-        "forward_sm90_hd128_short",
-        "forward_sm90_hd128",
-        "forward_sm90_hd128_features",
-        "forward_sm80_hd128",
-    ]
-    short, plain, dropout, _ = (generate_units.unit_text(unit) for unit in units)
-    for text, name in (
-        (short, "fwd_sm90_bf16_hd128_windowed_short"),
-        (plain, "fwd_sm90_bf16_hd128_windowed"),
-        (dropout, "fwd_sm90_bf16_hd128_windowed_dropout"),
-    ):
-        assert re.findall("#include.*", text) == ['#include "sm90/forward_launch.h"']
-        assert f'sm90::make_forward_instance<{name}>("{name}")' in text
-        assert "      .family = KernelFamily::sm90,\n" in text
+    units = generate_units.units_of([SHORT_ROW, ROW])
+    assert [unit.name for unit in units] == ["forward_sm90_hd128_short", "forward_sm80_hd128"]
+    short, name = generate_units.unit_text(units[0]), SHORT_ROW.name
+    assert re.findall("#include.*", short) == ['#include "sm90/forward_launch.h"']
+    assert f'sm90::make_forward_instance<{name}>("{name}")' in short
+    assert "      .family = KernelFamily::sm90,\n" in short
     assert "      .most_causal_queries = 1000,\n" in short
     assert generate_units.row_record(SHORT_ROW)["most_causal_queries"] == 1000
-    assert "      .most_causal_queries = 0,\n" in plain
+    assert "      .most_causal_queries = 0,\n" in generate_units.unit_text(units[1])
 
 
 def test_an_sm90_backward_row_says_nothing_of_sm80s_warps_and_stages() -> None:
     rows = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
-    units = generate_units.units_of(rows)
-    assert [unit.name for unit in units] == ["backward_sm90_hd128", "backward_sm90_hd128_dropout"]
-    for unit, row in zip(units, rows, strict=True):
+    for row in rows:
+        (unit,) = generate_units.units_of([row])
+        assert unit.name == f"backward_sm90_hd128{'_dropout' * (row.variant == 'dropout')}"
         text = generate_units.unit_text(unit)
         assert re.findall("#include.*", text) == ['#include "sm90/backward_launch.h"']
         assert f'sm90::make_backward_instance<{row.name}>("{row.name}")' in text
@@ -179,10 +165,29 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
     subprocess.run([*command, f"-I{tmp_path}", f"-I{REPO / 'csrc'}", source], check=True)
 
 
-def test_one_unit_per_pass_family_and_head_dim() -> None:
-    units = generate_units.units_of(TABLE)
+@pytest.mark.parametrize("table", [TABLE, ALL_ROWS], ids=["small", "whole"])
+def test_a_unit_has_all_rows_of_a_tile(table: Sequence[KernelRow]) -> None:
+    units = generate_units.units_of(table)
     assert len({unit.name for unit in units}) == len(units)
-    assert [row for unit in units for row in unit.rows] == TABLE
+    assert sorted(row.name for unit in units for row in unit.rows) == sorted(
+        row.name for row in table
+    )
+    for unit in units:
+        assert len({(row.kernel_pass, row.launch_header, row.tile) for row in unit.rows}) == 1
+    assert len({(row.kernel_pass, row.tile) for row in table}) == len(units)
+
+
+def test_a_tile_is_what_neither_type_nor_mask_nor_features_change() -> None:
+    same = [SM90_ROW, SHORT_ROW, DROPOUT_ROW, *(replace(SM90_ROW, dtype=dtype) for dtype in Dtype)]
+    others = [ROW, DECODE_ROW, replace(SM90_ROW, block_n=96), replace(SM90_ROW, head_dim=96)]
+    assert {row.tile for row in same} == {SM90_ROW.tile}
+    assert len({row.tile for row in others} | {SM90_ROW.tile}) == len(others) + 1
+    backward = [SM90_BACKWARD_ROW, replace(SM90_BACKWARD_ROW, family=Family.sm80, stages_do=1)]
+    assert backward[0].tile != backward[1].tile
+    assert [unit.rows for unit in generate_units.units_of([ROW, SM90_ROW, FEATURES_ROW])] == [
+        (ROW, FEATURES_ROW),
+        (SM90_ROW,),
+    ]
 
 
 def test_the_registry_lists_rows_in_table_order() -> None:
