@@ -122,9 +122,10 @@ struct BackwardTraits {
   static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
-  // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. Above it,
-  // and beside lists, the dQ warpgroup has no registers for their addresses; there dK and dV leave
-  // through shared memory of their own instead, while the next tile begins, if there is room.
+  // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. At 96 they
+  // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
+  // addresses: there dK and dV leave through shared memory of their own instead, while the next
+  // tile begins, if there is room.
   static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
   static constexpr bool stores_tiles = key_stages == 1 && head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
