@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tolerance import Closeness, assert_close
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
+
+CheckMask = Callable[..., list[Closeness]]  # the fixture check_mask
 
 
 def skip_without_masked_row(case: MaskedCase, *, backward: bool = True) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import families
 import pytest
 import torch
-from cases import AttentionCase
-from harness import DEVICE, ON_CPU, make_case
+from cases import AttentionCase, VarlenCase
+from harness import DEVICE, ON_CPU, make_case, make_varlen_case
 from torch import Tensor
 
 from flash_attn_cuda import build_info
@@ -92,6 +92,20 @@ def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
     return tuple(
         generator.choice((0, generator.randint(1, 70), generator.randint(1, most)))
         for _ in range(count)
+    )
+
+
+def many_sequences(
+    head_dim: int, count: int, most: int, heads: tuple[int, int], *, causal: bool
+) -> VarlenCase:
+    """Packed, `count` of random_lengths up to `most`; `heads` of queries and keys."""
+    return make_varlen_case(
+        lengths_q=random_lengths(head_dim, count, most),
+        lengths_k=random_lengths(head_dim + 1, count, most),
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        head_dim=head_dim,
+        causal=causal,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,15 @@ import torch
 from cases import Alibi
 from harness import bits, make_case, make_varlen_case, scaled
 from masked_cases import OWN, MaskedCase, RandomBias, RandomMask
-from masked_harness import masked_reference, run_masked, skip_without_masked_row
+from masked_harness import CheckMask, masked_reference, run_masked, skip_without_masked_row
 from pairwise import pairwise
-from tolerance import Closeness, assert_close
+from tolerance import assert_close
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_cuda import flash_attn_func
 
 pytestmark = pytest.mark.gpu
 
-CheckMask = Callable[..., list[Closeness]]
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128])

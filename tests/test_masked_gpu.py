@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +12,15 @@ from harness import DEVICE, make_case, make_varlen_case, scaled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from masked_cases import OWN, MaskedCase, RandomMask
-from masked_harness import run_masked, skip_without_masked_row
+from masked_harness import CheckMask, run_masked, skip_without_masked_row
 from pairwise import pairwise
 from reference import attention_with_gradients, low_precision
-from tolerance import Closeness, assert_close
+from tolerance import assert_close
 
 from flash_attn_cuda import BlockSparsity, flash_attn_func, masks
 
 pytestmark = pytest.mark.gpu
 
-CheckMask = Callable[..., list[Closeness]]
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128])

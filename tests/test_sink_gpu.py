@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +23,15 @@ from harness import (
     skip_without_row,
 )
 from masked_cases import MaskedCase, RandomMask
-from masked_harness import masked_reference, run_masked, skip_without_masked_row
+from masked_harness import CheckMask, masked_reference, run_masked, skip_without_masked_row
 from pairwise import pairwise
 from reference import AttentionResult
-from tolerance import Closeness, assert_close
+from tolerance import assert_close
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.gpu
 
-CheckMask = Callable[..., list[Closeness]]
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -30,6 +30,7 @@ from sm90 import (
     CAUSAL,
     EVERY_HEAD_DIM,
     MASKS,
+    many_sequences,
     random_lengths,
     runs_sm90_kernels,
     shaped_case,
@@ -146,15 +147,7 @@ def test_many_tiles_for_every_cta(
 @CAUSAL
 @EVERY_HEAD_DIM
 def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
-    count, most = scaled(50, 6), scaled(500, 150)
-    case = make_varlen_case(
-        lengths_q=random_lengths(head_dim, count, most),
-        lengths_k=random_lengths(head_dim + 1, count, most),
-        num_heads_q=8,
-        num_heads_k=4,
-        head_dim=head_dim,
-        causal=causal,
-    )
+    case = many_sequences(head_dim, scaled(50, 6), scaled(500, 150), (8, 4), causal=causal)
     check(case)
     check(replace(case, dropout_p=0.2, deterministic=True))
 

@@ -4,7 +4,6 @@ infinity and large values, that a CTA finds its way through many tiles, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +12,15 @@ import pytest
 import torch
 from harness import DEVICE, ON_CPU, assert_same_bits, assert_same_up_to_one_rounding, bits, scaled
 from masked_cases import RandomBias, expand_blocks
-from masked_harness import run_masked, skip_without_masked_row
+from masked_harness import CheckMask, run_masked, skip_without_masked_row
 from repeats import Load
 from sm90 import CAUSAL, DTYPES, MASKS, runs_sm90_kernels
 from sm90_bias import HEAD_DIM, OWN, assert_right, bias_case, with_bias
-from tolerance import Closeness
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
 pytestmark = pytest.mark.gpu
 
-CheckMask = Callable[..., list[Closeness]]
 
 ANY_HEAD_DIM = pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
 

@@ -14,7 +14,7 @@ from cases import VarlenCase
 from harness import bits, make_varlen_case, scaled
 from masked_cases import MaskedCase, RandomBias
 from masked_harness import run_masked, skip_without_masked_row
-from sm90 import CAUSAL, random_lengths, runs_sm90_kernels
+from sm90 import CAUSAL, many_sequences, runs_sm90_kernels
 from sm90_bias import HEAD_DIM, assert_right, with_bias
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
@@ -143,14 +143,6 @@ def test_sequences_longer_than_the_bias(own: str, head_dim: int) -> None:
 @CAUSAL
 @HEAD_DIM
 def test_many_tiles_of_packed_sequences(head_dim: int, causal: bool) -> None:
-    count, most = scaled(40, 6), scaled(300, 150)
-    of = make_varlen_case(
-        lengths_q=random_lengths(head_dim, count, most),
-        lengths_k=random_lengths(head_dim + 1, count, most),
-        num_heads_q=4,
-        num_heads_k=2,
-        head_dim=head_dim,
-        causal=causal,
-    )
+    of = many_sequences(head_dim, scaled(40, 6), scaled(300, 150), (4, 2), causal=causal)
     for own in ("bhq", "hq"):
         assert_right_with_room(MaskedCase(of, None, RandomBias(own)))

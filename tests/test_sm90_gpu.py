@@ -33,6 +33,7 @@ from sm90 import (
     DTYPES,
     EVERY_HEAD_DIM,
     MASKS,
+    many_sequences,
     most_causal_queries,
     random_lengths,
     runs_sm90_kernels,
@@ -218,15 +219,7 @@ def test_many_tiles_with_features(check: Check, head_dim: int) -> None:
 @CAUSAL
 @EVERY_HEAD_DIM
 def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
-    count, most = scaled(40, 6), scaled(700, 150)
-    case = make_varlen_case(
-        lengths_q=random_lengths(head_dim, count, most),
-        lengths_k=random_lengths(head_dim + 1, count, most),
-        num_heads_q=4,
-        num_heads_k=2,
-        head_dim=head_dim,
-        causal=causal,
-    )
+    case = many_sequences(head_dim, scaled(40, 6), scaled(700, 150), (4, 2), causal=causal)
     check(case, backward=False)
 
 
