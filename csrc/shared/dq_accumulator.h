@@ -49,8 +49,19 @@ struct DqAccumulator {
   CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
     using namespace cute;
     CUTE_UNROLL
-    for (int i = 0; i < size(dq); ++i)
-      dq(i) = tile[offset(i / atom_elements, i % atom_elements, thread)];
+    for (int atom = 0; atom < size(dq) / atom_elements; ++atom) {
+      const int first = atom * atom_elements;
+      if constexpr (vector_add) {
+        const float4 sums = *reinterpret_cast<float4 const*>(tile + offset(atom, 0, thread));
+        dq(first) = sums.x;
+        dq(first + 1) = sums.y;
+        dq(first + 2) = sums.z;
+        dq(first + 3) = sums.w;
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < atom_elements; ++i) dq(first + i) = tile[offset(atom, i, thread)];
+      }
+    }
   }
 };
 
