@@ -312,6 +312,57 @@ def test_a_sink_joins_the_denominator(extension: Any, function: Any) -> None:
     torch.testing.assert_close(with_sink.float(), out.float() * share, rtol=2.0**-6, atol=2.0**-8)
 
 
+def sink_gradient(sink: Tensor, lse: Tensor, softmax_d: Tensor) -> tuple[Tensor, Tensor]:
+    """By definition, in fp64, and the sum of its terms' sizes. Rows with lse -inf, and those that
+    the sink has no part in, give 0 whatever softmax_d is.
+    """
+    lse = lse.double()
+    share = (sink.double()[:, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
+    of_rows = torch.where(share == 0.0, 0.0, share * softmax_d[..., : lse.shape[-1]].double())
+    by_head = of_rows.transpose(0, -2).flatten(1)
+    return -by_head.sum(1), by_head.abs().sum(1)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("make", [inputs, packed])
+def test_the_gradient_of_a_sink(extension: Any, make: Any, with_dlse: bool) -> None:
+    """Whatever dout, out and softmax_lse are, and with lse as it comes."""
+    given = make()
+    q = given["q"]
+    sink = torch.tensor([0.5, -3.0, 2.0, -math.inf], device="cuda")
+    rows = (*q.shape[:-3], HEADS, q.shape[-3])
+    lse = torch.randn(rows, device="cuda")
+    chance = torch.rand(rows, device="cuda")
+    lse[chance < 0.1] = -math.inf
+    lse[chance > 0.9] = math.inf
+    saved = {"dout": tensor(*q.shape), "out": tensor(*q.shape)}
+    saved["out"][..., -1, :] = math.nan  # of the head whose sink is none
+    if with_dlse:
+        saved["dlse"] = torch.randn(rows, device="cuda")
+    results = backward(extension, **given, **saved, softmax_lse=lse, sink=sink)
+    dsink = results[5]
+    expected, terms = sink_gradient(sink, lse, results[3])
+    assert dsink.shape == (HEADS,) and dsink[-1] == 0.0
+    assert (dsink - expected).abs().le(1e-5 * terms).all(), (dsink, expected)
+    other = backward(extension, **given, **saved, softmax_lse=strided(lse), sink=sink)
+    assert torch.equal(other[5], dsink)
+    without = backward(extension, **given, **saved, softmax_lse=lse)
+    assert without[5].shape == (0,)
+    # dk, but of the key head whose gradients are nan
+    assert torch.equal(without[1][..., :-1, :], results[1][..., :-1, :])
+
+
+@pytest.mark.parametrize("rows", ["none", "no_sequence"])
+def test_the_gradient_of_a_sink_without_queries(extension: Any, rows: str) -> None:
+    given = packed()
+    if rows == "none":
+        given["q"] = given["q"][:0]
+    given |= {"cu_seqlens_q": torch.zeros_like(given["cu_seqlens_q"]), "max_seqlen_q": 0}
+    sink = torch.zeros(HEADS, device="cuda")
+    dsink = backward(extension, **given, sink=sink)[-1]
+    assert dsink.shape == (HEADS,) and not dsink.any()
+
+
 # -- tensors as they come --------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from masked_cases import MaskedCase, RandomMask
 from masked_harness import CheckMask, masked_reference, run_masked, skip_without_masked_row
 from pairwise import pairwise
 from reference import AttentionResult
+from repeats import Load
 from tolerance import assert_close
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -42,7 +43,7 @@ PAGES = pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "paged"])
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [32, 40, 59, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 96, 128, 192, 256])
 def test_head_dims(check_mask: CheckMask, head_dim: int, causal: bool) -> None:
     """More queries than keys: under a causal mask some see the sink alone."""
     for sink, dtype in zip(DTYPES, (torch.bfloat16, torch.float16, torch.bfloat16), strict=True):
@@ -146,16 +147,38 @@ def test_queries_without_a_key() -> None:
     )
 
 
-def test_a_deterministic_backward_repeats() -> None:
-    of = make_case(
-        seqlen_q=scaled(1500, 300), seqlen_k=scaled(1500, 300), num_heads_k=2, deterministic=True
-    )
-    case = MaskedCase(of, None, None, torch.float32)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
-    expected = run_masked(case, inputs)
-    for _ in range(3):
-        assert_same_bits(run_masked(case, inputs), expected, deterministic=True)
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+def test_many_rows(check_mask: CheckMask, head_dim: int) -> None:
+    """More shares of a head's gradient than a thread block adds at a time, and more heads than
+    shares.
+    """
+    lengths = scaled((*(150,) * 200, 3000, 1, 0, 77), (150, 300, 1, 0, 77))
+    few = {"num_heads_q": 2, "num_heads_k": 2}
+    many = {"num_heads_q": scaled(300, 30), "num_heads_k": scaled(300, 30)}
+    for of in (
+        make_varlen_case(lengths_q=lengths, head_dim=head_dim, causal=True, **few),
+        make_case(batch=1, seqlen_q=3, seqlen_k=5, head_dim=head_dim, **many),
+    ):
+        check_mask(MaskedCase(of, None, None, torch.float32))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_gradient_repeats(deterministic: bool) -> None:
+    """Bit for bit, whether or not that is asked of dq too."""
+    length = scaled(1500, 300)
+    options = {"num_heads_k": 2, "deterministic": deterministic}
+    for of in (
+        make_case(seqlen_q=length, seqlen_k=length, **options),
+        make_varlen_case(lengths_q=(length, 0, 70, *(17,) * 20), causal=True, **options),
+    ):
+        case = MaskedCase(of, None, None, torch.float32)
+        skip_without_masked_row(case)
+        inputs = case.make_inputs()
+        expected = run_masked(case, inputs)
+        load = Load()
+        for _ in range(5):
+            load.push()
+            assert_same_bits(run_masked(case, inputs), expected, deterministic=deterministic)
 
 
 # -- caches ----------------------------------------------------------------------------------------

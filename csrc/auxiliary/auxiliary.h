@@ -1,6 +1,9 @@
 // The small kernels around the main ones.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "flash_attn/api.h"
 
 namespace flash_attn_cuda {
@@ -19,9 +22,24 @@ struct SequenceTableRequest {
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
                          Stream stream);
 
+// How backward_preprocess goes over query rows: 16 bytes of O a lane, and as many more lanes as
+// keep the rows of a block in one query tile.
+inline constexpr int preprocess_threads = 256;
+constexpr int preprocess_lanes(const AttentionShape& shape, int tile_rows) {
+  const auto of_row =
+      static_cast<int>(std::bit_ceil(static_cast<unsigned>(shape.head_dim + 7) / 8));
+  return std::max(of_row, preprocess_threads / tile_rows);
+}
+constexpr int preprocess_blocks_per_tile(const AttentionShape& shape, int tile_rows) {
+  return tile_rows * preprocess_lanes(shape, tile_rows) / preprocess_threads;
+}
+
 // softmax_d = rowsum(dO * O) - dlse; lse in powers of two, +inf where a row has no key; zeros for
-// the dQ sum.
+// the dQ sum; with dsink, the sums of its blocks' rows.
 void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
+
+// dsink = the sums of those, of each head. Nothing to do where it is not wanted.
+void sum_sink_gradient(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
 // dk, dv = the sums of the splits' fp32 partials. Nothing to do when there is one split.
 void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream);

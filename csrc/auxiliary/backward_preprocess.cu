@@ -3,13 +3,15 @@
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
 //   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, where they count
-//   their turns, and where tiles count that have started.
+//   their turns, and where tiles count that have started; of a sink's gradient, the sum of
+//   exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
-// cover it with 16 bytes each.
+// cover it with 16 bytes each, or by so many more that a block's rows are of one tile.
 #include <bit>
 #include <cmath>
 
 #include "auxiliary/auxiliary.h"
+#include "auxiliary/block_sum.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
 #include "shared/launch.h"
@@ -19,7 +21,8 @@
 namespace flash_attn_cuda {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = preprocess_threads;
+constexpr float log2e = 1.44269504088896f;
 
 struct PreprocessArguments {
   BackwardParams params;
@@ -29,6 +32,7 @@ struct PreprocessArguments {
   float* lse_log2;
   float* softmax_d;
   float* dq_accum;
+  float* sink_shares;        // one number a block; null: not wanted
   int q_tiles;               // of a head, over all sequences
   int q_tiles_per_sequence;  // without a table
   int log2_tile_rows;
@@ -66,6 +70,12 @@ __device__ Number* row_of(const RowView<Number>& view, const Sequence& sequence,
          sequence.row_q;
 }
 
+// What a row adds to the gradient of its head's sink; nothing where lse is -inf.
+__device__ float sink_gradient_of_row(float sink, float lse, float softmax_d) {
+  const float weight = lse == -INFINITY ? 0.0f : exp2f((sink - lse) * log2e);
+  return weight == 0.0f ? 0.0f : -weight * softmax_d;
+}
+
 template <class Element>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
@@ -89,9 +99,12 @@ __global__ void __launch_bounds__(threads)
 
   if (row == 0 && lane == 0) *args.tickets = 0;
   if (args.turns.used() && exists && row_in_tile == 0 && lane == 0) args.turns.counters[tile] = 0;
-  if (!exists) return;
+  if (!exists) {
+    if (args.sink_shares != nullptr && threadIdx.x == 0) args.sink_shares[blockIdx.x] = 0.0f;
+    return;
+  }
+  float sink_gradient = 0.0f;
   if (lane == 0) {
-    constexpr float log2e = 1.44269504088896f;
     const float lse = is_used ? row_of(params.lse, work.sequence, head)[query] : -INFINITY;
     const float dlse = is_used && params.dlse.data != nullptr
                            ? row_of(params.dlse, work.sequence, head)[query]
@@ -101,10 +114,16 @@ __global__ void __launch_bounds__(threads)
     args.lse_log2[row] = lse == -INFINITY ? INFINITY : lse * log2e;
     if (params.softmax_d.data != nullptr && query < work.sequence.rows_q)
       row_of(params.softmax_d, work.sequence, head)[query] = softmax_d;
+    if (args.sink_shares != nullptr)
+      sink_gradient = sink_gradient_of_row(params.score.sink[head], lse, softmax_d);
   }
   float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
   for (int i = lane; i < args.accum_columns / 4; i += 1 << args.log2_lanes_per_row)
     accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (args.sink_shares != nullptr) {
+    const float share = block_sum<threads>(sink_gradient);
+    if (threadIdx.x == 0) args.sink_shares[blockIdx.x] = share;
+  }
 }
 
 }  // namespace
@@ -113,8 +132,7 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
   char* workspace = static_cast<char*>(params.workspace);
-  const auto lanes = std::bit_ceil(
-      static_cast<unsigned>((shape.head_dim + vector_elements - 1) / vector_elements));
+  const int lanes = preprocess_lanes(shape, config.block_m);
   const PreprocessArguments arguments{
       .params = params,
       .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
@@ -123,10 +141,13 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
       .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
+      .sink_shares = params.dsink == nullptr
+                         ? nullptr
+                         : reinterpret_cast<float*>(workspace + plan.sink_shares_offset),
       .q_tiles = plan.q_tiles,
       .q_tiles_per_sequence = (shape.seqlen_q + config.block_m - 1) / config.block_m,
       .log2_tile_rows = std::countr_zero(static_cast<unsigned>(config.block_m)),
-      .log2_lanes_per_row = std::countr_zero(lanes),
+      .log2_lanes_per_row = std::countr_zero(static_cast<unsigned>(lanes)),
       .accum_columns = config.head_dim};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;

@@ -71,8 +71,8 @@ struct ForwardPlan {
   std::size_t workspace_bytes = 0;
 };
 
-// The backward runs as [sequence table ->] preprocess -> main -> convert [-> reduce]. Offsets are
-// bytes into the workspace.
+// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main -> convert [->
+// reduce]. Offsets are bytes into the workspace.
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
   TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
@@ -88,6 +88,8 @@ struct BackwardPlan {
   std::size_t dq_accum_offset = 0;
   std::size_t tickets_offset = 0;  // one counter: CTAs, or tiles, that have started
   std::size_t turns_offset = 0;    // deterministic: a counter per head and query tile
+  int sink_shares = 0;             // with dsink: numbers of each head that add up to it
+  std::size_t sink_shares_offset = 0;
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;
   std::size_t workspace_bytes = 0;
@@ -106,9 +108,6 @@ void run_append(const AppendParams& params, Stream stream);
 
 // run_forward combines its own splits; this is for partial results of the caller's.
 void run_combine(const CombineParams& params, Stream stream);
-
-// After run_backward of a call with sinks.
-void run_sink_gradient(const SinkGradientParams& params, Stream stream);
 
 // Slow and simple: a thread block per query and head.
 void run_debug_probabilities(const DebugProbabilitiesParams& params, Stream stream);

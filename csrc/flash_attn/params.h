@@ -101,7 +101,7 @@ struct ScoreParams {
   const float* alibi_slopes = nullptr;  // (num_heads_q) or (batch_size, num_heads_q)
   std::int64_t alibi_batch_stride = 0;  // 0: the same slopes for every sequence
   BiasParams bias;
-  const float* sink = nullptr;  // (num_heads_q); of a backward lse has it already
+  const float* sink = nullptr;  // (num_heads_q); of a backward, whose lse has it, for dsink alone
 };
 
 // Which tiles of 128 keys a tile of 128 queries visits, or, in a backward, the other way round
@@ -210,6 +210,7 @@ struct BackwardParams {
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
   BiasGradient dbias;
+  float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
   RowView<const float> lse;   // as the forward wrote it
   RowView<const float> dlse;  // gradient of lse; data null: none
   RowView<float> softmax_d;   // rowsum(dO * O) - dlse; data null: not wanted
@@ -266,17 +267,6 @@ struct CombineParams {
   std::int64_t out_head_stride = 0;
   std::int64_t rows_per_batch = 0;
   RowView<float> lse;  // (batch, heads, rows_per_batch); batch_stride 0 and one batch where packed
-};
-
-// The gradient of the sinks of a call, after its backward.
-struct SinkGradientParams {
-  int batch_size = 0;  // 1 of packed sequences
-  int num_heads = 0;
-  int rows = 0;                    // seqlen_q, or all of packed sequences
-  const float* sink = nullptr;     // (num_heads)
-  RowView<const float> lse;        // with the sink, as the forward wrote it
-  RowView<const float> softmax_d;  // as the backward wrote it
-  float* dsink = nullptr;          // (num_heads)
 };
 
 // What a test wants to see: the probabilities of every pair, negative where dropout drops them.

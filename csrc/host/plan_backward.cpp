@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "auxiliary/auxiliary.h"
 #include "host/error.h"
 #include "host/normalize_window.h"
 #include "host/plan.h"
@@ -34,6 +35,9 @@ void check_backward(const BackwardParams& params) {
   if ((sequences.cu_seqlens_q == nullptr) != (sequences.cu_seqlens_k == nullptr)) {
     throw_error("cu_seqlens_q and cu_seqlens_k must be given together, got ",
                 sequences.cu_seqlens_q == nullptr ? "cu_seqlens_k" : "cu_seqlens_q", " alone");
+  }
+  if (params.dsink != nullptr && params.score.sink == nullptr) {
+    throw_error("sink must be given with dsink, got dsink alone");
   }
 }
 
@@ -155,6 +159,11 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.dq_accum_offset = workspace.add_floats(query_tiles * config.block_m * config.head_dim);
   plan.tickets_offset = workspace.add_bytes(sizeof(int));
   if (params.deterministic) plan.turns_offset = workspace.add_floats(query_tiles);
+  if (params.dsink != nullptr) {
+    plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);
+    plan.sink_shares_offset =
+        workspace.add_floats(std::int64_t{shape.num_heads_q} * plan.sink_shares);
+  }
   if (plan.dkdv_splits > 1) {
     const std::int64_t partial =
         plan.dkdv_splits * key_rows(params) * shape.num_heads_k * config.head_dim;

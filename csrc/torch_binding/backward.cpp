@@ -35,15 +35,18 @@ std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArgum
     grad_v.written().zero_();
   }
   at::Tensor softmax_d = allocate_softmax_d(q);
-  run_backward_call(
-      {.call = std::move(call),
-       .dout = given.dout,
-       .out = given.out,
-       .softmax_lse = given.softmax_lse,
-       .dlse = given.dlse.value_or(at::Tensor()),
-       .rng_state = rng_state},
-      {.dq = grad_q.view(), .dk = grad_k.view(), .dv = grad_v.view(), .dbias = given.dbias},
-      softmax_d);
+  run_backward_call({.call = std::move(call),
+                     .dout = given.dout,
+                     .out = given.out,
+                     .softmax_lse = given.softmax_lse,
+                     .dlse = given.dlse.value_or(at::Tensor()),
+                     .rng_state = rng_state},
+                    {.dq = grad_q.view(),
+                     .dk = grad_k.view(),
+                     .dv = grad_v.view(),
+                     .dbias = given.dbias,
+                     .dsink = given.dsink},
+                    softmax_d);
   return {grad_q.finish(), grad_k.finish(), grad_v.finish(), std::move(softmax_d)};
 }
 
@@ -88,6 +91,7 @@ void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradie
       .dk = gradients.dk,
       .dv = gradients.dv,
       .dbias = bias_gradient(call, gradients.dbias),
+      .dsink = gradients.dsink.defined() ? gradients.dsink.mutable_data_ptr<float>() : nullptr,
       .lse = input_rows(softmax_lse),
       .dlse = input_rows(dlse),
       .softmax_d = softmax_d.defined() ? output_rows(softmax_d) : RowView<float>{},

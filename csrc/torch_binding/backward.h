@@ -26,6 +26,7 @@ struct GradientViews {
   TensorView dk;
   TensorView dv;
   at::Tensor dbias;  // of allocate_bias_gradient; undefined: not wanted
+  at::Tensor dsink;  // fp32 (heads_q), of the call's sink; undefined: not wanted
 };
 
 // What the backward functions share beyond the forward's arguments, as a caller gave it.
@@ -39,6 +40,7 @@ struct BackwardArguments {
   const OptionalTensor& rng_state;
   const OptionalTensor& dlse;
   at::Tensor dbias = {};  // as in GradientViews
+  at::Tensor dsink = {};
 };
 
 // softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q), for

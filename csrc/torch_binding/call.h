@@ -33,7 +33,7 @@ struct MaskTensors {
   at::Tensor bits;  // int32 (batch or 1, heads_q or 1, rows, 4 * tiles of keys), contiguous
   // (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) of the dtype of q or fp32, rows contiguous
   at::Tensor bias;
-  at::Tensor sink;  // fp32 (heads_q); not of a backward, whose lse has it
+  at::Tensor sink;  // fp32 (heads_q); of a backward, whose lse has it, where it has a gradient
 };
 
 // Dense: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim).

@@ -1,9 +1,6 @@
 // masked_fwd and masked_bwd: attention of some pairs alone, with a bias on the scores, with a sink.
 #include <ATen/core/grad_mode.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
-#include "flash_attn/api.h"
 #include "torch_binding/backward.h"
 #include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
@@ -22,25 +19,6 @@ void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.options.softcap == 0.0f,
                               "wants_dbias: must be False with softcap (", call.options.softcap,
                               "), got True");
-}
-
-// Empty without a sink.
-at::Tensor sink_gradient(const at::Tensor& sink, const at::Tensor& given_lse,
-                         const at::Tensor& softmax_d) {
-  at::Tensor dsink = allocate({sink.defined() ? sink.size(0) : 0}, at::kFloat, softmax_d);
-  if (!sink.defined()) return dsink;
-  const c10::cuda::CUDAGuard guard(softmax_d.device());
-  const at::Tensor softmax_lse = contiguous(given_lse);
-  const bool is_packed = softmax_lse.dim() == 2;
-  run_sink_gradient({.batch_size = is_packed ? 1 : static_cast<int>(softmax_lse.size(0)),
-                     .num_heads = static_cast<int>(sink.size(0)),
-                     .rows = static_cast<int>(softmax_lse.size(-1)),
-                     .sink = sink.const_data_ptr<float>(),
-                     .lse = input_rows(softmax_lse),
-                     .softmax_d = input_rows(softmax_d),
-                     .dsink = dsink.mutable_data_ptr<float>()},
-                    c10::cuda::getCurrentCUDAStream(softmax_d.device().index()).stream());
-  return dsink;
 }
 
 }  // namespace
@@ -109,6 +87,7 @@ std::vector<at::Tensor> masked_bwd(
                                      .block_columns = block_columns,
                                      .mask_bits = mask_bits,
                                      .bias = bias,
+                                     .sink = sink,
                                      .p_dropout = p_dropout,
                                      .softmax_scale = softmax_scale,
                                      .is_causal = is_causal,
@@ -117,9 +96,9 @@ std::vector<at::Tensor> masked_bwd(
                                      .softcap = softcap,
                                      .deterministic = deterministic});
   check_gradients_exist(call, wants_dbias);
-  const at::Tensor given_sink = checked_sink(sink, q);
-  at::Tensor dbias;
+  at::Tensor dbias, dsink;
   if (wants_dbias) dbias = allocate_bias_gradient(call);
+  if (sink.has_value()) dsink = allocate(sink->sizes(), at::kFloat, q);
   std::vector<at::Tensor> results = backward_outputs(std::move(call), {.dout = dout,
                                                                        .out = out,
                                                                        .softmax_lse = softmax_lse,
@@ -128,9 +107,10 @@ std::vector<at::Tensor> masked_bwd(
                                                                        .dv = std::nullopt,
                                                                        .rng_state = rng_state,
                                                                        .dlse = dlse,
-                                                                       .dbias = dbias});
+                                                                       .dbias = dbias,
+                                                                       .dsink = dsink});
   results.push_back(wants_dbias ? std::move(dbias) : allocate({0}, at::kFloat, q));
-  results.push_back(sink_gradient(given_sink, softmax_lse, results[3]));
+  results.push_back(sink.has_value() ? std::move(dsink) : allocate({0}, at::kFloat, q));
   return results;
 }
 

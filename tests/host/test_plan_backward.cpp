@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <string>
 
+#include "auxiliary/auxiliary.h"
 #include "check.h"
 #include "fixtures.h"
 #include "host/plan.h"
@@ -25,6 +26,13 @@ BackwardPlan plan(const AttentionShape& shape, Window window = {},
 
 // What the tickets take of every workspace.
 constexpr std::size_t tickets_bytes = 256;
+
+float dsink;
+
+void give_sink(BackwardParams& params) {
+  params.score.sink = &some_float;
+  params.dsink = &dsink;
+}
 
 std::int64_t dq_accum_floats(const AttentionShape& shape, const BackwardConfig& config) {
   const std::int64_t rows = (shape.seqlen_q + config.block_m - 1) / config.block_m * config.block_m;
@@ -170,10 +178,11 @@ TEST(left_padding_rules_splits_out) {
 }
 
 TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
-  const auto check = [](const AttentionShape& shape, bool deterministic,
+  const auto check = [](const AttentionShape& shape, bool deterministic, bool wants_dsink,
                         const InstanceList<BackwardInstance>& table) {
     auto params = with_tensors(call<BackwardParams>(shape));
     params.deterministic = deterministic;
+    if (wants_dsink) give_sink(params);
     const BackwardPlan result = plan_backward(params, h200, table);
     const BackwardConfig& config = result.instance->config;
     const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
@@ -185,6 +194,10 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
                                 {result.dq_accum_offset, rows_bytes * config.head_dim},
                                 {result.tickets_offset, sizeof(int)}};
     if (deterministic) buffers.push_back({result.turns_offset, query_tiles * sizeof(int)});
+    if (wants_dsink) {
+      buffers.push_back({result.sink_shares_offset,
+                         std::size_t(shape.num_heads_q) * result.sink_shares * sizeof(float)});
+    }
     if (result.dkdv_splits > 1) {
       const std::size_t partial = sizeof(float) * result.dkdv_splits * shape.batch_size *
                                   shape.num_heads_k * shape.seqlen_k * config.head_dim;
@@ -204,8 +217,10 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
                                    .num_heads_k = num_heads_k,
                                    .head_dim = head_dim};
         for (const bool deterministic : {false, true}) {
-          check(shape, deterministic, backward_table());
-          check(shape, deterministic, sm90_backward_table());
+          for (const bool wants_dsink : {false, true}) {
+            check(shape, deterministic, wants_dsink, backward_table());
+            check(shape, deterministic, wants_dsink, sm90_backward_table());
+          }
         }
       }
     }
@@ -230,6 +245,48 @@ TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
   CHECK_EQ(ordered.tickets_offset, free.tickets_offset);
   const std::size_t counters = 16 * 64 * 4;  // a head's query tiles of 4 sequences
   CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, counters * sizeof(int));
+}
+
+TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
+  auto params = call<BackwardParams>(training, causal);
+  const BackwardPlan without = plan_backward(params, h200, backward_table());
+  CHECK_EQ(without.sink_shares, 0);
+  params.score.sink = &some_float;  // that is constant
+  CHECK_EQ(plan_backward(params, h200, backward_table()).workspace_bytes, without.workspace_bytes);
+  params.dsink = &dsink;
+  const BackwardPlan with = plan_backward(params, h200, backward_table());
+  CHECK_EQ(with.instance, without.instance);
+  CHECK_EQ(with.tickets_offset, without.tickets_offset);
+  // 16 lanes a row of 128: blocks of 16 rows.
+  CHECK_EQ(with.sink_shares, 4 * 4096 / 16);
+  CHECK_EQ(with.workspace_bytes - without.workspace_bytes,
+           std::size_t{16} * 4 * 4096 / 16 * sizeof(float));
+  params.shape.seqlen_q = 0;
+  CHECK_EQ(plan_backward(params, h200, backward_table()).sink_shares, 0);
+
+  auto packed = packed_call<BackwardParams>(training);
+  give_sink(packed);
+  const BackwardPlan result = plan_backward(packed, h200, backward_table());
+  CHECK_EQ(result.sink_shares, result.q_tiles * 64 / 16);
+  packed.score.sink = nullptr;
+  CHECK_ERROR(plan_backward(packed, h200, backward_table()),
+              "sink must be given with dsink, got dsink alone");
+}
+
+TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
+  for (const int tile_rows : {32, 64, 128}) {
+    for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
+      const AttentionShape shape{.head_dim = head_dim};
+      const int lanes = preprocess_lanes(shape, tile_rows);
+      CHECK(lanes <= 32 && std::has_single_bit(unsigned(lanes)));
+      CHECK(8 * lanes >= head_dim);
+      const int rows = preprocess_threads / lanes;
+      CHECK_EQ(preprocess_blocks_per_tile(shape, tile_rows) * rows, tile_rows);
+    }
+  }
+  CHECK_EQ(preprocess_lanes({.head_dim = 64}, 128), 8);
+  CHECK_EQ(preprocess_lanes({.head_dim = 72}, 64), 16);
+  CHECK_EQ(preprocess_lanes({.head_dim = 8}, 128), 2);
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {

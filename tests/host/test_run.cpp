@@ -96,6 +96,10 @@ void backward_preprocess(const BackwardPlan&, const BackwardParams& params, Stre
   note("preprocess", params.window);
 }
 
+void sum_sink_gradient(const BackwardPlan&, const BackwardParams& params, Stream) {
+  if (params.dsink != nullptr) note("sink", params.window);
+}
+
 void reduce_dkv(const BackwardPlan&, const BackwardParams& params, Stream) {
   note("reduce", params.window);
 }
@@ -232,6 +236,16 @@ TEST(backward_runs_its_steps_in_order_and_reduces_only_splits) {
     CHECK_EQ(seen.left, 7);
     CHECK_EQ(seen.right, Window::unbounded);
   }
+}
+
+TEST(a_sinks_gradient_is_summed_behind_its_shares) {
+  static float dsink;
+  auto params = call<BackwardParams>(shape);
+  params.score.sink = &some_float;
+  params.dsink = &dsink;
+  CHECK_EQ(run(params).steps, "preprocess sink main convert reduce ");
+  params.shape.seqlen_q = 0;  // where it is 0
+  CHECK_EQ(run(params).steps, "preprocess sink main convert ");
 }
 
 TEST(a_packed_backward_makes_its_table_first) {

@@ -1,0 +1,26 @@
+// The sum of a number of each thread.
+#pragma once
+
+namespace flash_attn_cuda {
+
+// Over all threads of a block, in thread 0, in a fixed order. Once a kernel, by every thread.
+template <int kThreads>
+__device__ float block_sum(float x) {
+  constexpr int lanes = 32;
+  constexpr int warps = kThreads / lanes;
+  static_assert(kThreads % lanes == 0 && warps <= lanes);
+  __shared__ float sums[warps];
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto warp_sum = [](float of_lane) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      of_lane += __shfl_xor_sync(0xffffffffu, of_lane, distance);
+    return of_lane;
+  };
+  x = warp_sum(x);
+  if (thread % lanes == 0) sums[thread / lanes] = x;
+  __syncthreads();
+  if (thread >= lanes) return 0.0f;
+  return warp_sum(thread < warps ? sums[thread] : 0.0f);
+}
+
+}  // namespace flash_attn_cuda
