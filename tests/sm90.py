@@ -78,6 +78,17 @@ def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:
     return [word for word in words if word in rows]
 
 
+def fill_free_memory(value: float) -> None:
+    """What torch allocates next holds `value`: 1 GiB of large tensors, 64 MiB of small ones."""
+    if ON_CPU:
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    small = [torch.full((1 << 18,), value, device=DEVICE) for _ in range(64)]
+    large = torch.full((1 << 28,), value, device=DEVICE)
+    del small, large
+
+
 # -- cases -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ import torch
 from bad_input import Guard
 from cases import AttentionCase, AttentionInputs, Layout, arrange
 from harness import (
+    Check,
     assert_same_bits,
     bits,
     make_case,
@@ -20,7 +22,7 @@ from harness import (
     skip_without_row,
 )
 from reference import AttentionResult
-from sm90 import CAUSAL, EVERY_HEAD_DIM, far_apart, runs_sm90_kernels
+from sm90 import CAUSAL, EVERY_HEAD_DIM, far_apart, fill_free_memory, runs_sm90_kernels
 from tolerance import assert_close
 from torch import Tensor
 
@@ -114,6 +116,31 @@ def test_packed_gradients_into_given_tensors(head_dim: int, unused: int) -> None
             guard.check()
         gradients = {name: given[name] for name in GRADIENTS}
         assert_close(replace(result, **gradients), *run_reference(case, inputs))
+
+
+@EVERY_HEAD_DIM
+@pytest.mark.parametrize("held", [math.nan, 0.0], ids=["nan", "zeros"])
+def test_whatever_memory_held(check: Check, head_dim: int, held: float) -> None:
+    """Sums, counts of additions and dq are set by the call wherever it needs them: of sequences
+    with one key tile and with several, of queries that see no key, of rows that are not used.
+    """
+    shape = {"num_heads_k": 2, "head_dim": head_dim}
+    for case in (
+        make_case(seqlen_q=300, seqlen_k=60, **shape),
+        make_case(seqlen_q=300, seqlen_k=60, causal=True, **shape),
+        make_case(seqlen_q=300, seqlen_k=290, window=(20, 30), **shape),
+        make_case(seqlen_q=600, seqlen_k=290, causal=True, **shape),
+        make_case(seqlen_q=300, seqlen_k=600, window=(-1, -200), **shape),
+        make_varlen_case(
+            lengths_q=(200, 70, 0, 1, 129, 200),
+            lengths_k=(333, 60, 20, 0, 65, 130),
+            used_q=(200, 1, 0, 1, 0, 120),
+            causal=True,
+            **shape,
+        ),
+    ):
+        fill_free_memory(held)
+        check(case)
 
 
 @CAUSAL

@@ -3,7 +3,8 @@
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
 //   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, where they count
-//   their turns, and where tiles count that have started; of a sink's gradient, the sum of
+//   additions, where tiles count that have started, and, where nothing follows that would write
+//   it, in dq of the query tiles that see no key; of a sink's gradient, the sum of
 //   exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
 // cover it with 16 bytes each, or by so many more that a block's rows are of one tile.
@@ -27,7 +28,7 @@ constexpr float log2e = 1.44269504088896f;
 struct PreprocessArguments {
   BackwardParams params;
   SequenceTable table;
-  Turns turns;
+  int* additions;
   int* tickets;
   float* lse_log2;
   float* softmax_d;
@@ -38,7 +39,21 @@ struct PreprocessArguments {
   int log2_tile_rows;
   int log2_lanes_per_row;  // 0 to 5
   int accum_columns;       // the instance's head_dim
+  int block_n;             // the instance's
+  bool finishes_dq;        // the instance
 };
+
+// A row of dq that no key tile adds to or writes.
+__device__ void clear_query_gradient(const PreprocessArguments& args, const Sequence& sequence,
+                                     int head, int query, int lane) {
+  const TensorView& dq = args.params.dq;
+  if (query >= sequence.rows_q) return;
+  auto* row = static_cast<std::uint16_t*>(dq.data) + sequence.batch_q * dq.batch_stride +
+              (std::int64_t(sequence.row_q) + query) * dq.row_stride + head * dq.head_stride;
+  for (int column = lane * vector_elements; column < args.params.shape.head_dim;
+       column += vector_elements << args.log2_lanes_per_row)
+    *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
+}
 
 // rowsum(dO * O), in the first lane of the row's.
 template <class Element>
@@ -97,8 +112,9 @@ __global__ void __launch_bounds__(threads)
   const bool is_used = exists && query < work.sequence.seqlen_q;
   const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
 
-  if (row == 0 && lane == 0) *args.tickets = 0;
-  if (args.turns.used() && exists && row_in_tile == 0 && lane == 0) args.turns.counters[tile] = 0;
+  if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
+  if (args.additions != nullptr && exists && row_in_tile == 0 && lane == 0)
+    args.additions[tile] = 0;
   if (!exists) {
     if (args.sink_shares != nullptr && threadIdx.x == 0) args.sink_shares[blockIdx.x] = 0.0f;
     return;
@@ -117,9 +133,21 @@ __global__ void __launch_bounds__(threads)
     if (args.sink_shares != nullptr)
       sink_gradient = sink_gradient_of_row(params.score.sink[head], lse, softmax_d);
   }
-  float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
-  for (int i = lane; i < args.accum_columns / 4; i += 1 << args.log2_lanes_per_row)
-    accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+  bool is_summed = true;  // dQ of the row, over key tiles
+  if (args.finishes_dq) {
+    const Sequence& sequence = work.sequence;
+    const int first = work.tile << args.log2_tile_rows;
+    const int last = min(first + (1 << args.log2_tile_rows), sequence.seqlen_q) - 1;
+    const Band band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k);
+    const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
+    if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
+    is_summed = sees_keys && sequence.seqlen_k > args.block_n;
+  }
+  if (is_summed) {
+    float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
+    for (int i = lane; i < args.accum_columns / 4; i += 1 << args.log2_lanes_per_row)
+      accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+  }
   if (args.sink_shares != nullptr) {
     const float share = block_sum<threads>(sink_gradient);
     if (threadIdx.x == 0) args.sink_shares[blockIdx.x] = share;
@@ -136,7 +164,7 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
   const PreprocessArguments arguments{
       .params = params,
       .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
-      .turns = turns_of(plan, params),
+      .additions = addition_counters(plan, params),
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
       .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
@@ -148,7 +176,9 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .q_tiles_per_sequence = (shape.seqlen_q + config.block_m - 1) / config.block_m,
       .log2_tile_rows = std::countr_zero(static_cast<unsigned>(config.block_m)),
       .log2_lanes_per_row = std::countr_zero(static_cast<unsigned>(lanes)),
-      .accum_columns = config.head_dim};
+      .accum_columns = config.head_dim,
+      .block_n = config.block_n,
+      .finishes_dq = plan.instance->finishes_dq()};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {

@@ -71,7 +71,7 @@ struct ForwardPlan {
   std::size_t workspace_bytes = 0;
 };
 
-// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main -> convert [->
+// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main [-> convert] [->
 // reduce]. Offsets are bytes into the workspace.
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
@@ -83,12 +83,14 @@ struct BackwardPlan {
   int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
+  bool sums_dq = true;  // key tiles add to dq_accum; false: the only one of a sequence writes dq
+  bool counts_additions = false;
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
-  std::size_t tickets_offset = 0;  // one counter: CTAs, or tiles, that have started
-  std::size_t turns_offset = 0;    // deterministic: a counter per head and query tile
-  int sink_shares = 0;             // with dsink: numbers of each head that add up to it
+  std::size_t tickets_offset = 0;    // one counter: CTAs, or tiles, that have started
+  std::size_t additions_offset = 0;  // a counter per head and query tile, if counts_additions
+  int sink_shares = 0;               // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;

@@ -16,8 +16,11 @@ struct BackwardInstance {
   const char* name;
   BackwardConfig config;
   int smem_bytes;
-  void (*launch)(const BackwardPlan&, const BackwardParams&, Stream);      // the main kernel
-  void (*convert_dq)(const BackwardPlan&, const BackwardParams&, Stream);  // fp32 accumulator -> dq
+  void (*launch)(const BackwardPlan&, const BackwardParams&, Stream);  // the main kernel
+  // The sums of dQ -> dq; null where the main kernel does that as well.
+  void (*convert_dq)(const BackwardPlan&, const BackwardParams&, Stream);
+
+  bool finishes_dq() const { return convert_dq == nullptr; }
 };
 
 }  // namespace flash_attn_cuda

@@ -156,9 +156,12 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   const std::int64_t query_tiles = std::int64_t{shape.num_heads_q} * plan.q_tiles;
   plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);
   plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
-  plan.dq_accum_offset = workspace.add_floats(query_tiles * config.block_m * config.head_dim);
-  plan.tickets_offset = workspace.add_bytes(sizeof(int));
-  if (params.deterministic) plan.turns_offset = workspace.add_floats(query_tiles);
+  const std::int64_t sums = query_tiles * config.block_m * config.head_dim;
+  plan.sums_dq = !instance.finishes_dq() || shape.seqlen_k > config.block_n;
+  if (plan.sums_dq) plan.dq_accum_offset = workspace.add_floats(sums);
+  plan.tickets_offset = workspace.add_bytes(2 * sizeof(int));
+  plan.counts_additions = plan.sums_dq && (params.deterministic || instance.finishes_dq());
+  if (plan.counts_additions) plan.additions_offset = workspace.add_floats(query_tiles);
   if (params.dsink != nullptr) {
     plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);
     plan.sink_shares_offset =

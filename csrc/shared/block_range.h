@@ -44,22 +44,38 @@ FAC_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
 }
 }  // namespace detail
 
+// The others that any of own indices [first, last] sees, of [0, limit): from `begin` to before
+// `end`.
+struct Reach {
+  int begin;
+  int end;
+
+  FAC_HOST_DEVICE constexpr bool empty() const { return begin >= end; }
+};
+
+FAC_HOST_DEVICE constexpr Reach reach_of(Band band, int first, int last, int limit) {
+  using detail::clamp;
+  if (first > last) return {.begin = 0, .end = 0};
+  return {
+      .begin = band.left == Window::unbounded ? 0 : clamp(first + band.shift - band.left, 0, limit),
+      .end = band.right == Window::unbounded ? limit
+                                             : clamp(last + band.shift + band.right + 1, 0, limit)};
+}
+
 // Own indices [first, last], other indices [0, limit) in blocks of `block`.
 FAC_HOST_DEVICE constexpr BlockRange block_range(Band band, int first, int last, int limit,
                                                  int block) {
   using detail::clamp;
   const bool left_bounded = band.left != Window::unbounded;
   const bool right_bounded = band.right != Window::unbounded;
-  // Seen by any index of the tile, then by every one.
-  const int any_begin = left_bounded ? clamp(first + band.shift - band.left, 0, limit) : 0;
-  const int any_end = right_bounded ? clamp(last + band.shift + band.right + 1, 0, limit) : limit;
+  const Reach any = reach_of(band, first, last, limit);
+  if (any.empty()) return {.begin = 0, .end = 0, .interior_begin = 0, .interior_end = 0};
+  // Seen by every index of the tile.
   const int all_begin = left_bounded ? clamp(last + band.shift - band.left, 0, limit) : 0;
   const int all_end = right_bounded ? clamp(first + band.shift + band.right + 1, 0, limit) : limit;
-  if (first > last || any_begin >= any_end)
-    return {.begin = 0, .end = 0, .interior_begin = 0, .interior_end = 0};
 
-  const int begin = any_begin / block;
-  const int end = (any_end + block - 1) / block;
+  const int begin = any.begin / block;
+  const int end = (any.end + block - 1) / block;
   const int interior_begin = clamp((all_begin + block - 1) / block, begin, end);
   const int interior_end = clamp(all_end / block, interior_begin, end);
   return {

@@ -68,11 +68,14 @@ FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Seque
 }
 
 // Without queries nobody zeroes the counters, and nobody adds.
+inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& params) {
+  if (!plan.counts_additions || plan.q_tiles == 0) return nullptr;
+  return reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.additions_offset);
+}
+
 inline Turns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
-  if (!params.deterministic || plan.q_tiles == 0) return {};
-  char* workspace = static_cast<char*>(params.workspace);
-  return {.counters = reinterpret_cast<int*>(workspace + plan.turns_offset),
-          .tiles_descend = plan.tiles_descend};
+  if (!params.deterministic) return {};
+  return {.counters = addition_counters(plan, params), .tiles_descend = plan.tiles_descend};
 }
 
 }  // namespace flash_attn_cuda

@@ -5,6 +5,7 @@
 
 #include "shared/dq_accumulator.h"
 #include "sm90/backward_arguments.h"
+#include "sm90/backward_finish.h"
 #include "sm90/backward_traits.h"
 #include "sm90/named_barriers.h"
 
@@ -34,6 +35,20 @@ CUTE_DEVICE void write_bias_gradient(BackwardKernelArguments const& args,
   }
 }
 
+// dQ of 64 queries, dq_columns of it -> dq.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void write_query_gradient(BackwardArguments const& call, Sequence const& sequence,
+                                      Step const& step, int row, int column, Accumulator& dq,
+                                      int thread) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(dq); ++i) dq(i) *= call.score_factor;
+  RowTarget<typename Traits::Element> target =
+      query_gradient_rows<Traits>(call.params, sequence, step.head, step.tile, row);
+  target.first += column;
+  target.columns -= column;
+  write_rows(rows_cols_view(dq), target, thread);
+}
+
 template <class Traits>
 CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
                                      typename Traits::SharedStorage& smem) {
@@ -46,6 +61,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::key_stages> key_place;
   RingPlace<Traits::ds_stages> ds_place;
+  RingPlace<Traits::added_stages> added_place;
 
   auto sK = transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
   // (queries, keys, ds_stages * parts)
@@ -68,6 +84,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
+    const bool writes = Traits::finishes_dq && Traits::has_one_key_tile(sequence);
     wait_full(smem.key_ring, key_place);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
@@ -104,6 +121,11 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
             release(smem.ds_ring, ds_place);
             ds_place.advance();
           }
+          if (writes) {
+            write_query_gradient<Traits>(call, sequence, step, 64 * m, n * dq_columns, tQrdQ,
+                                         thread);
+            continue;
+          }
           if (is_first && call.turns.used()) {
             call.turns.wait(index,
                             adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
@@ -111,8 +133,13 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           }
           DqAccumulator<128>::add(tile, tQrdQ, thread);
           tile += 64 * dq_columns;
-          if (is_last && call.turns.used()) call.turns.pass_on(index, thread, sync_dq);
         }
+      }
+      if (Traits::finishes_dq && !writes) {
+        wait_empty(smem.added_ring, added_place);
+        __syncwarp();
+        publish(smem.added_ring, added_place);
+        added_place.advance();
       }
     }
     __syncwarp();

@@ -2,17 +2,18 @@
 // other, dQ summed over key tiles in fp32. sm80/backward_kernel.h has the formulas.
 //
 // A CTA stays on its SM and draws tile after tile. Threads: one producer warpgroup, of which one
-// thread loads by TMA (backward_producer.h) and one warp clears tiles that no query sees; one
-// warpgroup for dQ (backward_dq.h); and two that hold dK and dV (backward_keys.h,
-// backward_separate_keys.h), to which setmaxnreg gives the registers of the others. Shared memory:
-// K and V block_n x head_dim, twice or, up to head_dim 128, with dK and dV on their way out; Q and
-// dO block_m x head_dim and dS block_n x block_m, in two buffers each; a bias like dS
-// (backward_traits.h).
+// thread loads by TMA (backward_producer.h), one warp clears tiles that no query sees, and the rest
+// finish dq (backward_finish.h); one warpgroup for dQ (backward_dq.h); and two that hold dK and dV
+// (backward_keys.h, backward_separate_keys.h), to which setmaxnreg gives the registers of the
+// others. Shared memory: K and V block_n x head_dim, twice or, up to head_dim 128, with dK and dV
+// on their way out; Q and dO block_m x head_dim and dS block_n x block_m, in two buffers each; a
+// bias like dS (backward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "sm90/backward_dq.h"
+#include "sm90/backward_finish.h"
 #include "sm90/backward_producer.h"
 #include "sm90/backward_separate_keys.h"
 
@@ -63,7 +64,10 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     smem.dout_ring.init(Traits::key_warps);
     smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
     smem.weights_ring.init(4, 4);
-    smem.work_ring.init(Traits::key_warps + Traits::dq_warps);
+    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::finishes_dq ? 1 : 0));
+    if constexpr (Traits::finishes_dq) {
+      smem.added_ring.init(1, Traits::dq_warps);
+    }
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -75,9 +79,15 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 0 && elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
     if (warp == 1) clear_unseen_tiles<Traits>(args);
+    if constexpr (Traits::finishes_dq) {
+      if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
+      __syncwarp();
+      finish_query_gradients<Traits>(args);
+    }
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
     add_query_gradients<Traits>(args, smem);
+    if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {

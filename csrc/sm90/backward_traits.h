@@ -82,6 +82,14 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
+  // Its idle warps turn sums of dQ into dq (backward_finish.h). Beside lists the adders of a query
+  // tile are not known without reading them all, and a kernel of its own does it.
+  static constexpr bool finishes_dq = !is_sparse;
+  // Then its only key tile writes dq without a sum.
+  CUTE_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
+    return sequence.seqlen_k <= block_n;
+  }
+
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
   // key warpgroups nothing to do in the first.
   static constexpr bool skips_hidden_half =
@@ -122,6 +130,7 @@ struct BackwardTraits {
   static constexpr int stages = 2;     // of Q, dO and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
+  static constexpr int added_stages = 4;  // steps of which dQ has been added
   // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. At 96 they
   // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
   // addresses: there dK and dV leave through shared memory of their own instead, while the next
@@ -160,6 +169,7 @@ struct BackwardTraits {
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
     WorkItem work[work_stages];
+    Ring<added_stages> added_ring;                   // holds nothing but the event
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
   };

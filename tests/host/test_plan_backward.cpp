@@ -191,9 +191,12 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
              rows_bytes * config.head_dim);
     std::vector<Buffer> buffers{{result.lse_log2_offset, rows_bytes},
                                 {result.softmax_d_offset, rows_bytes},
-                                {result.dq_accum_offset, rows_bytes * config.head_dim},
                                 {result.tickets_offset, sizeof(int)}};
-    if (deterministic) buffers.push_back({result.turns_offset, query_tiles * sizeof(int)});
+    if (result.sums_dq) buffers.push_back({result.dq_accum_offset, rows_bytes * config.head_dim});
+    CHECK_EQ(result.counts_additions,
+             result.sums_dq && (deterministic || result.instance->finishes_dq()));
+    if (result.counts_additions)
+      buffers.push_back({result.additions_offset, query_tiles * sizeof(int)});
     if (wants_dsink) {
       buffers.push_back({result.sink_shares_offset,
                          std::size_t(shape.num_heads_q) * result.sink_shares * sizeof(float)});
@@ -287,6 +290,21 @@ TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
   CHECK_EQ(preprocess_lanes({.head_dim = 64}, 128), 8);
   CHECK_EQ(preprocess_lanes({.head_dim = 72}, 64), 16);
   CHECK_EQ(preprocess_lanes({.head_dim = 8}, 128), 2);
+}
+
+TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
+  AttentionShape shape = training;
+  for (const auto& [seqlen_k, sums] :
+       {std::pair{1, false}, {128, false}, {129, true}, {4096, true}}) {
+    shape.seqlen_k = seqlen_k;
+    const auto params = with_tensors(call<BackwardParams>(shape));
+    const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    CHECK(result.instance->finishes_dq());
+    CHECK_EQ(result.instance->config.block_n, 128);
+    CHECK_EQ(result.sums_dq, sums);
+    CHECK_EQ(result.counts_additions, sums);
+    CHECK(plan(shape).sums_dq);  // another kernel follows and reads them
+  }
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {

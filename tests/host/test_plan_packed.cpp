@@ -212,7 +212,7 @@ TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
                                     {plan.softmax_d_offset, rows},
                                     {plan.dq_accum_offset, rows * config.head_dim},
                                     {plan.tickets_offset, sizeof(int)}};
-        if (deterministic) buffers.push_back({plan.turns_offset, query_tiles * sizeof(int)});
+        if (deterministic) buffers.push_back({plan.additions_offset, query_tiles * sizeof(int)});
         if (plan.dkdv_splits > 1) {
           const std::size_t partial = std::size_t{4} * total * 4 * config.head_dim;
           buffers.push_back({plan.dk_partial_offset, partial * plan.dkdv_splits});

@@ -282,7 +282,7 @@ TEST(turns_are_used_when_asked_for_and_there_are_queries) {
   CHECK(turns.used());
   CHECK(turns.tiles_descend);
   CHECK_EQ(reinterpret_cast<char*>(turns.counters) - workspace,
-           static_cast<std::ptrdiff_t>(plan.turns_offset));
+           static_cast<std::ptrdiff_t>(plan.additions_offset));
   params.deterministic = false;
   CHECK(!turns_of(plan, params).used());
   params.deterministic = true;
