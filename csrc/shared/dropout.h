@@ -62,9 +62,12 @@ struct DropoutMask {
 
   // The eight decisions that (query, key) is one of.
   FAC_HOST_DEVICE constexpr PhiloxBlock block(int query, int key_index) const {
+    return philox(counter(query, key_index), key);
+  }
+  FAC_HOST_DEVICE constexpr PhiloxBlock counter(int query, int key_index) const {
     const auto i = static_cast<std::uint32_t>(query);
     const auto j = static_cast<std::uint32_t>(key_index);
-    return philox({{j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, stream, offset}}, key);
+    return {{j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, stream, offset}};
   }
 
   // Decision number `lane` of a block: (query / 8 % 2) * 4 + (key / 8 % 2) * 2 + key % 2.

@@ -17,20 +17,34 @@ struct PhiloxBlock {
   std::uint32_t words[4];
 };
 
+inline constexpr std::uint32_t philox_first_multiplier = 0xD2511F53u;   // of word 0
+inline constexpr std::uint32_t philox_second_multiplier = 0xCD9E8D57u;  // of word 2
+
+FAC_HOST_DEVICE constexpr PhiloxKey next_philox_key(PhiloxKey key) {
+  return {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u};
+}
+
+// A round, given the products of words 0 and 2 with their multipliers.
+FAC_HOST_DEVICE constexpr PhiloxBlock philox_round(const PhiloxBlock& block, PhiloxKey key,
+                                                   std::uint64_t first, std::uint64_t second) {
+  return {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
+           static_cast<std::uint32_t>(second),
+           static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
+           static_cast<std::uint32_t>(first)}};
+}
+
+inline constexpr int philox_rounds = 7;
+
 FAC_HOST_DEVICE constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key) {
-  constexpr int rounds = 7;
   PhiloxBlock block = counter;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int round = 0; round < rounds; ++round) {
-    const std::uint64_t first = std::uint64_t{0xD2511F53u} * block.words[0];
-    const std::uint64_t second = std::uint64_t{0xCD9E8D57u} * block.words[2];
-    block = {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
-              static_cast<std::uint32_t>(second),
-              static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
-              static_cast<std::uint32_t>(first)}};
-    key = {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u};
+  for (int round = 0; round < philox_rounds; ++round) {
+    const std::uint64_t first = std::uint64_t{philox_first_multiplier} * block.words[0];
+    const std::uint64_t second = std::uint64_t{philox_second_multiplier} * block.words[2];
+    block = philox_round(block, key, first, second);
+    key = next_philox_key(key);
   }
   return block;
 }

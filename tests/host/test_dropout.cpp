@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "check.h"
+#include "sm90/dropout_bits.h"
 
 using namespace flash_attn_cuda;
 
@@ -178,6 +179,110 @@ TEST(blocks_decide_about_every_pair_once_and_as_the_formula_says) {
       CHECK(pair.first >= query_begin && pair.first < query_begin + rows);
       CHECK(pair.second >= key_begin && pair.second < key_begin + columns);
     }
+  }
+}
+
+// Every half of a word against every threshold that there is.
+TEST(both_halves_of_a_word_are_compared_at_once) {
+  std::mt19937 random(5);
+  for (std::uint32_t threshold = 1; threshold < 65536; ++threshold) {
+    const auto halves = sm90::HalvesThreshold::of(threshold);
+    const std::uint32_t edges[] = {
+        0,      1,      threshold - 1,          threshold, threshold + 1, 0x7fff,
+        0x8000, 0xffff, std::uint32_t(random())};
+    for (const std::uint32_t low : edges) {
+      for (const std::uint32_t high : edges) {
+        const std::uint32_t word = (low & 0xffff) | high << 16;
+        const std::uint32_t passes = halves.top_bits(word);
+        CHECK_EQ((passes >> 15 & 1) != 0, (word & 0xffff) >= threshold);
+        CHECK_EQ(passes >> 31 != 0, word >> 16 >= threshold);
+      }
+    }
+  }
+  for (const std::uint32_t threshold : {1u, 6554u, 32767u, 32768u, 32769u, 65535u}) {
+    const auto halves = sm90::HalvesThreshold::of(threshold);
+    for (std::uint32_t x = 0; x < 65536; ++x) {
+      const std::uint32_t passes = halves.top_bits(x | (65535 - x) << 16);
+      CHECK_EQ((passes >> 15 & 1) != 0, x >= threshold);
+      CHECK_EQ(passes >> 31 != 0, 65535 - x >= threshold);
+    }
+  }
+}
+
+// The words of a warp's threads for 16 rows of a tile, by thread and word, and what their bits say
+// of every pair, by the formula.
+template <int kColumns>
+void check_words(const Draw& draw, int query_begin, int key_begin) {
+  using Layout = sm90::WordLayout<kColumns>;
+  const DropoutMask mask = draw.mask();
+  const auto threshold = sm90::HalvesThreshold::of(mask.threshold);
+  std::map<std::pair<int, int>, int> visits;
+  for (int word = 0; word < Layout::words; ++word) {
+    for (int lane = 0; lane < 32; ++lane) {
+      const int key = key_begin + word * Layout::columns_per_word + 2 * (lane % 4);
+      const auto columns = sm90::WordColumns<Layout::blocks_per_word>::of(mask, key);
+      const std::uint32_t kept = columns.draw(mask, threshold, query_begin + lane / 4);
+      for (int bit = 0; bit < 32; ++bit) {
+        if (!Layout::is_used(bit)) continue;
+        // The accumulator's thread `lane`: rows 8 apart, columns two of every eight.
+        const int column = Layout::column_of(word, bit);
+        const int i = query_begin + lane / 4 + 8 * Layout::row_of(bit);
+        const int j = key_begin + 2 * (lane % 4) + column / 2 * 8 + column % 2;
+        ++visits[{i, j}];
+        CHECK_EQ((kept >> bit & 1) != 0, draw.keeps(i, j));
+      }
+    }
+  }
+  CHECK_EQ(int(visits.size()), 16 * kColumns);
+  for (const auto& [pair, count] : visits) CHECK_EQ(count, 1);
+}
+
+TEST(words_of_bits_decide_about_every_pair_of_a_tile_once_and_as_the_formula_says) {
+  std::mt19937_64 random(6);
+  for (int round = 0; round < 40; ++round) {
+    const Draw draw = random_draw(random);
+    if (draw.mask().threshold == 0) continue;  // without dropout nobody draws
+    const int query_begin = 16 * int(random() % (1 << 20));
+    const int block = int(random() % (1 << 16));
+    check_words<64>(draw, query_begin, 64 * block);
+    check_words<96>(draw, query_begin, 96 * block);
+    check_words<128>(draw, query_begin, 128 * block);
+    check_words<32>(draw, query_begin, 32 * block);
+    check_words<16>(draw, query_begin, 16 * block);
+  }
+}
+
+// A share of S^T, keys by queries: the two threads of neighbouring keys draw a word each and
+// exchange halves.
+TEST(words_of_transposed_tiles_are_exchanged_halves) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 40; ++round) {
+    const Draw draw = random_draw(random);
+    const DropoutMask mask = draw.mask();
+    if (mask.threshold == 0) continue;
+    const auto threshold = sm90::HalvesThreshold::of(mask.threshold);
+    const int query_begin = 64 * int(random() % (1 << 16)), key_begin = 16 * int(random() % 999);
+    constexpr int queries = 16 * sm90::WordQueries::blocks;
+    std::uint32_t drawn[32];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int own = lane / 4 % 2;
+      drawn[lane] = sm90::WordQueries::of(mask, query_begin + 2 * (lane % 4) + own)
+                        .draw(mask, threshold, key_begin + lane / 4);
+    }
+    std::map<std::pair<int, int>, int> visits;
+    for (int lane = 0; lane < 32; ++lane) {
+      const int own = lane / 4 % 2;
+      const std::uint32_t received = sm90::sent_bytes(drawn[lane ^ 4], 1 - own);
+      const std::uint32_t kept = sm90::transposed_word(drawn[lane], received, own);
+      for (int bit = 0; bit < 32; ++bit) {
+        const int i = query_begin + 2 * (lane % 4) + sm90::TransposedWordLayout::query_of(bit);
+        const int j = key_begin + lane / 4 + sm90::TransposedWordLayout::key_of(bit);
+        ++visits[{i, j}];
+        CHECK_EQ((kept >> bit & 1) != 0, draw.keeps(i, j));
+      }
+    }
+    CHECK_EQ(int(visits.size()), 16 * queries);
+    for (const auto& [pair, count] : visits) CHECK_EQ(count, 1);
   }
 }
 
