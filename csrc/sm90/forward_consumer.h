@@ -7,36 +7,15 @@
 #pragma once
 
 #include "shared/block_range.h"
-#include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
 #include "shared/pair_mask.h"
 #include "shared/score_modifiers.h"
+#include "sm90/forward_dropout.h"
 #include "sm90/forward_epilogue.h"
 #include "sm90/named_barriers.h"
 
 namespace flash_attn_cuda::sm90 {
-
-// What happens to the scores of one head besides mask and softmax.
-template <class Traits>
-struct ScoreFeatures {
-  ScoreModifiers modifiers;
-  DropoutMask dropout;
-
-  CUTE_DEVICE static ScoreFeatures of(ForwardParams const& params, TileWork const& work) {
-    Sequence const& sequence = work.sequence;
-    ScoreFeatures features{};
-    if constexpr (Traits::has_modifiers) {
-      features.modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
-                                              sequence.seqlen_k - sequence.seqlen_q);
-    }
-    if constexpr (Traits::has(feature::dropout)) {
-      features.dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
-                                         sequence.index, params.shape.num_heads_q, work.head);
-    }
-    return features;
-  }
-};
 
 template <class Traits>
 CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
@@ -51,6 +30,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   RingPlace<Traits::q_stages> q_place;
   RingPlace<Traits::stages> k_place, v_place;
   RingPlace<Traits::bias_stages> bias_place;
+  [[maybe_unused]] RingPlace<Traits::word_stages> word_place;
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
@@ -105,7 +85,11 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     if (work.tile == no_tile) break;
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
-    [[maybe_unused]] const auto features = ScoreFeatures<Traits>::of(params, work);
+    [[maybe_unused]] ScoreModifiers modifiers{};
+    if constexpr (Traits::has_modifiers) {
+      modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
+                                     sequence.seqlen_k - sequence.seqlen_q);
+    }
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
     // S of `block` -> P for the next product; true if O has to be rescaled before it.
@@ -118,7 +102,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       const int key_begin = block * block_n;
       if constexpr (Traits::has_modifiers) {
         if (has_score_modifiers(params.score))
-          features.modifiers.apply(scores, tScS, query_begin, key_begin);
+          modifiers.apply(scores, tScS, query_begin, key_begin);
       }
       if constexpr (Traits::has_bias) {
         wait_full(smem.bias_ring, bias_place);
@@ -141,12 +125,16 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
             .seqlen_k = sequence.seqlen_k};
         mask.apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
       }
-      const bool rescales = softmax.softmax(scores);
-      if constexpr (Traits::has(feature::dropout)) {
+      [[maybe_unused]] ThreadWords<Traits> kept{};
+      if constexpr (Traits::has_dropout) {
         if (params.dropout.threshold > 0) {
-          for_each_decision(features.dropout, scores, tScS, query_begin, key_begin,
-                            [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+          kept = take_words<Traits>(smem, warpgroup, thread, word_place);
+          word_place.advance();
         }
+      }
+      const bool rescales = softmax.softmax(scores);
+      if constexpr (Traits::has_dropout) {
+        if (params.dropout.threshold > 0) drop_by_words<Traits>(scores, kept);
       }
       return rescales;
     };

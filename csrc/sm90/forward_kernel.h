@@ -3,7 +3,8 @@
 // A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup, of which one
 // thread loads by TMA and one warp clears tiles without keys (forward_producer.h), and block_m / 64
 // consumer warpgroups that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's
-// registers to them. Shared memory: Q block_m x head_dim, twice where there is room, so that the
+// registers to them. Kernels with dropout have warps that draw its decisions for the consumers
+// (forward_dropout.h). Shared memory: Q block_m x head_dim, twice where there is room, so that the
 // next tile's is there in time; K and V block_n x head_dim in `stages` buffers each; O block_m x
 // head_dim where there is room; two places for tiles of work; for a bias two tiles block_m x
 // block_n (forward_traits.h).
@@ -12,6 +13,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "sm90/forward_consumer.h"
+#include "sm90/forward_dropout.h"
 #include "sm90/forward_producer.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -23,14 +25,18 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
   extern __shared__ __align__(1024) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
 
-  if constexpr (Traits::has(feature::dropout))
+  bool draws = false;
+  if constexpr (Traits::has_dropout) {
     publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
+    draws = args.params.dropout.threshold > 0;
+  }
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
     smem.k_ring.init(Traits::consumer_warps);
     smem.v_ring.init(Traits::consumer_warps);
     smem.bias_ring.init(Traits::consumer_warps);
-    smem.work_ring.init(Traits::consumer_warps);
+    smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0));
+    if constexpr (Traits::has_dropout) init_word_rings<Traits>(smem);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -42,9 +48,15 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 0 && elect_one_sync()) Producer<Traits>{args, smem}.run();
     if (warp == 1) clear_empty_tiles<Traits>(args);
-  } else {
+    if constexpr (Traits::has_dropout && !Traits::has_drawing_warpgroup) {
+      if (draws && warp >= 2) draw_words<Traits>(args, smem, warp - 2);
+    }
+  } else if (!Traits::has_drawing_warpgroup || warpgroup <= Traits::consumers) {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
     consume<Traits>(args, smem, warpgroup - 1);
+  } else if constexpr (Traits::has_drawing_warpgroup) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::drawing_registers>();
+    if (draws) draw_words<Traits>(args, smem, warp % 4);
   }
 }
 

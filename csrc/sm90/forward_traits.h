@@ -8,6 +8,7 @@
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
+#include "sm90/dropout_bits.h"
 #include "sm90/gemm.h"
 #include "sm90/pipeline.h"
 
@@ -40,18 +41,32 @@ struct ForwardTraits {
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
   static constexpr int consumer_warps = config.num_warps;
-  static constexpr int threads = 128 * (1 + consumers);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool has_bias = has(feature::bias);
+  static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
+
+  // Warps that draw dropout's decisions: 4, a warpgroup of its own with a warp on each of the SM's
+  // schedulers, or 2, the producer's idle ones. With four warpgroups ptxas has too few registers
+  // for the products of head dim 256, whose steps have half the scores and leave two warps time
+  // enough.
+  static constexpr int drawing_warps = !has_dropout ? 0 : (head_dim <= 192 ? 4 : 2);
+  static constexpr bool has_drawing_warpgroup = drawing_warps == 4;
+  static_assert(drawing_warps == 0 || drawing_warps == 2 || drawing_warps == 4);
+  static constexpr int warpgroups = 1 + consumers + (has_drawing_warpgroup ? 1 : 0);
+  static constexpr int threads = 128 * warpgroups;
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups and 128 of four: not one more may be asked for than there are.
-  static constexpr int producer_registers = consumers == 3 ? 32 : 40;
-  static constexpr int consumer_registers = consumers == 3 ? 160 : 232;
+  static constexpr int launch_registers = warpgroups == 3 ? 168 : 128;
+  static constexpr int drawing_registers = 56;
+  static constexpr int producer_registers =
+      consumers == 3 ? 32 : (drawing_warps == 2 ? drawing_registers : 40);
+  static constexpr int consumer_registers =
+      consumers == 3 ? 160 : (has_drawing_warpgroup ? 208 : (has_dropout ? 224 : 232));
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
@@ -79,6 +94,17 @@ struct ForwardTraits {
       (q_stages + 1) * query_bytes + stages * 2 * key_bytes <= smem_for_tiles;
   static constexpr int work_stages = 2;  // the tile in hand and the next
 
+  // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
+  // buffer is enough: consumers take their words when a step's scores are there, and the next ones
+  // are wanted a whole step later.
+  using Words = WordLayout<block_n>;
+  static constexpr int word_stages = 1;
+  struct DropoutWords {
+    Ring<word_stages> ring[consumers];  // each warpgroup is at a step of its own
+    std::uint32_t words[consumers][word_stages][Words::words][128];
+  };
+  struct Nothing {};
+
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
 
@@ -97,11 +123,13 @@ struct ForwardTraits {
     Ring<work_stages> work_ring;
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k
+    std::conditional_t<has_dropout, DropoutWords, Nothing> dropout;
   };
 
   static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
-  static_assert(producer_registers + consumers * consumer_registers <=
-                (1 + consumers) * (consumers == 3 ? 128 : 168));
+  static_assert(producer_registers + consumers * consumer_registers +
+                    (has_drawing_warpgroup ? drawing_registers : 0) <=
+                warpgroups * launch_registers);
   static_assert(stages >= least_stages);
   static_assert(sizeof(SharedStorage) <= smem_limit);
 };

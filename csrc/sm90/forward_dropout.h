@@ -1,0 +1,117 @@
+// Dropout in a forward CTA: warps that do not multiply draw the decisions of the next step, as
+// words of bits in the layout of the consumers' scores, and leave them in shared memory. To a
+// consumer, which a step waits for, a decision is then a predicate and a selection.
+//
+// Every consumer warpgroup has a ring of its own: its buffer is full when all drawing warps have
+// published their parts of a step, and empty when the four warps have read theirs. Drawing warps
+// learn of tiles from the ring of work, as the consumers do, and visit the same blocks in the same
+// order, so both sides of a ring see the same steps. They wait only for steps that consumers are
+// already in.
+#pragma once
+
+#include <cutlass/arch/arch.h>
+
+#include "shared/dropout.h"
+#include "sm90/forward_arguments.h"
+#include "sm90/forward_traits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+CUTE_DEVICE void init_word_rings(typename Traits::SharedStorage& smem) {
+  for (auto& ring : smem.dropout.ring) ring.init(4, Traits::drawing_warps);
+}
+
+// Warp number `drawer` of those that draw, for all tiles of the CTA: one word, 48 or 64 columns, of
+// every thread of a half or all of the warps of each consumer warpgroup. What depends on the
+// columns alone serves all of them.
+template <class Traits>
+CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::SharedStorage& smem,
+                            int drawer) {
+  using Words = typename Traits::Words;
+  constexpr int warps_of_word = Traits::drawing_warps / Words::words;
+  static_assert(Traits::drawing_warps % Words::words == 0);
+  const int word = drawer % Words::words;
+  const int first_warp = drawer / Words::words;
+  const int lane = threadIdx.x % 32;
+  ForwardParams const& params = args.params;
+  const RngState rng = read_rng(params.dropout.rng);
+  auto threshold = HalvesThreshold::of(params.dropout.threshold);
+  // Plus 0 that ptxas cannot know to be the same in all lanes: a multiply-add reads one uniform
+  // register, and a second one would be moved every time.
+  threshold.sign += static_cast<std::uint32_t>(cutlass::arch::LaneId()) / 32;
+
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<Traits::word_stages> place;
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    TileWork const& work = smem.work[work_place.stage].work;
+    if (work.tile == no_tile) break;
+    const BlockRange range = smem.work[work_place.stage].range;
+    const auto mask = DropoutMask::of(rng, params.dropout.threshold, work.sequence.index,
+                                      params.shape.num_heads_q, work.head);
+    const int first_query = work.tile * Traits::block_m + lane / 4;
+    __syncwarp();
+    release(smem.work_ring, work_place);
+
+    CUTE_NO_UNROLL
+    for (int block = range.end - 1; block >= range.begin; --block) {
+      const int first_key = block * Traits::block_n + word * Words::columns_per_word + lane % 4 * 2;
+      const auto columns = WordColumns<Words::blocks_per_word>::of(mask, first_key);
+      CUTE_NO_UNROLL
+      for (int warpgroup = 0; warpgroup < Traits::consumers; ++warpgroup) {
+        auto& ring = smem.dropout.ring[warpgroup];
+        std::uint32_t* target = smem.dropout.words[warpgroup][place.stage][word];
+        CUTE_NO_UNROLL
+        for (int warp = first_warp; warp < 4; warp += warps_of_word) {
+          const std::uint32_t kept =
+              columns.draw(mask, threshold, first_query + 64 * warpgroup + 16 * warp);
+          if (warp == first_warp) wait_empty(ring, place);  // late: a word is drawn ahead of it
+          target[32 * warp + lane] = kept;
+        }
+        __syncwarp();
+        publish(ring, place);
+      }
+      place.advance();
+    }
+  }
+}
+
+template <class Traits>
+struct ThreadWords {
+  std::uint32_t words[Traits::Words::words];
+};
+
+// A consumer thread's words of its next step, whose buffer is given back.
+template <class Traits>
+CUTE_DEVICE ThreadWords<Traits> take_words(typename Traits::SharedStorage& smem, int warpgroup,
+                                           int thread,
+                                           RingPlace<Traits::word_stages> const& place) {
+  ThreadWords<Traits> kept;
+  auto& ring = smem.dropout.ring[warpgroup];
+  wait_full(ring, place);
+  CUTE_UNROLL
+  for (int word = 0; word < Traits::Words::words; ++word)
+    kept.words[word] = smem.dropout.words[warpgroup][place.stage][word][thread];
+  __syncwarp();
+  release(ring, place);
+  return kept;
+}
+
+// Zeroes what is dropped of a thread's (rows, columns). Bits in their order, so that one
+// instruction makes predicates of seven.
+template <class Traits, class Scores>
+CUTE_DEVICE void drop_by_words(Scores& scores, ThreadWords<Traits> const& kept) {
+  using Words = typename Traits::Words;
+  CUTE_UNROLL
+  for (int word = 0; word < Words::words; ++word) {
+    CUTE_UNROLL
+    for (int bit = 0; bit < 32; ++bit) {
+      if (!Words::is_used(bit)) continue;
+      float& p = scores(Words::row_of(bit), Words::column_of(word, bit));
+      if ((kept.words[word] >> bit & 1) == 0) p = 0.0f;
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90
