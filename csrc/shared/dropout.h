@@ -62,12 +62,17 @@ struct DropoutMask {
 
   // The eight decisions that (query, key) is one of.
   FAC_HOST_DEVICE constexpr PhiloxBlock block(int query, int key_index) const {
-    return philox(counter(query, key_index), key);
+    return philox({{key_word(key_index), query_word(query), stream, offset}}, key);
   }
-  FAC_HOST_DEVICE constexpr PhiloxBlock counter(int query, int key_index) const {
-    const auto i = static_cast<std::uint32_t>(query);
+
+  // Of the counter: which keys and which queries a block is for.
+  FAC_HOST_DEVICE static constexpr std::uint32_t key_word(int key_index) {
     const auto j = static_cast<std::uint32_t>(key_index);
-    return {{j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, stream, offset}};
+    return j / 16 * 4 + j % 8 / 2;
+  }
+  FAC_HOST_DEVICE static constexpr std::uint32_t query_word(int query) {
+    const auto i = static_cast<std::uint32_t>(query);
+    return i / 16 * 8 + i % 8;
   }
 
   // Decision number `lane` of a block: (query / 8 % 2) * 4 + (key / 8 % 2) * 2 + key % 2.

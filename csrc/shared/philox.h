@@ -24,15 +24,6 @@ FAC_HOST_DEVICE constexpr PhiloxKey next_philox_key(PhiloxKey key) {
   return {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u};
 }
 
-// A round, given the products of words 0 and 2 with their multipliers.
-FAC_HOST_DEVICE constexpr PhiloxBlock philox_round(const PhiloxBlock& block, PhiloxKey key,
-                                                   std::uint64_t first, std::uint64_t second) {
-  return {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
-           static_cast<std::uint32_t>(second),
-           static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
-           static_cast<std::uint32_t>(first)}};
-}
-
 inline constexpr int philox_rounds = 7;
 
 FAC_HOST_DEVICE constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key) {
@@ -43,7 +34,10 @@ FAC_HOST_DEVICE constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key)
   for (int round = 0; round < philox_rounds; ++round) {
     const std::uint64_t first = std::uint64_t{philox_first_multiplier} * block.words[0];
     const std::uint64_t second = std::uint64_t{philox_second_multiplier} * block.words[2];
-    block = philox_round(block, key, first, second);
+    block = {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
+              static_cast<std::uint32_t>(second),
+              static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
+              static_cast<std::uint32_t>(first)}};
     key = next_philox_key(key);
   }
   return block;

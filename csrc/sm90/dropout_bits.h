@@ -32,6 +32,21 @@ struct WordLayout {
   }
 };
 
+// How warps that draw for a consumer warpgroup share its words: each has one word of every thread
+// of the warps first_warp, first_warp + step, ...
+template <int kDrawingWarps, int kWords>
+struct WordShare {
+  static_assert(kDrawingWarps % kWords == 0 && 4 % (kDrawingWarps / kWords) == 0);
+  static constexpr int step = kDrawingWarps / kWords;
+
+  int word;
+  int first_warp;
+
+  FAC_HOST_DEVICE static constexpr WordShare of(int drawing_warp) {
+    return {.word = drawing_warp % kWords, .first_warp = drawing_warp / kWords};
+  }
+};
+
 // Of S^T, whose rows are keys, a thread holds keys (j, j + 8) and queries (i, i + 1) of every
 // eight: half of the block of query i and half of that of query i + 1. It draws a word for query
 // i + own, own = j % 2, and the thread of key j ^ 1, four lanes away, one for the other query. Of
@@ -141,18 +156,15 @@ struct ColumnRounds {
   std::uint64_t third;   // the product with word 0 in the third
 
   FAC_HOST_DEVICE static ColumnRounds of(const DropoutMask& mask, int key) {
-    PhiloxKey round_key = mask.key;
-    const PhiloxBlock counter = mask.counter(0, key);
-    const std::uint32_t stream_low =
-        low_word(wide_product(philox_second_multiplier, counter.words[2]));
-    const std::uint64_t column = wide_product(philox_first_multiplier, counter.words[0]);
-    const std::uint64_t product = wide_product(
-        philox_second_multiplier, high_word(column) ^ (counter.words[3] ^ round_key.high));
-    round_key = next_philox_key(round_key);
+    const PhiloxKey second_key = next_philox_key(mask.key);
+    const std::uint64_t stream = wide_product(philox_second_multiplier, mask.stream);
+    const std::uint64_t column = wide_product(philox_first_multiplier, DropoutMask::key_word(key));
+    const std::uint64_t product =
+        wide_product(philox_second_multiplier, high_word(column) ^ (mask.offset ^ mask.key.high));
     return {.first = low_word(column),
             .second = low_word(product),
             .third = wide_product(philox_first_multiplier,
-                                  high_word(product) ^ (stream_low ^ round_key.low))};
+                                  high_word(product) ^ (low_word(stream) ^ second_key.low))};
   }
 };
 
@@ -161,11 +173,10 @@ struct RowRounds {
   std::uint32_t third;   // and in the third
 
   FAC_HOST_DEVICE static RowRounds of(const DropoutMask& mask, int query) {
-    const PhiloxBlock counter = mask.counter(query, 0);
     const PhiloxKey second_key = next_philox_key(mask.key);
-    const std::uint64_t stream = wide_product(philox_second_multiplier, counter.words[2]);
-    const std::uint64_t row =
-        wide_product(philox_first_multiplier, high_word(stream) ^ mask.key.low ^ counter.words[1]);
+    const std::uint64_t stream = wide_product(philox_second_multiplier, mask.stream);
+    const std::uint64_t row = wide_product(
+        philox_first_multiplier, high_word(stream) ^ mask.key.low ^ DropoutMask::query_word(query));
     return {.second = high_word(row) ^ second_key.high,
             .third = low_word(row) ^ next_philox_key(second_key).high};
   }
@@ -183,8 +194,10 @@ FAC_HOST_DEVICE PhiloxBlock join_rounds(const DropoutMask& mask, const RowRounds
 #endif
   for (int round = 3; round < philox_rounds; ++round) {
     key = next_philox_key(key);
-    block = philox_round(block, key, wide_product(philox_first_multiplier, block.words[0]),
-                         wide_product(philox_second_multiplier, block.words[2]));
+    const std::uint64_t first = wide_product(philox_first_multiplier, block.words[0]);
+    const std::uint64_t second = wide_product(philox_second_multiplier, block.words[2]);
+    block = {{high_word(second) ^ block.words[1] ^ key.low, low_word(second),
+              high_word(first) ^ block.words[3] ^ key.high, low_word(first)}};
   }
   return block;
 }

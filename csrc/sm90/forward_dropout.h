@@ -22,17 +22,14 @@ CUTE_DEVICE void init_word_rings(typename Traits::SharedStorage& smem) {
   for (auto& ring : smem.dropout.ring) ring.init(4, Traits::drawing_warps);
 }
 
-// Warp number `drawer` of those that draw, for all tiles of the CTA: one word, 48 or 64 columns, of
-// every thread of a half or all of the warps of each consumer warpgroup. What depends on the
-// columns alone serves all of them.
+// By each of the drawing warps, for all tiles of the CTA. What depends on the columns alone serves
+// all warps and warpgroups that it draws for.
 template <class Traits>
 CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::SharedStorage& smem,
-                            int drawer) {
+                            int drawing_warp) {
   using Words = typename Traits::Words;
-  constexpr int warps_of_word = Traits::drawing_warps / Words::words;
-  static_assert(Traits::drawing_warps % Words::words == 0);
-  const int word = drawer % Words::words;
-  const int first_warp = drawer / Words::words;
+  using Share = WordShare<Traits::drawing_warps, Words::words>;
+  const auto share = Share::of(drawing_warp);
   const int lane = threadIdx.x % 32;
   ForwardParams const& params = args.params;
   const RngState rng = read_rng(params.dropout.rng);
@@ -56,17 +53,19 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
 
     CUTE_NO_UNROLL
     for (int block = range.end - 1; block >= range.begin; --block) {
-      const int first_key = block * Traits::block_n + word * Words::columns_per_word + lane % 4 * 2;
+      const int first_key =
+          block * Traits::block_n + share.word * Words::columns_per_word + lane % 4 * 2;
       const auto columns = WordColumns<Words::blocks_per_word>::of(mask, first_key);
       CUTE_NO_UNROLL
       for (int warpgroup = 0; warpgroup < Traits::consumers; ++warpgroup) {
         auto& ring = smem.dropout.ring[warpgroup];
-        std::uint32_t* target = smem.dropout.words[warpgroup][place.stage][word];
+        std::uint32_t* target = smem.dropout.words[warpgroup][place.stage][share.word];
         CUTE_NO_UNROLL
-        for (int warp = first_warp; warp < 4; warp += warps_of_word) {
+        for (int warp = share.first_warp; warp < 4; warp += Share::step) {
           const std::uint32_t kept =
               columns.draw(mask, threshold, first_query + 64 * warpgroup + 16 * warp);
-          if (warp == first_warp) wait_empty(ring, place);  // late: a word is drawn ahead of it
+          if (warp == share.first_warp)
+            wait_empty(ring, place);  // late: a word is drawn ahead of it
           target[32 * warp + lane] = kept;
         }
         __syncwarp();

@@ -252,6 +252,30 @@ TEST(words_of_bits_decide_about_every_pair_of_a_tile_once_and_as_the_formula_say
   }
 }
 
+template <int kDrawingWarps, int kWords>
+void check_shares() {
+  using Share = sm90::WordShare<kDrawingWarps, kWords>;
+  std::map<std::pair<int, int>, int> draws;  // of (word, warp)
+  for (int drawing_warp = 0; drawing_warp < kDrawingWarps; ++drawing_warp) {
+    const auto share = Share::of(drawing_warp);
+    for (int warp = share.first_warp; warp < 4; warp += Share::step) ++draws[{share.word, warp}];
+  }
+  for (int word = 0; word < kWords; ++word) {
+    for (int warp = 0; warp < 4; ++warp) {
+      const int count = draws[{word, warp}];
+      CHECK_EQ(count, 1);
+    }
+  }
+  CHECK_EQ(int(draws.size()), 4 * kWords);
+}
+
+TEST(drawing_warps_share_the_words_of_a_warpgroup) {
+  check_shares<2, 1>();
+  check_shares<2, 2>();
+  check_shares<4, 1>();
+  check_shares<4, 2>();
+}
+
 // A share of S^T, keys by queries: the two threads of neighbouring keys draw a word each and
 // exchange halves.
 TEST(words_of_transposed_tiles_are_exchanged_halves) {
