@@ -3,6 +3,8 @@
 // 3.2.2). Rotations are computed in fp32.
 //
 // A row is one position and head of k_new, v_new or q, shared by the lanes of a power of two.
+#include <algorithm>
+
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
 #include "shared/block_range.h"
@@ -131,10 +133,9 @@ __device__ Columns<Element, kVector> rotated(const AppendParams& params, const E
 // position: -1 for a copy.
 template <class Element, int kVector>
 __device__ void move_row(const AppendArguments& args, const Element* source, Element* target,
-                         int position, int lane) {
+                         int columns, int position, int lane) {
   const AppendParams& params = args.params;
-  for (int column = lane * kVector; column < params.shape.head_dim;
-       column += args.lanes_per_row * kVector) {
+  for (int column = lane * kVector; column < columns; column += args.lanes_per_row * kVector) {
     const bool rotates = position >= 0 && column < params.rotary_dim;
     *reinterpret_cast<Columns<Element, kVector>*>(target + column) =
         rotates ? rotated<Element, kVector>(params, source, column, position)
@@ -171,10 +172,12 @@ __device__ void append_row(const AppendArguments& args, std::int64_t index, bool
   if (!target.exists()) return;
   const TensorView& source_view = is_value ? params.v_new : params.k_new;
   const TensorView& target_view = is_value ? params.v_cache : params.k_cache;
+  const int columns = is_value ? params.shape.head_dim_v : params.shape.head_dim;
   const int position = is_value ? -1 : rotary_position(params, place.sequence, cache_row);
   move_row<Element, kVector>(
       args, row_of<const Element>(source_view, place.batch, place.row, head),
-      static_cast<Element*>(target_view.data) + target.offset(target_view, head), position, lane);
+      static_cast<Element*>(target_view.data) + target.offset(target_view, head), columns, position,
+      lane);
 }
 
 template <class Element, int kVector>
@@ -192,7 +195,7 @@ __device__ void rotate_query(const AppendArguments& args, std::int64_t index, in
   }
   move_row<Element, kVector>(args, row_of<const Element>(params.q, place.batch, place.row, head),
                              row_of<Element>(params.q_rotated, place.batch, place.row, head),
-                             position, lane);
+                             params.shape.head_dim, position, lane);
 }
 
 // A thread for every entry of cu_seqlens_k_new.
@@ -239,7 +242,9 @@ bool has_vector_rows(const TensorView& view) {
 // Whether 16 bytes of a row are whole pairs, and their partners 16 bytes as well.
 bool has_vectors(const AppendParams& params) {
   const int step = params.rotary_interleaved ? vector_elements : 2 * vector_elements;
-  if (params.shape.head_dim % vector_elements != 0) return false;
+  const AttentionShape& shape = params.shape;
+  if (shape.head_dim % vector_elements != 0 || shape.head_dim_v % vector_elements != 0)
+    return false;
   if (params.rotary_cos != nullptr && params.rotary_dim % step != 0) return false;
   for (const TensorView* view : {&params.k_new, &params.v_new, &params.k_cache, &params.v_cache,
                                  &params.q, &params.q_rotated}) {
@@ -257,8 +262,9 @@ void launch_append(const AppendParams& params, Stream stream) {
                                     : sequences * params.sequences.seqlen_k_new;
   const std::int64_t query_rows =
       params.sequences.cu_seqlens_q != nullptr ? params.total_q : sequences * shape.seqlen_q;
+  const int columns = std::max(shape.head_dim, shape.head_dim_v);
   int lanes = 1;
-  while (lanes < 32 && lanes * kVector < shape.head_dim) lanes *= 2;
+  while (lanes < 32 && lanes * kVector < columns) lanes *= 2;
   const AppendArguments arguments{
       .params = params,
       .key_rows = params.k_new.data == nullptr ? 0 : new_rows * shape.num_heads_k,

@@ -27,7 +27,7 @@ void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableReque
 inline constexpr int preprocess_threads = 256;
 constexpr int preprocess_lanes(const AttentionShape& shape, int tile_rows) {
   const auto of_row =
-      static_cast<int>(std::bit_ceil(static_cast<unsigned>(shape.head_dim + 7) / 8));
+      static_cast<int>(std::bit_ceil(static_cast<unsigned>(shape.head_dim_v + 7) / 8));
   return std::max(of_row, preprocess_threads / tile_rows);
 }
 constexpr int preprocess_blocks_per_tile(const AttentionShape& shape, int tile_rows) {

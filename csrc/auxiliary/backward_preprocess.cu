@@ -61,7 +61,7 @@ __device__ float output_dot(const PreprocessArguments& args, const Sequence& seq
                             int query, bool is_used, int lane) {
   float dot = 0.0f;
   const int column = lane * vector_elements;
-  if (is_used && column < args.params.shape.head_dim) {
+  if (is_used && column < args.params.shape.head_dim_v) {
     const auto load = [&](const TensorView& view) {
       return *reinterpret_cast<const Vector<Element>*>(
           static_cast<const Element*>(view.data) + sequence.batch_q * view.batch_stride +

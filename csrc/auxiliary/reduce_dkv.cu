@@ -14,27 +14,30 @@ struct ReduceArguments {
   AttentionShape shape;
   TensorView gradients[2];
   const float* partials[2];  // (splits, key_rows, num_heads_k, columns)
+  int columns[2];            // the instance's
+  int head_dims[2];          // the gradients', not more
   std::int64_t key_rows;     // over all sequences
   int splits;
-  int columns;
 };
 
 template <class Element>
 __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ ReduceArguments args) {
   const AttentionShape& shape = args.shape;
-  const int vectors_per_row = args.columns / vector_elements;
   const std::int64_t rows = args.key_rows * shape.num_heads_k;
   const std::int64_t index = std::int64_t(blockIdx.x) * threads + threadIdx.x;
-  const int which = index >= rows * vectors_per_row;
-  const std::int64_t vector = index - which * rows * vectors_per_row;
+  const std::int64_t first_of_dv = rows * (args.columns[0] / vector_elements);
+  const int which = index >= first_of_dv;
+  const int columns = args.columns[which];
+  const int vectors_per_row = columns / vector_elements;
+  const std::int64_t vector = index - which * first_of_dv;
   const std::int64_t row = vector / vectors_per_row;
   const int column = static_cast<int>(vector - row * vectors_per_row) * vector_elements;
-  if (row >= rows || column >= shape.head_dim) return;
+  if (row >= rows || column >= args.head_dims[which]) return;
 
   float sum[vector_elements] = {};
   for (int split = 0; split < args.splits; ++split) {
-    const float* source = args.partials[which] + (split * rows + row) * args.columns + column;
+    const float* source = args.partials[which] + (split * rows + row) * columns + column;
     for (int i = 0; i < vector_elements; ++i) sum[i] += source[i];
   }
   Vector<Element> result;
@@ -56,17 +59,18 @@ void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream s
   if (plan.dkdv_splits == 1) return;
   const AttentionShape& shape = params.shape;
   const char* workspace = static_cast<const char*>(params.workspace);
-  const int columns = plan.instance->config.head_dim;
+  const BackwardConfig& config = plan.instance->config;
   const ReduceArguments arguments{
       .shape = shape,
       .gradients = {params.dk, params.dv},
       .partials = {reinterpret_cast<const float*>(workspace + plan.dk_partial_offset),
                    reinterpret_cast<const float*>(workspace + plan.dv_partial_offset)},
+      .columns = {config.head_dim, config.head_dim_v},
+      .head_dims = {shape.head_dim, shape.head_dim_v},
       .key_rows = key_rows(params),
-      .splits = plan.dkdv_splits,
-      .columns = columns};
-  const std::int64_t vectors =
-      2 * arguments.key_rows * shape.num_heads_k * (columns / vector_elements);
+      .splits = plan.dkdv_splits};
+  const std::int64_t vectors = arguments.key_rows * shape.num_heads_k *
+                               ((config.head_dim + config.head_dim_v) / vector_elements);
   dispatch_dtype(params.dtype, [&](auto element) {
     launch_kernel<&reduce_kernel<decltype(element)>>((vectors + threads - 1) / threads, threads, 0,
                                                      stream, arguments);

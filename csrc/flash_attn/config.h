@@ -40,7 +40,8 @@ struct ForwardConfig {
   KernelFamily family;
   Dtype dtype;
   MaskKind mask;
-  int head_dim;  // the bucket: serves every head dim up to this one
+  int head_dim;    // the bucket: serves every head dim up to this one
+  int head_dim_v;  // the same of v and out; other than head_dim in rows of sm90 alone
   ForwardKind kind;
   int block_m;              // queries per tile; decode: rows, of queries and heads together
   int block_n;              // keys per step; decode: of one warp
@@ -54,6 +55,7 @@ struct BackwardConfig {
   Dtype dtype;
   MaskKind mask;
   int head_dim;
+  int head_dim_v;
   int block_m;    // queries per step
   int block_n;    // keys per tile
   int num_warps;  // sm90: those that hold dK and dV; eight more load and multiply dQ

@@ -10,8 +10,9 @@
 
 namespace flash_attn_cuda {
 
-// A (batch, seqlen, heads, head_dim) tensor; packed sequences are one batch entry, (1, total,
-// heads, head_dim). Of a paged cache, (pages, page_size, heads, head_dim).
+// A (batch, seqlen, heads, columns) tensor, whose columns are head_dim or, of values and outputs,
+// head_dim_v; packed sequences are one batch entry, (1, total, heads, columns). Of a paged cache,
+// (pages, page_size, heads, columns).
 struct TensorView {
   void* data = nullptr;
   std::int64_t batch_stride = 0;
@@ -37,7 +38,8 @@ struct AttentionShape {
   int num_heads_q = 0;
   int num_heads_k =
       0;  // divides num_heads_q; query head h reads key head h / (num_heads_q / num_heads_k)
-  int head_dim = 0;
+  int head_dim = 0;    // of q, k, dq and dk
+  int head_dim_v = 0;  // of v, out, dv and dout
 };
 
 // Where the sequences lie and how long they are, as far as device memory says it; null for what
@@ -233,7 +235,7 @@ struct AppendParams {
   SequenceParams sequences;  // cu_seqlens_q, seqused_k (before appending), kv_batch_idx,
                              // cu_seqlens_k_new or seqlen_k_new
   PagedKvParams paged;
-  TensorView k_new, v_new;  // (batch, seqlen_k_new, heads_k, head_dim) or packed; data null:
+  TensorView k_new, v_new;  // (batch, seqlen_k_new, heads_k, columns) or packed; data null:
                             // nothing to append
   TensorView k_cache, v_cache;
   TensorView q, q_rotated;           // data null: queries are not rotated

@@ -28,9 +28,11 @@ FeatureSet features_of(const BackwardParams& params) {
 
 void check_backward(const BackwardParams& params) {
   check_call(params.shape, params.score.softmax_scale);
-  if (params.shape.head_dim % 8 != 0) {
-    throw_error("head_dim must be a multiple of 8 in a backward, got ", params.shape.head_dim);
-  }
+  const auto check_multiple = [](const char* field, int value) {
+    if (value % 8 != 0) throw_error(field, " must be a multiple of 8 in a backward, got ", value);
+  };
+  check_multiple("head_dim", params.shape.head_dim);
+  check_multiple("head_dim_v", params.shape.head_dim_v);
   const SequenceParams& sequences = params.sequences;
   if ((sequences.cu_seqlens_q == nullptr) != (sequences.cu_seqlens_k == nullptr)) {
     throw_error("cu_seqlens_q and cu_seqlens_k must be given together, got ",
@@ -107,6 +109,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                       {.dtype = params.dtype,
                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
                        .head_dim = shape.head_dim,
+                       .head_dim_v = shape.head_dim_v,
                        .features = features_of(params),
                        .suits_sm90 = suits_sm90(params)},
                       device);
@@ -140,8 +143,9 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
           ? 1
           : choose_dkdv_splits(shape, grid_batches * std::int64_t{key_tiles}, device);
   const bool is_even = window.is_full() && !is_packed && params.sparsity.lists.data == nullptr;
-  const std::int64_t bytes_per_query = 2 * sizeof(std::uint16_t) * shape.head_dim +  // Q and dO
-                                       sizeof(float) * config.head_dim;  // the sum of dQ
+  const std::int64_t bytes_per_query =
+      sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
+      sizeof(float) * config.head_dim;                               // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
   plan.schedule =
       make_schedule({.num_tiles = key_tiles,
@@ -168,10 +172,9 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
         workspace.add_floats(std::int64_t{shape.num_heads_q} * plan.sink_shares);
   }
   if (plan.dkdv_splits > 1) {
-    const std::int64_t partial =
-        plan.dkdv_splits * key_rows(params) * shape.num_heads_k * config.head_dim;
-    plan.dk_partial_offset = workspace.add_floats(partial);
-    plan.dv_partial_offset = workspace.add_floats(partial);
+    const std::int64_t rows = plan.dkdv_splits * key_rows(params) * shape.num_heads_k;
+    plan.dk_partial_offset = workspace.add_floats(rows * config.head_dim);
+    plan.dv_partial_offset = workspace.add_floats(rows * config.head_dim_v);
   }
   plan.workspace_bytes = workspace.bytes();
   return plan;

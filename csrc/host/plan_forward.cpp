@@ -39,8 +39,9 @@ bool has_vector_rows(const TensorView& view) {
 }
 
 bool has_vector_rows(const ForwardParams& params) {
-  return params.shape.head_dim % 8 == 0 && has_vector_rows(params.q) && has_vector_rows(params.k) &&
-         has_vector_rows(params.v) && has_vector_rows(params.out);
+  return params.shape.head_dim % 8 == 0 && params.shape.head_dim_v % 8 == 0 &&
+         has_vector_rows(params.q) && has_vector_rows(params.k) && has_vector_rows(params.v) &&
+         has_vector_rows(params.out);
 }
 
 // Queries of the longest sequence, as far as the host knows.
@@ -85,6 +86,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
       .dtype = params.dtype,
       .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
       .head_dim = params.shape.head_dim,
+      .head_dim_v = params.shape.head_dim_v,
       .kind = ForwardKind::decode,
       .features = features_of(params),
       .causal_queries = window.right == Window::unbounded ? 0 : most_queries(params),
@@ -146,7 +148,7 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
   constexpr std::int64_t most_partial_bytes = 256 << 20;
   constexpr int most_useful = 32;
   const std::int64_t bytes = std::max<std::int64_t>(1, query_rows(params)) * shape.num_heads_q *
-                             (shape.head_dim + 1) * std::int64_t{sizeof(float)};
+                             (shape.head_dim_v + 1) * std::int64_t{sizeof(float)};
   const auto affordable =
       static_cast<int>(std::clamp<std::int64_t>(most_partial_bytes / bytes, 1, most_useful));
   return std::min(most, affordable);
@@ -187,13 +189,13 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   const bool is_even = window.is_full() && !is_packed && !is_sparse;
   const bool draws = is_sparse && config.family == KernelFamily::sm90;
   const int tiles_wanted = draws ? drawn_tiles_per_sm : tiles_per_sm;
-  constexpr std::int64_t bytes_per_key = 2 * sizeof(std::uint16_t);  // K and V, per column
+  const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,
                      .batch_size = is_packed ? 1 : shape.batch_size,
                      .num_heads = packs_heads ? shape.num_heads_k : shape.num_heads_q,
                      .heads_per_group = packs_heads ? 1 : group,
-                     .bytes_per_group = bytes_per_key * shape.seqlen_k * shape.head_dim,
+                     .bytes_per_group = bytes_per_key * shape.seqlen_k,
                      .min_tiles = is_even ? 0 : tiles_wanted * std::int64_t{device.num_sms},
                      .longest_first = longest_first && !is_packed},
                     device);
@@ -208,7 +210,7 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
     plan.keys_per_split = invariant_split_keys;
   if (plan.num_splits > 1) {
     const std::int64_t rows = query_rows(params) * shape.num_heads_q * plan.num_splits;
-    plan.out_partial_offset = workspace.add_floats(rows * shape.head_dim);
+    plan.out_partial_offset = workspace.add_floats(rows * shape.head_dim_v);
     plan.lse_partial_offset = workspace.add_floats(rows);
   }
   plan.workspace_bytes = workspace.bytes();

@@ -39,6 +39,7 @@ void check_call(const AttentionShape& shape, float softmax_scale) {
                 shape.num_heads_k);
   }
   check_range("head_dim", shape.head_dim, 1, max_grid);
+  check_range("head_dim_v", shape.head_dim_v, 1, max_grid);
   if (!std::isfinite(softmax_scale)) {
     throw_error("softmax_scale must be finite in fp32, got ", softmax_scale);
   }

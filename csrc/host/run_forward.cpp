@@ -13,7 +13,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
   const char* workspace = static_cast<const char*>(params.workspace);
   return {.out_dtype = params.dtype,
           .num_splits = plan.num_splits,
-          .head_dim = shape.head_dim,
+          .head_dim = shape.head_dim_v,
           .num_heads = shape.num_heads_q,
           .rows = query_rows(params),
           .out_partial = reinterpret_cast<const float*>(workspace + plan.out_partial_offset),

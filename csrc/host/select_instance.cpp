@@ -27,21 +27,34 @@ bool serves(const ForwardConfig& config, const KernelRequest& request) {
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 
+// Of the columns that TMA loads at a time (sm90/copy.h) some must exist.
+bool fills_boxes(int bucket, int head_dim) {
+  const int columns = bucket % 64 == 0 ? 64 : 32;
+  return bucket - head_dim < columns;
+}
+
+// A forward does without the values of whole boxes (sm90/forward_producer.h); a backward's dP is a
+// sum over them.
+bool has_values(const ForwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
+bool has_values(const BackwardConfig& config, const KernelRequest& request) {
+  return fills_boxes(config.head_dim_v, request.head_dim_v);
+}
+
 // What only rows of sm90 tell apart: those with lists walk nothing else, those with a bias always
-// load one, and of the columns that TMA loads at a time (sm90/copy.h) some must exist.
+// load one, and all must find what they load.
 template <class Config>
 bool suits(const Config& config, const KernelRequest& request) {
   if (config.family != KernelFamily::sm90) return true;
   const FeatureSet needed = config.features & (feature::block_sparse | feature::bias);
-  const int columns = config.head_dim % 64 == 0 ? 64 : 32;
-  return (request.features & needed) == needed && config.head_dim - request.head_dim < columns;
+  return (request.features & needed) == needed && fills_boxes(config.head_dim, request.head_dim) &&
+         has_values(config, request);
 }
 
 template <class Instance>
 bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
   const auto& config = instance.config;
   return serves(config, request) && config.dtype == request.dtype &&
-         config.head_dim >= request.head_dim &&
+         config.head_dim >= request.head_dim && config.head_dim_v >= request.head_dim_v &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
          (config.features & request.features) == request.features && suits(config, request) &&
          runs_on(config.family, device.compute_capability, request.suits_sm90) &&
@@ -58,8 +71,11 @@ template <class Instance>
   }
   if (names.empty()) names = "none";
   const int capability = device.compute_capability;
+  std::string head_dims = std::to_string(request.head_dim);
+  if (request.head_dim_v != request.head_dim)
+    head_dims += ", head_dim_v " + std::to_string(request.head_dim_v);
   throw_error("no compiled ", pass, " kernel covers dtype ", name_of(request.dtype), ", head_dim ",
-              request.head_dim, ", ", name_of(request.mask), " mask, features ",
+              head_dims, ", ", name_of(request.mask), " mask, features ",
               names_of(request.features), " on a device of compute capability ", capability / 10,
               ".", capability % 10, " with ", device.smem_per_block,
               " bytes of shared memory per block; compiled: ", names);

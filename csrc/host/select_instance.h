@@ -12,14 +12,15 @@ struct KernelRequest {
   Dtype dtype;
   MaskKind mask;
   int head_dim;
+  int head_dim_v;
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
   int causal_queries = 0;   // of the longest sequence, where a right bound makes tiles uneven
   bool suits_sm90 = false;  // TMA can move the tensors, and softmax_scale is not negative
 };
 
-// The first instance, in the order given, that has the dtype, a bucket at least as wide as
-// head_dim, a mask that covers the requested one (windowed covers full), every feature, and a
+// The first instance, in the order given, that has the dtype, buckets at least as wide as head_dim
+// and head_dim_v, a mask that covers the requested one (windowed covers full), every feature, and a
 // family and shared memory that the device can run on these tensors. Throws Error with the request
 // and the names of what there is when none does.
 const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,

@@ -99,6 +99,12 @@ TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& seq
           .head_dim = shape.head_dim};
 }
 
+TensorExtent output_extent(const AttentionShape& shape, const SequenceParams& sequences) {
+  TensorExtent extent = query_extent(shape, sequences);
+  extent.head_dim = shape.head_dim_v;
+  return extent;
+}
+
 TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences) {
   const bool is_packed = sequences.cu_seqlens_k != nullptr;
   const int entries = sequences.num_kv_batches > 0 ? sequences.num_kv_batches : shape.batch_size;
@@ -106,6 +112,12 @@ TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& seque
           .rows = shape.seqlen_k,
           .num_heads = shape.num_heads_k,
           .head_dim = shape.head_dim};
+}
+
+TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& sequences) {
+  TensorExtent extent = key_extent(shape, sequences);
+  extent.head_dim = shape.head_dim_v;
+  return extent;
 }
 
 bool tma_can_move(const TensorView& view, const TensorExtent& extent) {

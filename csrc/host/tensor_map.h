@@ -21,9 +21,11 @@ struct TensorExtent {
   int head_dim;
 };
 
-// Of q, and of k and v.
+// Of q, of out, of k, and of v, and so of their gradients.
 TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& sequences);
+TensorExtent output_extent(const AttentionShape& shape, const SequenceParams& sequences);
 TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences);
+TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& sequences);
 
 // Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below
 // 2^40 and, where there is a second element to step to, not 0.

@@ -29,7 +29,7 @@ struct BackwardArguments {
   int* additions;            // (num_heads_q, q_tiles): so far, to tiles of dq_accum; or null
   int* tickets;              // CTAs, or tiles, that have started
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
-  float* dv_partial;
+  float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
 };
 

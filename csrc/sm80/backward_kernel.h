@@ -155,9 +155,13 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     };
     return Sources{source(params.q), source(params.dout), q_tile_index(step) * block_m};
   };
-  auto load_queries = [&](TensorView const& view, auto const& source, Element* buffer) {
+  auto load_queries = [&](auto const& source, Element* buffer) {
     auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
-    Traits::QueryLoader::load(view, source, shape.head_dim, tile, thread);
+    Traits::QueryLoader::load(params.q, source, shape.head_dim, tile, thread);
+  };
+  auto load_dout = [&](auto const& source, Element* buffer) {
+    auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
+    Traits::QueryLoader::load(params.dout, source, shape.head_dim_v, tile, thread);
   };
   auto load_row_statistics = [&](int buffer, std::int64_t first_row) {
     constexpr int copies = block_m / 4;  // of 16 bytes, for each of the two arrays
@@ -194,8 +198,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     wait_for_loads();  // this step's tiles are here; the previous step's buffers are free
     if (!is_last) {
       const int other = (index + 1) % 2;
-      if (Traits::stages_q == 2) load_queries(params.q, sources.q, smem.q[other]);
-      if (Traits::stages_do == 2) load_queries(params.dout, sources.dout, smem.dout[other]);
+      if (Traits::stages_q == 2) load_queries(sources.q, smem.q[other]);
+      if (Traits::stages_do == 2) load_dout(sources.dout, smem.dout[other]);
       load_row_statistics(other, sources.first_row);
       commit_loads();
     }
@@ -312,8 +316,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     if (!is_last && (Traits::stages_q == 1 || Traits::stages_do == 1)) {
       const Sources after = sources_of(following);
       __syncthreads();  // the single buffers are read
-      if (Traits::stages_q == 1) load_queries(params.q, after.q, smem.q[0]);
-      if (Traits::stages_do == 1) load_queries(params.dout, after.dout, smem.dout[0]);
+      if (Traits::stages_q == 1) load_queries(after.q, smem.q[0]);
+      if (Traits::stages_do == 1) load_dout(after.dout, smem.dout[0]);
       commit_loads();
     }
   };
@@ -324,12 +328,12 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     const int row = sequence.row_k + key_begin;
     Traits::KeyLoader::load(params.k, sequence.batch_k, head_k, row, keys, shape.head_dim, sK,
                             thread);
-    Traits::KeyLoader::load(params.v, sequence.batch_k, head_k, row, keys, shape.head_dim, sV,
+    Traits::KeyLoader::load(params.v, sequence.batch_k, head_k, row, keys, shape.head_dim_v, sV,
                             thread);
     auto step = walk.first();
     const Sources sources = sources_of(step);
-    load_queries(params.q, sources.q, smem.q[0]);
-    load_queries(params.dout, sources.dout, smem.dout[0]);
+    load_queries(sources.q, smem.q[0]);
+    load_dout(sources.dout, smem.dout[0]);
     load_row_statistics(0, sources.first_row);
     commit_loads();
     for (int index = 0; index < steps; ++index) {
@@ -356,8 +360,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   __syncthreads();  // K and V are read, their buffers take dK and dV
   write_key_gradient<Traits>(params.dk, sequence, head_k, key_begin, shape.head_dim, tdKrdK, smem.k,
                              thread);
-  write_key_gradient<Traits>(params.dv, sequence, head_k, key_begin, shape.head_dim, tdVrdV, smem.v,
-                             thread);
+  write_key_gradient<Traits>(params.dv, sequence, head_k, key_begin, shape.head_dim_v, tdVrdV,
+                             smem.v, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -58,6 +58,7 @@ struct BackwardTraits {
   static_assert(warps_tile(config.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
   static_assert(warps_tile(config.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
   static_assert(warps_tile(config.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");
 };

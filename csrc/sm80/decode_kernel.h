@@ -172,6 +172,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
                              .errors = params.errors,
                              .head = work.head,
                              .head_dim = params.shape.head_dim,
+                             .head_dim_v = params.shape.head_dim_v,
                              .has_vector_rows = args.has_vector_rows,
                              .begin = span.begin,
                              .end = span.end};

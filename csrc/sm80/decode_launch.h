@@ -60,9 +60,9 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .scale_log2 = scales_scores ? log2e : std::fmax(std::fabs(scale) * log2e, FLT_MIN),
       .negate_q = !scales_scores && scale < 0.0f,
       .scales_scores = scales_scores,
-      .has_vector_rows = shape.head_dim % 8 == 0 && has_vector_rows(params.q) &&
-                         has_vector_rows(params.k) && has_vector_rows(params.v) &&
-                         has_vector_rows(params.out),
+      .has_vector_rows = shape.head_dim % 8 == 0 && shape.head_dim_v % 8 == 0 &&
+                         has_vector_rows(params.q) && has_vector_rows(params.k) &&
+                         has_vector_rows(params.v) && has_vector_rows(params.out),
       .lengths_decide = decide,
       .num_splits = plan.num_splits,
       .ctas_per_split = static_cast<int>(ctas_per_split),

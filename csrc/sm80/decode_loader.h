@@ -19,6 +19,7 @@ struct SliceLoader {
   DeviceErrors* errors;
   int head;
   int head_dim;
+  int head_dim_v;
   bool has_vector_rows;
   int begin;  // keys of this CTA: [begin, end); the others of a slice become zeros, unread
   int end;
@@ -86,9 +87,10 @@ struct SliceLoader {
         CUTE_UNROLL
         for (int column = 0; column < Traits::head_dim; column += atom_columns) {
           const bool exists = k_row >= 0 && lane_column + column < head_dim;
+          const bool exists_v = k_row >= 0 && lane_column + column < head_dim_v;
           Element* target = first + distance(row, column);
           copy_vector(k.data, k_row + lane_column + column, exists, target);
-          copy_vector(v.data, v_row + lane_column + column, exists,
+          copy_vector(v.data, v_row + lane_column + column, exists_v,
                       target + Traits::stage_elements / 2);
         }
       }
@@ -110,8 +112,9 @@ struct SliceLoader {
           const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, first + i);
           const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, first + i);
           const bool exists = k_row >= 0 && column < head_dim;
+          const bool exists_v = k_row >= 0 && column < head_dim_v;
           k_bits[i] = exists ? static_cast<const Bits*>(k.data)[k_row + column] : Bits{0};
-          v_bits[i] = exists ? static_cast<const Bits*>(v.data)[v_row + column] : Bits{0};
+          v_bits[i] = exists_v ? static_cast<const Bits*>(v.data)[v_row + column] : Bits{0};
         }
         CUTE_UNROLL
         for (int i = 0; i < rows_in_flight; ++i) {

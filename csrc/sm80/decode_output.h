@@ -151,13 +151,13 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
   using Element = typename Traits::Element;
   Sequence const& sequence = work.sequence;
   TensorView const& out = args.params.out;
-  const int head_dim = args.params.shape.head_dim;
+  const int head_dim_v = args.params.shape.head_dim_v;
   constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
   for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
     const int tile_row = i / chunks_per_row;
     const int column = i % chunks_per_row * OutputChunk::columns;
     const PackedRow row = packed_row<Traits>(args, work, tile_row);
-    if (row.query >= sequence.rows_q || column >= head_dim) continue;
+    if (row.query >= sequence.rows_q || column >= head_dim_v) continue;
 
     OutputChunk chunk{};
     float lse = -INFINITY;
@@ -176,12 +176,12 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
       }
     }
     if (column == 0) *lse_pointer(args, sequence, row, split) = lse;
-    const int count = head_dim - column;
+    const int count = head_dim_v - column;
     if (args.num_splits > 1) {
       if (lse == -INFINITY) continue;  // will not be read
       chunk.store_partial(
-          args.out_partial + partial_index(args, sequence, row, split) * head_dim + column, count,
-          head_dim % 4 == 0);
+          args.out_partial + partial_index(args, sequence, row, split) * head_dim_v + column, count,
+          head_dim_v % 4 == 0);
     } else {
       chunk.store(
           row_pointer<Element>(out, sequence.batch_q, row.head, sequence.row_q + row.query) +

@@ -29,7 +29,7 @@ struct DecodeArguments {
   int keys_per_split;         // 0: what the lengths ask for
   int resident_ctas;          // on the whole device
   std::int64_t partial_rows;  // per split: rows of q over all sequences
-  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim)
+  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
   float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
 };
 

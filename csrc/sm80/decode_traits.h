@@ -79,6 +79,7 @@ struct DecodeTraits {
   static_assert(block_m == 16, "one m16 atom");
   static_assert(slice % 16 == 0 && slice <= 32, "a lane looks up one key of a slice");
   static_assert(head_dim % 32 == 0);
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Element),
                 "O of a warp fits its stages");
 };

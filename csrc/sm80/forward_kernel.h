@@ -36,7 +36,7 @@ struct ForwardArguments {
   int ctas_per_split;
   int keys_per_split;         // 0: equal parts of what the tile sees
   std::int64_t partial_rows;  // per split: rows of q over all sequences
-  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim)
+  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
   float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
 };
 
@@ -92,11 +92,11 @@ CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& seq
     const std::int64_t index = (first_row + query) * shape.num_heads_q + head;
     if (get<1>(coords(row, 0)) == 0) args.lse_partial[index] = lse[row];
     if (lse[row] == -INFINITY) continue;  // will not be read
-    float* target = args.out_partial + index * shape.head_dim;
+    float* target = args.out_partial + index * shape.head_dim_v;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); col += 2) {
       const int column = get<1>(coords(row, col));
-      if (column < shape.head_dim) {
+      if (column < shape.head_dim_v) {
         *reinterpret_cast<float2*>(target + column) = {output(row, col), output(row, col + 1)};
       }
     }
@@ -148,7 +148,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   fragment_to_shared<Element>(tOrO, mma, sO, thread);
   __syncthreads();
   Traits::OutputWriter::store(params.out, sequence.batch_q, head, sequence.row_q + query_begin,
-                              rows, params.shape.head_dim, sO, thread);
+                              rows, params.shape.head_dim_v, sO, thread);
 }
 
 // What this CTA does, for all its threads.
@@ -228,19 +228,20 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   };
   [[maybe_unused]] const auto first_k = source_at(params.k, 0);
   [[maybe_unused]] const auto first_v = source_at(params.v, 0);
-  auto load_keys = [&](TensorView const& view, auto const& first, auto& tile, int block) {
+  auto load_keys = [&](TensorView const& view, int columns, auto const& first, auto& tile,
+                       int block) {
     const int key = block * block_n;
     if (Traits::has(feature::paged_kv) && params.paged.block_table != nullptr) {
       const KeyRows rows = KeyRows::of(params.paged, sequence);
-      Traits::KeyRowLoader::load(shape.head_dim, tile, thread, [&](int row) -> const Element* {
+      Traits::KeyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
         if (key + row >= sequence.seqlen_k) return nullptr;
         return rows.row<const Element>(view, head_k, key + row, params.errors);
       });
     } else if constexpr (Traits::keeps_pointers) {
       Traits::KeyLoader::load(view, {first.first + key * view.row_stride, first.rows - key},
-                              shape.head_dim, tile, thread);
+                              columns, tile, thread);
     } else {
-      Traits::KeyLoader::load(view, source_at(view, key), shape.head_dim, tile, thread);
+      Traits::KeyLoader::load(view, source_at(view, key), columns, tile, thread);
     }
     commit_loads();
   };
@@ -285,14 +286,14 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
-    load_keys(params.v, first_v, sV, block);
+    load_keys(params.v, shape.head_dim_v, first_v, sV, block);
     const int key_begin = block * block_n;
     auto tSrS = partition_fragment_C(mma, Shape<Int<block_m>, Int<block_n>>{});
     clear(tSrS);
     gemm(mma, tSrS, q, k);
 
     wait_for_loads();  // V(block) is here; K's buffer is free
-    if (position > range.begin) load_keys(params.k, first_k, sK, next_visit.block);
+    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::has_modifiers) {
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
-    load_keys(params.k, first_k, sK, visit.block);
+    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);

@@ -49,6 +49,7 @@ struct ForwardTraits {
 
   static_assert(block_m % (16 * config.num_warps) == 0, "every warp owns whole m16 atoms");
   static_assert(block_n % 16 == 0 && head_dim % 32 == 0);
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
 };
 
 }  // namespace flash_attn_cuda::sm80

@@ -125,7 +125,8 @@ Call random_call(std::mt19937& random) {
                              .seqlen_k = 1 + static_cast<int>(random() % 800),
                              .num_heads_q = 1,
                              .num_heads_k = 1,
-                             .head_dim = 64};
+                             .head_dim = 64,
+                             .head_dim_v = 64};
   return {.seqlen_q = shape.seqlen_q,
           .seqlen_k = shape.seqlen_k,
           .window = normalize_window({.left = bound(), .right = bound()}, shape)};

@@ -115,7 +115,8 @@ TEST(ranges_hold_what_is_visible_from_either_side) {
                                      .seqlen_k = seqlen_k,
                                      .num_heads_q = 1,
                                      .num_heads_k = 1,
-                                     .head_dim = 64};
+                                     .head_dim = 64,
+                                     .head_dim_v = 64};
           const Window window = normalize_window({.left = left, .right = right}, shape);
           const auto query_sees_key = [&](int query, int key) {
             const int diagonal = query + seqlen_k - seqlen_q;
@@ -147,7 +148,8 @@ TEST(the_longest_sequences_do_not_overflow) {
                              .seqlen_k = max_seqlen,
                              .num_heads_q = 1,
                              .num_heads_k = 1,
-                             .head_dim = 64};
+                             .head_dim = 64,
+                             .head_dim_v = 64};
   for (const int bound : {0, max_seqlen - 2, max_seqlen}) {
     for (const auto& [seqlen_q, seqlen_k] :
          {std::pair{max_seqlen, max_seqlen}, {1, max_seqlen}, {max_seqlen, 1}}) {

@@ -17,7 +17,8 @@ constexpr AttentionShape training{.batch_size = 4,
                                   .seqlen_k = 4096,
                                   .num_heads_q = 16,
                                   .num_heads_k = 16,
-                                  .head_dim = 128};
+                                  .head_dim = 128,
+                                  .head_dim_v = 128};
 
 BackwardPlan plan(const AttentionShape& shape, Window window = {},
                   const DeviceInfo& device = h200) {
@@ -81,7 +82,7 @@ TEST(a_section_holds_the_heads_whose_queries_fill_half_of_l2) {
   CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
   shape.seqlen_q = 65'536;
   CHECK_EQ(plan(shape).schedule.heads_per_section, 1);
-  shape.head_dim =
+  shape.head_dim = shape.head_dim_v =
       72;  // Q and dO shrink, the fp32 dQ stays at its bucket: 4096 * (4 * 72 + 4 * 128) = 3.1 MiB
   shape.seqlen_q = 4096;
   shape.num_heads_k = 16;
@@ -99,7 +100,8 @@ TEST(splits_are_the_fewest_that_fill_the_device_twice) {
                        .seqlen_k = 2048,
                        .num_heads_q = 64,
                        .num_heads_k = 4,
-                       .head_dim = 128};
+                       .head_dim = 128,
+                       .head_dim_v = 128};
   // 16 key tiles * 4 key heads = 64 CTAs; 2 * 132 wanted: 5 would do, the next divisor of 16 is 8.
   const BackwardPlan result = plan(shape);
   CHECK_EQ(result.dkdv_splits, 8);
@@ -123,7 +125,8 @@ TEST(without_grouped_heads_there_is_nothing_to_split) {
                        .seqlen_k = 128,
                        .num_heads_q = 2,
                        .num_heads_k = 2,
-                       .head_dim = 64};
+                       .head_dim = 64,
+                       .head_dim_v = 64};
   CHECK_EQ(plan(shape).dkdv_splits, 1);
 }
 
@@ -136,7 +139,8 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
                                    .seqlen_k = seqlen_k,
                                    .num_heads_q = group,
                                    .num_heads_k = 1,
-                                   .head_dim = 40};
+                                   .head_dim = 40,
+                                   .head_dim_v = 40};
         const BackwardPlan result = plan(shape);
         const int splits = result.dkdv_splits;
         CHECK_EQ(group % splits, 0);
@@ -152,7 +156,8 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
                  .seqlen_k = 4096,
                  .num_heads_q = 8,
                  .num_heads_k = 1,
-                 .head_dim = 64})
+                 .head_dim = 64,
+                 .head_dim_v = 64})
                .dkdv_splits,
            1);
 }
@@ -164,7 +169,8 @@ TEST(left_padding_rules_splits_out) {
                              .seqlen_k = 2048,
                              .num_heads_q = 64,
                              .num_heads_k = 4,
-                             .head_dim = 128};
+                             .head_dim = 128,
+                             .head_dim_v = 128};
   auto params = call<BackwardParams>(shape);
   CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
   params.sequences.seqused_k = &some_int;
@@ -203,9 +209,9 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
     }
     if (result.dkdv_splits > 1) {
       const std::size_t partial = sizeof(float) * result.dkdv_splits * shape.batch_size *
-                                  shape.num_heads_k * shape.seqlen_k * config.head_dim;
-      buffers.push_back({result.dk_partial_offset, partial});
-      buffers.push_back({result.dv_partial_offset, partial});
+                                  shape.num_heads_k * shape.seqlen_k;
+      buffers.push_back({result.dk_partial_offset, partial * config.head_dim});
+      buffers.push_back({result.dv_partial_offset, partial * config.head_dim_v});
     }
     check_workspace(buffers, result.workspace_bytes);
   };
@@ -218,7 +224,8 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
                                    .seqlen_k = seqlen,
                                    .num_heads_q = 9,
                                    .num_heads_k = num_heads_k,
-                                   .head_dim = head_dim};
+                                   .head_dim = head_dim,
+                                   .head_dim_v = head_dim};
         for (const bool deterministic : {false, true}) {
           for (const bool wants_dsink : {false, true}) {
             check(shape, deterministic, wants_dsink, backward_table());
@@ -228,6 +235,24 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
       }
     }
   }
+}
+
+TEST(partial_sums_of_dv_are_as_wide_as_the_row) {
+  BackwardInstance narrow = sm90_backward_instance("sm90_hd192_dv128", 192);
+  narrow.config.head_dim_v = 128;
+  const InstanceList<BackwardInstance> table({narrow});
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = 2048,
+                             .seqlen_k = 2048,
+                             .num_heads_q = 64,
+                             .num_heads_k = 2,
+                             .head_dim = 192,
+                             .head_dim_v = 128};
+  const BackwardPlan result = plan_backward(with_tensors(call<BackwardParams>(shape)), h200, table);
+  const std::size_t rows = std::size_t(result.dkdv_splits) * 2048 * 2;
+  CHECK(result.dkdv_splits > 1);
+  CHECK_EQ(result.dv_partial_offset - result.dk_partial_offset, rows * 192 * sizeof(float));
+  CHECK_EQ(result.workspace_bytes - result.dv_partial_offset, rows * 128 * sizeof(float));
 }
 
 TEST(query_tiles_are_counted_over_all_sequences) {
@@ -395,9 +420,13 @@ TEST(what_no_backward_can_compute_is_refused_by_name) {
     change(params);
     return plan_backward(params, h200, backward_table());
   };
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 59; }),
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = p.shape.head_dim_v = 59; }),
               "head_dim must be a multiple of 8 in a backward, got 59");
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "head_dim must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim_v = 59; }),
+              "head_dim_v must be a multiple of 8 in a backward, got 59");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = p.shape.head_dim_v = 0; }),
+              "head_dim must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim_v = 0; }), "head_dim_v must be from 1");
   CHECK_ERROR(with([](auto& p) { p.shape.seqlen_q = -1; }), "seqlen_q must be from 0");
   CHECK_ERROR(with([](auto& p) { p.sequences.cu_seqlens_q = &some_int; }),
               "cu_seqlens_q and cu_seqlens_k must be given together, got cu_seqlens_q alone");
@@ -450,7 +479,7 @@ TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
 TEST(tiles_are_those_of_the_sm90_row) {
   AttentionShape shape = training;
   const auto tiles_of = [&](int head_dim) {
-    shape.head_dim = head_dim;
+    shape.head_dim = shape.head_dim_v = head_dim;
     const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
     CHECK_EQ(result.instance->config.family, KernelFamily::sm90);
     return std::pair{result.schedule.num_tiles, result.q_tiles};

@@ -19,7 +19,8 @@ constexpr AttentionShape decoding{.batch_size = 4,
                                   .seqlen_k = 8192,
                                   .num_heads_q = 32,
                                   .num_heads_k = 8,
-                                  .head_dim = 128};
+                                  .head_dim = 128,
+                                  .head_dim_v = 128};
 
 ForwardParams cached_call(const AttentionShape& shape, Window window = {}) {
   auto params = call<ForwardParams>(shape, window);
@@ -138,10 +139,10 @@ TEST(any_head_dim_decodes) {
                                        {65, "hd128_decode"},
                                        {127, "hd128_decode"},
                                        {128, "hd128"}}) {
-    shape.head_dim = head_dim;
+    shape.head_dim = shape.head_dim_v = head_dim;
     CHECK_EQ(chosen(call<ForwardParams>(shape)), name);
   }
-  shape.head_dim = 129;
+  shape.head_dim = shape.head_dim_v = 129;
   CHECK_ERROR(plan(call<ForwardParams>(shape)), "no compiled decode kernel");
 }
 
@@ -281,6 +282,7 @@ TEST(partial_results_have_their_own_place_in_the_workspace) {
         for (const int num_splits : {2, 3, 64}) {
           AttentionShape shape = decoding;
           shape.head_dim = head_dim;
+          shape.head_dim_v = head_dim - 8;
           shape.seqlen_q = seqlen_q;
           auto params = is_packed ? packed_call<ForwardParams>(shape) : cached_call(shape);
           params.split.num_splits = num_splits;
@@ -289,8 +291,9 @@ TEST(partial_results_have_their_own_place_in_the_workspace) {
           CHECK_EQ(result.table.used, is_packed);
           const std::size_t rows =
               std::size_t{is_packed ? 1u : 4u} * seqlen_q * shape.num_heads_q * num_splits;
-          std::vector<Buffer> buffers{{result.out_partial_offset, rows * head_dim * sizeof(float)},
-                                      {result.lse_partial_offset, rows * sizeof(float)}};
+          std::vector<Buffer> buffers{
+              {result.out_partial_offset, rows * shape.head_dim_v * sizeof(float)},
+              {result.lse_partial_offset, rows * sizeof(float)}};
           if (is_packed) {
             buffers.push_back({result.table.offset, table_bytes(shape.batch_size, result.table)});
           }

@@ -16,7 +16,8 @@ constexpr AttentionShape training{.batch_size = 4,
                                   .seqlen_k = 4096,
                                   .num_heads_q = 16,
                                   .num_heads_k = 16,
-                                  .head_dim = 128};
+                                  .head_dim = 128,
+                                  .head_dim_v = 128};
 
 ForwardPlan plan(const AttentionShape& shape, Window window = {}, const DeviceInfo& device = h200) {
   return plan_forward(call<ForwardParams>(shape, window), device, forward_table());
@@ -143,10 +144,11 @@ TEST(a_call_no_kernel_can_compute_is_refused_by_name) {
   CHECK_ERROR(with([](auto& p) { p.shape.num_heads_k = 0; }), "num_heads_k must be from 1");
   CHECK_ERROR(with([](auto& p) { p.shape.num_heads_k = 5; }),
               "num_heads_k must divide num_heads_q (16), got 5");
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 59; }),
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = p.shape.head_dim_v = 59; }),
               "no compiled decode kernel covers dtype bf16, head_dim 59");
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 0; }), "head_dim must be from 1");
-  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = 136; }), "head_dim 136");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = p.shape.head_dim_v = 0; }),
+              "head_dim must be from 1");
+  CHECK_ERROR(with([](auto& p) { p.shape.head_dim = p.shape.head_dim_v = 136; }), "head_dim 136");
   CHECK_ERROR(with([](auto& p) { p.score.softmax_scale = std::nanf(""); }),
               "softmax_scale must be finite");
   CHECK_ERROR(with([](auto& p) { p.score.softmax_scale = INFINITY; }), "got inf");
@@ -266,7 +268,7 @@ TEST(features_choose_among_sm90_kernels_and_fall_back) {
 
 TEST(short_causal_calls_have_a_row_of_their_own) {
   AttentionShape shape = training;
-  shape.head_dim = 64;
+  shape.head_dim = shape.head_dim_v = 64;
   const auto chosen = [&](int seqlen_q, Window window) {
     shape.seqlen_q = seqlen_q;
     return sm90_chosen(nothing, shape, window);
@@ -281,7 +283,7 @@ TEST(short_causal_calls_have_a_row_of_their_own) {
 
 TEST(of_packed_sequences_the_bound_says_which_are_short) {
   AttentionShape shape = training;
-  shape.head_dim = 64;
+  shape.head_dim = shape.head_dim_v = 64;
   const auto chosen = [&](int total, int max_seqlen_q, Window window = causal) {
     shape.seqlen_q = total;
     auto params = with_tensors(packed_call<ForwardParams>(shape, window));

@@ -17,7 +17,8 @@ constexpr AttentionShape training{.batch_size = 4,
                                   .seqlen_k = 4096,
                                   .num_heads_q = 16,
                                   .num_heads_k = 16,
-                                  .head_dim = 128};
+                                  .head_dim = 128,
+                                  .head_dim_v = 128};
 
 ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
   return plan_forward(params, device, sm90_forward_table());

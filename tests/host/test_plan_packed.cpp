@@ -18,7 +18,8 @@ constexpr AttentionShape batch_of_8{.batch_size = 8,
                                     .seqlen_k = 12'000,
                                     .num_heads_q = 16,
                                     .num_heads_k = 4,
-                                    .head_dim = 128};
+                                    .head_dim = 128,
+                                    .head_dim_v = 128};
 
 ForwardPlan forward(const ForwardParams& params, const DeviceInfo& device = h200) {
   return plan_forward(params, device, complete_forward_table());
@@ -201,7 +202,7 @@ TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
         auto params = packed_call<BackwardParams>(batch_of_8);
         params.shape.batch_size = batch_size;
         params.shape.seqlen_q = params.shape.seqlen_k = total;
-        params.shape.head_dim = 40;
+        params.shape.head_dim = params.shape.head_dim_v = 40;
         params.deterministic = deterministic;
         const BackwardPlan plan = backward(params);
         const BackwardConfig& config = plan.instance->config;

@@ -37,7 +37,8 @@ constexpr AttentionShape shape{.batch_size = 2,
                                .seqlen_k = 64,
                                .num_heads_q = 8,
                                .num_heads_k = 1,
-                               .head_dim = 64};
+                               .head_dim = 64,
+                               .head_dim_v = 64};
 
 ForwardInstance noting(ForwardInstance instance) {
   instance.launch = [](const ForwardPlan&, const ForwardParams& params, Stream) {

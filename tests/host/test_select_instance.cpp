@@ -16,7 +16,7 @@ std::string selected(std::span<const ForwardInstance* const> instances,
 }
 
 KernelRequest request(int head_dim, MaskKind mask = MaskKind::full, Dtype dtype = Dtype::bf16) {
-  return {.dtype = dtype, .mask = mask, .head_dim = head_dim};
+  return {.dtype = dtype, .mask = mask, .head_dim = head_dim, .head_dim_v = head_dim};
 }
 
 }  // namespace
@@ -161,6 +161,74 @@ std::string selected_backward(const KernelRequest& needs, const DeviceInfo& devi
 }
 
 }  // namespace
+
+// Rows of which values have another head dim, before those whose have the same.
+InstanceList<ForwardInstance> narrow_forward_table() {
+  ForwardInstance narrow = sm90_instance("sm90_hd192_dv128", 192);
+  narrow.config.head_dim_v = 128;
+  return InstanceList<ForwardInstance>(
+      {sm90_instance("sm90_hd128", 128), narrow, sm90_instance("sm90_hd192", 192),
+       sm90_instance("sm90_hd192_dropout", 192, 128, 0, feature::dropout),
+       forward_instance("hd128", 128, MaskKind::windowed),
+       forward_instance("hd192", 192, MaskKind::windowed),
+       features_instance("hd192_dropout", 192, training_features)});
+}
+
+InstanceList<BackwardInstance> narrow_backward_table() {
+  BackwardInstance narrow = sm90_backward_instance("sm90_hd192_dv128", 192);
+  narrow.config.head_dim_v = 128;
+  return InstanceList<BackwardInstance>(
+      {sm90_backward_instance("sm90_hd128", 128), narrow, sm90_backward_instance("sm90_hd192", 192),
+       sm90_backward_instance("sm90_hd192_dropout", 192, 64, backward_features),
+       backward_instance("hd128", 128, MaskKind::windowed),
+       backward_instance("hd192", 192, MaskKind::windowed),
+       backward_instance("hd192_dropout", 192, MaskKind::windowed, 64, 64, backward_features)});
+}
+
+TEST(both_head_dims_choose_the_row) {
+  struct Case {
+    int head_dim;
+    int head_dim_v;
+    std::string forward;
+    std::string backward;
+  };
+  for (const Case& c :
+       {Case{192, 128, "sm90_hd192_dv128", "sm90_hd192_dv128"},
+        Case{136, 72, "sm90_hd192_dv128", "sm90_hd192_dv128"},
+        Case{192, 136, "sm90_hd192", "sm90_hd192"}, Case{192, 192, "sm90_hd192", "sm90_hd192"},
+        // A backward's dP is a sum over boxes, of which each must have a column.
+        Case{192, 64, "sm90_hd192_dv128", "hd192"}, Case{128, 64, "sm90_hd128", "hd128"},
+        Case{128, 72, "sm90_hd128", "sm90_hd128"},
+        // S is one as well.
+        Case{64, 128, "hd128", "hd128"}, Case{72, 128, "sm90_hd128", "sm90_hd128"},
+        Case{128, 192, "hd192", "hd192"}}) {
+    for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {
+      KernelRequest needs = request_with(0, c.head_dim, mask);
+      needs.head_dim_v = c.head_dim_v;
+      CHECK_EQ(selected(narrow_forward_table(), needs), c.forward);
+      CHECK_EQ(std::string(select_instance(narrow_backward_table(), needs, h200).name), c.backward);
+    }
+  }
+}
+
+TEST(rows_of_narrow_values_have_no_features) {
+  KernelRequest needs = request_with(feature::dropout, 192);
+  needs.head_dim_v = 128;
+  CHECK_EQ(selected(narrow_forward_table(), needs), "sm90_hd192_dropout");
+  CHECK_EQ(std::string(select_instance(narrow_backward_table(), needs, h200).name),
+           "hd192_dropout");
+  needs.features = feature::deterministic;
+  CHECK_EQ(std::string(select_instance(narrow_backward_table(), needs, h200).name),
+           "sm90_hd192_dv128");
+  needs.suits_sm90 = false;
+  CHECK_EQ(std::string(select_instance(narrow_backward_table(), needs, h200).name), "hd192");
+}
+
+TEST(an_error_names_the_head_dim_of_values_where_it_is_another) {
+  KernelRequest needs = request(64);
+  needs.head_dim_v = 200;
+  CHECK_ERROR(select_instance(forward_table(), needs, a100), "head_dim 64, head_dim_v 200, full");
+}
 
 TEST(lists_alone_have_sm90_rows) {
   for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {

@@ -20,7 +20,8 @@ constexpr AttentionShape shape_of_4{.batch_size = 4,
                                     .seqlen_k = 100,
                                     .num_heads_q = 6,
                                     .num_heads_k = 2,
-                                    .head_dim = 64};
+                                    .head_dim = 64,
+                                    .head_dim_v = 64};
 
 bool operator==(const DeviceErrors& a, const DeviceErrors& b) {
   return std::tie(a.check, a.index, a.value, a.limit) ==

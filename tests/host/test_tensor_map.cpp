@@ -288,7 +288,8 @@ TEST(packed_tensors_are_one_batch_entry) {
                              .seqlen_k = 300,
                              .num_heads_q = 8,
                              .num_heads_k = 2,
-                             .head_dim = 40};
+                             .head_dim = 40,
+                             .head_dim_v = 24};
   const auto check = [&](const ForwardParams& params, int batch_q, int batch_k) {
     const TensorExtent queries = query_extent(params.shape, params.sequences);
     CHECK_EQ(queries.batch_size, batch_q);
@@ -300,6 +301,16 @@ TEST(packed_tensors_are_one_batch_entry) {
     CHECK_EQ(keys.rows, 300);
     CHECK_EQ(keys.num_heads, 2);
     CHECK_EQ(keys.head_dim, 40);
+    const TensorExtent outputs = output_extent(params.shape, params.sequences);
+    CHECK_EQ(outputs.batch_size, batch_q);
+    CHECK_EQ(outputs.rows, 100);
+    CHECK_EQ(outputs.num_heads, 8);
+    CHECK_EQ(outputs.head_dim, 24);
+    const TensorExtent values = value_extent(params.shape, params.sequences);
+    CHECK_EQ(values.batch_size, batch_k);
+    CHECK_EQ(values.rows, 300);
+    CHECK_EQ(values.num_heads, 2);
+    CHECK_EQ(values.head_dim, 24);
   };
   auto params = call<ForwardParams>(shape);
   check(params, 7, 7);

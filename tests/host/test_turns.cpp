@@ -273,7 +273,8 @@ TEST(turns_are_used_when_asked_for_and_there_are_queries) {
                                     .seqlen_k = 100,
                                     .num_heads_q = 4,
                                     .num_heads_k = 2,
-                                    .head_dim = 64},
+                                    .head_dim = 64,
+                                    .head_dim_v = 64},
                                    left_alone, false);
   alignas(256) static char workspace[1];
   params.workspace = workspace;
@@ -301,7 +302,8 @@ TEST(dense_turns_follow_tickets_and_never_wait_for_a_later_one) {
                                    .seqlen_k = seqlen_k,
                                    .num_heads_q = 4,
                                    .num_heads_k = num_heads_k,
-                                   .head_dim = 64};
+                                   .head_dim = 64,
+                                   .head_dim_v = 64};
         const BackwardParams params = deterministic_call(shape, window, false);
         DeviceInfo device = h200;
         for (const std::int64_t l2_bytes : {std::int64_t{1}, h200.l2_bytes}) {
@@ -325,7 +327,8 @@ TEST(lengths_on_the_device_change_nothing_about_it) {
                              .seqlen_k = 250,
                              .num_heads_q = 2,
                              .num_heads_k = 1,
-                             .head_dim = 64};
+                             .head_dim = 64,
+                             .head_dim_v = 64};
   for (const Window& window : windows) {
     BackwardParams params = deterministic_call(shape, window, false);
     params.sequences.seqused_q = seqused_q;
@@ -346,7 +349,8 @@ TEST(packed_turns_follow_tickets_and_never_wait_for_a_later_one) {
     AttentionShape shape{.batch_size = static_cast<int>(lengths.size()),
                          .num_heads_q = 4,
                          .num_heads_k = 1 << random() % 3,
-                         .head_dim = 64};
+                         .head_dim = 64,
+                         .head_dim_v = 64};
     for (auto& [seqlen_q, seqlen_k] : lengths) {
       shape.seqlen_q += seqlen_q = static_cast<int>(random() % 200);
       shape.seqlen_k += seqlen_k = static_cast<int>(random() % 300);
@@ -371,7 +375,8 @@ TEST(key_tiles_follow_each_other_closely) {
                                .seqlen_k = 1024,
                                .num_heads_q = 1,
                                .num_heads_k = 1,
-                               .head_dim = 64};
+                               .head_dim = 64,
+                               .head_dim_v = 64};
     const BackwardParams params = deterministic_call(shape, window, false);
     const BackwardPlan plan = plan_backward(params, h200, small_tiles());
     const std::vector<Program> programs = programs_of(plan, params);

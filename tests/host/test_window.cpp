@@ -15,7 +15,8 @@ AttentionShape lengths(int seqlen_q, int seqlen_k) {
           .seqlen_k = seqlen_k,
           .num_heads_q = 1,
           .num_heads_k = 1,
-          .head_dim = 64};
+          .head_dim = 64,
+          .head_dim_v = 64};
 }
 
 bool is_visible(const Window& window, const AttentionShape& shape, int query, int key) {
