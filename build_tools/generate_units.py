@@ -35,7 +35,7 @@ class Unit:
     def name(self) -> str:
         first = self.rows[0]
         variant = f"_{first.variant}" if first.variant else ""
-        return f"{first.kernel_pass.name}_{first.family.value}_hd{first.head_dim}{variant}"
+        return f"{first.kernel_pass.name}_{first.family.value}_{first.head_dims}{variant}"
 
 
 def units_of(rows: Iterable[KernelRow]) -> list[Unit]:

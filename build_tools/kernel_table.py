@@ -2,8 +2,8 @@
 
 A row's fields are those of ``ForwardConfig`` and ``BackwardConfig`` in csrc/flash_attn/config.h, in
 their order; the compiled kernel and the host code that chooses it both read the row. Order is
-meaning: of the rows that cover a request the first one runs, so smaller head dims come before
-larger ones and ``full`` before ``windowed``.
+meaning: of the rows that cover a request the first one runs, so smaller head dims, of values too,
+come before larger ones and ``full`` before ``windowed``.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ NO_FEATURES = Feature(0)
 class KernelRow:
     """What the rows of both passes share.
 
-    ``allowed_spill_bytes`` is for resource_report alone; ``variant`` tells apart rows of one head
-    dim, by features or by the shared memory they need.
+    ``head_dim_v`` is that of values and outputs, None for ``head_dim``; ``allowed_spill_bytes`` is
+    for resource_report alone; ``variant`` tells apart rows of one head dim, by features or by the
+    shared memory they need.
     """
 
     kernel_pass: ClassVar[Pass]
@@ -76,6 +77,7 @@ class KernelRow:
     dtype: Dtype
     mask: Mask
     head_dim: int
+    head_dim_v: int | None = None
     allowed_spill_bytes: int = field(default=0, metadata={"compiled": False})
     variant: str = field(default="", metadata={"compiled": False})
 
@@ -85,7 +87,13 @@ class KernelRow:
         prefix = self.kernel_pass.value
         kind = f"{self.family.value}_{self.dtype.value}"
         variant = f"_{self.variant}" if self.variant else ""
-        return f"{prefix}_{kind}_hd{self.head_dim}_{self.mask.value}{variant}"
+        return f"{prefix}_{kind}_{self.head_dims}_{self.mask.value}{variant}"
+
+    @property
+    def head_dims(self) -> str:
+        """``hd128``, or ``hd192_dv128`` where values have another one."""
+        of_values = "" if self.head_dim_v is None else f"_dv{self.head_dim_v}"
+        return f"hd{self.head_dim}{of_values}"
 
     @property
     def tile(self) -> tuple[Any, ...]:
@@ -96,7 +104,9 @@ class KernelRow:
     def config(self) -> dict[str, Any]:
         """The compiled fields by name, in the order of the C++ struct."""
         compiled = [f.name for f in fields(self) if f.metadata.get("compiled", True)]
-        return {name: getattr(self, name) for name in compiled}
+        config = {name: getattr(self, name) for name in compiled}
+        config["head_dim_v"] = self.head_dim_v or self.head_dim
+        return config
 
     @property
     def launch_header(self) -> str:
@@ -289,6 +299,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_features(96, block_n=128),
     *sm90_forward(128, block_m=128, block_n=128),
     *sm90_features(128, block_n=128, allowed_spill_bytes=32),
+    # Multi-head latent attention's: O has the registers of head_dim 128.
+    *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
     *sm90_features(192, block_n=96, allowed_spill_bytes=72),
     *sm90_forward(256, block_m=128, block_n=64),
@@ -385,17 +397,24 @@ def sm80_masked_backward(
     return sm80_backward_variants(head_dim, {variant: MASKED}, {variant: spills}, **options)
 
 
-def sm90_masked_backward(
-    head_dim: int, variant: str, features: Feature, *, allowed_spill_bytes: int = 0
-) -> Iterator[BackwardRow]:
+def sm90_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
     return expand(
         BackwardRow,
         family=Family.sm90,
         masks=(Mask.windowed,),
         head_dim=head_dim,
+        num_warps=8,
+        **options,
+    )
+
+
+def sm90_masked_backward(
+    head_dim: int, variant: str, features: Feature, *, allowed_spill_bytes: int = 0
+) -> Iterator[BackwardRow]:
+    return sm90_backward(
+        head_dim,
         block_m=64,
         block_n=128,
-        num_warps=8,
         features=features,
         variant=variant,
         allowed_spill_bytes=allowed_spill_bytes,
@@ -429,14 +448,10 @@ def sm90_backward_rows(
         "dropout": (features_block_m, BACKWARD_DROPOUT),
     }
     for variant, (rows, features) in tiles.items():
-        yield from expand(
-            BackwardRow,
-            family=Family.sm90,
-            masks=(Mask.windowed,),
-            head_dim=head_dim,
+        yield from sm90_backward(
+            head_dim,
             block_m=rows,
             block_n=block_n,
-            num_warps=8,
             features=features,
             variant=variant,
             allowed_spill_bytes=spills.get(variant, 0),
@@ -449,6 +464,14 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
     *sm90_backward_rows(128, spills={"": 12, "dropout": 92}),
+    *sm90_backward(
+        192,
+        head_dim_v=128,
+        block_m=64,
+        block_n=64,
+        features=Feature.deterministic,
+        allowed_spill_bytes=4,
+    ),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
     *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=112),

@@ -54,7 +54,6 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
                                    typename Traits::SharedStorage& smem, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
-  constexpr int head_dim = Traits::head_dim;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
@@ -64,24 +63,24 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::ds_stages> ds_place;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages * parts)
-  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);    // (64, head_dim, key_stages * parts)
+  auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, ..)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
 
   typename Traits::ScoresMma scores_mma;
-  typename Traits::GradientMma gradient_mma;
+  typename Traits::KeyGradientMma dk_mma;
+  typename Traits::ValueGradientMma dv_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
-  auto gradient_share = gradient_mma.get_thread_slice(thread);
   auto tSrK = scores_share.partition_fragment_A(sK);
   auto tSrV = scores_share.partition_fragment_A(sV);
   auto tSrQ = scores_share.partition_fragment_B(sQ);
   auto tSrdO = scores_share.partition_fragment_B(sdO);
-  auto tGrQ = gradient_share.partition_fragment_B(transposed(sQ));
-  auto tGrdO = gradient_share.partition_fragment_B(transposed(sdO));
+  auto tGrQ = dk_mma.get_thread_slice(thread).partition_fragment_B(transposed(sQ));
+  auto tGrdO = dv_mma.get_thread_slice(thread).partition_fragment_B(transposed(sdO));
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
   auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
-  auto tGrdK = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
-  auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrdK = partition_fragment_C(dk_mma, Shape<_64, Int<Traits::head_dim>>{});
+  auto tGrdV = partition_fragment_C(dv_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
   auto own_weights = make_tensor_like<Element>(tGrP);
@@ -140,7 +139,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       wait_full(smem.dout_ring, dout_place);
       start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
                     tSrdO(_, _, _, dout_place.stage), tSrdP, false);
-      start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
@@ -151,7 +150,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         }
       });
 
-      start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
+      start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
       wait_products<1>(tGrdV);
       release(smem.dout_ring, dout_place);
       dout_place.advance();
@@ -187,18 +186,20 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
     if constexpr (!Traits::stores_tiles) {
-      write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
-      write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
+      write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
+                             item, key_begin, tGrdV, thread);
+      write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
+                             item, key_begin, tGrdK, thread);
     } else if (call.dkdv_splits > 1) {
       write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
       write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
     } else {
       if (thread == 0) wait_stores();
       sync_output(warpgroup);
-      store_gradient<Traits>(args.dv_map, item, key_begin, gradient_mma, tGrdV, smem.dv, warpgroup,
-                             thread);
-      store_gradient<Traits>(args.dk_map, item, key_begin, gradient_mma, tGrdK, smem.dk, warpgroup,
-                             thread);
+      store_gradient<Traits, typename Traits::ValueLayout>(args.dv_map, item, key_begin, dv_mma,
+                                                           tGrdV, smem.dv, warpgroup, thread);
+      store_gradient<Traits, typename Traits::KeyLayout>(args.dk_map, item, key_begin, dk_mma,
+                                                         tGrdK, smem.dk, warpgroup, thread);
     }
     __syncwarp();
     release(smem.work_ring, work_place);

@@ -16,22 +16,25 @@ template <class Tag>
 void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
   constexpr int columns = box_columns<Traits::head_dim>;
+  constexpr int columns_v = box_columns<Traits::head_dim_v>;
   const TensorExtent queries = query_extent(params.shape, params.sequences);
+  const TensorExtent outputs = output_extent(params.shape, params.sequences);
   const TensorExtent keys = key_extent(params.shape, params.sequences);
-  const auto query_map = [&](const TensorView& view) {
-    return make_tensor_map(view, params.dtype, queries, {Traits::block_m, columns});
-  };
+  const TensorExtent values = value_extent(params.shape, params.sequences);
   const auto key_map = [&](const TensorView& view) {
     return make_tensor_map(view, params.dtype, keys, {64, columns});
   };
+  const auto value_map = [&](const TensorView& view) {
+    return make_tensor_map(view, params.dtype, values, {64, columns_v});
+  };
   const std::int64_t num_tiles = plan.schedule.grid_size();
   BackwardKernelArguments arguments{
-      .q_map = query_map(params.q),
+      .q_map = make_tensor_map(params.q, params.dtype, queries, {Traits::block_m, columns}),
       .k_map = key_map(params.k),
-      .v_map = key_map(params.v),
-      .dout_map = query_map(params.dout),
+      .v_map = value_map(params.v),
+      .dout_map = make_tensor_map(params.dout, params.dtype, outputs, {Traits::block_m, columns_v}),
       .dk_map = key_map(params.dk),
-      .dv_map = key_map(params.dv),
+      .dv_map = value_map(params.dv),
       .bias_map = {},
       .dbias_map = {},
       .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),

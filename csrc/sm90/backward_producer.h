@@ -65,6 +65,7 @@ template <class Traits>
 struct BackwardProducer {
   static constexpr int block_m = Traits::block_m;
   static constexpr int head_dim = Traits::head_dim;
+  static constexpr int head_dim_v = Traits::head_dim_v;
 
   BackwardKernelArguments const& args;
   typename Traits::SharedStorage& smem;
@@ -102,7 +103,7 @@ struct BackwardProducer {
     Sequence const& sequence = item.work.sequence;
     wait_empty(smem.key_ring, key_place);
     std::uint64_t* full = &smem.key_ring.full[key_place.stage];
-    FullBarrier::arrive_and_expect_tx(full, 2 * Traits::key_bytes);
+    FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
     const int tile_key = item.work.tile * Traits::block_n;
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
@@ -110,16 +111,16 @@ struct BackwardProducer {
       const int key = tile_key + 64 * part < sequence.seqlen_k ? tile_key + 64 * part : tile_key;
       const RowSpan keys{sequence.batch_k, item.head_k, sequence.row_k + key,
                          sequence.seqlen_k - key};
-      const int place = Traits::part_tile(key_place.stage, part) * 64 * head_dim;
-      load_tile<64, head_dim>(args.k_map, full, smem.k + place, keys);
-      load_tile<64, head_dim>(args.v_map, full, smem.v + place, keys);
+      const int place = Traits::part_tile(key_place.stage, part) * 64;
+      load_tile<64, head_dim>(args.k_map, full, smem.k + place * head_dim, keys);
+      load_tile<64, head_dim_v>(args.v_map, full, smem.v + place * head_dim_v, keys);
     }
     key_place.advance();
   }
 
   // A tile of q or dout, and its rows of one statistic.
   // announce(stage): what the key warpgroups shall find with it, besides bytes of loads.
-  template <int kMoreBytes = 0, class Element, class Announce>
+  template <int kColumns, int kMoreBytes = 0, class Element, class Announce>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<Traits::stages>& ring,
                                 RingPlace<Traits::stages>& place, Element* tiles,
                                 RowSpan const& queries, float const* source, float (*rows)[block_m],
@@ -127,8 +128,9 @@ struct BackwardProducer {
     wait_empty(ring, place);
     announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
-    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes + Traits::row_bytes + kMoreBytes);
-    load_tile<block_m, head_dim>(map, full, tiles + place.stage * block_m * head_dim, queries);
+    constexpr int bytes = block_m * kColumns * int(sizeof(Element));
+    FullBarrier::arrive_and_expect_tx(full, bytes + Traits::row_bytes + kMoreBytes);
+    load_tile<block_m, kColumns>(map, full, tiles + place.stage * block_m * kColumns, queries);
     SM90_BULK_COPY_G2S::copy(source, full, rows[place.stage], Traits::row_bytes);
     place.advance();
   }
@@ -143,8 +145,8 @@ struct BackwardProducer {
     const std::int64_t row =
         (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
     const int stage = q_place.stage;
-    load_queries<Traits::bias_bytes>(args.q_map, smem.q_ring, q_place, smem.q, queries,
-                                     call.lse_log2 + row, smem.lse_log2, announce);
+    load_queries<head_dim, Traits::bias_bytes>(args.q_map, smem.q_ring, q_place, smem.q, queries,
+                                               call.lse_log2 + row, smem.lse_log2, announce);
     if constexpr (Traits::has_bias) {
       constexpr int block_n = Traits::block_n;
       BiasParams const& bias = call.params.score.bias;
@@ -152,8 +154,8 @@ struct BackwardProducer {
           args.bias_map, &smem.q_ring.full[stage], smem.bias + stage * block_m * block_n,
           PairBox::of(bias, item.work.tile * block_n, query, step.head, sequence.index), bias);
     }
-    load_queries(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
-                 call.softmax_d + row, smem.softmax_d, [](int) {});
+    load_queries<head_dim_v>(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
+                             call.softmax_d + row, smem.softmax_d, [](int) {});
   }
 
   CUTE_DEVICE void run() {

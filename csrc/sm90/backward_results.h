@@ -8,7 +8,7 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The first element of row `key` of a tile's sequence among the split's partial sums.
+// Which row of the split's partial sums is row `key` of a tile's sequence.
 template <class Traits>
 CUTE_DEVICE std::int64_t partial_row(BackwardArguments const& call, BackwardWorkItem const& item,
                                      int key) {
@@ -16,7 +16,7 @@ CUTE_DEVICE std::int64_t partial_row(BackwardArguments const& call, BackwardWork
   Sequence const& sequence = item.work.sequence;
   const std::int64_t row = item.split * call.partial_rows +
                            std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k + key;
-  return (row * shape.num_heads_k + item.head_k) * Traits::head_dim;
+  return row * shape.num_heads_k + item.head_k;
 }
 
 template <class Traits>
@@ -34,12 +34,13 @@ CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
                                BackwardWorkItem const& item, int key_begin,
                                Accumulator const& accumulator, int thread) {
   auto gradient = rows_cols_view(accumulator);
+  constexpr int columns = 4 * decltype(size<1>(gradient))::value;  // a quad shares a row
   const int lane = thread % 32;
   CUTE_UNROLL
   for (int i = 0; i < size<0>(gradient); ++i) {
     const int key = key_begin + thread / 32 * 16 + lane / 4 + 8 * i;
     if (key >= item.work.sequence.rows_k) continue;
-    float* sums = partial + partial_row<Traits>(call, item, key);
+    float* sums = partial + partial_row<Traits>(call, item, key) * columns;
     CUTE_UNROLL
     for (int column = 0; column < size<1>(gradient); column += 2) {
       *reinterpret_cast<float2*>(sums + column / 2 * 8 + lane % 4 * 2) = {gradient(i, column),
@@ -49,27 +50,28 @@ CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
 }
 
 // The same -> dk or dv, through `tiles`, shared memory of all key warpgroups.
-template <class Traits, class Mma, class Accumulator>
+template <class Traits, class Layout, class Mma, class Accumulator>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
                                 Mma const& mma, Accumulator const& accumulator,
                                 typename Traits::Element* tiles, int warpgroup, int thread) {
   using Element = typename Traits::Element;
-  constexpr int head_dim = Traits::head_dim;
+  constexpr int columns = decltype(size<1>(Layout{}))::value;
   Sequence const& sequence = item.work.sequence;
-  auto tile = smem_tile<typename Traits::KeyLayout>(tiles)(_, _, warpgroup);
+  auto tile = smem_tile<Layout>(tiles)(_, _, warpgroup);
   fragment_to_shared(mma, convert_fragment<Element>(accumulator), tile, thread);
   tma_store_fence();
   sync_output(warpgroup);
   const int rows = sequence.rows_k - key_begin;
   if (thread == 0 && rows > 0) {
-    store_tile<64, head_dim>(map, tiles + warpgroup * 64 * head_dim,
-                             {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
+    store_tile<64, columns>(map, tiles + warpgroup * 64 * columns,
+                            {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
   }
 }
 
-// The same -> dk or dv straight from registers, or, where the query heads are split, `partial`.
+// The same -> the columns of dk or dv straight from registers, or, where the query heads are split,
+// `partial`.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void write_gradient(TensorView const& view, float* partial,
+CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* partial,
                                 BackwardArguments const& call, BackwardWorkItem const& item,
                                 int key_begin, Accumulator const& accumulator, int thread) {
   if (call.dkdv_splits > 1) {
@@ -80,7 +82,7 @@ CUTE_DEVICE void write_gradient(TensorView const& view, float* partial,
       .first = gradient_row<Traits>(view, item, key_begin),
       .row_stride = view.row_stride,
       .rows = item.work.sequence.rows_k - key_begin,
-      .columns = call.params.shape.head_dim};
+      .columns = columns};
   write_rows(rows_cols_view(accumulator), target, thread);
 }
 
@@ -97,13 +99,16 @@ CUTE_DEVICE void clear_key_gradients(BackwardArguments const& call, BackwardWork
   const int key_end = min(key_begin + Traits::block_n, item.work.sequence.rows_k);
   for (int key = key_begin; key < key_end; ++key) {
     if (call.dkdv_splits > 1) {
+      constexpr int head_dim = Traits::head_dim;
+      constexpr int head_dim_v = Traits::head_dim_v;
       const std::int64_t row = partial_row<Traits>(call, item, key);
-      clear_row(call.dk_partial + row, Traits::head_dim * int(sizeof(float)));
-      clear_row(call.dv_partial + row, Traits::head_dim * int(sizeof(float)));
+      clear_row(call.dk_partial + row * head_dim, head_dim * int(sizeof(float)));
+      clear_row(call.dv_partial + row * head_dim_v, head_dim_v * int(sizeof(float)));
     } else {
-      const int bytes = params.shape.head_dim * int(sizeof(typename Traits::Element));
-      clear_row(gradient_row<Traits>(params.dk, item, key), bytes);
-      clear_row(gradient_row<Traits>(params.dv, item, key), bytes);
+      constexpr int element_bytes = int(sizeof(typename Traits::Element));
+      const AttentionShape& shape = params.shape;
+      clear_row(gradient_row<Traits>(params.dk, item, key), shape.head_dim * element_bytes);
+      clear_row(gradient_row<Traits>(params.dv, item, key), shape.head_dim_v * element_bytes);
     }
   }
 }

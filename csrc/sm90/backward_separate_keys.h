@@ -40,7 +40,6 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
                                      typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
-  constexpr int head_dim = Traits::head_dim;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
@@ -49,17 +48,17 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::stages> q_place, dout_place;
   RingPlace<Traits::ds_stages> weights_place;
 
-  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);        // (64, head_dim, key_stages)
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);         // (64, head_dim, key_stages)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);       // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
   typename Traits::ScoresMma scores_mma;
-  typename Traits::GradientMma gradient_mma;
+  typename Traits::ValueGradientMma gradient_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
   auto tSrK = scores_share.partition_fragment_A(sK);
   auto tSrQ = scores_share.partition_fragment_B(sQ);
   auto tGrdO = gradient_mma.get_thread_slice(thread).partition_fragment_B(transposed(sdO));
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
-  auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrdV = partition_fragment_C(gradient_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto own_weights = make_tensor_like<Element>(tGrP);
   auto& weights = weights_beside<Traits>(tGrP, own_weights);
@@ -115,7 +114,8 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
       CUTE_UNROLL
       for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
     }
-    write_gradient<Traits>(call.params.dv, call.dv_partial, call, item, key_begin, tGrdV, thread);
+    write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
+                           item, key_begin, tGrdV, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }
@@ -127,7 +127,6 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
                                         typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
-  constexpr int head_dim = Traits::head_dim;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
@@ -136,17 +135,17 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::stages> q_place, dout_place;
   RingPlace<Traits::ds_stages> weights_place, ds_place;
 
-  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);        // (64, head_dim, key_stages)
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);      // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);  // (block_m, head_dim, stages)
+  auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);       // (64, head_dim_v, key_stages)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);       // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
   typename Traits::ScoresMma scores_mma;
-  typename Traits::GradientMma gradient_mma;
+  typename Traits::KeyGradientMma gradient_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
   auto tSrV = scores_share.partition_fragment_A(sV);
   auto tSrdO = scores_share.partition_fragment_B(sdO);
   auto tGrQ = gradient_mma.get_thread_slice(thread).partition_fragment_B(transposed(sQ));
   auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
-  auto tGrdK = partition_fragment_C(gradient_mma, Shape<_64, Int<head_dim>>{});
+  auto tGrdK = partition_fragment_C(gradient_mma, Shape<_64, Int<Traits::head_dim>>{});
   auto weights = make_tensor_like<Element>(a_operand_view(tSrdP));
   auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
 
@@ -193,7 +192,8 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
 
     CUTE_UNROLL
     for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
-    write_gradient<Traits>(call.params.dk, call.dk_partial, call, item, key_begin, tGrdK, thread);
+    write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call, item,
+                           key_begin, tGrdK, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }

@@ -63,6 +63,7 @@ struct BackwardTraits {
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
+  static constexpr int head_dim_v = config.head_dim_v;
   static constexpr int key_warps = config.num_warps;  // those that hold dK and dV
   static constexpr int key_warpgroups = key_warps / 4;
   static constexpr int key_parts = block_n / 64;
@@ -103,14 +104,18 @@ struct BackwardTraits {
   // needs more where dK and dV take most of them, at the expense of dQ's columns.
   static constexpr int producer_registers = 32;
   static constexpr bool is_tight = is_sparse && head_dim == 128;
-  static constexpr int dq_registers = is_tight ? 48 : (head_dim == 96 ? 80 : 64);
+  static constexpr int dq_registers =
+      is_tight ? 48 : (head_dim == 96 || head_dim_v < head_dim ? 80 : 64);
   static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
-  using GradientMma = RegisterMma<Element, head_dim == 256 ? 128 : head_dim, block_m>;
+  template <int kColumns>
+  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, block_m>;
+  using KeyGradientMma = GradientMma<head_dim>;
+  using ValueGradientMma = GradientMma<head_dim_v>;
   // At a time, for its registers.
   static constexpr int dq_columns = head_dim % 64 == 0 && !is_tight ? 64 : 32;
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
@@ -119,8 +124,7 @@ struct BackwardTraits {
   static_assert(head_dim % dq_columns == 0);
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
-  static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
-  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int key_bytes = block_n * (head_dim + head_dim_v) * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
   // Of a buffer's tiles of 64 keys, that of a part in a stage.
@@ -135,10 +139,12 @@ struct BackwardTraits {
   // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
   // addresses: there dK and dV leave through shared memory of their own instead, while the next
   // tile begins, if there is room.
-  static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
+  static constexpr int key_stages = (head_dim == 64 || head_dim_v < head_dim) && !is_sparse ? 2 : 1;
   static constexpr bool stores_tiles = key_stages == 1 && head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
+  using ValueLayout = TileLayout<Element, 64, head_dim_v, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
+  using OutputLayout = TileLayout<Element, block_m, head_dim_v, stages>;  // of dO
   using ScoresLayout =
       std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
                          TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
@@ -150,13 +156,13 @@ struct BackwardTraits {
 
   struct SharedStorage {
     alignas(1024) Element k[key_stages * block_n * head_dim];
-    alignas(1024) Element v[key_stages * block_n * head_dim];
+    alignas(1024) Element v[key_stages * block_n * head_dim_v];
     alignas(1024) Element q[stages * block_m * head_dim];
-    alignas(1024) Element dout[stages * block_m * head_dim];
+    alignas(1024) Element dout[stages * block_m * head_dim_v];
     alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
     // dK and dV on their way out.
     alignas(tile_alignment(stores_tiles)) Element dk[stores_tiles ? block_n * head_dim : 8];
-    alignas(tile_alignment(stores_tiles)) Element dv[stores_tiles ? block_n * head_dim : 8];
+    alignas(tile_alignment(stores_tiles)) Element dv[stores_tiles ? block_n * head_dim_v : 8];
     alignas(tile_alignment(has_bias)) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];

@@ -55,26 +55,31 @@ struct RowSpan {
 };
 
 // Starts the load of a tile whose first row is span.row, by one thread. Rows beyond the span and
-// columns beyond the tensor become zeros and are not read; the barrier counts the whole tile.
+// columns beyond the tensor become zeros and are not read; the barrier counts the whole tile. A box
+// beyond last_box, the last one with a column of the tensor, gets that one's columns.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
-                           RowSpan const& span) {
+                           RowSpan const& span, int last_box = kColumns) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   const int rows = min(span.rows, kRows);
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
-    SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, column, kRows - rows,
+    const int first = column == 0 ? 0 : min(column, last_box);
+    SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, first, kRows - rows,
                            span.row + rows, span.head, span.batch);
   }
 }
 
 // Starts the store of the span's first kRows rows, by one thread, which may go on writing to the
-// tile after wait_stores. Rows beyond the span and columns beyond the tensor are left alone.
+// tile after wait_stores. Rows beyond the span and columns beyond the tensor are left alone, and so
+// are boxes beyond last_box.
 template <int kRows, int kColumns, class Element>
-CUTE_DEVICE void store_tile(CUtensorMap const& map, Element const* tile, RowSpan const& span) {
+CUTE_DEVICE void store_tile(CUtensorMap const& map, Element const* tile, RowSpan const& span,
+                            int last_box = kColumns) {
   const int rows = min(span.rows, kRows);
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
+    if (column > 0 && column > last_box) break;
     SM90_TMA_STORE_5D::copy(&map, tile + column * kRows, column, kRows - rows, span.row + rows,
                             span.head, span.batch);
   }

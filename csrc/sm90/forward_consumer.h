@@ -22,7 +22,6 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
                          int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_n = Traits::block_n;
-  constexpr int head_dim = Traits::head_dim;
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
   const Turns<Traits::consumers> turns{warpgroup};
@@ -34,7 +33,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
-  auto sV = transposed(smem_tile<typename Traits::KeyLayout>(smem.v));  // (head_dim, block_n, ..)
+  auto sV =
+      transposed(smem_tile<typename Traits::ValueLayout>(smem.v));  // (head_dim_v, block_n, ..)
 
   typename Traits::ScoresMma scores_mma;
   typename Traits::OutputMma output_mma;
@@ -44,7 +44,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tSrK = scores_share.partition_fragment_B(sK);  // (atom, n, k, stages)
   auto tOrV = output_share.partition_fragment_B(sV);  // (atom, n, k, stages)
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_n>>{});
-  auto tOrO = partition_fragment_C(output_mma, Shape<_64, Int<head_dim>>{});
+  auto tOrO = partition_fragment_C(output_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto scores = rows_cols_view(tSrS);
   auto output = rows_cols_view(tOrO);

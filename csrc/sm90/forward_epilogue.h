@@ -67,16 +67,17 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     tma_store_fence();
     sync_output(warpgroup);
     if (thread == 0 && query_begin < sequence.rows_q) {
-      store_tile<64, Traits::head_dim>(
-          args.out_map, smem.o + warpgroup * 64 * Traits::head_dim,
-          {sequence.batch_q, head, sequence.row_q + query_begin, sequence.rows_q - query_begin});
+      store_tile<64, Traits::head_dim_v>(
+          args.out_map, smem.o + warpgroup * 64 * Traits::head_dim_v,
+          {sequence.batch_q, head, sequence.row_q + query_begin, sequence.rows_q - query_begin},
+          args.last_v_box);
     }
   } else {
     const RowTarget<Element> target{
         .first = output_row<Element>(params, sequence, head, query_begin),
         .row_stride = params.out.row_stride,
         .rows = sequence.rows_q - query_begin,
-        .columns = params.shape.head_dim};
+        .columns = params.shape.head_dim_v};
     write_rows(output, target, thread);
   }
 }
@@ -91,7 +92,7 @@ CUTE_DEVICE void write_empty_output(ForwardArguments const& args, TileWork const
   const int query_end = min((work.tile + 1) * Traits::block_m, work.sequence.rows_q);
   for (int query = work.tile * Traits::block_m; query < query_end; ++query) {
     Element* row = output_row<Element>(params, work.sequence, work.head, query);
-    for (int column = lane * elements; column < params.shape.head_dim; column += 32 * elements) {
+    for (int column = lane * elements; column < params.shape.head_dim_v; column += 32 * elements) {
       *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
     }
     const bool attends = query < work.sequence.seqlen_q;

@@ -5,9 +5,9 @@
 // consumer warpgroups that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's
 // registers to them. Kernels with dropout have warps that draw its decisions for the consumers
 // (forward_dropout.h). Shared memory: Q block_m x head_dim, twice where there is room, so that the
-// next tile's is there in time; K and V block_n x head_dim in `stages` buffers each; O block_m x
-// head_dim where there is room; two places for tiles of work; for a bias two tiles block_m x
-// block_n (forward_traits.h).
+// next tile's is there in time; K block_n x head_dim and V block_n x head_dim_v in `stages` buffers
+// each; O block_m x head_dim_v where there is room; two places for tiles of work; for a bias two
+// tiles block_m x block_n (forward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

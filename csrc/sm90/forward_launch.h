@@ -17,21 +17,25 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   using Traits = ForwardTraits<Tag>;
   constexpr float log2e = 1.44269504088896f;
   constexpr int columns = box_columns<Traits::head_dim>;
+  constexpr int columns_v = box_columns<Traits::head_dim_v>;
   const AttentionShape& shape = params.shape;
-  const TensorExtent queries = query_extent(params.shape, params.sequences);
-  const TensorExtent keys = key_extent(params.shape, params.sequences);
+  const TensorExtent queries = query_extent(shape, params.sequences);
+  const TensorExtent keys = key_extent(shape, params.sequences);
+  const TensorExtent values = value_extent(shape, params.sequences);
+  const TensorExtent outputs = output_extent(shape, params.sequences);
   const bool scales_scores =
       (Traits::has_modifiers || Traits::has_bias) && has_score_modifiers(params.score);
   const std::int64_t num_tiles = plan.schedule.grid_size();
   ForwardArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
       .k_map = make_tensor_map(params.k, params.dtype, keys, {Traits::block_n, columns}),
-      .v_map = make_tensor_map(params.v, params.dtype, keys, {Traits::block_n, columns}),
-      .out_map = make_tensor_map(params.out, params.dtype, queries, {64, columns}),
+      .v_map = make_tensor_map(params.v, params.dtype, values, {Traits::block_n, columns_v}),
+      .out_map = make_tensor_map(params.out, params.dtype, outputs, {64, columns_v}),
       .bias_map = {},
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
+      .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
       .num_tiles = num_tiles,
       .tickets = reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset),
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.

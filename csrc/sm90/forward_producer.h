@@ -90,6 +90,7 @@ struct Producer {
   static constexpr int block_m = Traits::block_m;
   static constexpr int block_n = Traits::block_n;
   static constexpr int head_dim = Traits::head_dim;
+  static constexpr int head_dim_v = Traits::head_dim_v;
 
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
@@ -144,15 +145,16 @@ struct Producer {
   }
 
   // announce(stage): what the consumers shall find with the tile.
-  template <class Element, class Announce>
+  template <int kColumns, class Element, class Announce>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
                              RingPlace<Traits::stages>& place, Element* tiles, RowSpan const& keys,
-                             Announce announce) {
+                             int last_box, Announce announce) {
     wait_empty(ring, place);
     announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
-    FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
-    load_tile<block_n, head_dim>(map, full, tiles + place.stage * block_n * head_dim, keys);
+    FullBarrier::arrive_and_expect_tx(full, block_n * kColumns * int(sizeof(Element)));
+    load_tile<block_n, kColumns>(map, full, tiles + place.stage * block_n * kColumns, keys,
+                                 last_box);
     place.advance();
   }
 
@@ -167,7 +169,7 @@ struct Producer {
       visited = {block, visit.pieces, visits.window.is_interior(block)};
     }
     const RowSpan keys = keys_of(smem.work[tile].work, block);
-    load_keys(args.k_map, smem.k_ring, k_place, smem.k, keys, [&](int stage) {
+    load_keys<head_dim>(args.k_map, smem.k_ring, k_place, smem.k, keys, head_dim, [&](int stage) {
       if constexpr (Traits::is_sparse) smem.visited[stage] = visited;
     });
     if constexpr (Traits::has_bias) load_bias_tile(smem.work[tile].work, block);
@@ -186,8 +188,10 @@ struct Producer {
     bias_place.advance();
   }
 
+  // Columns of O that are made of what a box without values holds are not stored.
   CUTE_DEVICE void load_v(RowSpan const& values) {
-    load_keys(args.v_map, smem.v_ring, v_place, smem.v, values, [](int) {});
+    load_keys<head_dim_v>(args.v_map, smem.v_ring, v_place, smem.v, values, args.last_v_box,
+                          [](int) {});
   }
 
   CUTE_DEVICE void run() {

@@ -39,6 +39,7 @@ struct ForwardTraits {
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
+  static constexpr int head_dim_v = config.head_dim_v;
   static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
   static constexpr int consumer_warps = config.num_warps;
 
@@ -70,13 +71,15 @@ struct ForwardTraits {
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
-  using OutputMma = RegisterMma<Element, head_dim, block_n>;
+  using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
   static constexpr int rows_per_thread = 2;
 
   // As many buffers as fit; the next tile's queries get one before keys get a third, and a bias its
   // two before either.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
+  static constexpr int stage_bytes = key_bytes + value_bytes;
   static constexpr int smem_limit = 232448;   // of a block, on the only GPUs with wgmma
   static constexpr int smem_reserved = 2048;  // barriers and work
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
@@ -86,12 +89,13 @@ struct ForwardTraits {
   static constexpr int smem_for_tiles =
       smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
   static constexpr int q_stages =
-      2 * query_bytes + least_stages * 2 * key_bytes <= smem_for_tiles ? 2 : 1;
+      2 * query_bytes + least_stages * stage_bytes <= smem_for_tiles ? 2 : 1;
   static constexpr int stages =
-      std::min(most_stages, (smem_for_tiles - q_stages * query_bytes) / (2 * key_bytes));
+      std::min(most_stages, (smem_for_tiles - q_stages * query_bytes) / stage_bytes);
   // O goes through shared memory of its own where there is room.
+  static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
   static constexpr bool stores_tiles =
-      (q_stages + 1) * query_bytes + stages * 2 * key_bytes <= smem_for_tiles;
+      q_stages * query_bytes + stages * stage_bytes + output_bytes <= smem_for_tiles;
   static constexpr int work_stages = 2;  // the tile in hand and the next
 
   // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
@@ -107,14 +111,14 @@ struct ForwardTraits {
 
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
-
-  using OutputLayout = TileLayout<Element, 64, head_dim, consumers>;
+  using ValueLayout = TileLayout<Element, block_n, head_dim_v, stages>;
+  using OutputLayout = TileLayout<Element, 64, head_dim_v, consumers>;
 
   struct SharedStorage {
     alignas(1024) Element q[q_stages * block_m * head_dim];
     alignas(1024) Element k[stages * block_n * head_dim];
-    alignas(1024) Element v[stages * block_n * head_dim];
-    alignas(1024) Element o[stores_tiles ? block_m * head_dim : 8];
+    alignas(1024) Element v[stages * block_n * head_dim_v];
+    alignas(1024) Element o[stores_tiles ? block_m * head_dim_v : 8];
     alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
     Ring<q_stages> q_ring;
     Ring<stages> k_ring;

@@ -171,7 +171,7 @@ Results differentiable(AttentionCall& call, bool has_settings) {
   {
     const at::NoGradGuard no_grad;
     use_kernel_layout(call);
-    results.out = allocate(call.q.sizes(), call.q.scalar_type(), call.q);
+    results.out = allocate(output_sizes(call), call.q.scalar_type(), call.q);
     results.forward = run_forward_call(call, output_view(results.out));
   }
   if (requires_grad) {

@@ -16,8 +16,9 @@ namespace flash_attn_cuda::binding {
 
 std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArguments& given) {
   const at::Tensor& q = call.q;
-  check_like("dout", given.dout, q.sizes(), q.scalar_type(), q);
-  check_like("out", given.out, q.sizes(), q.scalar_type(), q);
+  const at::DimVector outputs = output_sizes(call);
+  check_like("dout", given.dout, outputs, q.scalar_type(), q);
+  check_like("out", given.out, outputs, q.scalar_type(), q);
   const std::int64_t packed_rows[] = {q.size(1), q.size(0)};
   const std::int64_t dense_rows[] = {q.size(0), q.dim() == 4 ? q.size(2) : 0, q.size(1)};
   const at::IntArrayRef rows =

@@ -36,10 +36,10 @@ struct MaskTensors {
   at::Tensor sink;  // fp32 (heads_q); of a backward, whose lse has it, where it has a gradient
 };
 
-// Dense: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim).
-// Packed, with cu_seqlens: (total_q, heads_q, head_dim) and (total_k, heads_k, head_dim). Paged,
-// with cache.block_table: k and v (num_pages, page_size, heads_k, head_dim), and cu_seqlens_k tells
-// lengths alone.
+// Dense: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim). Packed,
+// with cu_seqlens: (total_q, heads_q, head_dim) and (total_k, heads_k, head_dim). Paged, with
+// cache.block_table: k (num_pages, page_size, heads_k, head_dim), and cu_seqlens_k tells lengths
+// alone. v is like k, and what comes out like q, but for their last dimension, head_dim_v.
 struct AttentionCall {
   at::Tensor q, k, v;
   at::Tensor cu_seqlens_q, cu_seqlens_k;       // int32 (batch + 1)

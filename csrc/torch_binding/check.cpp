@@ -92,6 +92,13 @@ std::int64_t mask_tiles(std::int64_t seqlen) {
   return seqlen / mask_tile + (seqlen % mask_tile != 0);
 }
 
+void check_head_dim(const char* name, const char* dimension, std::int64_t size, bool any) {
+  TORCH_CHECK_VALUE(size >= 1 && size <= max_head_dim, name, ": last dimension (", dimension,
+                    ") must be from 1 to ", max_head_dim, ", got ", size);
+  TORCH_CHECK_VALUE(any || size % 8 == 0, name, ": last dimension (", dimension,
+                    ") must be a multiple of 8, got ", size);
+}
+
 bool has_contiguous_rows(const at::Tensor& tensor) {
   const std::int64_t last = tensor.dim() - 1;
   return (tensor.stride(last) == 1 || tensor.size(last) == 1) && !tensor.is_neg();
@@ -118,11 +125,7 @@ void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const std::int64_t heads_q = q.size(q_dims - 2);
   const std::int64_t heads_k = k.size(kv_dims - 2);
   const std::int64_t head_dim = q.size(q_dims - 1);
-  TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= max_head_dim,
-                    "q: last dimension (head_dim) must be from 1 to ", max_head_dim, ", got ",
-                    head_dim);
-  TORCH_CHECK_VALUE(layout.any_head_dim || head_dim % 8 == 0,
-                    "q: last dimension (head_dim) must be a multiple of 8, got ", head_dim);
+  check_head_dim("q", "head_dim", head_dim, layout.any_head_dim);
   TORCH_CHECK_VALUE(heads_q >= 1, "q: must have at least one head, got shape ", q.sizes());
   TORCH_CHECK_VALUE(heads_k >= 1, k_name, ": must have at least one head, got shape ", k.sizes());
   TORCH_CHECK_VALUE(heads_q % heads_k == 0, k_name, ": number of heads must divide that of q (",
@@ -134,8 +137,12 @@ void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   TORCH_CHECK_VALUE(k.size(kv_dims - 1) == head_dim, k_name,
                     ": last dimension (head_dim) must be that of q (", head_dim, "), got ",
                     k.size(kv_dims - 1));
-  TORCH_CHECK_VALUE(v.sizes() == k.sizes(), layout.v_name, ": must have the shape of ", k_name,
-                    ", ", k.sizes(), ", got ", v.sizes());
+  const auto rows_of = [](const at::Tensor& tensor) {
+    return tensor.sizes().slice(0, tensor.dim() - 1);
+  };
+  TORCH_CHECK_VALUE(rows_of(v) == rows_of(k), layout.v_name, ": must have the shape of ", k_name,
+                    " but for the last dimension, ", k.sizes(), ", got ", v.sizes());
+  check_head_dim(layout.v_name, "head_dim_v", v.size(kv_dims - 1), layout.any_head_dim);
 
   const int capability = device_info(q.get_device()).compute_capability;
   TORCH_CHECK(capability >= 80, "q: must be on a GPU of compute capability 8.0 or higher, got ",

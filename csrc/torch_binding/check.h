@@ -19,11 +19,11 @@ struct InputLayout {
   enum class Kv { dense, packed, paged, cache };
   bool packed_q = false;  // (total_q, heads_q, head_dim) instead of (batch, seqlen_q, ...)
   // dense (batch, seqlen_k, heads_k, head_dim), cache the same of any batch, packed (total_k,
-  // heads_k, head_dim), paged (num_pages, page_size, heads_k, head_dim).
+  // heads_k, head_dim), paged (num_pages, page_size, heads_k, head_dim); v with head_dim_v.
   Kv kv = Kv::dense;
   const char* k_name = "k";
   const char* v_name = "v";
-  bool any_head_dim = false;  // else a multiple of 8
+  bool any_head_dim = false;  // else multiples of 8
 };
 
 // What tensors that are made for pairs of queries and keys must fit.

@@ -55,8 +55,8 @@ Params params_of(const Request& request) {
   const AttentionShape& shape = request.shape;
   params.q = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
   params.k = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
-  params.v = params.k;
-  params.out = params.q;
+  params.v = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim_v);
+  params.out = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim_v);
   params.dtype = parse_dtype(request.dtype);
   params.shape = request.shape;
   params.window = checked_window(request.causal, request.window_left, request.window_right);
@@ -85,8 +85,9 @@ template <class Config>
 py::dict common_config(const Config& config) {
   return py::dict("family"_a = name_of(config.family), "dtype"_a = name_of(config.dtype),
                   "mask"_a = name_of(config.mask), "head_dim"_a = config.head_dim,
-                  "block_m"_a = config.block_m, "block_n"_a = config.block_n,
-                  "num_warps"_a = config.num_warps, "features"_a = config.features,
+                  "head_dim_v"_a = config.head_dim_v, "block_m"_a = config.block_m,
+                  "block_n"_a = config.block_n, "num_warps"_a = config.num_warps,
+                  "features"_a = config.features,
                   "feature_names"_a = flash_attn_cuda::names_of(config.features));
 }
 
@@ -141,13 +142,15 @@ py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size,
                          std::optional<int> device, std::int64_t window_left,
                          std::int64_t window_right, bool packed, double softcap, bool alibi,
                          double p_dropout, int page_size, bool lengths_on_device, int num_splits,
-                         bool batch_invariant, int max_seqlen_q, bool block_sparse, bool bias) {
+                         bool batch_invariant, int max_seqlen_q, bool block_sparse, bool bias,
+                         std::optional<int> head_dim_v) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
-                             .head_dim = head_dim};
+                             .head_dim = head_dim,
+                             .head_dim_v = head_dim_v.value_or(head_dim)};
   auto params = params_of<ForwardParams>({dtype, shape, causal, window_left, window_right, packed,
                                           softcap, alibi, p_dropout, block_sparse, bias});
   TORCH_CHECK_VALUE(page_size >= 0, "page_size: must not be negative, got ", page_size);
@@ -174,17 +177,21 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
                           int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
                           std::optional<int> device, std::int64_t window_left,
                           std::int64_t window_right, bool packed, double softcap, bool alibi,
-                          double p_dropout, bool deterministic, bool block_sparse, bool bias) {
+                          double p_dropout, bool deterministic, bool block_sparse, bool bias,
+                          std::optional<int> head_dim_v) {
   const AttentionShape shape{.batch_size = batch_size,
                              .seqlen_q = seqlen_q,
                              .seqlen_k = seqlen_k,
                              .num_heads_q = num_heads_q,
                              .num_heads_k = num_heads_k,
-                             .head_dim = head_dim};
+                             .head_dim = head_dim,
+                             .head_dim_v = head_dim_v.value_or(head_dim)};
   auto params = params_of<BackwardParams>({dtype, shape, causal, window_left, window_right, packed,
                                            softcap, alibi, p_dropout, block_sparse, bias});
-  params.dout = params.dq = params.q;
-  params.dk = params.dv = params.k;
+  params.dq = params.q;
+  params.dout = params.out;
+  params.dk = params.k;
+  params.dv = params.v;
   params.deterministic = deterministic;
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
   py::dict result = describe_plan(plan);

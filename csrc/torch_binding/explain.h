@@ -19,13 +19,14 @@ pybind11::dict explain_forward(const std::string& dtype, int head_dim, int batch
                                std::int64_t window_right, bool packed, double softcap, bool alibi,
                                double p_dropout, int page_size, bool lengths_on_device,
                                int num_splits, bool batch_invariant, int max_seqlen_q,
-                               bool block_sparse, bool bias);
+                               bool block_sparse, bool bias, std::optional<int> head_dim_v);
 
 pybind11::dict explain_backward(const std::string& dtype, int head_dim, int batch_size,
                                 int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_k,
                                 bool causal, std::optional<int> device, std::int64_t window_left,
                                 std::int64_t window_right, bool packed, double softcap, bool alibi,
-                                double p_dropout, bool deterministic, bool block_sparse, bool bias);
+                                double p_dropout, bool deterministic, bool block_sparse, bool bias,
+                                std::optional<int> head_dim_v);
 
 std::vector<std::string> forward_instance_names();
 std::vector<std::string> backward_instance_names();

@@ -35,7 +35,7 @@ at::Tensor probabilities_of(const ForwardParams& params, const ForwardResults& r
 std::vector<at::Tensor> run(AttentionCall call, const OptionalTensor& out,
                             const ForwardExtras& extras) {
   const at::NoGradGuard no_grad;
-  OutputTensor output("out", out, call.q.sizes(), call.q);
+  OutputTensor output("out", out, output_sizes(call), call.q);
   use_kernel_layout(call);
   ForwardResults results = run_forward_call(call, output.view(), extras);
   const auto or_empty = [&call](at::Tensor& tensor, at::ScalarType dtype) {

@@ -71,7 +71,7 @@ NewKeys checked_new_keys(const OptionalTensor& k, const OptionalTensor& v,
     check_like("k", *k, {batch, k->size(1), heads, head_dim}, q.scalar_type(), q);
     keys.length = k->size(1);
   }
-  check_like("v", *v, k->sizes(), q.scalar_type(), q);
+  check_like("v", *v, with_columns(k->sizes(), call.v.size(3)), q.scalar_type(), q);
   keys.k = with_kernel_layout(*k);
   keys.v = with_kernel_layout(*v);
   return keys;
@@ -251,7 +251,7 @@ std::vector<at::Tensor> fwd_kvcache(
   else
     call.cache.seqlen_k_new = static_cast<int>(keys.length);
 
-  OutputTensor output("out", out, q.sizes(), q);
+  OutputTensor output("out", out, output_sizes(call), q);
   call.q = with_kernel_layout(q);
   append(call, keys, rotary, lengths, capacity);
   ForwardResults results =

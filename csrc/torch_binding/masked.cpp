@@ -56,7 +56,7 @@ std::vector<at::Tensor> masked_fwd(const at::Tensor& q, const at::Tensor& k, con
                                      .window_right = window_right,
                                      .softcap = softcap});
   const at::NoGradGuard no_grad;
-  OutputTensor output("out", out, q.sizes(), q);
+  OutputTensor output("out", out, output_sizes(call), q);
   use_kernel_layout(call);
   ForwardResults results = run_forward_call(call, output.view());
   if (!results.rng_state.defined()) results.rng_state = allocate({0}, at::kLong, q);

@@ -207,6 +207,7 @@ void define_information(py::module& module) {
       "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. dtype is 'fp16'\n"
       "or 'bf16', device an index or None for the current one. packed: seqlen_q and seqlen_k are\n"
       "totals. page_size 0: not paged. block_sparse and bias: with lists of blocks, with a bias.\n"
+      "head_dim_v: of values, None for head_dim.\n"
       "RuntimeError where no compiled kernel serves the call.",
       py::arg("dtype"), py::arg("head_dim"), py::arg("batch_size"), py::arg("seqlen_q"),
       py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
@@ -214,7 +215,7 @@ void define_information(py::module& module) {
       py::arg("packed") = false, py::arg("softcap") = 0.0, py::arg("alibi") = false,
       py::arg("p_dropout") = 0.0, py::arg("page_size") = 0, py::arg("lengths_on_device") = false,
       py::arg("num_splits") = 1, py::arg("batch_invariant") = false, py::arg("max_seqlen_q") = 0,
-      py::arg("block_sparse") = false, py::arg("bias") = false);
+      py::arg("block_sparse") = false, py::arg("bias") = false, py::arg("head_dim_v") = py::none());
   module.def("explain_backward", torch::wrap_pybind_function(&binding::explain_backward),
              "As explain_forward, for the backward's main kernel, with dkdv_splits, q_tiles and\n"
              "seqlen_q_rounded.",
@@ -223,7 +224,8 @@ void define_information(py::module& module) {
              py::arg("device") = py::none(), py::arg("window_left") = -1,
              py::arg("window_right") = -1, py::arg("packed") = false, py::arg("softcap") = 0.0,
              py::arg("alibi") = false, py::arg("p_dropout") = 0.0, py::arg("deterministic") = false,
-             py::arg("block_sparse") = false, py::arg("bias") = false);
+             py::arg("block_sparse") = false, py::arg("bias") = false,
+             py::arg("head_dim_v") = py::none());
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),
@@ -239,9 +241,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() =
       "CUDA attention. Tensors are fp16 or bf16, (batch, seqlen, heads, head_dim), head_dim a "
       "multiple\n"
-      "of 8 up to 256; lengths and indices are int32. TypeError: a dtype; ValueError: a shape, a\n"
-      "device, a number; NotImplementedError: what is refused; RuntimeError: no kernel for the\n"
-      "call, or CUDA's own errors. No function but device_errors synchronises, unless\n"
+      "of 8 up to 256, of v, out and their gradients maybe another one; lengths and indices are\n"
+      "int32. TypeError: a dtype; ValueError: a shape, a device, a number; NotImplementedError: what\n"
+      "is refused; RuntimeError: no kernel for the call, or CUDA's own errors. No function but device_errors synchronises, unless\n"
       "FLASH_ATTN_CUDA_CHECK=1 asks that each call waits for the contents of lengths and indices\n"
       "to be checked (ValueError).";
   define_eager(module);

@@ -94,7 +94,18 @@ AttentionShape shape_of(const AttentionCall& call) {
           .seqlen_k = static_cast<int>(seqlen_k),
           .num_heads_q = static_cast<int>(call.q.size(q_rows + 1)),
           .num_heads_k = static_cast<int>(call.k.size(k_rows + 1)),
-          .head_dim = static_cast<int>(call.q.size(q_rows + 2))};
+          .head_dim = static_cast<int>(call.q.size(q_rows + 2)),
+          .head_dim_v = static_cast<int>(call.v.size(call.v.dim() - 1))};
+}
+
+at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns) {
+  at::DimVector result(sizes);
+  result.back() = columns;
+  return result;
+}
+
+at::DimVector output_sizes(const AttentionCall& call) {
+  return with_columns(call.q.sizes(), call.v.size(call.v.dim() - 1));
 }
 
 SequenceParams sequence_params(const AttentionCall& call) {

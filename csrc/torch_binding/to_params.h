@@ -1,6 +1,7 @@
 // From tensors to the kernel library's plain structs, and the allocation of what a call writes.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <optional>
@@ -12,6 +13,11 @@ namespace flash_attn_cuda::binding {
 
 Dtype dtype_of(const at::Tensor& q);
 AttentionShape shape_of(const AttentionCall& call);
+
+// The sizes with `columns` as the last one, and so those of the call's result.
+at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns);
+at::DimVector output_sizes(const AttentionCall& call);
+
 SequenceParams sequence_params(const AttentionCall& call);
 ScoreParams score_params(const AttentionCall& call);
 SparsityParams sparsity_params(const AttentionCall& call);
