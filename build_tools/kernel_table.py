@@ -105,8 +105,12 @@ class KernelRow:
         """The compiled fields by name, in the order of the C++ struct."""
         compiled = [f.name for f in fields(self) if f.metadata.get("compiled", True)]
         config = {name: getattr(self, name) for name in compiled}
-        config["head_dim_v"] = self.head_dim_v or self.head_dim
+        config["head_dim_v"] = self.value_dim
         return config
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def launch_header(self) -> str:

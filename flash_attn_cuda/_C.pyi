@@ -233,6 +233,7 @@ def explain_forward(
     max_seqlen_q: int = 0,
     block_sparse: bool = False,
     bias: bool = False,
+    head_dim_v: int | None = None,
 ) -> dict[str, Any]: ...
 def explain_backward(
     dtype: str,
@@ -253,6 +254,7 @@ def explain_backward(
     deterministic: bool = False,
     block_sparse: bool = False,
     bias: bool = False,
+    head_dim_v: int | None = None,
 ) -> dict[str, Any]: ...
 def forward_instances() -> list[str]: ...
 def backward_instances() -> list[str]: ...

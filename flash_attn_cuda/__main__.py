@@ -46,6 +46,7 @@ def explain(given: argparse.Namespace) -> int:
     call = {
         "dtype": given.dtype,
         "head_dim": given.head_dim,
+        "head_dim_v": given.head_dim_v,
         "batch_size": given.batch,
         "seqlen_q": given.seqlen_q,
         "seqlen_k": seqlen_k,
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     call = parser.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
     call.add_argument("--head-dim", type=int, default=128)
+    call.add_argument("--head-dim-v", type=int, help="of values (default: --head-dim)")
     call.add_argument("--batch", type=int, default=1)
     call.add_argument("--seqlen-q", type=int, default=4096, help="queries per sequence")
     call.add_argument("--seqlen-k", type=int, help="keys per sequence (default: --seqlen-q)")

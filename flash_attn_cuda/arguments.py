@@ -167,7 +167,13 @@ def default_scale(q: Tensor, softmax_scale: float | None) -> float:
 
 def pad_head_dim(x: Tensor) -> Tensor:
     """Zeros to a multiple of 8: they add nothing to a score, and their outputs are cut off."""
-    return pad(x, (0, -x.shape[-1] % 8))
+    padding = -x.shape[-1] % 8
+    return x if padding == 0 else pad(x, (0, padding))
+
+
+def needs_padding(q: Tensor, v: Tensor) -> bool:
+    """Whether the training kernels cannot read q and k, or v, as they are."""
+    return q.shape[-1] % 8 != 0 or v.shape[-1] % 8 != 0
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ class CompiledRow:
     dtype: str  # "fp16" or "bf16"
     mask: str  # "full" or "windowed"
     head_dim: int  # serves every head dim up to this one
+    head_dim_v: int  # the same of values and outputs
     config: dict[str, Any]  # tile sizes and what else the table says
 
     @property
@@ -111,6 +112,7 @@ def _row(instance: dict[str, Any]) -> CompiledRow:
         dtype=config.pop("dtype"),
         mask=config.pop("mask"),
         head_dim=int(config.pop("head_dim")),
+        head_dim_v=int(config.pop("head_dim_v")),
         config=config,
     )
 
@@ -188,7 +190,7 @@ def _describe_devices() -> list[str]:
 
 
 def _describe_rows() -> list[str]:
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for row in compiled_rows():
         parts = [row.dtype, row.mask]
         if row.kind == "decode":
@@ -196,9 +198,10 @@ def _describe_rows() -> list[str]:
         elif "softcap" in row.features:
             parts.append("features")
         head_dims = groups.setdefault((row.pass_name, row.family, " ".join(parts)), [])
-        head_dims.append(row.head_dim)
+        head_dims.append((row.head_dim, row.head_dim_v))
     lines = [f"kernels          {len(compiled_rows())}"]
     for (pass_name, family, kind), head_dims in groups.items():
-        dims = ", ".join(str(head_dim) for head_dim in sorted(set(head_dims)))
+        pairs = sorted(set(head_dims))
+        dims = ", ".join(f"{of_q}" if of_q == of_v else f"{of_q}/{of_v}" for of_q, of_v in pairs)
         lines.append(f"  {pass_name:8} {family} {kind:22} head dims {dims}")
     return lines

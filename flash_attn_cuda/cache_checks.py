@@ -132,18 +132,21 @@ def _check_new_keys(call: CacheArguments, batch: int) -> None:
         raise ValueError("cache_seqlens: must be given with k, got None")
     is_packed = call.cu_seqlens_k_new is not None
     layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
-    heads, head_dim = call.k_cache.shape[-2:]
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
+        heads, head_dim = cache.shape[-2:]
         check_tensor(name, tensor)
         check_device_and_dtype(name, tensor, q)
         dims = layout.count(",") + 1
         if tensor.dim() != dims or tensor.shape[-2] != heads or tensor.shape[-1] != head_dim:
             raise ValueError(
-                f"{name}: must have shape {layout} with the heads and head_dim of k_cache "
+                f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
                 f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
             )
-    if v.shape != k.shape:
-        raise ValueError(f"v: must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v: must have the shape of k but for the last dimension, {tuple(k.shape)}, "
+            f"got {tuple(v.shape)}"
+        )
     if is_packed:
         check_cu_seqlens("cu_seqlens_k_new", call.cu_seqlens_k_new, q)
         check_optional("cu_seqlens_k_new", call.cu_seqlens_k_new, (batch + 1,), q)

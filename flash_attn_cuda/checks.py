@@ -50,7 +50,8 @@ def check_attention_inputs(
 def check_qkv(q: Any, k: Any, v: Any, names: Names, q_layout: str, k_layout: str) -> None:
     """Raise unless the tensors have these layouts, one device, one dtype and heads that fit.
 
-    A layout is the names of the dimensions, which end in heads and head_dim.
+    A layout is the names of the dimensions, which end in heads and head_dim; v may have another
+    head_dim than q and k.
     """
     q_name, k_name, v_name = names
     for name, tensor, layout in zip(names, (q, k, v), (q_layout, k_layout, k_layout), strict=True):
@@ -58,10 +59,7 @@ def check_qkv(q: Any, k: Any, v: Any, names: Names, q_layout: str, k_layout: str
         check_device_and_dtype(name, tensor, q, q_name)
     heads_q, head_dim = q.shape[-2:]
     heads_k = k.shape[-2]
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{q_name}: last dimension (head_dim) must be from 1 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    _check_head_dim(q_name, "head_dim", head_dim)
     if heads_q < 1:
         raise ValueError(f"{q_name}: must have at least one head, got shape {tuple(q.shape)}")
     if heads_k < 1:
@@ -75,10 +73,17 @@ def check_qkv(q: Any, k: Any, v: Any, names: Names, q_layout: str, k_layout: str
             f"{k_name}: last dimension (head_dim) must be that of {q_name} ({head_dim}), "
             f"got {k.shape[-1]}"
         )
-    if v.shape != k.shape:
+    if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
-            f"{v_name}: must have the shape of {k_name}, {tuple(k.shape)}, got {tuple(v.shape)}"
+            f"{v_name}: must have the shape of {k_name} but for the last dimension, "
+            f"{tuple(k.shape)}, got {tuple(v.shape)}"
         )
+    _check_head_dim(v_name, "head_dim_v", v.shape[-1])
+
+
+def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """The shape of out: that of q, with the head dim of v."""
+    return *q.shape[:-1], v.shape[-1]
 
 
 def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
@@ -164,11 +169,11 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
 
 
 def check_backward_tensors(
-    dout: Any, out: Any, softmax_lse: Any, dlse: Any, q: Tensor, lse_shape: Sequence[int]
+    dout: Any, out: Any, softmax_lse: Any, dlse: Any, q: Tensor, v: Tensor, lse_shape: Sequence[int]
 ) -> None:
-    """Raise unless these are outputs of one call on q and their gradients."""
-    check_like("dout", dout, q.shape, q.dtype, q)
-    check_like("out", out, q.shape, q.dtype, q)
+    """Raise unless these are outputs of one call on q and v and their gradients."""
+    check_like("dout", dout, output_shape(q, v), q.dtype, q)
+    check_like("out", out, output_shape(q, v), q.dtype, q)
     check_like("softmax_lse", softmax_lse, lse_shape, lse_dtype(q.dtype), q)
     if dlse is not None:
         check_like("dlse", dlse, lse_shape, lse_dtype(q.dtype), q)
@@ -189,12 +194,14 @@ def check_like(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype,
         raise ValueError(f"{name}: must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
-def check_cuda_head_dim(q: Tensor) -> None:
-    """Raise unless the kernels can read q as it is; the public functions pad other head dims."""
-    if q.is_cuda and q.shape[-1] % 8 != 0:
-        raise ValueError(
-            f"q: last dimension (head_dim) must be a multiple of 8 on CUDA, got {q.shape[-1]}"
-        )
+def check_cuda_head_dims(q: Tensor, v: Tensor) -> None:
+    """Raise unless the kernels can read q and v as they are; the public functions pad others."""
+    for name, dimension, x in (("q", "head_dim", q), ("v", "head_dim_v", v)):
+        if x.is_cuda and x.shape[-1] % 8 != 0:
+            raise ValueError(
+                f"{name}: last dimension ({dimension}) must be a multiple of 8 on CUDA, "
+                f"got {x.shape[-1]}"
+            )
 
 
 def check_packed(name: str, tensor: Any, layout: str, packed: int) -> None:
@@ -229,6 +236,13 @@ def _check_place(name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor) -> No
         raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+
+
+def _check_head_dim(name: str, dimension: str, size: int) -> None:
+    if not 1 <= size <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name}: last dimension ({dimension}) must be from 1 to {MAX_HEAD_DIM}, got {size}"
+        )
 
 
 def _check_data(name: str, tensor: Any, layout: str) -> None:

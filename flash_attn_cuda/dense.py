@@ -18,6 +18,7 @@ from .arguments import (
     default_scale,
     is_plain_cuda_call,
     make_options,
+    needs_padding,
     pad_head_dim,
 )
 from .checks import (
@@ -65,7 +66,7 @@ def flash_attn_func(
             fp32 and fp64 on the CPU. Any strides. On CUDA, tensors whose rows do not start on
             16-byte boundaries, and a head_dim that is not a multiple of 8, cost a copy.
         k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
-        v: (batch, seqlen_k, heads_k, head_dim).
+        v: (batch, seqlen_k, heads_k, head_dim_v), head_dim_v from 1 to 256, mostly that of q and k.
         dropout_p: probability in [0, 1), to 2 ** -16, of dropping an attention weight; the others
             are scaled so that the expectation stays. Random numbers come from torch's default
             generator of the device; the mask is a function of the call's (seed, offset), batch,
@@ -93,7 +94,7 @@ def flash_attn_func(
             the head, and so softmax_lse. Differentiable.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) in q's dtype, or (out, softmax_lse, S_dmask):
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
         softmax_lse (batch, heads_q, seqlen_q) is the natural logarithm of the softmax's
         denominator, in fp32 (fp64 for fp64 inputs). S_dmask is empty without dropout; with it,
         (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, it holds the probabilities before
@@ -189,13 +190,12 @@ def _attend_by_extension(
     if _is_any_autocast_enabled():
         q, k, v = cast_for_autocast(q, k, v)
     try:
-        head_dim = q.shape[-1]
-        if head_dim % 8 == 0:
+        if not needs_padding(q, v):
             return _call_attention(q, k, v, options, options.softmax_scale)
         scale = default_scale(q, options.softmax_scale)
         padded = (pad_head_dim(q), pad_head_dim(k), pad_head_dim(v))
         out, softmax_lse = _call_attention(*padded, options, scale)
-        return out[..., :head_dim], softmax_lse
+        return out[..., : v.shape[-1]], softmax_lse
     except Exception as error:
         check_attention_inputs(q, k, v, options.softmax_scale, names)
         check_alibi_slopes(options.alibi_slopes, q.shape[0], q)
@@ -225,9 +225,9 @@ def _attend_by_operator(
     q, k, v = cast_for_autocast(q, k, v)
     check_attention_inputs(q, k, v, options.softmax_scale, names)
     scale = default_scale(q, options.softmax_scale)
-    head_dim = q.shape[-1]
-    needs_padding = q.is_cuda and head_dim % 8 != 0
-    if needs_padding:
+    head_dim_v = v.shape[-1]
+    is_padded = q.is_cuda and needs_padding(q, v)
+    if is_padded:
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
     out, softmax_lse, s_dmask, _ = _flash_attn_forward(
         *(q, k, v),
@@ -241,4 +241,4 @@ def _attend_by_operator(
         return_softmax=wants_s_dmask,
         deterministic=options.deterministic,
     )
-    return out[..., :head_dim] if needs_padding else out, softmax_lse, s_dmask
+    return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask

@@ -64,10 +64,10 @@ def flash_attn_with_kvcache(
             No head_dim costs a copy of the cache.
         k_cache: (batch_cache, capacity, heads_k, head_dim), or with a block_table (num_pages,
             page_size, heads_k, head_dim), of any page_size. Written in place if k is given.
-        v_cache: as k_cache.
+        v_cache: as k_cache, with head_dim_v.
         k: (batch, seqlen_new, heads_k, head_dim): appended at row cache_seqlens of each sequence.
             With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim).
-        v: as k.
+        v: as k, with head_dim_v.
         rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
             positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
             causal or windowed, all at cache_seqlens otherwise (Su et al., "RoFormer", 2021,
@@ -95,8 +95,8 @@ def flash_attn_with_kvcache(
             the head, and so softmax_lse.
 
     Returns:
-        out like q, or (out, softmax_lse), softmax_lse (batch, heads_q, seqlen_q) or (heads_q,
-        total_q) in fp32.
+        out like q, but with head_dim_v, or (out, softmax_lse), softmax_lse (batch, heads_q,
+        seqlen_q) or (heads_q, total_q) in fp32.
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cpu
 from .cache_checks import CacheArguments, check_cache_contents, check_cache_inputs
-from .checks import check_like, check_tensor, lse_dtype
+from .checks import check_like, check_tensor, lse_dtype, output_shape
 from .op_support import (
     MAX_INT32,
     Tensors2,
@@ -101,7 +101,8 @@ class KvCacheCall(CacheArguments):
         else:
             total_q, heads_q, _ = q.shape
             rows = (heads_q, total_q)
-        return q.new_empty(q.shape), q.new_empty(rows, dtype=lse_dtype(q.dtype))
+        out = q.new_empty(output_shape(q, self.v_cache))
+        return out, q.new_empty(rows, dtype=lse_dtype(q.dtype))
 
 
 def _read_call(args: tuple[Any, ...]) -> KvCacheCall:

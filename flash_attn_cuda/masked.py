@@ -17,6 +17,7 @@ from .arguments import (
     cast_for_autocast,
     default_scale,
     is_plain_cuda_call,
+    needs_padding,
     pad_head_dim,
     rows_bound,
     seqlen_bound,
@@ -127,10 +128,10 @@ def _attend(
     sink = sink_for(q, masks.sink)
     check_sink(sink, q)
 
-    head_dim = q.shape[-1]
+    head_dim_v = v.shape[-1]
     scale = default_scale(q, options.softmax_scale)
-    needs_padding = q.is_cuda and head_dim % 8 != 0
-    if needs_padding:
+    is_padded = q.is_cuda and needs_padding(q, v)
+    if is_padded:
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
     needs_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, bias, sink)
@@ -170,7 +171,7 @@ def _attend(
     else:
         op = masked_forward_for_transforms if is_functorch_active() else _ops._masked_forward
         out, softmax_lse, _ = op(*arguments)
-    out = out[..., :head_dim] if needs_padding else out
+    out = out[..., :head_dim_v] if is_padded else out
     return (out, softmax_lse, q.new_empty((0,))) if return_attn_probs else out
 
 

@@ -18,10 +18,11 @@ from . import cpu
 from .checks import (
     check_attention_inputs,
     check_backward_tensors,
-    check_cuda_head_dim,
+    check_cuda_head_dims,
     check_rng_state,
     check_sink,
     lse_dtype,
+    output_shape,
 )
 from .length_checks import check_varlen_contents, check_varlen_inputs
 from .mask_checks import PairExtent, check_bias, check_lists
@@ -100,7 +101,7 @@ class MaskedArguments:
             check_varlen_inputs(self.q, self.k, self.v, lengths_of(self))
             batch = self.cu_seqlens_q.shape[0] - 1
         check_score_arguments(self, batch, self.q)
-        check_cuda_head_dim(self.q)
+        check_cuda_head_dims(self.q, self.v)
         extent = PairExtent(
             *(batch, self.q.shape[-2], self.max_seqlen_q, self.max_seqlen_k, self.is_packed)
         )
@@ -209,7 +210,8 @@ def _(*args: Any) -> Tensors3:
     call.check()
     q = call.q
     softmax_lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype))
-    return q.new_empty(q.shape), softmax_lse, empty_rng_state(q, call.dropout_p)
+    out = q.new_empty(output_shape(q, call.v))
+    return out, softmax_lse, empty_rng_state(q, call.dropout_p)
 
 
 _FIELDS = tuple(field.name for field in fields(MaskedForwardCall))
@@ -279,7 +281,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
         if call.wants_dbias and call.bias is None:
             raise ValueError("wants_dbias: must be False without a bias, got True")
         check_backward_tensors(
-            *(call.dout, call.out, call.softmax_lse, call.dlse, call.q, call.lse_shape)
+            *(call.dout, call.out, call.softmax_lse, call.dlse, call.q, call.v, call.lse_shape)
         )
         check_rng_state(call.rng_state, call.dropout_p, call.q)
         return call

@@ -20,10 +20,11 @@ from . import cpu
 from .checks import (
     check_attention_inputs,
     check_backward_tensors,
-    check_cuda_head_dim,
+    check_cuda_head_dims,
     check_rng_state,
     check_targets,
     lse_dtype,
+    output_shape,
 )
 from .op_support import (
     FORWARD_RETURNS,
@@ -72,7 +73,7 @@ class ForwardCall:
         """Raise for what no backend runs."""
         check_attention_inputs(self.q, self.k, self.v, self.softmax_scale)
         check_score_arguments(self, self.q.shape[0], self.q)
-        check_cuda_head_dim(self.q)
+        check_cuda_head_dims(self.q, self.v)
 
     @property
     def wants_s_dmask(self) -> bool:
@@ -129,7 +130,8 @@ def _(*args: Any) -> Tensors4:
     q = call.q
     softmax_lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype))
     s_dmask = empty_s_dmask(q, call.wants_s_dmask, (*call.lse_shape, call.k.shape[1]))
-    return q.new_empty(q.shape), softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
+    out = q.new_empty(output_shape(q, call.v))
+    return out, softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
 
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
@@ -213,9 +215,9 @@ class BackwardCall:
         check_score_arguments(self, q.shape[0], q)
         batch, seqlen_q, heads_q, _ = q.shape
         rows = (batch, heads_q, seqlen_q)
-        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, rows)
+        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, self.v, rows)
         check_rng_state(self.rng_state, self.dropout_p, q)
-        check_cuda_head_dim(q)
+        check_cuda_head_dims(q, self.v)
         check_targets(self.dq, self.dk, self.dv, q, self.k, self.v)
 
     def on_cpu(self) -> Tensors4:

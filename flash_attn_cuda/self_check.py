@@ -47,6 +47,7 @@ class Check:
     device: str
     dtype: str
     head_dim: int
+    head_dim_v: int
     causal: bool
     kind: Kind
     backward: bool
@@ -55,7 +56,10 @@ class Check:
         mask = "causal" if self.causal else "full"
         what = "forward and backward" if self.backward else "forward"
         kind = "" if self.kind is Kind.plain else f", {self.kind.value}"
-        return f"{self.device:5} {self.dtype} head_dim {self.head_dim:3} {mask:6} {what}{kind}"
+        head_dims = f"{self.head_dim:3}"
+        if self.head_dim_v != self.head_dim:
+            head_dims += f"/{self.head_dim_v}"
+        return f"{self.device:5} {self.dtype} head_dim {head_dims} {mask:6} {what}{kind}"
 
 
 def checks(device: str) -> Iterator[Check]:
@@ -63,9 +67,10 @@ def checks(device: str) -> Iterator[Check]:
     if device == "cpu":
         for dtype in DTYPES:
             for causal in (False, True):
-                yield Check(device, dtype, 40, causal, Kind.plain, backward=True)
-            yield Check(device, dtype, 40, True, Kind.features, backward=True)
-            yield Check(device, dtype, 40, True, Kind.decode, backward=False)
+                yield Check(device, dtype, 40, 40, causal, Kind.plain, backward=True)
+            yield Check(device, dtype, 40, 24, True, Kind.plain, backward=True)
+            yield Check(device, dtype, 40, 40, True, Kind.features, backward=True)
+            yield Check(device, dtype, 40, 40, True, Kind.decode, backward=False)
         return
     forwards = [row for row in compiled_rows() if row.pass_name == "forward"]
     yield from dict.fromkeys(_check_of(row) for row in forwards)
@@ -80,6 +85,7 @@ def _check_of(row: CompiledRow) -> Check:
         device="cuda",
         dtype=row.dtype,
         head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
         causal=row.mask == "windowed",
         kind=kind,
         backward=backward and kind is not Kind.decode,
@@ -91,6 +97,7 @@ def _is_backward_of(row: CompiledRow, forward: CompiledRow) -> bool:
         row.pass_name == "backward"
         and row.dtype == forward.dtype
         and row.head_dim >= forward.head_dim
+        and row.head_dim_v >= forward.head_dim_v
         and row.mask in (forward.mask, "windowed")
         and ("softcap" in row.features or "softcap" not in forward.features)
     )
@@ -107,8 +114,8 @@ def run(check: Check) -> float:
 
     q = normal(BATCH, seqlen_q, HEADS_Q, check.head_dim)
     k = normal(BATCH, SEQLEN_K, HEADS_K, check.head_dim)
-    v = normal(BATCH, SEQLEN_K, HEADS_K, check.head_dim)
-    dout, dlse = normal(*q.shape), normal(BATCH, HEADS_Q, seqlen_q)
+    v = normal(BATCH, SEQLEN_K, HEADS_K, check.head_dim_v)
+    dout, dlse = normal(*q.shape[:-1], check.head_dim_v), normal(BATCH, HEADS_Q, seqlen_q)
     slopes = 2.0 ** -torch.arange(1.0, HEADS_Q + 1.0)  # Press et al., "ALiBi", 2022, section 3
 
     def leaves(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

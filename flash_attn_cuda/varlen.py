@@ -19,6 +19,7 @@ from .arguments import (
     default_scale,
     is_plain_cuda_call,
     make_options,
+    needs_padding,
     pad_head_dim,
     rows_bound,
     seqlen_bound,
@@ -88,7 +89,7 @@ def flash_attn_varlen_func(
         q: (total_q, heads_q, head_dim).
         k: (total_k, heads_k, head_dim), or with a block_table (num_pages, page_size, heads_k,
             head_dim), of any page_size.
-        v: as k.
+        v: as k, with head_dim_v.
         cu_seqlens_q: (batch + 1,), int32, on q's device: sequence b is rows cu_seqlens_q[b] up to
             cu_seqlens_q[b + 1]; starts at 0, does not decrease, ends within total_q. Rows behind
             the last sequence have out 0, softmax_lse -inf and gradient 0.
@@ -118,7 +119,7 @@ def flash_attn_varlen_func(
         sink: as in flash_attn_func; with a block_table, without a gradient.
 
     Returns:
-        out (total_q, heads_q, head_dim), or (out, softmax_lse (heads_q, total_q), S_dmask); with
+        out (total_q, heads_q, head_dim_v), or (out, softmax_lse (heads_q, total_q), S_dmask); with
         dropout S_dmask is (batch, heads_q, max_seqlen_q, max_seqlen_k), where total_q, total_k
         stand in for bounds that are no integers.
 
@@ -277,12 +278,11 @@ def _attend_by_extension(
     call = _call_split if _is_split(lengths, splits) else _call_attention
     try:
         scale = default_scale(q, options.softmax_scale)
-        head_dim = q.shape[-1]
-        if head_dim % 8 == 0:
+        if not needs_padding(q, v):
             return call(q, k, v, lengths, options, scale, splits)
         padded = (pad_head_dim(q), pad_head_dim(k), pad_head_dim(v))
         out, softmax_lse = call(*padded, lengths, options, scale, splits)
-        return out[..., :head_dim], softmax_lse
+        return out[..., : v.shape[-1]], softmax_lse
     except Exception as error:
         _check(q, k, v, lengths, options, splits, names)
         build_info.require_cuda(q.device, error)
@@ -362,16 +362,16 @@ def _attend_by_operator(
     q, k, v = cast_for_autocast(q, k, v)
     _check(q, k, v, lengths, options, splits, names)
     scale = default_scale(q, options.softmax_scale)
-    head_dim = q.shape[-1]
-    needs_padding = q.is_cuda and head_dim % 8 != 0
-    if needs_padding:
+    head_dim_v = v.shape[-1]
+    is_padded = q.is_cuda and needs_padding(q, v)
+    if is_padded:
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
     out, softmax_lse, s_dmask, _ = _flash_attn_varlen_forward(
         *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
         **_operator_options(lengths, options, scale, splits),
         return_softmax=wants_s_dmask,
     )
-    return out[..., :head_dim] if needs_padding else out, softmax_lse, s_dmask
+    return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask
 
 
 def _check(

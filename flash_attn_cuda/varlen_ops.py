@@ -17,11 +17,12 @@ from torch.nn.functional import pad
 from . import cpu
 from .checks import (
     check_backward_tensors,
-    check_cuda_head_dim,
+    check_cuda_head_dims,
     check_rng_state,
     check_sink,
     check_targets,
     lse_dtype,
+    output_shape,
 )
 from .length_checks import (
     Lengths,
@@ -90,7 +91,7 @@ class VarlenForwardCall:
         check_score_arguments(self, self.cu_seqlens_q.shape[0] - 1, self.q)
         check_num_splits(self.num_splits)
         check_sink(self.sink, self.q)
-        check_cuda_head_dim(self.q)
+        check_cuda_head_dims(self.q, self.v)
 
     @property
     def wants_s_dmask(self) -> bool:
@@ -174,7 +175,8 @@ def _(*args: Any) -> Tensors4:
     batch = call.cu_seqlens_q.shape[0] - 1
     s_dmask_shape = (batch, heads_q, call.max_seqlen_q, call.max_seqlen_k)
     s_dmask = empty_s_dmask(q, call.wants_s_dmask, s_dmask_shape)
-    return q.new_empty(q.shape), softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
+    out = q.new_empty(output_shape(q, call.v))
+    return out, softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
 
 
 def _starts_of_keys(lengths: Lengths) -> Tensor:
@@ -260,9 +262,9 @@ class VarlenBackwardCall:
         check_varlen_inputs(q, self.k, self.v, lengths_of(self))
         check_score_arguments(self, self.cu_seqlens_q.shape[0] - 1, q)
         rows = (q.shape[1], q.shape[0])
-        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, rows)
+        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, self.v, rows)
         check_rng_state(self.rng_state, self.dropout_p, q)
-        check_cuda_head_dim(q)
+        check_cuda_head_dims(q, self.v)
         check_targets(self.dq, self.dk, self.dv, q, self.k, self.v)
 
     def on_cpu(self) -> Tensors4:

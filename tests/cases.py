@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from kvcache_cases import KvCacheCase, KvCacheInputs
-from layouts import DTYPE_NAMES, Alibi, Features, Layout, arrange
+from layouts import DTYPE_NAMES, Alibi, Features, Layout, arrange, head_dims_text
 from torch import Tensor
 from varlen_cases import VarlenCase, VarlenInputs
 
@@ -41,7 +41,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """q, dout (B, Sq, Hq, D), k, v (B, Sk, Hk, D), dlse (B, Hq, Sq) in fp32, slopes in fp32."""
+    """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), dlse (B, Hq, Sq)
+    in fp32, slopes in fp32.
+    """
 
     q: Tensor
     k: Tensor
@@ -61,6 +63,7 @@ class AttentionCase(Features):
     num_heads_q: int = 4
     num_heads_k: int = 4
     head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
     layout: Layout = Layout.contiguous
 
     def __post_init__(self) -> None:
@@ -74,12 +77,16 @@ class AttentionCase(Features):
             f"b{self.batch}",
             f"q{self.seqlen_q}k{self.seqlen_k}",
             f"h{self.num_heads_q}/{self.num_heads_k}",
-            f"d{self.head_dim}",
+            head_dims_text(self.head_dim, self.value_dim),
             *self.feature_parts(),
         ]
         if self.layout is not Layout.contiguous:
             parts.append(self.layout.value)
         return "-".join(parts)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def query_shape(self) -> tuple[int, int, int, int]:
@@ -100,7 +107,12 @@ class AttentionCase(Features):
 
         q, k, v, dout = (
             arrange(normal(*shape, dtype=self.dtype), self.layout)
-            for shape in (self.query_shape, self.key_shape, self.key_shape, self.query_shape)
+            for shape in (
+                self.query_shape,
+                self.key_shape,
+                (*self.key_shape[:-1], self.value_dim),
+                (*self.query_shape[:-1], self.value_dim),
+            )
         )
         rows = (self.batch, self.num_heads_q, self.seqlen_q)
         dlse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -120,26 +132,33 @@ class AttentionCase(Features):
 
     def forward_flops(self) -> int:
         """Multiplications and additions of the two products of the forward, on visible pairs."""
-        return 4 * self.batch * self.num_heads_q * self.visible_pairs() * self.head_dim
+        return self._flops(of_keys=1, of_values=1)
 
     def backward_flops(self) -> int:
         """Of the five products of a backward that recomputes the scores."""
-        return self.forward_flops() * 5 // 2
+        return self._flops(of_keys=3, of_values=2)
+
+    def _flops(self, *, of_keys: int, of_values: int) -> int:
+        """Of products over columns of queries and keys, and over those of values."""
+        columns = of_keys * self.head_dim + of_values * self.value_dim
+        return 2 * self.batch * self.num_heads_q * self.visible_pairs() * columns
 
     def forward_bytes(self) -> int:
         """Least traffic to memory: q, k, v read, out and lse written, once each."""
         lse = self.batch * self.num_heads_q * self.seqlen_q * 4
-        return self._tensor_bytes(queries=2, keys=2) + lse
+        return self._tensor_bytes(1) + lse
 
     def backward_bytes(self) -> int:
         """Least traffic to memory: q, k, v, out, dout, lse read, dq, dk, dv written, once each."""
         lse = self.batch * self.num_heads_q * self.seqlen_q * 4
-        return self._tensor_bytes(queries=4, keys=4) + lse
+        return self._tensor_bytes(2) + lse
 
-    def _tensor_bytes(self, *, queries: int, keys: int) -> int:
+    def _tensor_bytes(self, times: int) -> int:
+        """Of q, k, v and out, each so many times."""
         query_rows = self.batch * self.seqlen_q * self.num_heads_q
         key_rows = self.batch * self.seqlen_k * self.num_heads_k
-        return (queries * query_rows + keys * key_rows) * self.head_dim * self.dtype.itemsize
+        columns = self.head_dim + self.value_dim
+        return times * (query_rows + key_rows) * columns * self.dtype.itemsize
 
 
 # The head dims with rows of their own in the instance table, every other one that needs no padding,

@@ -84,6 +84,7 @@ def planned(
     return explain(
         dtype=DTYPE_NAMES[case.dtype],
         head_dim=case.head_dim,
+        head_dim_v=case.value_dim,
         batch_size=case.batch,
         seqlen_q=case.total_q if packed else case.seqlen_q,
         seqlen_k=case.total_k if packed else case.seqlen_k,

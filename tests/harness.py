@@ -99,6 +99,7 @@ def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) ->
             row.pass_name == pass_name
             and row.dtype == DTYPE_NAMES[case.dtype]
             and row.head_dim >= case.head_dim
+            and row.head_dim_v >= case.value_dim
             and (row.mask == "windowed" or not is_masked)
             and needed <= set(row.config["features"])
             and (row.config.get("kind", "tiles") == "tiles" or isinstance(case, KvCacheCase))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
-from layouts import DTYPE_NAMES, Features
+from layouts import DTYPE_NAMES, Features, head_dims_text
 from torch import Tensor
 
 
@@ -16,7 +16,8 @@ class KvCacheInputs:
     """The tensors of a call, by the argument names of flash_attn_with_kvcache.
 
     q is (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q, and k, v likewise; k_cache and
-    v_cache are (entries, capacity, Hk, D), or with block_table pages (num_pages, page_size, Hk, D).
+    v_cache are (entries, capacity, Hk, D), or with block_table pages (num_pages, page_size, Hk, D);
+    those of values may have another head dim.
     """
 
     q: Tensor
@@ -57,11 +58,15 @@ class KvCacheCase(Features):
     num_heads_q: int = 4
     num_heads_k: int = 2
     head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
     sink: torch.dtype | None = None
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
-        parts += [f"h{self.num_heads_q}/{self.num_heads_k}", f"d{self.head_dim}"]
+        parts += [
+            f"h{self.num_heads_q}/{self.num_heads_k}",
+            head_dims_text(self.head_dim, self.value_dim),
+        ]
         parts += self.feature_parts()
         if self.seqlens_new is not None:
             parts.append(f"new{self.seqlens_new}")
@@ -81,6 +86,10 @@ class KvCacheCase(Features):
     @property
     def batch(self) -> int:
         return len(self.cached)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def is_packed(self) -> bool:
@@ -106,9 +115,12 @@ class KvCacheCase(Features):
             return torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator)
 
         new = self.seqlens_new
-        tail_q, tail_k = (self.num_heads_q, self.head_dim), (self.num_heads_k, self.head_dim)
-        q = normal(*self._leading(self.seqlens_q), *tail_q)
-        k, v = (None if new is None else normal(*self._leading(new), *tail_k) for _ in range(2))
+        head_dims = (self.head_dim, self.value_dim)
+        q = normal(*self._leading(self.seqlens_q), self.num_heads_q, self.head_dim)
+        k, v = (
+            None if new is None else normal(*self._leading(new), self.num_heads_k, head_dim)
+            for head_dim in head_dims
+        )
         block_table = self._block_table(generator)
         cos = sin = None
         if self.rotary_dim > 0:
@@ -118,8 +130,8 @@ class KvCacheCase(Features):
             cos, sin = (x.to(self.device, self.dtype) for x in (angles.cos(), angles.sin()))
         return KvCacheInputs(
             q=q,
-            k_cache=self._cache(normal, block_table),
-            v_cache=self._cache(normal, block_table),
+            k_cache=self._cache(normal, block_table, head_dims[0]),
+            v_cache=self._cache(normal, block_table, head_dims[1]),
             k=k,
             v=v,
             rotary_cos=cos,
@@ -161,13 +173,15 @@ class KvCacheCase(Features):
         order = torch.randperm(count + 1, device=self.device, generator=generator)[:count]
         return order.view(self.num_entries, self.pages_per_entry).to(torch.int32)
 
-    def _cache(self, normal: Callable[..., Tensor], block_table: Tensor | None) -> Tensor:
+    def _cache(
+        self, normal: Callable[..., Tensor], block_table: Tensor | None, head_dim: int
+    ) -> Tensor:
         rows = self.page_size or 1
         entries = normal(
             self.num_entries,
             self.capacity if block_table is None else self.pages_per_entry * rows,
             self.num_heads_k,
-            self.head_dim,
+            head_dim,
         )
         holds_key = torch.zeros(entries.shape[:2], dtype=torch.bool)
         for index, used in enumerate(self.cached):

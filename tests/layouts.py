@@ -71,6 +71,11 @@ def poisoned(like: Tensor, *shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
+def head_dims_text(head_dim: int, value_dim: int) -> str:
+    """What str() of a case says of them: d64, or d192v128."""
+    return f"d{head_dim}" if value_dim == head_dim else f"d{head_dim}v{value_dim}"
+
+
 class Alibi(Enum):
     """What ALiBi slopes a call takes."""
 

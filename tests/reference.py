@@ -2,8 +2,8 @@
 Nothing in it comes from the package.
 
 Conventions of the whole package:
-  - q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), Hq a multiple of Hk; query head h reads key head h //
-    (Hq / Hk).
+  - q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), Hq a multiple of
+    Hk; query head h reads key head h // (Hq / Hk). Dv may be any other than D.
   - scores = softmax_scale * q k^T; softmax_scale None means D ** -0.5. softcap > 0 turns a score
     into softcap * tanh(score / softcap). ALiBi then takes slope * |i + Sk - Sq - j| from it.
   - Key j is visible to query i iff  i + Sk - Sq - left <= j <= i + Sk - Sq + right: both ends
@@ -17,10 +17,10 @@ Conventions of the whole package:
     it but that of lse by the sink.
   - Dropout multiplies probabilities by keep / (1 - p), p in whole steps of 2^-16; lse does not see
     it. Which ones are kept is a matter of reference_dropout.
-  - Packed sequences: q (total_q, Hq, D), k and v (total_k, Hk, D), lse (Hq, total_q). Sequence b
-    has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of queries the first seqused_q[b], of keys
-    those from leftpad_k[b] to seqused_k[b]. Its Sq and Sk are those counts, and i and j count from
-    its first query and key. Other rows have out 0, lse -inf, gradient 0.
+  - Packed sequences: q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), lse (Hq,
+    total_q). Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of queries the first
+    seqused_q[b], of keys those from leftpad_k[b] to seqused_k[b]. Its Sq and Sk are those counts,
+    and i and j count from its first query and key. Other rows have out 0, lse -inf, gradient 0.
 """
 
 from __future__ import annotations

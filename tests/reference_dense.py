@@ -26,7 +26,7 @@ def attention(
 
     `features` override fields of `options`, here and below.
     """
-    batch, seqlen_q, heads_q, head_dim = q.shape
+    batch, seqlen_q, heads_q, _ = q.shape
     lanes = Lanes.of(q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype))
     rules = Rules.of(replace(options, **features), lanes)
     outs, lses = [], []
@@ -35,8 +35,9 @@ def attention(
         outs.append(out)
         lses.append(lse)
     if not outs:
-        return torch.zeros_like(lanes.q).view(q.shape), lanes.q.new_zeros(batch, heads_q, seqlen_q)
-    out = torch.cat(outs).view(batch, heads_q, seqlen_q, head_dim).transpose(1, 2)
+        out = lanes.zero_outputs().view(batch, seqlen_q, heads_q, v.shape[-1])
+        return out, lanes.q.new_zeros(batch, heads_q, seqlen_q)
+    out = torch.cat(outs).view(batch, heads_q, seqlen_q, v.shape[-1]).transpose(1, 2)
     return out, torch.cat(lses).view(batch, heads_q, seqlen_q)
 
 
@@ -54,7 +55,7 @@ def attention_with_gradients(
     """Forward and backward in `compute_dtype`, in chunks of heads and queries so that long
     sequences fit.
 
-    dout has the shape of q, dlse that of lse; dlse None means that nothing uses lse.
+    dout has the shape of out, dlse that of lse; dlse None means that nothing uses lse.
 
     The result's `noise` estimates what rounding dot products to fp32 does to lse and gradients. For
     the latter it matters where dS = P * (dP - D + dlse) cancels: with one visible key dP equals D,
@@ -63,7 +64,7 @@ def attention_with_gradients(
     """
     lanes = Lanes.of(q, k, v)
     rules = Rules.of(replace(options, **features), lanes)
-    dout_lanes, dlse_lanes = lanes.query_lanes(dout), lanes.row_lanes(dlse)
+    dout_lanes, dlse_lanes = lanes.output_lanes(dout), lanes.row_lanes(dlse)
     sums = _Sums.of(lanes, rules, compute_dtype)
     noise = _Sums.of(lanes, rules, compute_dtype)
     for chunk in lanes.chunks():
@@ -115,7 +116,7 @@ def low_precision(
     """
     lanes = Lanes.of(q, k, v)
     rules = Rules.of(replace(options, **features), lanes)
-    dout_lanes, dlse_lanes = lanes.query_lanes(dout), lanes.row_lanes(dlse)
+    dout_lanes, dlse_lanes = lanes.output_lanes(dout), lanes.row_lanes(dlse)
     sums = _Sums.of(lanes, rules, q.dtype)
     for chunk in lanes.chunks():
         q_leaf, k_leaf, v_leaf = (
@@ -134,7 +135,7 @@ def low_precision(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-    """q (L, G, Sq, D), k, v (L, Sk, D) -> out like q, lse (L, G, Sq)."""
+    """q (L, G, Sq, D), k (L, Sk, D), v (L, Sk, Dv) -> out (L, G, Sq, Dv), lse (L, G, Sq)."""
     keyless = ~rules.visible.any(-1)  # (1, 1, Sq) or (L, G, Sq)
     # Rows whose denominator is 0: without a key, and without a sink.
     closed = keyless if rules.sink is None else keyless & (rules.sink == -torch.inf)[..., None]
@@ -142,7 +143,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tens
         nothing = k.sum() + v.sum()  # 0, and it keeps the result differentiable in k and v
         empty = torch.full_like(q[..., 0], -torch.inf)
         lse = empty if rules.sink is None else empty.zero_() + rules.sink[..., None]
-        return q * 0.0 + nothing, lse + q.sum(-1) * 0.0 + nothing
+        zero = q.sum(-1) * 0.0 + nothing
+        return zero[..., None].expand(*zero.shape, v.shape[-1]), lse + zero
     scores = torch.einsum("lgmd,lnd->lgmn", q, k)
     if rules.scale != 1.0:
         scores = scores * rules.scale
@@ -180,11 +182,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tens
 class _Sums:
     """Results of all lanes, to be filled chunk by chunk."""
 
-    out: Tensor  # (L, G, Sq, D)
+    out: Tensor  # (L, G, Sq, Dv)
     lse: Tensor  # (L, G, Sq)
     dq: Tensor  # (L, G, Sq, D)
     dk: Tensor  # (L, Sk, D)
-    dv: Tensor  # (L, Sk, D)
+    dv: Tensor  # (L, Sk, Dv)
     dbias: Tensor | None  # (L, G, Sq, Sk)
     dsink: Tensor | None  # (L, G)
 
@@ -194,7 +196,7 @@ class _Sums:
             return None if like is None else torch.zeros_like(like, dtype=dtype)
 
         return cls(
-            out=zeros(lanes.q),
+            out=zeros(lanes.zero_outputs()),
             lse=torch.full_like(lanes.q[..., 0], -torch.inf, dtype=dtype),
             dq=zeros(lanes.q),
             dk=zeros(lanes.k),
@@ -229,22 +231,26 @@ class _Sums:
 
     def result(self, lanes: Lanes, options: AttentionOptions) -> AttentionResult:
         """In the shapes of AttentionResult."""
-        group, seqlen_q, head_dim = lanes.q.shape[1:]
+        group, seqlen_q = lanes.q.shape[1:3]
         heads_q = lanes.heads_k * group
-        queries = (lanes.batch, heads_q, seqlen_q, head_dim)
-        keys = (lanes.batch, lanes.heads_k, lanes.k.shape[1], head_dim)
+        queries = (lanes.batch, heads_q, seqlen_q)
+        keys = (lanes.batch, lanes.heads_k, lanes.k.shape[1])
+
+        def by_token(x: Tensor, rows: tuple[int, int, int]) -> Tensor:
+            return x.view(*rows, x.shape[-1]).transpose(1, 2)
+
         dbias, dsink = self.dbias, self.dsink
         if dbias is not None:
-            pairs = (*queries[:-1], keys[2])
+            pairs = (*queries, keys[2])
             dbias = dbias.view(pairs).sum_to_size(options.bias.shape)
         if dsink is not None:
             dsink = dsink.view(lanes.batch, heads_q).sum(0)
         return AttentionResult(
-            out=self.out.view(queries).transpose(1, 2),
-            lse=self.lse.view(queries[:-1]),
-            dq=self.dq.view(queries).transpose(1, 2),
-            dk=self.dk.view(keys).transpose(1, 2),
-            dv=self.dv.view(keys).transpose(1, 2),
+            out=by_token(self.out, queries),
+            lse=self.lse.view(queries),
+            dq=by_token(self.dq, queries),
+            dk=by_token(self.dk, keys),
+            dv=by_token(self.dv, keys),
             dbias=dbias,
             dsink=dsink,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class KvCacheResult:
-    """out (B, Sq, Hq, D) and lse (B, Hq, Sq), or (total_q, Hq, D) and (Hq, total_q) of packed
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (total_q, Hq, Dv) and (Hq, total_q) of packed
     queries, in fp64 and naively, and what the caches hold afterwards.
 
     What is rotated counts as rounded to its dtype, as the cache stores it and products take it.
@@ -82,8 +82,8 @@ def kvcache_reference(
     masked = options.causal or any(bound is not None and bound >= 0 for bound in options.window)
     tables = (rotary_cos, rotary_sin)
     result = KvCacheResult(
-        expected=_empty(q, torch.float64),
-        naive=_empty(q, q.dtype),
+        expected=_empty(q, v_cache, torch.float64),
+        naive=_empty(q, v_cache, q.dtype),
         k_cache=k_cache.clone(),
         v_cache=v_cache.clone(),
         appended=torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=k_cache.device),
@@ -91,7 +91,7 @@ def kvcache_reference(
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     for sequence in _sequences(
         *(q, k, v, cache_seqlens, cache_batch_idx, cache_leftpad),
-        *(cu_seqlens_q, cu_seqlens_k_new, capacity, k_cache.shape[2]),
+        *(cu_seqlens_q, cu_seqlens_k_new, capacity, k_cache, v_cache),
     ):
         begin, used = sequence.leftpad, sequence.used
         queries = q[sequence.queries]
@@ -125,7 +125,8 @@ def kvcache_reference(
         ):
             keys = torch.cat([old[0], new])[None]
             values = torch.cat([old[1], new_v])[None]
-            attended = run(turned[None], keys, values, torch.zeros_like(turned[None]), options=part)
+            dout = turned.new_zeros(1, *turned.shape[:-1], values.shape[-1])
+            attended = run(turned[None], keys, values, dout, options=part)
             target.out[sequence.queries] = attended.out.view(target.out[sequence.queries].shape)
             target.lse[sequence.rows] = attended.lse.view(target.lse[sequence.rows].shape)
             for name, value in attended.noise.items():
@@ -144,7 +145,7 @@ class _Sequence:
     queries: slice  # along the first dimension of q
     rows: tuple[slice, slice]  # along the first two dimensions of lse
     new_k: Tensor  # (Snew, Hk, D)
-    new_v: Tensor
+    new_v: Tensor  # (Snew, Hk, Dv)
     entry: int  # batch entry of the cache or row of the block table
     used: int  # rows of the cache before the append
     leftpad: int
@@ -160,10 +161,11 @@ def _sequences(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k_new: Tensor | None,
     capacity: int,
-    heads_k: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
 ) -> Iterator[_Sequence]:
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    empty = q.new_zeros(0, heads_k, q.shape[-1])
+    empty = tuple(x.new_zeros(0, *x.shape[2:]) for x in (k_cache, v_cache))
     starts_new = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
 
     def value(of: int | Tensor | None, index: int, default: int) -> int:
@@ -176,7 +178,7 @@ def _sequences(
         if cu_seqlens_q is not None:
             queries = slice(*cu_seqlens_q[index : index + 2].tolist())
             rows = (slice(None), queries)
-        new_k = new_v = empty
+        new_k, new_v = empty
         if k is not None and v is not None:
             at = index if starts_new is None else slice(*starts_new[index : index + 2].tolist())
             new_k, new_v = k[at], v[at]
@@ -192,8 +194,8 @@ def _sequences(
         )
 
 
-def _empty(q: Tensor, dtype: torch.dtype) -> AttentionResult:
-    out = torch.zeros_like(q, dtype=dtype)
+def _empty(q: Tensor, v: Tensor, dtype: torch.dtype) -> AttentionResult:
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full_like(out[..., 0].transpose(-1, -2), -torch.inf)
     return AttentionResult(out=out, lse=lse)
 

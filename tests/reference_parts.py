@@ -72,11 +72,11 @@ class AttentionResult:
     (total_k, Hk, D). `noise` estimates what fp32 rounding may do to a tensor, by its name.
     """
 
-    out: Tensor  # (B, Sq, Hq, D)
+    out: Tensor  # (B, Sq, Hq, Dv)
     lse: Tensor  # (B, Hq, Sq)
     dq: Tensor | None = None  # (B, Sq, Hq, D)
     dk: Tensor | None = None  # (B, Sk, Hk, D)
-    dv: Tensor | None = None  # (B, Sk, Hk, D)
+    dv: Tensor | None = None  # (B, Sk, Hk, Dv)
     dbias: Tensor | None = None  # like the bias
     dsink: Tensor | None = None  # (Hq,)
     noise: dict[str, float] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class Lanes:
     heads_k: int
     q: Tensor  # (L, G, Sq, D)
     k: Tensor  # (L, Sk, D)
-    v: Tensor  # (L, Sk, D)
+    v: Tensor  # (L, Sk, Dv)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Lanes:
@@ -231,12 +231,16 @@ class Lanes:
             heads_k=heads_k,
             q=q.transpose(1, 2).reshape(lanes, heads_q // heads_k, seqlen_q, head_dim),
             k=k.transpose(1, 2).reshape(lanes, seqlen_k, head_dim),
-            v=v.transpose(1, 2).reshape(lanes, seqlen_k, head_dim),
+            v=v.transpose(1, 2).reshape(lanes, seqlen_k, v.shape[-1]),
         )
 
-    def query_lanes(self, x: Tensor) -> Tensor:
-        """(B, Sq, Hq, D) -> (L, G, Sq, D)."""
-        return x.transpose(1, 2).reshape(self.q.shape)
+    def output_lanes(self, x: Tensor) -> Tensor:
+        """(B, Sq, Hq, Dv) -> (L, G, Sq, Dv)."""
+        return x.transpose(1, 2).reshape(*self.q.shape[:-1], self.v.shape[-1])
+
+    def zero_outputs(self) -> Tensor:
+        """(L, G, Sq, Dv) in the dtype of q."""
+        return self.q.new_zeros(*self.q.shape[:-1], self.v.shape[-1])
 
     def row_lanes(self, x: Tensor | None) -> Tensor | None:
         """(B, Hq, Sq) -> (L, G, Sq)."""

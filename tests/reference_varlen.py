@@ -62,7 +62,7 @@ def varlen_attention_with_gradients(
     """reference_dense.attention_with_gradients of every sequence; dlse is (Hq, total_q).
 
     options.keep_mask is (B, Hq, longest Sq, longest Sk) or larger. Tensors of the result have the
-    shapes of q, k, v and (Hq, total_q).
+    shapes of dout, q, k, v and (Hq, total_q).
     """
 
     def run(*tensors: Tensor | None, options: AttentionOptions) -> AttentionResult:
@@ -102,7 +102,7 @@ def _each(
     options: AttentionOptions,
 ) -> AttentionResult:
     q, k, v, dout, dlse = tensors
-    out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (dout, q, k, v))
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
     dbias, dsink = (
         None if x is None else torch.zeros_like(x, dtype=dtype)

@@ -81,7 +81,21 @@ BAD_INPUTS = {
         r"k: last dimension .* that of q \(64\), got 32",
         {"k": (2, 40, 4, 32)},
     ),
-    "v": (ValueError, r"v: must have the shape of k, \[2, 40, 4, 64\], got", {"v": (2, 41, 4, 64)}),
+    "v": (
+        ValueError,
+        r"v: must have the shape of k but for the last dimension, \[2, 40, 4, 64\], got",
+        {"v": (2, 41, 4, 64)},
+    ),
+    "v head_dim 60": (
+        ValueError,
+        r"v: last dimension \(head_dim_v\) must be a multiple of 8, got 60",
+        {"v": (2, 40, 4, 60)},
+    ),
+    "v head_dim 264": (
+        ValueError,
+        r"v: last dimension \(head_dim_v\) must be from 1 to 256, got 264",
+        {"v": (2, 40, 4, 264)},
+    ),
 }
 
 

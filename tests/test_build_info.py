@@ -106,10 +106,13 @@ def test_compiled_rows_and_explain(
     assert {row.mask for row in rows} <= {"full", "windowed"}
     assert all("block_m" in row.config for row in rows)
     assert "compiled for     80, 90a" in build_info.describe()
+    assert [row.head_dim_v for row in rows] == [row.value_dim for row in ALL_ROWS]
+    assert "128, 192/128, 192, 256" in build_info.describe()
 
     assert main(["--explain", "--heads-q", "8", "--seqlen-q", "512", "--causal"]) == 1
     printed = capsys.readouterr().out
     assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
+    assert calls[0]["head_dim_v"] is None
     assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
     assert not any(calls[0][mask] or backward_calls[0][mask] for mask in ("block_sparse", "bias"))
 
@@ -129,7 +132,8 @@ def test_self_check_covers_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch)
     from flash_attn_cuda import self_check
 
     def row(name: str, **fields: Any) -> build_info.CompiledRow:
-        common = {"family": "sm80", "dtype": "fp16", "mask": "windowed", "head_dim": 64}
+        common = {"family": "sm80", "dtype": "fp16", "mask": "windowed"}
+        common |= {"head_dim": 64, "head_dim_v": 64}
         config = {key: fields.pop(key) for key in ("kind", "features") if key in fields}
         return build_info.CompiledRow(**{**common, "name": name, "config": config, **fields})
 

@@ -51,6 +51,7 @@ def test_the_text_of_a_unit() -> None:
         "      .dtype = Dtype::bf16,\n"
         "      .mask = MaskKind::windowed,\n"
         "      .head_dim = 128,\n"
+        "      .head_dim_v = 128,\n"
         "      .kind = ForwardKind::tiles,\n"
         "      .block_m = 128,\n"
         "      .block_n = 64,\n"
@@ -95,6 +96,9 @@ def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
 
 
 def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
+    narrow = replace(ROW, family=Family.sm90, head_dim=192, head_dim_v=128)
+    units = generate_units.units_of([narrow, replace(narrow, head_dim_v=None)])
+    assert [unit.name for unit in units] == ["forward_sm90_hd192_dv128", "forward_sm90_hd192"]
     units = generate_units.units_of([SHORT_ROW, ROW])
     assert [unit.name for unit in units] == ["forward_sm90_hd128_short", "forward_sm80_hd128"]
     short, name = generate_units.unit_text(units[0]), SHORT_ROW.name

@@ -62,8 +62,13 @@ BAD_CALLS = {
         r"^k: batch .*\(2\), got 3",
     ),
     "head_dim k": (bad(k=zeros(2, 6, 2, 16)), ValueError, r"^k: last dimension .*\(8\), got 16"),
-    "head_dim v": (bad(v=zeros(2, 6, 2, 16)), ValueError, r"^v: must have the shape of k"),
-    "seqlen v": (bad(v=zeros(2, 5, 2, 8)), ValueError, r"^v: must have the shape of k"),
+    "Dv = 0": (bad(v=zeros(2, 6, 2, 0)), ValueError, r"^v: .*\(head_dim_v\).* 1 to 256, got 0"),
+    "Dv > 256": (bad(v=zeros(2, 6, 2, 264)), ValueError, r"^v: .*\(head_dim_v\).*256, got 264"),
+    "seqlen v": (
+        bad(v=zeros(2, 5, 2, 8)),
+        ValueError,
+        r"^v: must have the shape of k but for the last dimension, \(2, 6, 2, 8\), got",
+    ),
     "heads v": (bad(v=zeros(2, 6, 4, 8)), ValueError, r"^v: must have the shape of k"),
     "heads": (
         bad(k=zeros(2, 6, 3, 8), v=zeros(2, 6, 3, 8)),

@@ -87,7 +87,8 @@ def _most_causal_queries(row: KernelRow) -> int:
 def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
     order = list(Mask)
     for group in {_group(row) for row in rows}:
-        keys = [(row.head_dim, order.index(row.mask)) for row in rows if _group(row) == group]
+        of_group = [row for row in rows if _group(row) == group]
+        keys = [(row.head_dim, row.value_dim, order.index(row.mask)) for row in of_group]
         assert keys == sorted(keys)
 
 
@@ -150,6 +151,7 @@ def test_every_row_can_run_something_of_its_own() -> None:
             covers = (
                 _group(earlier) == _group(row)
                 and earlier.head_dim >= row.head_dim
+                and earlier.value_dim >= row.value_dim
                 and (
                     _most_causal_queries(earlier) == 0
                     or 0 < _most_causal_queries(row) <= _most_causal_queries(earlier)
@@ -276,13 +278,16 @@ def _walks(row: KernelRow, features: Feature) -> bool:
     return Feature.block_sparse in features or Feature.block_sparse not in row.features
 
 
-def chosen_sm90_row(head_dim: int, features: Feature, causal_queries: int) -> ForwardRow:
+def chosen_sm90_row(
+    head_dim: int, features: Feature, causal_queries: int, value_dim: int | None = None
+) -> ForwardRow:
     """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
     return next(
         row
         for row in SM90_ROWS
         if row.dtype is Dtype.bf16
         and row.head_dim >= head_dim
+        and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
         and (row.most_causal_queries == 0 or 0 < causal_queries <= row.most_causal_queries)
@@ -329,13 +334,16 @@ def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
     assert row.block_n <= 256 and row.block_n % 16 == 0
 
 
-def chosen_sm90_backward_row(head_dim: int, features: Feature) -> BackwardRow:
+def chosen_sm90_backward_row(
+    head_dim: int, features: Feature, value_dim: int | None = None
+) -> BackwardRow:
     """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
     return next(
         row
         for row in SM90_BACKWARD_ROWS
         if row.dtype is Dtype.bf16
         and row.head_dim >= head_dim
+        and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
     )
@@ -366,6 +374,36 @@ def test_sm90_backward_tiles_are_what_the_kernel_takes(row) -> None:
     assert row.block_n == (64 if row.head_dim > 128 else 128)
     assert row.num_warps == 8
     assert row.head_dim % 32 == 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "row_dims"),
+    [
+        (192, 128, (192, 128)),
+        (136, 64, (192, 128)),
+        (192, 136, (192, 192)),
+        (128, 64, (128, 128)),
+        (200, 128, (256, 256)),
+        (128, 192, (192, 192)),
+    ],
+)
+def test_narrow_values_run_the_narrowest_row_that_holds_both(head_dim, value_dim, row_dims) -> None:
+    forward = chosen_sm90_row(head_dim, Feature(0), 0, value_dim)
+    backward = chosen_sm90_backward_row(head_dim, Feature.deterministic, value_dim)
+    assert (forward.head_dim, forward.value_dim) == row_dims
+    assert (backward.head_dim, backward.value_dim) == row_dims
+    with_dropout = chosen_sm90_row(head_dim, Feature.dropout, 0, value_dim)
+    assert with_dropout.value_dim == with_dropout.head_dim
+
+
+def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
+    narrow = [row for row in ALL_ROWS if row.head_dim_v is not None]
+    assert {row.kernel_pass for row in narrow} == set(Pass)
+    for row in narrow:
+        assert row.family is Family.sm90 and row.value_dim < row.head_dim
+        assert f"_hd{row.head_dim}_dv{row.value_dim}_" in row.name
+        twins = [replace(row, head_dim_v=None), replace(row, head_dim_v=64)]
+        assert all(row.tile != twin.tile for twin in twins), "units are named by tiles"
 
 
 @pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)

@@ -71,8 +71,8 @@ def test_every_row_is_chosen_by_what_it_says_of_itself() -> None:
     for row in ALL_ROWS:
         clause = (
             f"{kinds[row.kernel_pass].format(row=row)},family={row.family.value},"
-            f"head_dim={row.head_dim},dtype={row.dtype.value},mask={row.mask.value},"
-            f"variant={row.variant or 'plain'}"
+            f"head_dim={row.head_dim},head_dim_v={row.value_dim},dtype={row.dtype.value},"
+            f"mask={row.mask.value},variant={row.variant or 'plain'}"
         )
         assert select_rows(clause) == [row]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
@@ -42,6 +43,37 @@ pytestmark = pytest.mark.gpu
 
 
 # -- which kernel ----------------------------------------------------------------------------------
+
+
+OF_NARROW_VALUES = (
+    # (head_dim, head_dim_v), features, the rows of forward and backward
+    ((192, 128), {}, "sm90_bf16_hd192_dv128_windowed", "sm90_bf16_hd192_dv128_windowed"),
+    ((136, 72), {}, "sm90_bf16_hd192_dv128_windowed", "sm90_bf16_hd192_dv128_windowed"),
+    ((192, 136), {}, "sm90_bf16_hd192_windowed", "sm90_bf16_hd192_windowed"),
+    ((64, 40), {}, "sm90_bf16_hd64_windowed", "sm90_bf16_hd64_windowed"),
+    # A backward's dP is a sum over boxes of values, of which each must have a column.
+    ((192, 64), {}, "sm90_bf16_hd192_dv128_windowed", "sm80_bf16_hd192_windowed"),
+    ((128, 64), {}, "sm90_bf16_hd128_windowed", "sm80_bf16_hd128_windowed"),
+    (
+        *((192, 128), {"dropout_p": 0.1}),
+        *("sm90_bf16_hd192_windowed_dropout", "sm80_bf16_hd192_windowed_dropout"),
+    ),
+    ((64, 128), {}, "sm80_bf16_hd128_windowed", "sm80_bf16_hd128_windowed"),
+)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(("head_dims", "features", "forward", "backward"), OF_NARROW_VALUES)
+def test_values_of_another_head_dim(
+    head_dims: tuple[int, int], features: dict[str, Any], forward: str, backward: str
+) -> None:
+    case = make_case(seqlen_q=256, seqlen_k=256, head_dim=head_dims[0], **features)
+    case = replace(case, head_dim_v=head_dims[1])
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    assert kernels_run(lambda: run_forward(case, inputs), "forward") == [f"fwd_{forward}"]
+    ran = kernels_run(lambda: run_forward_backward(case, inputs), "backward")
+    assert set(ran) == {f"bwd_{backward}"}
 
 
 @pytest.mark.cuda_only

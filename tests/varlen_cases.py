@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from layouts import Features
+from layouts import Features, head_dims_text
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class VarlenInputs:
-    """q, dout (total_q, Hq, D), k, v (total_k, Hk, D), dlse (Hq, total_q) in fp32; lengths in
-    int32, (B + 1) or (B).
+    """q (total_q, Hq, D), dout (total_q, Hq, Dv), k (total_k, Hk, D), v (total_k, Hk, Dv), dlse
+    (Hq, total_q) in fp32; lengths in int32, (B + 1) or (B).
 
-    With a block_table (B, max_pages) k and v are pages (num_pages, page_size, Hk, D).
+    With a block_table (B, max_pages) k and v are pages (num_pages, page_size, Hk, D or Dv).
     """
 
     q: Tensor
@@ -48,6 +48,7 @@ class VarlenCase(Features):
     num_heads_q: int = 4
     num_heads_k: int = 4
     head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
 
     def __post_init__(self) -> None:
         for name in ("lengths_k", "used_q", "used_k", "leftpad"):
@@ -60,7 +61,7 @@ class VarlenCase(Features):
             f"b{self.batch}",
             f"q{_shortly(self.lengths_q)}k{_shortly(self.keys)}",
             f"h{self.num_heads_q}/{self.num_heads_k}",
-            f"d{self.head_dim}",
+            head_dims_text(self.head_dim, self.value_dim),
             *self.feature_parts(),
         ]
         for name in ("used_q", "used_k", "leftpad"):
@@ -76,6 +77,10 @@ class VarlenCase(Features):
     @property
     def keys(self) -> tuple[int, ...]:
         return self.lengths_q if self.lengths_k is None else self.lengths_k
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def total_q(self) -> int:
@@ -98,13 +103,13 @@ class VarlenCase(Features):
         no sequence, beyond seqused or in the left padding, are NaN in every tensor.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
-        query = (self.total_q, self.num_heads_q, self.head_dim)
-        key = (self.total_k, self.num_heads_k, self.head_dim)
+        query, out = ((self.total_q, self.num_heads_q, d) for d in (self.head_dim, self.value_dim))
+        key, value = ((self.total_k, self.num_heads_k, d) for d in (self.head_dim, self.value_dim))
 
         def normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
 
-        q, k, v, dout = (normal(shape, self.dtype) for shape in (query, key, key, query))
+        q, k, v, dout = (normal(shape, self.dtype) for shape in (query, key, value, out))
         dlse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         dlse = normal((self.num_heads_q, self.total_q), dlse_dtype)
         slopes = self.make_slopes(self.batch, self.num_heads_q, generator)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype
+from ..checks import lse_dtype, output_shape
 from .tiles import DEFAULT_TILING, AttentionOptions, Problem, Tiling
 
 
@@ -23,16 +23,17 @@ def attention_forward(
     options: AttentionOptions,
     tiling: Tiling = DEFAULT_TILING,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q (B, Sq, Hq, D) over k, v (B, Sk, Hk, D); FlashAttention-2, Algorithm 1.
+    """Attention of q (B, Sq, Hq, D) over k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv); FlashAttention-2,
+    Algorithm 1.
 
-    Returns out (B, Sq, Hq, D) in the input dtype and lse (B, Hq, Sq), the natural logarithm of the
+    Returns out (B, Sq, Hq, Dv) in the input dtype and lse (B, Hq, Sq), the natural logarithm of the
     softmax's denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and
     lse -inf, or its sink where there is one. Dropout takes part in out alone.
     """
     if _has_lists_within_a_group(q, k, options):
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     problem = Problem.of(q, k, options, tiling)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(output_shape(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.lse_shape, dtype=problem.dtype, device=q.device)
     for lanes in problem.lanes():
         for m_block in problem.query_blocks():
@@ -41,7 +42,7 @@ def attention_forward(
             row_sum = torch.zeros_like(row_max)
             if (sink := problem.sink_tile(lanes, m_block)) is not None:
                 row_max, row_sum = sink, torch.ones_like(row_sum)
-            out_tile = torch.zeros_like(q_tile)
+            out_tile = q_tile.new_zeros((*q_tile.shape[:-1], v.shape[-1]))
             for n_block in problem.key_blocks_seen_by(lanes, m_block):
                 scores = torch.bmm(q_tile, lanes.key_tile(k, n_block).mT)
                 problem.modify(scores, lanes, m_block, n_block)
@@ -107,12 +108,12 @@ def attention_backward(
             # A query without a visible key has no gradient, whatever arrives through its lse.
             row_d.masked_fill_(lanes.row_tile(lse, m_block) == -math.inf, 0.0)
             lanes.store_rows(softmax_d, m_block, row_d)
-            dq_tiles[m_block] = torch.zeros_like(dout_tile)
+            dq_tiles[m_block] = dout_tile.new_zeros((*dout_tile.shape[:-1], q.shape[-1]))
 
         for n_block in problem.key_blocks():
             k_tile, v_tile = lanes.key_tile(k, n_block), lanes.key_tile(v, n_block)
             dk_tile = torch.zeros(k_tile.shape, dtype=k_tile.dtype, device=k_tile.device)
-            dv_tile = torch.zeros_like(dk_tile)
+            dv_tile = torch.zeros(v_tile.shape, dtype=v_tile.dtype, device=v_tile.device)
             for m_block in problem.query_blocks_that_see(lanes, n_block):
                 q_tile = lanes.query_tile(q, m_block) * options.softmax_scale
                 dout_tile = lanes.query_tile(dout, m_block)

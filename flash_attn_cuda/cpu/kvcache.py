@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype
+from ..checks import lse_dtype, output_shape
 from .dense import attention_forward
 from .tiles import AttentionOptions
 from .varlen import page_rows
@@ -35,16 +35,17 @@ def kvcache_forward(
     """Append k, v to the caches, in place, and attend q to what they then hold.
 
     Caches are (entries, capacity, Hk, D), or with block_table (entries, max_pages) pages
-    (num_pages, page_size, Hk, D). Sequence b lies in entry cache_batch_idx[b], b by default; its
-    keys are the rows from cache_leftpad[b] to cache_seqlens[b], None for the capacity, and those
-    appended behind. q is (B, Sq, Hq, D) and k, v (B, Snew, Hk, D), or packed with cu_seqlens_q and
+    (num_pages, page_size, Hk, D), or of values Dv. Sequence b lies in entry cache_batch_idx[b], b
+    by default; its keys are the rows from cache_leftpad[b] to cache_seqlens[b], None for the
+    capacity, and those appended behind. q is (B, Sq, Hq, D), k (B, Snew, Hk, D) and v (B, Snew, Hk,
+    Dv), or packed with cu_seqlens_q and
     cu_seqlens_k_new, by default the same. Rotary tables are (seqlen_rotary, rotary_dim / 2) at
     least as long as positions in the cache; new keys stand where they are written, queries from
     cache_seqlens[b] on under a mask, else all at cache_seqlens[b].
 
-    Returns out like q and lse (B, Hq, Sq), packed (Hq, total_q).
+    Returns out, like q but with Dv, and lse (B, Hq, Sq), packed (Hq, total_q).
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(output_shape(q, v_cache), dtype=q.dtype, device=q.device)
     is_packed = cu_seqlens_q is not None
     if is_packed:
         out.zero_()  # rows that are no sequence's

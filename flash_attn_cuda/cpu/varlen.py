@@ -1,8 +1,8 @@
 """Packed sequences: every one is a dense call on its own rows.
 
-q is (total_q, Hq, D), k and v (total_k, Hk, D), lse (Hq, total_q). Sequence b has the rows from
-cu_seqlens[b] to cu_seqlens[b + 1]; of queries the first seqused_q[b] attend, and its keys are those
-from leftpad_k[b] to seqused_k[b]. With a block_table (B, max_pages), k and v are the pages
+q is (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), lse (Hq, total_q). Sequence b has
+the rows from cu_seqlens[b] to cu_seqlens[b + 1]; of queries the first seqused_q[b] attend, and its
+keys are those from leftpad_k[b] to seqused_k[b]. With a block_table (B, max_pages), k and v are the pages
 (num_pages, page_size, Hk, D) that it names, and cu_seqlens_k gives lengths alone.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype
+from ..checks import lse_dtype, output_shape
 from .dense import attention_backward, attention_forward, probabilities
 from .tiles import AttentionOptions
 
@@ -43,11 +43,11 @@ def varlen_forward(
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dense.attention_forward of every sequence: out like q and lse (Hq, total_q).
+    """dense.attention_forward of every sequence: out (total_q, Hq, Dv) and lse (Hq, total_q).
 
     Rows of q that are no sequence's get out 0 and lse -inf.
     """
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(output_shape(q, v), dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     for sequence in _sequences(*lengths, block_table, page_size=k.shape[1]):

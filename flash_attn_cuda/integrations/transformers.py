@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import modeling_flash_attention_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -89,7 +88,7 @@ def attention(
         module: the attention layer; its is_causal counts where the argument is None.
         query: (batch, heads_q, seqlen_q, head_dim).
         key: (batch, heads_k, seqlen_k, head_dim), what was cached included.
-        value: (batch, heads_k, seqlen_k, value_dim), value_dim <= head_dim.
+        value: (batch, heads_k, seqlen_k, value_dim).
         attention_mask: what the registered mask function made, or a 4-D mask, bool or added to the
             scores, which says all there is about causality, windows and padding.
         dropout, scaling, softcap: flash_attn_func's dropout_p, softmax_scale and softcap.
@@ -113,9 +112,6 @@ def attention(
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
         return _torch_attention(module, query, key, value, own_mask, options)
     query, key, value = (x.transpose(1, 2) for x in _half_precision(module, query, key, value))
-    value_dim = value.shape[-1]
-    if value_dim < query.shape[-1]:
-        value = pad(value, (0, query.shape[-1] - value_dim))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     has_window = sliding_window is not None and key.shape[1] > sliding_window
     options = {
@@ -131,7 +127,7 @@ def attention(
     if own_mask is not None:
         options |= {"attn_mask": own_mask, "causal": False, "window_size": (-1, -1)}
         out = flash_attn_func(query, key, value, **options)
-        return out[..., :value_dim], None
+        return out, None
     batch, seqlen_q, seqlen_k = *query.shape[:2], key.shape[1]
     sequences: Sequences | None
     if attention_mask is not None:
@@ -147,7 +143,7 @@ def attention(
         out = flash_attn_with_kvcache(query, key, value, **for_decoding(options))
     else:
         out = flash_attn_func(query, key, value, **options)
-    return out[..., :value_dim], None
+    return out, None
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
