@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py                                # the papers' grid, ours and FA2
     python benchmarks/bench.py --backends ours sdpa_cudnn --baseline sdpa_cudnn --head-dims 128
+    python benchmarks/bench.py --head-dims 192x128            # of queries and keys x of values
     python benchmarks/bench.py --shape 4,1024,4096,32,8,128 --masks causal --refcheck
     python benchmarks/bench.py --json results.json --csv results.csv --plot results.png
 
@@ -57,7 +58,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--passes", nargs="+", choices=[p.value for p in Pass], default=list(Pass))
     what.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     what.add_argument("--dtype", choices=DTYPES, default="bf16")
-    what.add_argument("--head-dims", nargs="+", type=int, default=BENCHMARK_HEAD_DIMS)
+    what.add_argument(
+        "--head-dims",
+        nargs="+",
+        type=parse_head_dims,
+        default=[(head_dim, None) for head_dim in BENCHMARK_HEAD_DIMS],
+        metavar="D[xDv]",
+    )
     what.add_argument("--seqlens", nargs="+", type=int, default=BENCHMARK_SEQLENS)
     what.add_argument("--tokens", type=int, default=BENCHMARK_TOKENS, help="batch times seqlen")
     what.add_argument("--hidden", type=int, default=BENCHMARK_HIDDEN, help="heads times head dim")
@@ -65,7 +72,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--shape",
         action="append",
         type=parse_shape,
-        metavar="B,Sq,Sk,Hq,Hk,D",
+        metavar="B,Sq,Sk,Hq,Hk,D[xDv]",
         help="measure these shapes instead of the grid; may be repeated",
     )
     how = parser.add_argument_group("how")
@@ -81,12 +88,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parse_shape(text: str) -> AttentionCase:
-    names = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_k", "head_dim")
+HeadDims = tuple[int, int | None]  # of queries and keys; of values where it is another
+
+
+def parse_head_dims(text: str) -> HeadDims:
     try:
-        return AttentionCase(**dict(zip(names, map(int, text.split(",")), strict=True)))
+        head_dim, *rest = map(int, text.split("x"))
+        (value_dim,) = rest or [None]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be six integers B,Sq,Sk,Hq,Hk,D: {error}") from None
+        raise argparse.ArgumentTypeError(f"must be D or DxDv: {error}") from None
+    return head_dim, value_dim
+
+
+def parse_shape(text: str) -> AttentionCase:
+    names = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_k")
+    *sizes, head_dims = text.split(",")
+    try:
+        shape = dict(zip(names, map(int, sizes), strict=True))
+        head_dim, value_dim = parse_head_dims(head_dims)
+        return AttentionCase(**shape, head_dim=head_dim, head_dim_v=value_dim)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be six integers B,Sq,Sk,Hq,Hk,D, or DxDv for D: {error}"
+        ) from None
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[AttentionCase]:
@@ -96,7 +120,11 @@ def cases_of(options: argparse.Namespace) -> Iterator[AttentionCase]:
             for causal in masks:
                 yield replace(shape, dtype=dtype, device=options.device, causal=causal)
         return
-    grid = benchmark_cases(tuple(options.head_dims), tuple(options.seqlens), dtype, options.device)
+    grid = (
+        replace(case, head_dim_v=value_dim)
+        for head_dim, value_dim in options.head_dims
+        for case in benchmark_cases((head_dim,), tuple(options.seqlens), dtype, options.device)
+    )
     for case in grid:
         if case.causal in masks:
             heads = max(1, options.hidden // case.head_dim)

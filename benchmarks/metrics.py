@@ -18,8 +18,9 @@ class Pass(str, Enum):
 def operations(case: AttentionCase | VarlenCase, which: Pass) -> int:
     """Floating-point operations of the matrix products on visible query-key pairs.
 
-    4 * pairs * head_dim per head forward, 2.5 times that backward; a causal mask leaves half of a
-    square and half of its diagonal. Packed sequences: the sum over them.
+    2 * pairs * (D + Dv) per head forward, 2 * pairs * (3 D + 2 Dv) backward, D the head dim of
+    queries and keys and Dv that of values; a causal mask leaves half of a square and half of its
+    diagonal. Packed sequences: the sum over them.
     """
     if isinstance(case, VarlenCase):
         return sum(operations(sequence, which) for sequence in sequences(case))
@@ -39,6 +40,7 @@ def sequences(case: VarlenCase) -> Iterator[AttentionCase]:
             num_heads_q=case.num_heads_q,
             num_heads_k=case.num_heads_k,
             head_dim=case.head_dim,
+            head_dim_v=case.head_dim_v,
             causal=case.causal,
             window=case.window,
         )

@@ -42,6 +42,7 @@ def row_of(result: Result) -> Row:
         "num_heads_q": case.num_heads_q,
         "num_heads_k": case.num_heads_k,
         "head_dim": case.head_dim,
+        "head_dim_v": case.value_dim,
         "dtype": DTYPE_NAMES[case.dtype],
         "causal": case.causal,
         "pass": which.value,
@@ -172,16 +173,29 @@ def summary_lines(document: Row) -> list[str]:
     ]
 
 
+def head_dims_of(row: Row) -> str:
+    """128, or 192x128 where values have another head dim."""
+    of_values = row.get("head_dim_v", row["head_dim"])  # older results have one
+    return (
+        f"{row['head_dim']}" if of_values == row["head_dim"] else f"{row['head_dim']}x{of_values}"
+    )
+
+
 def table_rows(document: Row) -> tuple[list[int], dict[tuple, dict[int, float]]]:
-    """Sequence lengths, and TFLOP/s by length for each (pass, dtype, head dim, mask, backend)."""
+    """Sequence lengths, and TFLOP/s by length for each (pass, dtype, head dims, mask, backend)."""
     lines: dict[tuple, dict[int, float]] = defaultdict(dict)
     for row in document["results"]:
         if row["tflops"] is not None:
             mask = "causal" if row["causal"] else "full"
-            key = (row["pass"], row["dtype"], row["head_dim"], mask, row["backend"])
+            key = (row["pass"], row["dtype"], head_dims_of(row), mask, row["backend"])
             lines[key][row["seqlen_q"]] = row["tflops"]
     lengths = sorted({length for values in lines.values() for length in values})
-    keys = sorted(lines, key=lambda key: (key[0] != "forward", key[1], key[2], key[3] != "full"))
+
+    def place(key: tuple) -> tuple:
+        head_dims = tuple(map(int, key[2].split("x")))
+        return key[0] != "forward", key[1], head_dims, key[3] != "full"
+
+    keys = sorted(lines, key=place)
     return lengths, {key: lines[key] for key in keys}
 
 
@@ -229,15 +243,15 @@ def plot(document: Row, path: Path) -> None:
         layout="constrained",
     )
     for which, axes_row in zip(passes, grid, strict=False):
-        for (dtype, head_dim, mask), axes in zip(kinds, axes_row, strict=False):
+        for (dtype, head_dims, mask), axes in zip(kinds, axes_row, strict=False):
             for color, backend in enumerate(backends):
-                values = lines.get((which, dtype, head_dim, mask, backend), {})
+                values = lines.get((which, dtype, head_dims, mask, backend), {})
                 lengths = sorted(values)
                 speeds = [values[length] for length in lengths]
                 axes.plot(lengths, speeds, "o-", color=f"C{color}", ms=3, label=backend)
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
-            axes.set_title(f"{which} {dtype} d{head_dim} {mask}", fontsize=9)
+            axes.set_title(f"{which} {dtype} d{head_dims} {mask}", fontsize=9)
             axes.grid(alpha=0.3)
         axes_row[0].set_ylabel("TFLOP/s")
     grid[0][0].legend(fontsize=8)

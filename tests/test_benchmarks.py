@@ -90,6 +90,16 @@ def test_operations_follow_the_papers_convention():
     )
 
 
+def test_operations_with_values_of_another_head_dim():
+    case = AttentionCase(1, 64, 64, 3, 3, 192, head_dim_v=128)
+    assert operations(case, Pass.forward) == 2 * 64 * 64 * 3 * (192 + 128)
+    assert operations(case, Pass.backward) == 2 * 64 * 64 * 3 * (3 * 192 + 2 * 128)
+    packed = VarlenCase(lengths_q=(64,), num_heads_q=3, num_heads_k=3, head_dim=192, head_dim_v=128)
+    for which in Pass:
+        assert operations(packed, which) == operations(case, which)
+    assert least_traffic(case, Pass.forward) == 2 * 64 * 3 * (192 + 128) * 2 + 64 * 3 * 4
+
+
 def test_operations_of_packed_sequences_are_the_sum_of_theirs():
     case = VarlenCase(
         lengths_q=(1, 7, 0), lengths_k=(3, 7, 2), num_heads_q=2, num_heads_k=1, head_dim=8
@@ -362,7 +372,21 @@ def test_shapes_replace_the_grid():
     assert case.causal and case.dtype == torch.float16
 
 
-@pytest.mark.parametrize("shape", ["1,2,3", "1,2,3,4,5,x", "1,8,8,3,2,64"])
+def test_values_of_another_head_dim(tmp_path):
+    options = bench.parse_arguments(["--shape", "4,1024,4096,32,8,192x128"])
+    assert {(case.head_dim, case.value_dim) for case in bench.cases_of(options)} == {(192, 128)}
+    path = tmp_path / "results.json"
+    grid = [*TINY_GRID]
+    grid[grid.index("--head-dims") + 1] = "16x8"
+    assert bench.main([*grid, "--refcheck", "--backends", "ours", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert {(row["head_dim"], row["head_dim_v"]) for row in document["results"]} == {(16, 8)}
+    assert "| 16x8 |" in report.markdown(document)
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--head-dims", "16x8x8"])
+
+
+@pytest.mark.parametrize("shape", ["1,2,3", "1,2,3,4,5,x", "1,8,8,3,2,64", "1,8,8,2,2,8x8x8"])
 def test_a_bad_shape_is_refused(shape, capsys):
     with pytest.raises(SystemExit):
         bench.parse_arguments(["--shape", shape])
