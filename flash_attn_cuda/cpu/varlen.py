@@ -2,8 +2,8 @@
 
 q is (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), lse (Hq, total_q). Sequence b has
 the rows from cu_seqlens[b] to cu_seqlens[b + 1]; of queries the first seqused_q[b] attend, and its
-keys are those from leftpad_k[b] to seqused_k[b]. With a block_table (B, max_pages), k and v are the pages
-(num_pages, page_size, Hk, D) that it names, and cu_seqlens_k gives lengths alone.
+keys are those from leftpad_k[b] to seqused_k[b]. With a block_table (B, max_pages), k and v are the
+pages (num_pages, page_size, Hk, D or Dv) that it names, and cu_seqlens_k gives lengths alone.
 """
 
 from __future__ import annotations
