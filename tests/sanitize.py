@@ -62,6 +62,7 @@ from sanitize_cases import (  # noqa: E402
     odd_cases,
     outgrown_cases,
     row_cases,
+    value_cases,
 )
 from tolerance import compare  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -304,7 +305,7 @@ def calls() -> Iterator[Call]:
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
     for name, masked, change in masked_cases():
         yield masked_call(name, masked, change_mask=change)
-    for case in many_tile_cases():
+    for case in (*many_tile_cases(), *value_cases()):
         case = replace(case, device=DEVICE)
         yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)
     for masked, change in many_tile_masked_cases():

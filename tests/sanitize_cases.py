@@ -109,6 +109,27 @@ def many_packed(common: dict[str, Any]) -> VarlenCase:
     )
 
 
+def value_cases() -> Iterator[Case]:
+    """Values narrower than the row by some columns and by whole boxes of TMA, and wider ones."""
+    for head_dim, head_dim_v in ((192, 128), (160, 72), (128, 64), (96, 32), (64, 128)):
+        dense = AttentionCase(
+            batch=1,
+            seqlen_q=70,
+            seqlen_k=150,
+            num_heads_q=280,
+            num_heads_k=140,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
+        yield dense
+        yield replace(dense, causal=True, num_heads_q=6, num_heads_k=2, **TRAINING)
+        packed = many_packed({"head_dim": head_dim, "head_dim_v": head_dim_v})
+        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10, leftpad=(1, 5, 0, 130) * 10)
+    cache = KvCacheCase(cached=(100, 0, 37), seqlens_q=3, seqlens_new=3, causal=True)
+    yield replace(cache, head_dim=192, head_dim_v=128, rotary_dim=64, page_size=16)
+    yield replace(cache, head_dim=59, head_dim_v=33)
+
+
 def odd_cases() -> Iterator[Case]:
     """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
     at all.

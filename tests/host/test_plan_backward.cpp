@@ -304,7 +304,7 @@ TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
 TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
   for (const int tile_rows : {32, 64, 128}) {
     for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
-      const AttentionShape shape{.head_dim = head_dim};
+      const AttentionShape shape{.head_dim_v = head_dim};
       const int lanes = preprocess_lanes(shape, tile_rows);
       CHECK(lanes <= 32 && std::has_single_bit(unsigned(lanes)));
       CHECK(8 * lanes >= head_dim);
@@ -312,9 +312,9 @@ TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
       CHECK_EQ(preprocess_blocks_per_tile(shape, tile_rows) * rows, tile_rows);
     }
   }
-  CHECK_EQ(preprocess_lanes({.head_dim = 64}, 128), 8);
-  CHECK_EQ(preprocess_lanes({.head_dim = 72}, 64), 16);
-  CHECK_EQ(preprocess_lanes({.head_dim = 8}, 128), 2);
+  CHECK_EQ(preprocess_lanes({.head_dim_v = 64}, 128), 8);
+  CHECK_EQ(preprocess_lanes({.head_dim_v = 72}, 64), 16);
+  CHECK_EQ(preprocess_lanes({.head_dim_v = 8}, 128), 2);
 }
 
 TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
