@@ -302,7 +302,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_forward(96, block_m=128, block_n=128),
     *sm90_features(96, block_n=128),
     *sm90_forward(128, block_m=128, block_n=128),
-    *sm90_features(128, block_n=128, allowed_spill_bytes=32),
+    *sm90_features(128, block_n=128),
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),

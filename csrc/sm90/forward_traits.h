@@ -61,13 +61,15 @@ struct ForwardTraits {
   static constexpr int threads = 128 * warpgroups;
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups and 128 of four: not one more may be asked for than there are.
+  // warpgroups and 128 of four: not one more may be asked for than there are. Without a spill in
+  // the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
   static constexpr int launch_registers = warpgroups == 3 ? 168 : 128;
-  static constexpr int drawing_registers = 56;
+  static constexpr int drawing_registers = has_drawing_warpgroup && head_dim <= 128 ? 72 : 56;
   static constexpr int producer_registers =
       consumers == 3 ? 32 : (drawing_warps == 2 ? drawing_registers : 40);
   static constexpr int consumer_registers =
-      consumers == 3 ? 160 : (has_drawing_warpgroup ? 208 : (has_dropout ? 224 : 232));
+      has_drawing_warpgroup ? (head_dim <= 128 ? 200 : 208)
+                            : (consumers == 3 ? 160 : (has_dropout ? 224 : 232));
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
