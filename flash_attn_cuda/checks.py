@@ -38,7 +38,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_attention_inputs(
     q: Any, k: Any, v: Any, softmax_scale: Any, names: Names = QKV_NAMES
 ) -> None:
-    """Raise unless q (B, Sq, Hq, D) and k, v (B, Sk, Hk, D) are a call that some backend runs."""
+    """Raise unless q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) are a call that some
+    backend runs.
+    """
     check_qkv(q, k, v, names, DENSE_LAYOUT, DENSE_LAYOUT)
     if k.shape[0] != q.shape[0]:
         raise ValueError(
