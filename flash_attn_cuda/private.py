@@ -33,11 +33,11 @@ def _flash_attn_forward(
 ) -> Tensors4:
     """FlashAttention-2's private forward, on q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
 
-    Returns (out, softmax_lse, S_dmask, rng_state): out (B, Sq, Hq, Dv); softmax_lse (B, Hq, Sq), the
-    natural logarithm, fp32 (fp64 for fp64 inputs); rng_state, (seed, offset) of the dropout, int64,
-    and S_dmask (B, Hq, Sq, Sk) if return_softmax, both empty without dropout. On CUDA D must be a
-    multiple of 8. Errors as flash_attn_func. Unlike FlashAttention-2's, it is differentiable in q,
-    k, v; `deterministic`, of its backward, is an addition.
+    Returns (out, softmax_lse, S_dmask, rng_state): out (B, Sq, Hq, Dv); softmax_lse (B, Hq, Sq),
+    the natural logarithm, fp32 (fp64 for fp64 inputs); rng_state, (seed, offset) of the dropout,
+    int64, and S_dmask (B, Hq, Sq, Sk) if return_softmax, both empty without dropout. On CUDA D and
+    Dv must be multiples of 8. Errors as flash_attn_func. Unlike FlashAttention-2's, it is
+    differentiable in q, k, v; `deterministic`, of its backward, is an addition.
     """
     check_slopes_have_no_gradient(alibi_slopes)
     op = forward_for_transforms if is_functorch_active() else _ops._flash_attn_forward
