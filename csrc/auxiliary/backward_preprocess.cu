@@ -40,7 +40,7 @@ struct PreprocessArguments {
   int log2_lanes_per_row;  // 0 to 5
   int accum_columns;       // the instance's head_dim
   int block_n;             // the instance's
-  bool finishes_dq;        // the instance
+  bool writes_dq;          // the instance
 };
 
 // A row of dq that no key tile adds to or writes.
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(threads)
       sink_gradient = sink_gradient_of_row(params.score.sink[head], lse, softmax_d);
   }
   bool is_summed = true;  // dQ of the row, over key tiles
-  if (args.finishes_dq) {
+  if (args.writes_dq) {
     const Sequence& sequence = work.sequence;
     const int first = work.tile << args.log2_tile_rows;
     const int last = min(first + (1 << args.log2_tile_rows), sequence.seqlen_q) - 1;
@@ -178,7 +178,7 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .log2_lanes_per_row = std::countr_zero(static_cast<unsigned>(lanes)),
       .accum_columns = config.head_dim,
       .block_n = config.block_n,
-      .finishes_dq = plan.instance->finishes_dq()};
+      .writes_dq = plan.instance->writes_dq};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {

@@ -84,6 +84,7 @@ struct BackwardPlan {
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
   bool sums_dq = true;  // key tiles add to dq_accum; false: the only one of a sequence writes dq
+  bool finishes_dq = false;  // the main kernel converts the sums, and nothing follows
   bool counts_additions = false;
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;

@@ -16,11 +16,11 @@ struct BackwardInstance {
   const char* name;
   BackwardConfig config;
   int smem_bytes;
-  void (*launch)(const BackwardPlan&, const BackwardParams&, Stream);  // the main kernel
-  // The sums of dQ -> dq; null where the main kernel does that as well.
-  void (*convert_dq)(const BackwardPlan&, const BackwardParams&, Stream);
-
-  bool finishes_dq() const { return convert_dq == nullptr; }
+  void (*launch)(const BackwardPlan&, const BackwardParams&, Stream);      // the main kernel
+  void (*convert_dq)(const BackwardPlan&, const BackwardParams&, Stream);  // the sums of dQ -> dq
+  // Where a sequence has one key tile, the main kernel writes dq without a sum; where the plan says
+  // so, it also does what convert_dq would. Queries that see no key are left to the preprocess.
+  bool writes_dq = false;
 };
 
 }  // namespace flash_attn_cuda

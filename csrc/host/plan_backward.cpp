@@ -8,6 +8,7 @@
 #include "host/select_instance.h"
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
+#include "shared/block_range.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -97,6 +98,29 @@ int choose_dkdv_splits(const AttentionShape& shape, std::int64_t key_tiles,
   return static_cast<int>(splits);
 }
 
+// The few warps that finish dq beside the products keep up where a query sees so many keys; below,
+// a kernel that follows is faster (docs/backward_sm90.md).
+constexpr int keys_to_finish_beside = 768;
+
+// That a query sees, about: of some queries, or, of packed sequences, of one of average length.
+int average_keys(const BackwardParams& params, const Window& window) {
+  int seqlen_q = params.shape.seqlen_q;
+  int seqlen_k = params.shape.seqlen_k;
+  if (params.sequences.cu_seqlens_q != nullptr) {
+    seqlen_q /= std::max(1, params.shape.batch_size);
+    seqlen_k /= std::max(1, params.shape.batch_size);
+  }
+  constexpr int samples = 16;
+  const Band band = band_from_queries(window, seqlen_q, seqlen_k);
+  std::int64_t keys = 0;
+  for (int sample = 0; sample < samples; ++sample) {
+    const auto query = static_cast<int>((2 * sample + 1) * std::int64_t{seqlen_q} / (2 * samples));
+    const Reach reach = reach_of(band, query, query, seqlen_k);
+    if (!reach.empty()) keys += reach.end - reach.begin;
+  }
+  return static_cast<int>(keys / samples);
+}
+
 }  // namespace
 
 BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& device,
@@ -161,10 +185,12 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);
   plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
   const std::int64_t sums = query_tiles * config.block_m * config.head_dim;
-  plan.sums_dq = !instance.finishes_dq() || shape.seqlen_k > config.block_n;
+  plan.sums_dq = !instance.writes_dq || shape.seqlen_k > config.block_n;
+  plan.finishes_dq =
+      instance.writes_dq && plan.sums_dq && average_keys(params, window) >= keys_to_finish_beside;
   if (plan.sums_dq) plan.dq_accum_offset = workspace.add_floats(sums);
   plan.tickets_offset = workspace.add_bytes(2 * sizeof(int));
-  plan.counts_additions = plan.sums_dq && (params.deterministic || instance.finishes_dq());
+  plan.counts_additions = plan.sums_dq && (params.deterministic || plan.finishes_dq);
   if (plan.counts_additions) plan.additions_offset = workspace.add_floats(query_tiles);
   if (params.dsink != nullptr) {
     plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);

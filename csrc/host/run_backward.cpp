@@ -6,7 +6,8 @@ namespace flash_attn_cuda {
 
 // Each step launches nothing where its grid is empty, and the others still write their zeros:
 // without queries the main kernel writes dk = dv = 0; without keys the conversion writes dq = 0 or,
-// where there is none, the preprocess kernel; dsink is 0 where there are no numbers to sum.
+// where the main kernel may write dq, the preprocess kernel; dsink is 0 where there are no numbers
+// to sum.
 void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   BackwardParams normalized = params;
   normalized.window = normalize_window(params.window, params.shape);
@@ -21,7 +22,7 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
   backward_preprocess(plan, normalized, stream);
   sum_sink_gradient(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
-  if (!plan.instance->finishes_dq()) plan.instance->convert_dq(plan, normalized, stream);
+  if (plan.sums_dq && !plan.finishes_dq) plan.instance->convert_dq(plan, normalized, stream);
   if (plan.dkdv_splits > 1) reduce_dkv(plan, normalized, stream);
 }
 

@@ -27,6 +27,7 @@ struct BackwardArguments {
   float* dq_accum;           // (num_heads_q, q_tiles, block_m * head_dim) in fragment order
   Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
   int* additions;            // (num_heads_q, q_tiles): so far, to tiles of dq_accum; or null
+  bool finishes_dq;          // who has nothing else to do converts dq_accum
   int* tickets;              // CTAs, or tiles, that have started
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
@@ -70,6 +71,7 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
       .turns = turns_of(plan, params),
       .additions = addition_counters(plan, params),
+      .finishes_dq = plan.finishes_dq,
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
       .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),

@@ -1,4 +1,5 @@
-// dQ = scale * the fp32 sum that backward_kernel left in fragment order, 64 query rows a CTA.
+// dQ = scale * the fp32 sum that backward_kernel left in fragment order, 64 query rows a CTA, where
+// that kernel has not done it itself (backward_finish.h).
 #pragma once
 
 #include "shared/backward_arguments.h"
@@ -27,6 +28,12 @@ __global__ void __launch_bounds__(128)
                        tile - head * args.q_tiles, work))
     return;
   Sequence const& sequence = work.sequence;
+  if constexpr (Traits::writes_dq) {
+    if (Traits::has_one_key_tile(sequence)) return;
+    if (adders_of<Traits::block_m, Traits::block_n>(args.params.window, sequence, work.tile)
+            .empty())
+      return;
+  }
   const int query_begin = work.tile * Traits::block_m + 64 * part;
   Element* rows = static_cast<Element*>(dq.data) + sequence.batch_q * dq.batch_stride +
                   (std::int64_t{sequence.row_q} + query_begin) * dq.row_stride +

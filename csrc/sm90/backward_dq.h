@@ -84,7 +84,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
-    const bool writes = Traits::finishes_dq && Traits::has_one_key_tile(sequence);
+    const bool writes = Traits::has_one_key_tile(sequence);
     wait_full(smem.key_ring, key_place);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
@@ -135,7 +135,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           tile += 64 * dq_columns;
         }
       }
-      if (Traits::finishes_dq && !writes) {
+      if (Traits::writes_dq && call.additions != nullptr && !writes) {
         wait_empty(smem.added_ring, added_place);
         __syncwarp();
         publish(smem.added_ring, added_place);

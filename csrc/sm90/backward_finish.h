@@ -35,7 +35,8 @@ CUTE_DEVICE void count_additions(BackwardKernelArguments const& args,
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
     Step step = Step::first(item);
-    const int steps = Traits::has_one_key_tile(sequence) ? 0 : item.steps();
+    const bool is_counted = call.additions != nullptr && !Traits::has_one_key_tile(sequence);
+    const int steps = is_counted ? item.steps() : 0;
     CUTE_NO_UNROLL
     for (int left = steps; left > 0; --left, step.advance(item)) {
       wait_full(smem.added_ring, added_place);
@@ -137,7 +138,7 @@ CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args) {
   constexpr int part_rows = 32;
   constexpr int parts = Traits::block_m / part_rows;
   BackwardArguments const& call = args.call;
-  if (call.additions == nullptr) return;
+  if (!call.finishes_dq) return;
   const int lane = threadIdx.x % 32;
   const unsigned end = static_cast<unsigned>(call.params.shape.num_heads_q * call.q_tiles) * parts;
   CUTE_NO_UNROLL

@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     smem.dout_ring.init(Traits::key_warps);
     smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
     smem.weights_ring.init(4, 4);
-    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::finishes_dq ? 1 : 0));
-    if constexpr (Traits::finishes_dq) {
+    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::writes_dq ? 1 : 0));
+    if constexpr (Traits::writes_dq) {
       smem.added_ring.init(1, Traits::dq_warps);
     }
     cutlass::arch::fence_barrier_init();
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 0 && elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
     if (warp == 1) clear_unseen_tiles<Traits>(args);
-    if constexpr (Traits::finishes_dq) {
+    if constexpr (Traits::writes_dq) {
       if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
       __syncwarp();
       finish_query_gradients<Traits>(args);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
     add_query_gradients<Traits>(args, smem);
-    if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args);
+    if constexpr (Traits::writes_dq) finish_query_gradients<Traits>(args);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {

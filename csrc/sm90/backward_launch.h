@@ -66,13 +66,12 @@ void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, S
 template <class Tag>
 constexpr BackwardInstance make_backward_instance(const char* name) {
   using Traits = BackwardTraits<Tag>;
-  BackwardInstance instance{.name = name,
-                            .config = Tag::config,
-                            .smem_bytes = static_cast<int>(sizeof(typename Traits::SharedStorage)),
-                            .launch = &launch_backward<Tag>,
-                            .convert_dq = nullptr};
-  if constexpr (!Traits::finishes_dq) instance.convert_dq = &launch_convert_dq<Tag>;
-  return instance;
+  return {.name = name,
+          .config = Tag::config,
+          .smem_bytes = static_cast<int>(sizeof(typename Traits::SharedStorage)),
+          .launch = &launch_backward<Tag>,
+          .convert_dq = &launch_convert_dq<Tag>,
+          .writes_dq = Traits::writes_dq};
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -83,12 +83,12 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // Its idle warps turn sums of dQ into dq (backward_finish.h). Beside lists the adders of a query
-  // tile are not known without reading them all, and a kernel of its own does it.
-  static constexpr bool finishes_dq = !is_sparse;
-  // Then its only key tile writes dq without a sum.
-  CUTE_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
-    return sequence.seqlen_k <= block_n;
+  // It writes dq of a sequence with one key tile, and its idle warps turn sums of dQ into dq
+  // (backward_finish.h). Beside lists the adders of a query tile are not known without reading them
+  // all, and a kernel of its own does it.
+  static constexpr bool writes_dq = !is_sparse;
+  CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
+    return writes_dq && sequence.seqlen_k <= block_n;
   }
 
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two

@@ -110,8 +110,7 @@ inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, i
   instance.config.warps_m_scores = instance.config.warps_n_dkdv = instance.config.warps_m_dq = 0;
   instance.config.stages_q = instance.config.stages_do = 0;
   instance.smem_bytes = 200 * 1024;
-  // What reads lists leaves that to a kernel of its own.
-  if ((features & feature::block_sparse) == 0) instance.convert_dq = nullptr;
+  instance.writes_dq = (features & feature::block_sparse) == 0;
   return instance;
 }
 

@@ -199,8 +199,7 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
                                 {result.softmax_d_offset, rows_bytes},
                                 {result.tickets_offset, sizeof(int)}};
     if (result.sums_dq) buffers.push_back({result.dq_accum_offset, rows_bytes * config.head_dim});
-    CHECK_EQ(result.counts_additions,
-             result.sums_dq && (deterministic || result.instance->finishes_dq()));
+    CHECK_EQ(result.counts_additions, result.sums_dq && (deterministic || result.finishes_dq));
     if (result.counts_additions)
       buffers.push_back({result.additions_offset, query_tiles * sizeof(int)});
     if (wants_dsink) {
@@ -324,11 +323,38 @@ TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
     shape.seqlen_k = seqlen_k;
     const auto params = with_tensors(call<BackwardParams>(shape));
     const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
-    CHECK(result.instance->finishes_dq());
+    CHECK(result.instance->writes_dq);
     CHECK_EQ(result.instance->config.block_n, 128);
     CHECK_EQ(result.sums_dq, sums);
-    CHECK_EQ(result.counts_additions, sums);
     CHECK(plan(shape).sums_dq);  // another kernel follows and reads them
+  }
+}
+
+TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
+  const auto finishes = [](int seqlen_q, int seqlen_k, const Window& window) {
+    AttentionShape shape = training;
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = seqlen_k;
+    const auto params = with_tensors(call<BackwardParams>(shape, window));
+    const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    CHECK_EQ(result.counts_additions, result.finishes_dq);
+    return result.finishes_dq;
+  };
+  CHECK(!finishes(4096, 128, {}));
+  CHECK(!finishes(4096, 512, {}));
+  CHECK(finishes(4096, 1024, {}));
+  CHECK(finishes(1, 1024, {}));
+  CHECK(!finishes(1024, 1024, causal));
+  CHECK(finishes(2048, 2048, causal));
+  CHECK(finishes(64, 2048, causal));  // the last queries
+  CHECK(!finishes(4096, 4096, {.left = 500, .right = 0}));
+  CHECK(finishes(4096, 4096, {.left = 2000, .right = 0}));
+
+  auto packed = with_tensors(packed_call<BackwardParams>(training, causal));
+  const auto plan_packed = [&] { return plan_backward(packed, h200, sm90_backward_table()); };
+  for (const auto& [total, wanted] : {std::pair{4 * 1000, false}, {4 * 2000, true}}) {
+    packed.shape.seqlen_q = packed.shape.seqlen_k = total;
+    CHECK_EQ(plan_packed().finishes_dq, wanted);
   }
 }
 
