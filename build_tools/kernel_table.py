@@ -306,9 +306,9 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_features(192, block_n=96, allowed_spill_bytes=72),
+    *sm90_features(192, block_n=96, allowed_spill_bytes=80),
     *sm90_forward(256, block_m=128, block_n=64),
-    *sm90_features(256, block_n=64, allowed_spill_bytes=140),
+    *sm90_features(256, block_n=64, allowed_spill_bytes=84),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
     *sm90_bias_forward(64),

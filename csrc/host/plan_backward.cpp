@@ -9,6 +9,7 @@
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 #include "shared/block_range.h"
+#include "shared/finishes_dq.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -186,8 +187,8 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
   const std::int64_t sums = query_tiles * config.block_m * config.head_dim;
   plan.sums_dq = !instance.writes_dq || shape.seqlen_k > config.block_n;
-  plan.finishes_dq =
-      instance.writes_dq && plan.sums_dq && average_keys(params, window) >= keys_to_finish_beside;
+  plan.finishes_dq = instance.writes_dq && plan.sums_dq && can_finish_dq(config) &&
+                     average_keys(params, window) >= keys_to_finish_beside;
   if (plan.sums_dq) plan.dq_accum_offset = workspace.add_floats(sums);
   plan.tickets_offset = workspace.add_bytes(2 * sizeof(int));
   plan.counts_additions = plan.sums_dq && (params.deterministic || plan.finishes_dq);

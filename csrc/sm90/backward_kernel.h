@@ -81,13 +81,15 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     if (warp == 1) clear_unseen_tiles<Traits>(args);
     if constexpr (Traits::writes_dq) {
       if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
+    }
+    if constexpr (Traits::finishes_dq) {
       __syncwarp();
       finish_query_gradients<Traits>(args);
     }
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
     add_query_gradients<Traits>(args, smem);
-    if constexpr (Traits::writes_dq) finish_query_gradients<Traits>(args);
+    if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {

@@ -3,6 +3,7 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
+#include "shared/finishes_dq.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
@@ -83,10 +84,11 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // It writes dq of a sequence with one key tile, and its idle warps turn sums of dQ into dq
+  // It writes dq of a sequence with one key tile, and its idle warps may turn sums of dQ into dq
   // (backward_finish.h). Beside lists the adders of a query tile are not known without reading them
   // all, and a kernel of its own does it.
   static constexpr bool writes_dq = !is_sparse;
+  static constexpr bool finishes_dq = writes_dq && can_finish_dq(config);
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
     return writes_dq && sequence.seqlen_k <= block_n;
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "shared/block_range.h"
+#include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
 #include "shared/pair_mask.h"
@@ -86,9 +87,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
     [[maybe_unused]] ScoreModifiers modifiers{};
+    [[maybe_unused]] DropoutMask dropout{};
     if constexpr (Traits::has_modifiers) {
       modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
                                      sequence.seqlen_k - sequence.seqlen_q);
+    }
+    if constexpr (Traits::has_dropout && !Traits::draws_ahead) {
+      dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
+                                sequence.index, params.shape.num_heads_q, work.head);
     }
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
@@ -126,15 +132,20 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         mask.apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
       }
       [[maybe_unused]] ThreadWords<Traits> kept{};
-      if constexpr (Traits::has_dropout) {
+      if constexpr (Traits::draws_ahead) {
         if (params.dropout.threshold > 0) {
           kept = take_words<Traits>(smem, warpgroup, thread, word_place);
           word_place.advance();
         }
       }
       const bool rescales = softmax.softmax(scores);
-      if constexpr (Traits::has_dropout) {
+      if constexpr (Traits::draws_ahead) {
         if (params.dropout.threshold > 0) drop_by_words<Traits>(scores, kept);
+      } else if constexpr (Traits::has_dropout) {
+        if (params.dropout.threshold > 0) {
+          for_each_decision(dropout, scores, tScS, query_begin, key_begin,
+                            [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+        }
       }
       return rescales;
     };

@@ -25,18 +25,15 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
   extern __shared__ __align__(1024) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
 
-  bool draws = false;
-  if constexpr (Traits::has_dropout) {
-    publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
-    draws = args.params.dropout.threshold > 0;
-  }
+  if constexpr (Traits::has_dropout) publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
+  const bool draws = Traits::draws_ahead && args.params.dropout.threshold > 0;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
     smem.k_ring.init(Traits::consumer_warps);
     smem.v_ring.init(Traits::consumer_warps);
     smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0));
-    if constexpr (Traits::has_dropout) init_word_rings<Traits>(smem);
+    if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -48,13 +45,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 0 && elect_one_sync()) Producer<Traits>{args, smem}.run();
     if (warp == 1) clear_empty_tiles<Traits>(args);
-    if constexpr (Traits::has_dropout && !Traits::has_drawing_warpgroup) {
-      if (draws && warp >= 2) draw_words<Traits>(args, smem, warp - 2);
-    }
-  } else if (!Traits::has_drawing_warpgroup || warpgroup <= Traits::consumers) {
+  } else if (!Traits::draws_ahead || warpgroup <= Traits::consumers) {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
     consume<Traits>(args, smem, warpgroup - 1);
-  } else if constexpr (Traits::has_drawing_warpgroup) {
+  } else if constexpr (Traits::draws_ahead) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::drawing_registers>();
     if (draws) draw_words<Traits>(args, smem, warp % 4);
   }

@@ -50,26 +50,21 @@ struct ForwardTraits {
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
 
-  // Warps that draw dropout's decisions: 4, a warpgroup of its own with a warp on each of the SM's
-  // schedulers, or 2, the producer's idle ones. With four warpgroups ptxas has too few registers
-  // for the products of head dim 256, whose steps have half the scores and leave two warps time
-  // enough.
-  static constexpr int drawing_warps = !has_dropout ? 0 : (head_dim <= 192 ? 4 : 2);
-  static constexpr bool has_drawing_warpgroup = drawing_warps == 4;
-  static_assert(drawing_warps == 0 || drawing_warps == 2 || drawing_warps == 4);
-  static constexpr int warpgroups = 1 + consumers + (has_drawing_warpgroup ? 1 : 0);
+  // Up to head dim 128 a warpgroup of its own draws dropout's decisions, a warp on each of the SM's
+  // schedulers (forward_dropout.h). Above, the products have no registers to give, and consumers
+  // that draw for themselves are faster.
+  static constexpr bool draws_ahead = has_dropout && head_dim <= 128;
+  static constexpr int drawing_warps = 4;
+  static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = 128 * warpgroups;
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups and 128 of four: not one more may be asked for than there are. Without a spill in
   // the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
   static constexpr int launch_registers = warpgroups == 3 ? 168 : 128;
-  static constexpr int drawing_registers = has_drawing_warpgroup && head_dim <= 128 ? 72 : 56;
-  static constexpr int producer_registers =
-      consumers == 3 ? 32 : (drawing_warps == 2 ? drawing_registers : 40);
-  static constexpr int consumer_registers =
-      has_drawing_warpgroup ? (head_dim <= 128 ? 200 : 208)
-                            : (consumers == 3 ? 160 : (has_dropout ? 224 : 232));
+  static constexpr int producer_registers = consumers == 3 ? 32 : 40;
+  static constexpr int drawing_registers = draws_ahead ? 72 : 0;
+  static constexpr int consumer_registers = draws_ahead ? 200 : (consumers == 3 ? 160 : 232);
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
@@ -129,12 +124,11 @@ struct ForwardTraits {
     Ring<work_stages> work_ring;
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k
-    std::conditional_t<has_dropout, DropoutWords, Nothing> dropout;
+    std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };
 
   static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
-  static_assert(producer_registers + consumers * consumer_registers +
-                    (has_drawing_warpgroup ? drawing_registers : 0) <=
+  static_assert(producer_registers + consumers * consumer_registers + drawing_registers <=
                 warpgroups * launch_registers);
   static_assert(stages >= least_stages);
   static_assert(sizeof(SharedStorage) <= smem_limit);

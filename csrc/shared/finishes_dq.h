@@ -1,0 +1,14 @@
+// Which kernels of the backward that write dq also convert sums of it, where the plan says so.
+#pragma once
+
+#include "flash_attn/config.h"
+
+namespace flash_attn_cuda {
+
+// Those with issue slots and L2 to spare (docs/backward_sm90.md has what it cost the others).
+constexpr bool can_finish_dq(const BackwardConfig& config) {
+  constexpr FeatureSet modifiers = feature::softcap | feature::alibi | feature::dropout;
+  return config.head_dim <= 128 && (config.features & modifiers) == 0;
+}
+
+}  // namespace flash_attn_cuda
