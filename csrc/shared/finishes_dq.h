@@ -5,10 +5,11 @@
 
 namespace flash_attn_cuda {
 
-// Those with issue slots and L2 to spare (docs/backward_sm90.md has what it cost the others).
+// Those with issue slots, L2 and registers to spare (docs/backward_sm90.md has what it cost
+// others).
 constexpr bool can_finish_dq(const BackwardConfig& config) {
-  constexpr FeatureSet modifiers = feature::softcap | feature::alibi | feature::dropout;
-  return config.head_dim <= 128 && (config.features & modifiers) == 0;
+  constexpr FeatureSet plain = feature::deterministic;
+  return config.head_dim <= 128 && (config.features & ~plain) == 0;
 }
 
 }  // namespace flash_attn_cuda

@@ -135,7 +135,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           tile += 64 * dq_columns;
         }
       }
-      if (Traits::writes_dq && call.additions != nullptr && !writes) {
+      if (Traits::writes_dq && !writes) {
         wait_empty(smem.added_ring, added_place);
         __syncwarp();
         publish(smem.added_ring, added_place);

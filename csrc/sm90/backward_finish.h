@@ -35,13 +35,13 @@ CUTE_DEVICE void count_additions(BackwardKernelArguments const& args,
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
     Step step = Step::first(item);
-    const bool is_counted = call.additions != nullptr && !Traits::has_one_key_tile(sequence);
-    const int steps = is_counted ? item.steps() : 0;
+    const int steps = Traits::has_one_key_tile(sequence) ? 0 : item.steps();
     CUTE_NO_UNROLL
     for (int left = steps; left > 0; --left, step.advance(item)) {
       wait_full(smem.added_ring, added_place);
       EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
       added_place.advance();
+      if (call.additions == nullptr) continue;  // nobody asks
       const std::int64_t head = std::int64_t{step.head} * call.q_tiles;
       count_addition(call.additions + head + sequence.first_q_tile + step.tile);
     }

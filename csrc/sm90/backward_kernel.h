@@ -89,7 +89,6 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
     add_query_gradients<Traits>(args, smem);
-    if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {
