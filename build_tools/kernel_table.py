@@ -314,12 +314,12 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_bias_forward(64),
     *sm90_bias_forward(128),
     *sm80_forward_rows(
-        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 28, "dropout": 72}
+        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 76, "dropout": 72}
     ),
     *sm80_forward_rows(
         64, block_m=128, block_n=96, num_warps=4, spills={"": 40, "modifiers": 104, "dropout": 64}
     ),
-    *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4, spills={"modifiers": 44}),
     *sm80_forward_rows(
         128, block_m=128, block_n=64, num_warps=4, spills={"": 44, "modifiers": 88, "dropout": 92}
     ),
@@ -466,8 +466,8 @@ def sm90_backward_rows(
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 56, "dropout": 4}),
-    *sm90_backward_rows(96, spills={"": 16, "dropout": 16}),
-    *sm90_backward_rows(128, spills={"": 12, "dropout": 92}),
+    *sm90_backward_rows(96, spills={"": 56, "dropout": 20}),
+    *sm90_backward_rows(128, spills={"": 56, "dropout": 92}),
     *sm90_backward(
         192,
         head_dim_v=128,
@@ -523,7 +523,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=64,
         **WARPS_4_2_2,
         **DOUBLE_BUFFERED,
-        spills={"": 24, "ordered": 36, "modifiers": 36, "dropout": 60},
+        spills={"": 28, "ordered": 36, "modifiers": 40, "dropout": 104},
     ),
     *sm80_backward_small(
         256,
@@ -532,7 +532,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=64,
         **WARPS_4_2_2,
         **SINGLE_BUFFERED,
-        spills={"smem163k": 44, "dropout_smem163k": 72},
+        spills={"smem163k": 44, "dropout_smem163k": 92},
     ),
     *sm80_backward_small(
         256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
@@ -545,7 +545,13 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
     *sm80_masked_backward(
-        256, smem="smem163k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
+        256,
+        smem="smem163k",
+        spills=412,
+        block_m=64,
+        block_n=64,
+        **WARPS_4_2_2,
+        **SINGLE_BUFFERED,
     ),
 )
 
