@@ -317,7 +317,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
         32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 76, "dropout": 72}
     ),
     *sm80_forward_rows(
-        64, block_m=128, block_n=96, num_warps=4, spills={"": 40, "modifiers": 104, "dropout": 64}
+        64, block_m=128, block_n=96, num_warps=4, spills={"": 48, "modifiers": 104, "dropout": 64}
     ),
     *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4, spills={"modifiers": 44}),
     *sm80_forward_rows(
@@ -465,7 +465,7 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 56, "dropout": 4}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 60, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 56, "dropout": 20}),
     *sm90_backward_rows(128, spills={"": 56, "dropout": 92}),
     *sm90_backward(
@@ -509,7 +509,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_2,
         **DOUBLE_BUFFERED,
-        spills={"": 28, "modifiers": 28, "dropout": 52},
+        spills={"": 32, "modifiers": 28, "dropout": 52},
     ),
     *sm80_backward_small(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
