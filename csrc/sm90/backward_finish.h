@@ -1,12 +1,12 @@
-// dQ when all key tiles have added to it: warps that have nothing else to do turn its fp32 sums
-// into dq, while the rest of their CTA is at later tiles. Nobody waits for a kernel to end, and
-// none has to follow.
+// dQ when all key tiles have added to it: where the plan says so, warps that have nothing else to
+// do turn its fp32 sums into dq, while the rest of their CTA is at later tiles, and no kernel has
+// to follow.
 //
 // Every query tile has a counter of additions in global memory. The dQ warpgroup says when a step's
 // additions are on their way (added_ring), and one thread counts them. Whoever is free draws the
 // next part of a query tile, in the order in which key tiles are drawn, waits for its counter and
-// writes it: two warps of a CTA all the time, and the others when there are no more key tiles. All
-// key tiles that are waited for have been drawn by CTAs that run.
+// writes it: two warps of the producer's warpgroup all the time, the other two when there are no
+// more key tiles. Key tiles that are waited for are drawn by CTAs that run, so the wait ends.
 #pragma once
 
 #include "shared/dq_accumulator.h"

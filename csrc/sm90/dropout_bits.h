@@ -47,26 +47,6 @@ struct WordShare {
   }
 };
 
-// Of S^T, whose rows are keys, a thread holds keys (j, j + 8) and queries (i, i + 1) of every
-// eight: half of the block of query i and half of that of query i + 1. It draws a word for query
-// i + own, own = j % 2, and the thread of key j ^ 1, four lanes away, one for the other query. Of
-// both words bytes 0 and 2 are the even key's, bytes 1 and 3 the odd one's: each sends two.
-FAC_HOST_DEVICE constexpr std::uint32_t sent_bytes(std::uint32_t drawn, int own) {
-  return (own == 0 ? drawn >> 8 : drawn) & 0x00ff00ffu;
-}
-
-FAC_HOST_DEVICE constexpr std::uint32_t transposed_word(std::uint32_t drawn, std::uint32_t received,
-                                                        int own) {
-  return own == 0 ? (drawn & 0x00ff00ffu) | received << 8 : (drawn & 0xff00ff00u) | received;
-}
-
-// Of such a word for 64 queries: how far a bit's pair is from the thread's first.
-struct TransposedWordLayout {
-  static constexpr int blocks = 4;
-  static constexpr int key_of(int bit) { return bit / 16 * 8; }
-  static constexpr int query_of(int bit) { return bit % 8 / 2 * 16 + bit % 2 * 8 + bit / 8 % 2; }
-};
-
 // -- decisions of whole words --------------------------------------------------------------------
 
 // On two halves of 16 bits each: min(x + summand, bound).
@@ -202,25 +182,6 @@ FAC_HOST_DEVICE PhiloxBlock join_rounds(const DropoutMask& mask, const RowRounds
   return block;
 }
 
-// The decisions of kBlocks blocks, block_of(number), as a word.
-template <int kBlocks, class BlockOf>
-FAC_HOST_DEVICE std::uint32_t word_of_blocks(const HalvesThreshold& threshold, BlockOf block_of) {
-  std::uint32_t word = 0;
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-  for (int b = 0; b < kBlocks; ++b) {
-    const PhiloxBlock block = block_of(b);
-    for (int r = 0; r < 2; ++r) {
-      const std::uint32_t kept = top_bits_as_bytes(threshold.top_bits(block.words[2 * r]),
-                                                   threshold.top_bits(block.words[2 * r + 1]));
-      const std::uint32_t bits = 0x01010101u << (2 * b + r);
-      word = (kept & bits) | (word & ~bits);
-    }
-  }
-  return word;
-}
-
 // Words of 16 * kBlocks columns, for any of the rows.
 template <int kBlocks>
 struct WordColumns {
@@ -240,32 +201,20 @@ struct WordColumns {
   FAC_HOST_DEVICE std::uint32_t draw(const DropoutMask& mask, const HalvesThreshold& threshold,
                                      int query) const {
     const RowRounds row = RowRounds::of(mask, query);
-    return word_of_blocks<kBlocks>(threshold,
-                                   [&](int b) { return join_rounds(mask, row, columns[b]); });
-  }
-};
-
-// Words of 64 columns of S^T before their halves are exchanged, for any of the keys.
-struct WordQueries {
-  static constexpr int blocks = TransposedWordLayout::blocks;
-  RowRounds rows[blocks];
-
-  // `query`: the first of the thread's queries, or the next one, as it is its own to draw.
-  FAC_HOST_DEVICE static WordQueries of(const DropoutMask& mask, int query) {
-    WordQueries word{};
+    std::uint32_t word = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-    for (int b = 0; b < blocks; ++b) word.rows[b] = RowRounds::of(mask, query + 16 * b);
+    for (int b = 0; b < kBlocks; ++b) {
+      const PhiloxBlock block = join_rounds(mask, row, columns[b]);
+      for (int r = 0; r < 2; ++r) {
+        const std::uint32_t kept = top_bits_as_bytes(threshold.top_bits(block.words[2 * r]),
+                                                     threshold.top_bits(block.words[2 * r + 1]));
+        const std::uint32_t bits = 0x01010101u << (2 * b + r);
+        word = (kept & bits) | (word & ~bits);
+      }
+    }
     return word;
-  }
-
-  // `key`: the first of its keys.
-  FAC_HOST_DEVICE std::uint32_t draw(const DropoutMask& mask, const HalvesThreshold& threshold,
-                                     int key) const {
-    const ColumnRounds column = ColumnRounds::of(mask, key);
-    return word_of_blocks<blocks>(threshold,
-                                  [&](int b) { return join_rounds(mask, rows[b], column); });
   }
 };
 

@@ -276,40 +276,6 @@ TEST(drawing_warps_share_the_words_of_a_warpgroup) {
   check_shares<4, 2>();
 }
 
-// A share of S^T, keys by queries: the two threads of neighbouring keys draw a word each and
-// exchange halves.
-TEST(words_of_transposed_tiles_are_exchanged_halves) {
-  std::mt19937_64 random(7);
-  for (int round = 0; round < 40; ++round) {
-    const Draw draw = random_draw(random);
-    const DropoutMask mask = draw.mask();
-    if (mask.threshold == 0) continue;
-    const auto threshold = sm90::HalvesThreshold::of(mask.threshold);
-    const int query_begin = 64 * int(random() % (1 << 16)), key_begin = 16 * int(random() % 999);
-    constexpr int queries = 16 * sm90::WordQueries::blocks;
-    std::uint32_t drawn[32];
-    for (int lane = 0; lane < 32; ++lane) {
-      const int own = lane / 4 % 2;
-      drawn[lane] = sm90::WordQueries::of(mask, query_begin + 2 * (lane % 4) + own)
-                        .draw(mask, threshold, key_begin + lane / 4);
-    }
-    std::map<std::pair<int, int>, int> visits;
-    for (int lane = 0; lane < 32; ++lane) {
-      const int own = lane / 4 % 2;
-      const std::uint32_t received = sm90::sent_bytes(drawn[lane ^ 4], 1 - own);
-      const std::uint32_t kept = sm90::transposed_word(drawn[lane], received, own);
-      for (int bit = 0; bit < 32; ++bit) {
-        const int i = query_begin + 2 * (lane % 4) + sm90::TransposedWordLayout::query_of(bit);
-        const int j = key_begin + lane / 4 + sm90::TransposedWordLayout::key_of(bit);
-        ++visits[{i, j}];
-        CHECK_EQ((kept >> bit & 1) != 0, draw.keeps(i, j));
-      }
-    }
-    CHECK_EQ(int(visits.size()), 16 * queries);
-    for (const auto& [pair, count] : visits) CHECK_EQ(count, 1);
-  }
-}
-
 TEST(sequences_heads_seeds_and_offsets_have_their_own_bits) {
   const Draw base;
   std::vector<Draw> others(6, base);
