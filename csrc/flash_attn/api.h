@@ -89,7 +89,8 @@ struct BackwardPlan {
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
-  std::size_t tickets_offset = 0;    // one counter: CTAs, or tiles, that have started
+  std::size_t tickets_offset = 0;    // two counters: CTAs, or tiles, that have started, and, with
+                                     // finishes_dq, parts of query tiles that have been drawn
   std::size_t additions_offset = 0;  // a counter per head and query tile, if counts_additions
   int sink_shares = 0;               // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;

@@ -28,7 +28,7 @@ struct BackwardArguments {
   Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
   int* additions;            // (num_heads_q, q_tiles): so far, to tiles of dq_accum; or null
   bool finishes_dq;          // who has nothing else to do converts dq_accum
-  int* tickets;              // CTAs, or tiles, that have started
+  int* tickets;              // CTAs, or tiles, that have started; parts of query tiles drawn
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;

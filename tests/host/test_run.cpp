@@ -239,6 +239,22 @@ TEST(backward_runs_its_steps_in_order_and_reduces_only_splits) {
   }
 }
 
+TEST(dq_is_converted_unless_the_main_kernel_has_written_it) {
+  const InstanceList<BackwardInstance> table({noting(sm90_backward_instance("sm90", 64))});
+  const auto steps = [&](int seqlen_k) {
+    AttentionShape wanted = shape;
+    wanted.num_heads_k = wanted.num_heads_q;
+    wanted.seqlen_k = seqlen_k;
+    const auto params = with_tensors(call<BackwardParams>(wanted));
+    record() = {};
+    run_backward(plan_backward(params, h200, table), params, nullptr);
+    return record().steps;
+  };
+  CHECK_EQ(steps(128), "preprocess main ");  // one key tile
+  CHECK_EQ(steps(256), "preprocess main convert ");
+  CHECK_EQ(steps(1024), "preprocess main ");  // finished beside the products
+}
+
 TEST(a_sinks_gradient_is_summed_behind_its_shares) {
   static float dsink;
   auto params = call<BackwardParams>(shape);
