@@ -135,6 +135,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           tile += 64 * dq_columns;
         }
       }
+      // Where nobody counts as well: with a branch for it ptxas serialized the products (d = 64,
+      // bf16).
       if (Traits::writes_dq && !writes) {
         wait_empty(smem.added_ring, added_place);
         __syncwarp();
