@@ -8,6 +8,7 @@
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
 #include "shared/block_range.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/paged_kv.h"
 
@@ -219,6 +220,7 @@ __device__ void check_new_lengths(const AppendParams& params, std::int64_t threa
 template <class Element, int kVector>
 __global__ void __launch_bounds__(threads)
     append_kernel(const __grid_constant__ AppendArguments args) {
+  let_next_kernel_start();  // launched by launch_kernel, after all before it
   const std::int64_t thread = std::int64_t{blockIdx.x} * threads + threadIdx.x;
   const std::int64_t row = thread / args.lanes_per_row;
   const auto lane = static_cast<int>(thread - row * args.lanes_per_row);

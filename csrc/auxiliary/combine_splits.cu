@@ -9,6 +9,7 @@
 
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 
 namespace flash_attn_cuda {
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(threads)
   const std::int64_t index = warp_index * rows_per_warp + lane_of_warp / lanes;
   const bool exists = index < rows;
 
+  wait_for_earlier_kernels();
   const float* lse = params.lse_partial + (exists ? index : 0);
   const int splits = exists ? params.num_splits : 0;
   const RowScale scale = row_scale(lse, rows, splits, lane, lanes);
@@ -179,11 +181,11 @@ void launch_combine(const CombineParams& params, Stream stream) {
       .params = params, .lanes_per_row = lanes, .warps_share_rows = share};
   const std::int64_t grid = share ? warps : (warps + classes - 1) / classes;
   if (params.out_fp32) {
-    launch_kernel<&combine_kernel<float, kVector>>(grid, threads, 0, stream, arguments);
+    launch_early<&combine_kernel<float, kVector>>(grid, threads, 0, stream, arguments);
     return;
   }
   dispatch_dtype(params.out_dtype, [&](auto element) {
-    launch_kernel<&combine_kernel<decltype(element), kVector>>(grid, threads, 0, stream, arguments);
+    launch_early<&combine_kernel<decltype(element), kVector>>(grid, threads, 0, stream, arguments);
   });
 }
 

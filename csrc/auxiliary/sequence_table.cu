@@ -7,6 +7,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "auxiliary/auxiliary.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/sequence.h"
 
@@ -152,6 +153,7 @@ struct SharedStorage {
 __global__ void __launch_bounds__(threads)
     sequence_table_kernel(const __grid_constant__ TableArguments args) {
   __shared__ SharedStorage smem;
+  let_next_kernel_start();  // launched by launch_kernel, after all before it
   const SequenceTableRequest& request = args.request;
   const SequenceParams& params = request.sequences;
   const int batch_size = request.shape.batch_size;

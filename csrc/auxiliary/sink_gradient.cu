@@ -4,6 +4,7 @@
 // the same bits every run.
 #include "auxiliary/auxiliary.h"
 #include "auxiliary/block_sum.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 
 namespace flash_attn_cuda {
@@ -21,6 +22,8 @@ struct SinkGradientArguments {
 // One head.
 __global__ void __launch_bounds__(threads)
     sum_sink_gradient_kernel(const __grid_constant__ SinkGradientArguments args) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int head = static_cast<int>(blockIdx.x);
   const float* shares = args.shares + std::int64_t{head} * args.shares_per_head;
   float sum = 0.0f;
@@ -45,7 +48,7 @@ void sum_sink_gradient(const BackwardPlan& plan, const BackwardParams& params, S
       .shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
       .shares_per_head = plan.sink_shares,
       .dsink = params.dsink};
-  launch_kernel<&sum_sink_gradient_kernel>(params.shape.num_heads_q, threads, 0, stream, arguments);
+  launch_early<&sum_sink_gradient_kernel>(params.shape.num_heads_q, threads, 0, stream, arguments);
 }
 
 }  // namespace flash_attn_cuda

@@ -15,17 +15,22 @@ inline void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw Error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
+// The current device's bit of a mask of devices that something is known of; 0: too many to know.
+inline std::uint64_t device_bit() {
+  constexpr int max_remembered = 64;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "current device");
+  return device < max_remembered ? std::uint64_t{1} << device : 0;
+}
+
 // More than 48 KB of dynamic shared memory has to be asked for, once per kernel and device.
 template <auto kKernel>
 void allow_shared_memory(std::size_t smem_bytes) {
   constexpr std::size_t without_opt_in = 48 * 1024;
-  constexpr int max_remembered = 64;
   if (smem_bytes <= without_opt_in) return;
 
   static std::atomic<std::uint64_t> allowed_devices = 0;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "current device");
-  const std::uint64_t bit = device < max_remembered ? std::uint64_t{1} << device : 0;
+  const std::uint64_t bit = device_bit();
   if (allowed_devices.load(std::memory_order_relaxed) & bit) return;
   check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -44,6 +49,43 @@ void launch_kernel(std::int64_t grid, int threads, std::size_t smem_bytes, Strea
       cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), dim3(static_cast<unsigned>(grid)),
                        dim3(threads), arguments, smem_bytes, stream),
       "kernel launch");
+}
+
+// Whether the code that the current device runs waits for earlier kernels (shared/kernel_order.h),
+// which code for older GPUs does not, wherever it runs.
+template <auto kKernel>
+bool can_launch_early() {
+  static std::atomic<std::uint64_t> able_devices = 0, unable_devices = 0;
+  const std::uint64_t bit = device_bit();
+  if (able_devices.load(std::memory_order_relaxed) & bit) return true;
+  if (unable_devices.load(std::memory_order_relaxed) & bit) return false;
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)),
+             "attributes of a kernel");
+  const bool able = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
+  (able ? able_devices : unable_devices).fetch_or(bit, std::memory_order_relaxed);
+  return able;
+}
+
+// launch_kernel of a kernel that calls wait_for_earlier_kernels, and may start before they end.
+template <auto kKernel, class Argument>
+void launch_early(std::int64_t grid, int threads, std::size_t smem_bytes, Stream stream,
+                  const Argument& argument) {
+  if (grid == 0) return;
+  allow_shared_memory<kKernel>(smem_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = can_launch_early<kKernel>() ? 1 : 0;
+  void* arguments[] = {const_cast<Argument*>(&argument)};
+  check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments),
+             "kernel launch");
 }
 
 }  // namespace flash_attn_cuda

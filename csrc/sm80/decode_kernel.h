@@ -8,6 +8,7 @@
 // combine_splits.cu.
 #pragma once
 
+#include "shared/kernel_order.h"
 #include "shared/score_modifiers.h"
 #include "sm80/decode_loader.h"
 #include "sm80/decode_output.h"
@@ -273,6 +274,8 @@ __global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
   using Traits = DecodeTraits<Tag>;
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const float steps_wanted =
       args.lengths_decide && args.keys_per_split == 0 ? balanced_steps<Traits>(args, smem) : 0.0f;
   DecodeItem item;

@@ -76,7 +76,7 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
   if (decide) {
     grid = std::min(grid, most_waves * resident + (plan.keys_per_split > 0 ? 0 : ctas_per_split));
   }
-  launch_kernel<&decode_kernel<Tag>>(grid, Traits::threads, smem_bytes, stream, arguments);
+  launch_early<&decode_kernel<Tag>>(grid, Traits::threads, smem_bytes, stream, arguments);
 }
 
 template <class Tag>

@@ -1,0 +1,25 @@
+// Programmatic dependent launch: a kernel that starts while the one before it in the stream still
+// runs (launch_early, shared/launch.h), so that its start costs nothing.
+//
+// A kernel may let the next one start if it has waited itself or was launched by launch_kernel: the
+// next one then waits for it, and so for all before it.
+#pragma once
+
+namespace flash_attn_cuda {
+
+// In the later kernel, ahead of everything that it reads or writes: until all that came before it
+// in the stream has ended and may be seen. Without launch_early there is nothing to wait for.
+__device__ inline void wait_for_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// In the earlier one: when all of its thread blocks have come here, the next may start beside them.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace flash_attn_cuda
