@@ -133,7 +133,7 @@ def test_many_tiles_for_every_cta(
     check: Check, head_dim: int, lengths: tuple[int, int], mask: dict[str, Any]
 ) -> None:
     case = make_case(
-        batch=scaled(16, 1),
+        batch=scaled(17, 1),  # 136 key heads: one round and a little, so that no CTA takes a head
         seqlen_q=lengths[0],
         seqlen_k=lengths[1],
         num_heads_q=scaled(16, 4),
@@ -169,6 +169,80 @@ def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> Non
     check(case)
     leftpad = tuple(min(n, index * 7 % 50) for index, n in enumerate(case.used_k or ()))
     check(replace(case, leftpad=leftpad, window=(-1, -1)))
+
+
+# -- all key tiles of a head in one CTA ------------------------------------------------------------
+
+
+def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
+    """A head for every SM, short enough for L2."""
+    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    sizes = {"batch": 1, "num_heads_q": sms, "num_heads_k": sms}
+    case = make_case(**{**sizes, "head_dim": head_dim, **fields})
+    skip_without_row(case)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["sweeps"], str(case)
+    return case
+
+
+@EVERY_HEAD_DIM
+@pytest.mark.parametrize(
+    ("lengths", "features"),
+    [
+        ((130, 300), {}),  # forth and back
+        ((130, 257), {"causal": True}),  # queries with one, two and three key tiles
+        ((130, 129), {"causal": True}),  # a query without keys
+        ((65, 700), {"window": (90, 0)}),  # tiles without queries, first and last ones in between
+        ((100, 290), {"window": (30, -1)}),  # from the last key tile on
+        ((129, 190), {"window": (-1, 20), "deterministic": True}),
+        ((130, 200), {"softcap": 3.0, "dropout_p": 0.2}),
+        ((130, 200), {"alibi": Alibi.per_head, "causal": True, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_sweeps(
+    check: Check, head_dim: int, lengths: tuple[int, int], features: dict[str, Any]
+) -> None:
+    check(swept_case(head_dim, seqlen_q=lengths[0], seqlen_k=lengths[1], **features))
+
+
+def test_sweeps_of_several_rounds_and_of_heads_that_share_keys(check: Check) -> None:
+    for fields in (
+        {"batch": 3, "seqlen_q": 200, "seqlen_k": 333},
+        {"batch": 2, "seqlen_q": 150, "seqlen_k": 260, "causal": True},
+    ):
+        case = swept_case(64, **fields)
+        check(case)
+        # Twice the bytes a sweep has to have, so half the queries.
+        shared = {"num_heads_k": case.num_heads_q // 2, "batch": 2 * case.batch}
+        check(swept_case(64, **{**fields, **shared, "seqlen_q": fields["seqlen_q"] // 2}))
+
+
+def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
+    """With partial sums of the keys' gradients."""
+    batch = 2 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count // 4
+    for features in ({}, {"causal": True}):
+        heads = {"num_heads_q": 8, "num_heads_k": 1}
+        case = swept_case(64, batch=batch, **heads, seqlen_q=260, seqlen_k=130, **features)
+        if not ON_CPU:
+            assert families.planned(case, "backward")["dkdv_splits"] == 4
+        check(case)
+
+
+@EVERY_HEAD_DIM
+def test_sweeps_give_the_same_bits(head_dim: int) -> None:
+    """Those of the call for fewer heads as well, whose CTAs take turns."""
+    case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True, deterministic=True)
+    assert_repeatable(case, scaled(20, 2))
+    inputs = case.make_inputs()
+    expected = run_forward_backward(case, inputs)
+    few = replace(case, num_heads_q=2, num_heads_k=2)
+    names = ("q", "k", "v", "dout")
+    part = {name: getattr(inputs, name)[:, :, :2] for name in names}
+    result = run_forward_backward(few, replace(inputs, **part, dlse=inputs.dlse[:, :2]))
+    for name in GRADIENTS:
+        x, y = result.tensors()[name], expected.tensors()[name][:, :, :2]
+        assert torch.equal(bits(x), bits(y)), name
 
 
 # -- the same bits ---------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // 4):
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
-//   that their P is exp2(-inf) = 0; zeros where the key tiles will add dQ, where they count
+//   that their P is exp2(-inf) = 0; zeros where key tiles will add all of dQ, where they count
 //   additions, where tiles count that have started, and, where nothing follows that would write
 //   it, in dq of the query tiles that see no key; of a sink's gradient, the sum of
 //   exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
@@ -15,6 +15,7 @@
 #include "auxiliary/block_sum.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/tile_work.h"
 #include "shared/turns.h"
@@ -41,6 +42,7 @@ struct PreprocessArguments {
   int accum_columns;       // the instance's head_dim
   int block_n;             // the instance's
   bool writes_dq;          // the instance
+  bool zeroes_sums;        // of dQ, where a sequence has several key tiles
 };
 
 // A row of dq that no key tile adds to or writes.
@@ -95,6 +97,8 @@ template <class Element>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
   const BackwardParams& params = args.params;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   // Rows of the tiles of all heads, one behind the other. Shifts and 32-bit divisions: every lane
   // pays for them.
   const int rows_per_block = threads >> args.log2_lanes_per_row;
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(threads)
     const Band band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k);
     const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
     if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
-    is_summed = sees_keys && sequence.seqlen_k > args.block_n;
+    is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n;
   }
   if (is_summed) {
     float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
@@ -178,11 +182,12 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .log2_lanes_per_row = std::countr_zero(static_cast<unsigned>(lanes)),
       .accum_columns = config.head_dim,
       .block_n = config.block_n,
-      .writes_dq = plan.instance->writes_dq};
+      .writes_dq = plan.instance->writes_dq,
+      .zeroes_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {
-    launch_kernel<&preprocess_kernel<decltype(element)>>(grid, threads, 0, stream, arguments);
+    launch_early<&preprocess_kernel<decltype(element)>>(grid, threads, 0, stream, arguments);
   });
 }
 

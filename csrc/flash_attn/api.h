@@ -76,21 +76,30 @@ struct ForwardPlan {
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
   TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
+// How dQ, to which every key tile of a sequence adds, becomes dq.
+enum class DqPath : std::uint8_t {
+  converted,  // a kernel that follows turns fp32 sums into dq
+  finished,   // idle warps of the main kernel do, while it runs
+  ordered,    // key tiles add one after the other: the first stores its part, the last writes dq
+  direct      // a sequence has one key tile, which writes dq; there are no sums
+};
+
   SequenceTablePlan table;
-  int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics and dQ sums
-                    // of head h, tile t lie at index h * q_tiles + t
+  int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics of head h,
+                    // tile t lie at index h * q_tiles + t, and so do sums of dQ, but in sweeps
   bool tiles_descend = false;  // a sequence's last key tile comes first
   int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
-  bool sums_dq = true;  // key tiles add to dq_accum; false: the only one of a sequence writes dq
-  bool finishes_dq = false;  // the main kernel converts the sums, and nothing follows
+  DqPath dq_path = DqPath::converted;
+  bool sweeps = false;  // sm90: a CTA draws a head and takes all its key tiles, one after the other
+  bool takes_turns = false;  // dQ's adders wait for one another (shared/turns.h)
   bool counts_additions = false;
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
   std::size_t tickets_offset = 0;    // two counters: CTAs, or tiles, that have started, and, with
-                                     // finishes_dq, parts of query tiles that have been drawn
+                                     // DqPath::finished, parts of query tiles that were drawn
   std::size_t additions_offset = 0;  // a counter per head and query tile, if counts_additions
   int sink_shares = 0;               // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;

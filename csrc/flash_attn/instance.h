@@ -18,8 +18,8 @@ struct BackwardInstance {
   int smem_bytes;
   void (*launch)(const BackwardPlan&, const BackwardParams&, Stream);      // the main kernel
   void (*convert_dq)(const BackwardPlan&, const BackwardParams&, Stream);  // the sums of dQ -> dq
-  // Where a sequence has one key tile, the main kernel writes dq without a sum; where the plan says
-  // so, it also does what convert_dq would. Queries that see no key are left to the preprocess.
+  // The main kernel writes dq of a sequence with one key tile without a sum, and can do the rest as
+  // the plan's DqPath says. Queries that see no key are left to the preprocess.
   bool writes_dq = false;
 };
 

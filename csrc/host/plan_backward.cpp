@@ -76,13 +76,35 @@ int count_query_tiles(const AttentionShape& shape, int block_m, bool is_packed) 
   return static_cast<int>(tiles);
 }
 
-// One CTA has an SM to itself, and a section of two tiles for each evens out a causal grid; larger
-// ones lose more in L2 than they gain.
-constexpr int tiles_per_sm = 2;
+// What a section of heads holds at least: so many tiles, and as many heads as fill a part of L2.
+struct LeastSection {
+  std::int64_t tiles;
+  int parts_of_l2;
+};
+
+LeastSection least_section(const BackwardParams& params, const BackwardConfig& config, bool is_even,
+                           int tiles_per_head, const DeviceInfo& device) {
+  const std::int64_t sms = device.num_sms;
+  // One CTA has an SM to itself, and two tiles for each even out a causal grid.
+  const LeastSection usual{.tiles = is_even ? 0 : 2 * sms, .parts_of_l2 = 2};
+  if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr ||
+      params.sparsity.lists.data != nullptr)
+    return usual;
+  // Key tiles of a head that wait for one another are better off with few beside them: under a mask
+  // eight of a head at a time.
+  if (params.deterministic) {
+    const std::int64_t heads_at_a_time = ceil_div<std::int64_t>(sms, 8);
+    const std::int64_t tiles = is_even ? 2 * sms : heads_at_a_time * tiles_per_head;
+    return {.tiles = tiles, .parts_of_l2 = 2};
+  }
+  // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
+  // stays in L2.
+  return {.tiles = is_even ? 0 : 3 * sms / 4, .parts_of_l2 = 4};
+}
 
 // How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split
-// costs an fp32 partial of dK and dV, and all partials together stay within the size of the fp32 dQ
-// that the call needs anyway.
+// costs an fp32 partial of dK and dV, and all partials together stay within the size of dQ in fp32,
+// which most calls need as well.
 int choose_dkdv_splits(const AttentionShape& shape, std::int64_t key_tiles,
                        const DeviceInfo& device) {
   const std::int64_t ctas = key_tiles * shape.num_heads_k;
@@ -120,6 +142,34 @@ int average_keys(const BackwardParams& params, const Window& window) {
     if (!reach.empty()) keys += reach.end - reach.begin;
   }
   return static_cast<int>(keys / samples);
+}
+
+// Whether a CTA takes all key tiles of a head: then the sums of dQ need no order but its own, no
+// zeros and no other kernel. Heads, of known and equal lengths, have to come out even; what all
+// CTAs go over again and again has to stay in L2; and beyond some keys there is little to gain.
+bool pays_to_sweep(const BackwardParams& params, const TileSchedule& schedule,
+                   std::int64_t bytes_per_head, const DeviceInfo& device) {
+  constexpr int most_keys = 1024;
+  const SequenceParams& sequences = params.sequences;
+  if (sequences.cu_seqlens_q != nullptr || sequences.seqused_q != nullptr ||
+      sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
+      params.sparsity.lists.data != nullptr)
+    return false;
+  if (schedule.num_tiles < 2 || schedule.num_batch_heads == 0 || params.shape.seqlen_k > most_keys)
+    return false;
+  const std::int64_t rounds = ceil_div<std::int64_t>(schedule.num_batch_heads, device.num_sms);
+  return 10 * std::int64_t{schedule.num_batch_heads} >= 9 * rounds * device.num_sms &&
+         4 * bytes_per_head * device.num_sms <= 3 * device.l2_bytes;
+}
+
+DqPath choose_dq_path(const BackwardParams& params, const Window& window,
+                      const BackwardInstance& instance, bool sweeps) {
+  if (!instance.writes_dq) return DqPath::converted;
+  if (params.shape.seqlen_k <= instance.config.block_n) return DqPath::direct;
+  if (sweeps || params.deterministic) return DqPath::ordered;
+  const bool finishes =
+      can_finish_dq(instance.config) && average_keys(params, window) >= keys_to_finish_beside;
+  return finishes ? DqPath::finished : DqPath::converted;
 }
 
 }  // namespace
@@ -168,30 +218,42 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
           ? 1
           : choose_dkdv_splits(shape, grid_batches * std::int64_t{key_tiles}, device);
   const bool is_even = window.is_full() && !is_packed && params.sparsity.lists.data == nullptr;
+  const LeastSection section = least_section(params, config, is_even, key_tiles, device);
   const std::int64_t bytes_per_query =
       sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       sizeof(float) * config.head_dim;                               // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  plan.schedule =
-      make_schedule({.num_tiles = key_tiles,
-                     .batch_size = grid_batches,
-                     .num_heads = shape.num_heads_k * plan.dkdv_splits,
-                     .heads_per_group = plan.dkdv_splits,
-                     .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
-                     .min_tiles = is_even ? 0 : tiles_per_sm * std::int64_t{device.num_sms},
-                     .longest_first = tiles_descend && !is_packed},
-                    device);
+  plan.schedule = make_schedule({.num_tiles = key_tiles,
+                                 .batch_size = grid_batches,
+                                 .num_heads = shape.num_heads_k * plan.dkdv_splits,
+                                 .heads_per_group = plan.dkdv_splits,
+                                 .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
+                                 .min_tiles = section.tiles,
+                                 .longest_first = tiles_descend && !is_packed,
+                                 .parts_of_l2 = section.parts_of_l2},
+                                device);
+  const std::int64_t heads_per_tile = group / plan.dkdv_splits;
+  plan.sweeps = instance.writes_dq &&
+                pays_to_sweep(params, plan.schedule,
+                              heads_per_tile * shape.seqlen_q * bytes_per_query, device);
+  if (plan.sweeps) {
+    plan.schedule.heads_per_section = 1;
+    plan.num_ctas = std::min(plan.num_ctas, plan.schedule.num_batch_heads);
+  }
 
   const std::int64_t query_tiles = std::int64_t{shape.num_heads_q} * plan.q_tiles;
   plan.lse_log2_offset = workspace.add_floats(query_tiles * config.block_m);
   plan.softmax_d_offset = workspace.add_floats(query_tiles * config.block_m);
-  const std::int64_t sums = query_tiles * config.block_m * config.head_dim;
-  plan.sums_dq = !instance.writes_dq || shape.seqlen_k > config.block_n;
-  plan.finishes_dq = instance.writes_dq && plan.sums_dq && can_finish_dq(config) &&
-                     average_keys(params, window) >= keys_to_finish_beside;
-  if (plan.sums_dq) plan.dq_accum_offset = workspace.add_floats(sums);
+  const std::int64_t summed_tiles =
+      plan.sweeps
+          ? plan.num_ctas * heads_per_tile * checked_tiles(shape.seqlen_q, 1, config.block_m)
+          : query_tiles;
+  const std::int64_t sums = summed_tiles * config.block_m * config.head_dim;
+  plan.dq_path = choose_dq_path(params, window, instance, plan.sweeps);
+  if (plan.dq_path != DqPath::direct) plan.dq_accum_offset = workspace.add_floats(sums);
   plan.tickets_offset = workspace.add_bytes(2 * sizeof(int));
-  plan.counts_additions = plan.sums_dq && (params.deterministic || plan.finishes_dq);
+  plan.takes_turns = params.deterministic && !plan.sweeps && plan.dq_path != DqPath::direct;
+  plan.counts_additions = plan.takes_turns || plan.dq_path == DqPath::finished;
   if (plan.counts_additions) plan.additions_offset = workspace.add_floats(query_tiles);
   if (params.dsink != nullptr) {
     plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);

@@ -43,13 +43,23 @@ struct ScheduleRequest {
   std::int64_t bytes_per_group;  // of that data
   std::int64_t min_tiles;        // in a section, as far as there are as many
   bool longest_first;
+  int parts_of_l2 = 2;  // of which a section may fill one
 };
 
-// A section is at least as many whole groups as fit in half of L2, which leaves the other half to
+// A section is at least as many whole groups as fit in its part of L2, which leaves the rest to
 // what streams past, and at least one. Tiles of unequal length need min_tiles in a section: its
 // short tiles then fill the gaps that its long ones leave. Sections are equally large where they
 // can be, so that the grid does not end on a small one that starts with long tiles. Throws Error
 // when the grid is larger than CUDA's.
 TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
+
+// The same for num_ctas CTAs that stay and go through the grid in rounds, forth and back, so that
+// who has a long tile in one round has a short one in the next: then few heads at a time even out,
+// and what they read stays in L2, or is asked for by neighbours at once. Tiles of equal length need
+// no section but their group of heads. Others do without where the order comes back to where it
+// began a few times: each CTA then has tiles of all lengths. Where it does not, sections are whole
+// rounds, or nearly, of as few heads as fill some, and a grid of few rounds is one section
+// (docs/forward_sm90.md). is_even: as far as the host knows.
+void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even);
 
 }  // namespace flash_attn_cuda

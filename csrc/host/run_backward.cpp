@@ -22,7 +22,7 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
   backward_preprocess(plan, normalized, stream);
   sum_sink_gradient(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
-  if (plan.sums_dq && !plan.finishes_dq) plan.instance->convert_dq(plan, normalized, stream);
+  if (plan.dq_path == DqPath::converted) plan.instance->convert_dq(plan, normalized, stream);
   if (plan.dkdv_splits > 1) reduce_dkv(plan, normalized, stream);
 }
 

@@ -24,11 +24,14 @@ struct BackwardArguments {
   const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
                              // not exist
   const float* softmax_d;    // same shape
-  float* dq_accum;           // (num_heads_q, q_tiles, block_m * head_dim) in fragment order
-  Turns turns;               // deterministic: whose turn it is to add to a tile of dq_accum
-  int* additions;            // (num_heads_q, q_tiles): so far, to tiles of dq_accum; or null
-  bool finishes_dq;          // who has nothing else to do converts dq_accum
-  int* tickets;              // CTAs, or tiles, that have started; parts of query tiles drawn
+  float* dq_accum;     // tiles of block_m * head_dim in fragment order: (num_heads_q, q_tiles)
+                       // of them, in sweeps (CTAs, heads of a sweep, q_tiles_per_sequence)
+  Turns turns;         // whose it is to add to a tile of dq_accum, where plan.takes_turns
+  bool tiles_descend;  // a sequence's last key tile comes first
+  int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ; or null
+  DqPath dq_path;
+  int sweep_tiles;    // key tiles that a CTA draws at once: 1, or all of a head
+  int* tickets;       // CTAs, or tiles, that have started; parts of query tiles drawn
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
@@ -70,8 +73,10 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .softmax_d = reinterpret_cast<const float*>(workspace + plan.softmax_d_offset),
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
       .turns = turns_of(plan, params),
+      .tiles_descend = plan.tiles_descend,
       .additions = addition_counters(plan, params),
-      .finishes_dq = plan.finishes_dq,
+      .dq_path = plan.dq_path,
+      .sweep_tiles = plan.sweeps ? plan.schedule.num_tiles : 1,
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
       .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),

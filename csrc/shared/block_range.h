@@ -51,6 +51,7 @@ struct Reach {
   int end;
 
   FAC_HOST_DEVICE constexpr bool empty() const { return begin >= end; }
+  FAC_HOST_DEVICE constexpr bool holds(int other) const { return other >= begin && other < end; }
 };
 
 FAC_HOST_DEVICE constexpr Reach reach_of(Band band, int first, int last, int limit) {

@@ -45,6 +45,18 @@ struct DqAccumulator {
     }
   }
 
+  // In place of an addition to zeros. From sm_90 on.
+  template <class Accumulator>
+  CUTE_DEVICE static void store(float* tile, Accumulator const& dq, int thread) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int first = 0; first < size(dq); first += atom_elements) {
+      float4* sums = reinterpret_cast<float4*>(tile + offset(first / atom_elements, 0, thread));
+      __stcg(sums, {dq(first), dq(first + 1), dq(first + 2), dq(first + 3)});
+    }
+  }
+
+  // Past L1, which knows nothing of additions.
   template <class Accumulator>
   CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
     using namespace cute;
@@ -52,7 +64,7 @@ struct DqAccumulator {
     for (int atom = 0; atom < size(dq) / atom_elements; ++atom) {
       const int first = atom * atom_elements;
       if constexpr (vector_add) {
-        const float4 sums = *reinterpret_cast<float4 const*>(tile + offset(atom, 0, thread));
+        const float4 sums = __ldcg(reinterpret_cast<float4 const*>(tile + offset(atom, 0, thread)));
         dq(first) = sums.x;
         dq(first + 1) = sums.y;
         dq(first + 2) = sums.z;

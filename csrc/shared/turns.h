@@ -18,7 +18,7 @@
 namespace flash_attn_cuda {
 
 struct Turns {
-  int* counters = nullptr;  // (heads, query tiles): additions so far; null: no order is asked for
+  int* counters = nullptr;     // (heads, query tiles): additions so far; null: nobody waits
   bool tiles_descend = false;  // CTAs start with a sequence's last key tile
 
   FAC_HOST_DEVICE constexpr bool used() const { return counters != nullptr; }
@@ -67,6 +67,18 @@ FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Seque
                      last - 1, sequence.seqlen_k, kBlockN);
 }
 
+// The query tiles that a key tile adds to; none, where the sequence has no such tile.
+template <int kBlockM, int kBlockN>
+FAC_HOST_DEVICE constexpr Reach visited_tiles(const Window& window, const Sequence& sequence,
+                                              int key_tile) {
+  if (key_tile < 0) return {.begin = 0, .end = 0};
+  const int key = key_tile * kBlockN;
+  const int end = key + kBlockN < sequence.seqlen_k ? key + kBlockN : sequence.seqlen_k;
+  const BlockRange range = block_range(band_from_keys(window, sequence.seqlen_q, sequence.seqlen_k),
+                                       key, end - 1, sequence.seqlen_q, kBlockM);
+  return {.begin = range.begin, .end = range.end};
+}
+
 // Without queries nobody zeroes the counters, and nobody adds.
 inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& params) {
   if (!plan.counts_additions || plan.q_tiles == 0) return nullptr;
@@ -74,8 +86,8 @@ inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& pa
 }
 
 inline Turns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
-  if (!params.deterministic) return {};
-  return {.counters = addition_counters(plan, params), .tiles_descend = plan.tiles_descend};
+  return {.counters = plan.takes_turns ? addition_counters(plan, params) : nullptr,
+          .tiles_descend = plan.tiles_descend};
 }
 
 }  // namespace flash_attn_cuda

@@ -4,6 +4,7 @@
 
 #include "shared/backward_arguments.h"
 #include "shared/dq_accumulator.h"
+#include "shared/kernel_order.h"
 #include "shared/tile_work.h"
 #include "sm90/backward_traits.h"
 #include "sm90/epilogue.h"
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(128)
   TensorView const& dq = args.params.dq;
   const int thread = threadIdx.x;
 
+  wait_for_earlier_kernels();
   const int tile = blockIdx.x / parts;
   const int part = blockIdx.x - tile * parts;
   const int head = tile / args.q_tiles;

@@ -1,5 +1,6 @@
 // The dQ warpgroup of a backward CTA: dQ = dS K of every step, added to the fp32 sums in global
-// memory straight from registers, 16 bytes a thread, which costs wgmma next to nothing; through
+// memory, or stored there, or written as dq where no other key tile adds to it any more, straight
+// from registers, 16 bytes a thread, which costs wgmma next to nothing; through
 // shared memory it would cost a quarter of the kernel (docs/backward_sm90.md).
 #pragma once
 
@@ -49,6 +50,14 @@ CUTE_DEVICE void write_query_gradient(BackwardArguments const& call, Sequence co
   write_rows(rows_cols_view(dq), target, thread);
 }
 
+// The tile of dq_accum to which a step adds, which is its counter as well.
+template <class Traits>
+CUTE_DEVICE std::int64_t sum_of(BackwardArguments const& call,
+                                typename Traits::WorkItem const& item, Step const& step) {
+  if constexpr (Traits::writes_dq) return step.sum(item);
+  return std::int64_t{step.head} * call.q_tiles + item.work.sequence.first_q_tile + step.tile;
+}
+
 template <class Traits>
 CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
                                      typename Traits::SharedStorage& smem) {
@@ -84,7 +93,6 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
-    const bool writes = Traits::has_one_key_tile(sequence);
     wait_full(smem.key_ring, key_place);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
@@ -94,26 +102,37 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
         wait_full(smem.ds_ring, ds_place);
         step = smem.ds_steps[ds_place.stage];
       }
-      const std::int64_t index =
-          std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile;
-      float* tile = call.dq_accum + index * (block_m * head_dim);
+      const std::int64_t index = sum_of<Traits>(call, item, step);
+      float* sums = call.dq_accum + index * (block_m * head_dim);
+      const bool is_started = !Traits::writes_dq || item.added_before.holds(step.tile);
+      const bool is_unfinished = !Traits::writes_dq || item.added_after.holds(step.tile);
       if constexpr (!Traits::is_sparse) wait_full(smem.ds_ring, ds_place);
       if constexpr (Traits::has_bias)
         write_bias_gradient<Traits>(args, smem, ds_place.stage, item, step, thread);
+      const auto wait_for_turn = [&] {
+        if (!call.turns.used()) return;
+        call.turns.wait(index, adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
+                        item.work.tile, thread, sync_dq);
+      };
       CUTE_UNROLL
       for (int m = 0; m < block_m / 64; ++m) {
         CUTE_UNROLL
         for (int n = 0; n < head_dim / dq_columns; ++n) {
+          const bool is_first = m == 0 && n == 0;
+          const bool resumes = is_started && !is_unfinished;
+          if (resumes) {
+            if (is_first) wait_for_turn();
+            DqAccumulator<128>::load(sums, tQrdQ, thread);
+          }
           CUTE_UNROLL
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
             start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_place.stage, part)),
-                          tQrK(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ, part > 0);
+                          tQrK(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ,
+                          part > 0 || resumes);
           }
           wait_products<0>(tQrdQ);
-          const bool is_first = m == 0 && n == 0;
-          const bool is_last = m + 1 == block_m / 64 && n + 1 == head_dim / dq_columns;
-          if (is_last) {
+          if (m + 1 == block_m / 64 && n + 1 == head_dim / dq_columns) {
             if constexpr (Traits::has_bias) {
               if (thread == 0) wait_stores();
               __syncwarp();
@@ -121,23 +140,21 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
             release(smem.ds_ring, ds_place);
             ds_place.advance();
           }
-          if (writes) {
+          if (is_first && !resumes) wait_for_turn();
+          if (!is_unfinished) {
             write_query_gradient<Traits>(call, sequence, step, 64 * m, n * dq_columns, tQrdQ,
                                          thread);
-            continue;
+          } else if (is_started) {
+            DqAccumulator<128>::add(sums, tQrdQ, thread);
+          } else {
+            DqAccumulator<128>::store(sums, tQrdQ, thread);
           }
-          if (is_first && call.turns.used()) {
-            call.turns.wait(index,
-                            adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
-                            item.work.tile, thread, sync_dq);
-          }
-          DqAccumulator<128>::add(tile, tQrdQ, thread);
-          tile += 64 * dq_columns;
+          sums += 64 * dq_columns;
         }
       }
       // Where nobody counts as well: with a branch for it ptxas serialized the products (d = 64,
       // bf16).
-      if (Traits::writes_dq && !writes) {
+      if constexpr (Traits::writes_dq) {
         wait_empty(smem.added_ring, added_place);
         __syncwarp();
         publish(smem.added_ring, added_place);

@@ -33,17 +33,14 @@ CUTE_DEVICE void count_additions(BackwardKernelArguments const& args,
     wait_full(smem.work_ring, work_place);
     typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
-    Sequence const& sequence = item.work.sequence;
     Step step = Step::first(item);
-    const int steps = Traits::has_one_key_tile(sequence) ? 0 : item.steps();
     CUTE_NO_UNROLL
-    for (int left = steps; left > 0; --left, step.advance(item)) {
+    for (int left = item.steps(); left > 0; --left, step.advance(item)) {
       wait_full(smem.added_ring, added_place);
       EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
       added_place.advance();
       if (call.additions == nullptr) continue;  // nobody asks
-      const std::int64_t head = std::int64_t{step.head} * call.q_tiles;
-      count_addition(call.additions + head + sequence.first_q_tile + step.tile);
+      count_addition(call.additions + step.sum(item));
     }
     EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
   }
@@ -138,7 +135,7 @@ CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args) {
   constexpr int part_rows = 32;
   constexpr int parts = Traits::block_m / part_rows;
   BackwardArguments const& call = args.call;
-  if (!call.finishes_dq) return;
+  if (call.dq_path != DqPath::finished) return;
   const int lane = threadIdx.x % 32;
   const unsigned end = static_cast<unsigned>(call.params.shape.num_heads_q * call.q_tiles) * parts;
   CUTE_NO_UNROLL

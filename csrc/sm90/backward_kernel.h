@@ -12,6 +12,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "shared/kernel_order.h"
 #include "sm90/backward_dq.h"
 #include "sm90/backward_finish.h"
 #include "sm90/backward_producer.h"
@@ -69,7 +70,13 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
       smem.added_ring.init(1, Traits::dq_warps);
     }
     cutlass::arch::fence_barrier_init();
+    prefetch_tma_descriptor(&args.q_map);
+    prefetch_tma_descriptor(&args.k_map);
+    prefetch_tma_descriptor(&args.v_map);
+    prefetch_tma_descriptor(&args.dout_map);
   }
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
 
   // The same in all lanes, said so that the compiler knows.

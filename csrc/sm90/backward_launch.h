@@ -50,15 +50,15 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   }
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
   arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
-  launch_kernel<&backward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
-                                       Traits::threads, sizeof(typename Traits::SharedStorage),
-                                       stream, arguments);
+  launch_early<&backward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
+                                      Traits::threads, sizeof(typename Traits::SharedStorage),
+                                      stream, arguments);
 }
 
 template <class Tag>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
-  launch_kernel<&convert_dq_kernel<Tag>>(
+  launch_early<&convert_dq_kernel<Tag>>(
       std::int64_t{plan.q_tiles} * params.shape.num_heads_q * (Traits::block_m / 64), 128, 0,
       stream, convert_dq_arguments(plan, params));
 }

@@ -46,8 +46,11 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.end_head = item.first_head + heads;
   item.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
                            key_begin, key_last, sequence.seqlen_q, Traits::block_m);
-  // In turns, key tiles that start early must not wait for what others do last (turns.h).
-  const bool descends = call.turns.used() && !call.turns.tiles_descend;
+  // In turns, key tiles that start early must not wait for what others do last (turns.h). A CTA
+  // that takes one tile after the other goes back and forth, if all see the same queries.
+  const bool descends = Traits::writes_dq && call.sweep_tiles > 1
+                            ? work.tile % 2 == 1 && params.window.is_full()
+                            : call.turns.used() && !call.tiles_descend;
   item.first_tile = descends ? item.range.end - 1 : item.range.begin;
   item.last_tile = descends ? item.range.begin : item.range.end - 1;
   item.direction = descends ? -1 : 1;
@@ -61,6 +64,29 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   return !item.range.empty();
 }
 
+// Where an item's dQ goes, and who else adds to it.
+template <class Traits>
+CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item) {
+  Sequence const& sequence = item.work.sequence;
+  const bool sweeps = call.sweep_tiles > 1;
+  const int heads = item.end_head - item.first_head;
+  item.sums_per_head = sweeps ? call.q_tiles_per_sequence : call.q_tiles;
+  item.first_sum = sweeps ? static_cast<int>(blockIdx.x) * heads * call.q_tiles_per_sequence
+                          : item.first_head * call.q_tiles + sequence.first_q_tile;
+  if (call.dq_path == DqPath::ordered) {
+    // Those that see a query tile are neighbours, so the next ones on both sides tell.
+    const int next = call.tiles_descend ? -1 : 1;
+    const auto visited_by = [&](int tile) {
+      return visited_tiles<Traits::block_m, Traits::block_n>(call.params.window, sequence, tile);
+    };
+    item.added_before = visited_by(item.work.tile - next);
+    item.added_after = visited_by(item.work.tile + next);
+  } else {
+    item.added_before = {.begin = 0, .end = Traits::has_one_key_tile(sequence) ? 0 : call.q_tiles};
+    item.added_after = item.added_before;
+  }
+}
+
 template <class Traits>
 struct BackwardProducer {
   static constexpr int block_m = Traits::block_m;
@@ -72,6 +98,22 @@ struct BackwardProducer {
   RingPlace<Traits::key_stages> key_place{};
   RingPlace<Traits::stages> q_place{}, dout_place{};
   RingPlace<Traits::work_stages> work_place{};
+  unsigned sweep_id = 0;  // the next tile of the sweep, if any are left
+  int sweep_left = 0;
+
+  // The next tile's number. Every CTA draws once in vain, which must not turn tickets negative.
+  CUTE_DEVICE unsigned draw() {
+    if constexpr (!Traits::writes_dq) {
+      return static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
+    } else {
+      if (sweep_left == 0) {
+        sweep_left = args.call.sweep_tiles;
+        sweep_id = static_cast<unsigned>(atomicAdd(args.call.tickets, sweep_left));
+      }
+      --sweep_left;
+      return sweep_id++;
+    }
+  }
 
   // Tells the others of the next tile that a query sees: its stage, or -1 when there is none, of
   // which they are told as well.
@@ -82,8 +124,7 @@ struct BackwardProducer {
     bool found = false;
     // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
     while (args.call.q_tiles > 0 && !found) {
-      // Every CTA draws once in vain, which must not turn tickets negative.
-      const auto id = static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
+      const unsigned id = draw();
       if (id >= args.num_tiles) break;
       bool exists;
       found = find_tile<Traits>(args, static_cast<int>(id), item, exists);
@@ -93,7 +134,11 @@ struct BackwardProducer {
         found = item.num_steps > 0;
       }
     }
-    if (!found) item.work.tile = no_tile;
+    if (found) {
+      if constexpr (Traits::writes_dq) find_sums<Traits>(args.call, item);
+    } else {
+      item.work.tile = no_tile;
+    }
     FullBarrier::arrive(&smem.work_ring.full[stage]);
     work_place.advance();
     return found ? stage : -1;

@@ -25,6 +25,10 @@ struct BackwardWorkItem {
   int last_tile;
   int direction;
   bool half_starts_later;  // the window hides the first query tile from the second half of the keys
+  Reach added_before;      // query tiles to whose dQ key tiles before this one have added
+  Reach added_after;       // those to which later ones will; all, where nobody knows the order
+  int first_sum;           // of dQ of first_head, tile 0: which tile of dq_accum
+  int sums_per_head;
 
   CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
 };
@@ -48,6 +52,11 @@ struct Step {
     const bool next_head = tile == item.last_tile;
     head += next_head ? 1 : 0;
     tile = next_head ? item.first_tile : tile + item.direction;
+  }
+
+  // The tile of dq_accum to which the step adds dQ, or the counter of such additions.
+  CUTE_DEVICE std::int64_t sum(BackwardWorkItem const& item) const {
+    return item.first_sum + std::int64_t{head - item.first_head} * item.sums_per_head + tile;
   }
 };
 
@@ -84,9 +93,9 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // It writes dq of a sequence with one key tile, and its idle warps may turn sums of dQ into dq
-  // (backward_finish.h). Beside lists the adders of a query tile are not known without reading them
-  // all, and a kernel of its own does it.
+  // It writes dq where it knows that no other key tile adds to it any more, and its idle warps may
+  // turn sums of dQ into dq (backward_finish.h). Beside lists the adders of a query tile are not
+  // known without reading them all, and a kernel of its own does it.
   static constexpr bool writes_dq = !is_sparse;
   static constexpr bool finishes_dq = writes_dq && can_finish_dq(config);
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {

@@ -198,6 +198,7 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   result["dkdv_splits"] = plan.dkdv_splits;
   result["q_tiles"] = plan.q_tiles;
   result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
+  result["sweeps"] = plan.sweeps;
   return result;
 }
 

@@ -198,8 +198,11 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
     std::vector<Buffer> buffers{{result.lse_log2_offset, rows_bytes},
                                 {result.softmax_d_offset, rows_bytes},
                                 {result.tickets_offset, sizeof(int)}};
-    if (result.sums_dq) buffers.push_back({result.dq_accum_offset, rows_bytes * config.head_dim});
-    CHECK_EQ(result.counts_additions, result.sums_dq && (deterministic || result.finishes_dq));
+    CHECK(!result.sweeps);
+    if (result.dq_path != DqPath::direct)
+      buffers.push_back({result.dq_accum_offset, rows_bytes * config.head_dim});
+    CHECK_EQ(result.takes_turns, deterministic && result.dq_path != DqPath::direct);
+    CHECK_EQ(result.counts_additions, result.takes_turns || result.dq_path == DqPath::finished);
     if (result.counts_additions)
       buffers.push_back({result.additions_offset, query_tiles * sizeof(int)});
     if (wants_dsink) {
@@ -325,8 +328,8 @@ TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
     const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
     CHECK(result.instance->writes_dq);
     CHECK_EQ(result.instance->config.block_n, 128);
-    CHECK_EQ(result.sums_dq, sums);
-    CHECK(plan(shape).sums_dq);  // another kernel follows and reads them
+    CHECK_EQ(result.dq_path != DqPath::direct, sums);
+    CHECK(plan(shape).dq_path == DqPath::converted);
   }
 }
 
@@ -337,8 +340,8 @@ TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
     shape.seqlen_k = seqlen_k;
     const auto params = with_tensors(call<BackwardParams>(shape, window));
     const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
-    CHECK_EQ(result.counts_additions, result.finishes_dq);
-    return result.finishes_dq;
+    CHECK_EQ(result.counts_additions, result.dq_path == DqPath::finished);
+    return result.dq_path == DqPath::finished;
   };
   CHECK(!finishes(4096, 128, {}));
   CHECK(!finishes(4096, 512, {}));
@@ -354,8 +357,127 @@ TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
   const auto plan_packed = [&] { return plan_backward(packed, h200, sm90_backward_table()); };
   for (const auto& [total, wanted] : {std::pair{4 * 1000, false}, {4 * 2000, true}}) {
     packed.shape.seqlen_q = packed.shape.seqlen_k = total;
-    CHECK_EQ(plan_packed().finishes_dq, wanted);
+    CHECK_EQ(plan_packed().dq_path == DqPath::finished, wanted);
   }
+}
+
+TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {
+  for (const int seqlen : {100, 600, 4096}) {
+    AttentionShape shape = training;
+    shape.seqlen_q = shape.seqlen_k = seqlen;
+    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    params.deterministic = true;
+    const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    const bool has_one_tile = seqlen <= result.instance->config.block_n;
+    CHECK(result.dq_path == (has_one_tile ? DqPath::direct : DqPath::ordered));
+    CHECK_EQ(result.takes_turns, !has_one_tile);
+
+    params.score.softmax_scale = -1.0f;  // sm80 kernels add to zeros, and a kernel follows
+    const BackwardPlan of_sm80 = plan_backward(params, h200, sm90_backward_table());
+    CHECK(of_sm80.instance->config.family == KernelFamily::sm80);
+    CHECK(of_sm80.dq_path == DqPath::converted);
+    CHECK(of_sm80.takes_turns && of_sm80.counts_additions);
+  }
+}
+
+TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
+  struct Expected {
+    int batch_heads, seqlen, head_dim;
+    bool sweeps;
+  };
+  for (const Expected& expected : {Expected{132, 512, 64, true},
+                                   {119, 512, 64, true},   // 0.9 of 132
+                                   {118, 512, 64, false},  // too few
+                                   {133, 512, 64, false},  // one more than a round
+                                   {238, 512, 64, true},   // 0.9 of two rounds
+                                   {132, 129, 64, true},   // two key tiles
+                                   {132, 128, 64, false},  // nothing to sum
+                                   {132, 560, 64, true},   // 560 * 512 bytes of 132: 36 MiB of 50
+                                   {132, 640, 64, false},  // 41 MiB
+                                   {132, 256, 128, true},  // twice the bytes a query
+                                   {132, 512, 128, false}}) {
+    const AttentionShape shape{.batch_size = expected.batch_heads,
+                               .seqlen_q = expected.seqlen,
+                               .seqlen_k = expected.seqlen,
+                               .num_heads_q = 1,
+                               .num_heads_k = 1,
+                               .head_dim = expected.head_dim,
+                               .head_dim_v = expected.head_dim};
+    for (const bool deterministic : {false, true}) {
+      auto params = with_tensors(call<BackwardParams>(shape, causal));
+      params.deterministic = deterministic;
+      const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+      CHECK_EQ(result.sweeps, expected.sweeps);
+      if (!result.sweeps) continue;
+      CHECK(result.dq_path == DqPath::ordered);
+      CHECK(!result.takes_turns && !result.counts_additions);
+      CHECK_EQ(result.schedule.heads_per_section, 1);
+      CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
+      // A CTA has the sums of a head, and no more.
+      const BackwardConfig& config = result.instance->config;
+      const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
+      CHECK_EQ(result.tickets_offset - result.dq_accum_offset,
+               sizeof(float) * result.num_ctas * rows * config.head_dim);
+    }
+  }
+}
+
+TEST(no_cta_sweeps_what_may_be_uneven_or_has_another_kernel) {
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = 512,
+                             .seqlen_k = 512,
+                             .num_heads_q = 132,
+                             .num_heads_k = 132,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  const auto sweeps = [&](auto change) {
+    auto params = with_tensors(call<BackwardParams>(shape));
+    change(params);
+    return plan_backward(params, h200, sm90_backward_table()).sweeps;
+  };
+  CHECK(sweeps([](BackwardParams&) {}));
+  CHECK(sweeps([](BackwardParams& params) { params.score.softcap = 1.0f; }));
+  CHECK(sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1024; }));
+  CHECK(!sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1025; }));
+  CHECK(!sweeps([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }));  // sm80
+  for (const auto lengths :
+       {&SequenceParams::seqused_q, &SequenceParams::seqused_k, &SequenceParams::leftpad_k})
+    CHECK(!sweeps([=](BackwardParams& params) { params.sequences.*lengths = &some_int; }));
+  CHECK(!sweeps([](BackwardParams& params) {
+    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+  }));
+  CHECK(!sweeps([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }));
+}
+
+TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
+  const AttentionShape shape{.batch_size = 33,
+                             .seqlen_q = 260,
+                             .seqlen_k = 130,
+                             .num_heads_q = 8,
+                             .num_heads_k = 1,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  const BackwardPlan result =
+      plan_backward(with_tensors(call<BackwardParams>(shape)), h200, sm90_backward_table());
+  CHECK_EQ(result.dkdv_splits, 4);
+  CHECK(result.sweeps);
+  CHECK_EQ(result.num_ctas, 132);
+  CHECK_EQ(result.tickets_offset - result.dq_accum_offset, sizeof(float) * 132 * 2 * 384 * 64);
+}
+
+TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_another) {
+  const auto section = [](const Window& window, bool deterministic) {
+    auto params = with_tensors(call<BackwardParams>(training, window));
+    params.deterministic = deterministic;
+    return plan_backward(params, h200, sm90_backward_table()).schedule.heads_per_section;
+  };
+  // 4 MiB a head, 12.5 MiB: 3 fit, 4 divide 64.
+  CHECK_EQ(section({}, false), 4);
+  CHECK_EQ(section(causal, false), 4);  // 3 of 4 tiles for each of 132 SMs: 99 are 4 heads of 32
+  // 2 tiles for each of 132 SMs are 9 heads of 32; 16 divide 64.
+  CHECK_EQ(section({}, true), 16);
+  // 8 tiles of a head at a time are 17 heads; 32 divide 64.
+  CHECK_EQ(section(causal, true), 32);
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {

@@ -235,7 +235,16 @@ void check_adders() {
     for (int query_tile = 0; query_tile * kBlockM < sequence.seqlen_q + 20; ++query_tile) {
       const BlockRange adders = adders_of<kBlockM, kBlockN>(window, sequence, query_tile);
       std::set<int> counted;
-      for (int tile = adders.begin; tile < adders.end; ++tile) counted.insert(tile);
+      for (int tile = adders.begin; tile < adders.end; ++tile) {
+        counted.insert(tile);
+        // Its neighbours tell whether it is the first or the last one.
+        const auto adds = [&](int neighbour) {
+          return visited_tiles<kBlockM, kBlockN>(window, sequence, neighbour).holds(query_tile);
+        };
+        CHECK(adds(tile));
+        CHECK_EQ(adds(tile - 1), tile > adders.begin);
+        CHECK_EQ(adds(tile + 1), tile + 1 < adders.end);
+      }
       CHECK(counted == visitors[query_tile]);
     }
   }
@@ -285,7 +294,7 @@ TEST(turns_are_used_when_asked_for_and_there_are_queries) {
   CHECK_EQ(reinterpret_cast<char*>(turns.counters) - workspace,
            static_cast<std::ptrdiff_t>(plan.additions_offset));
   params.deterministic = false;
-  CHECK(!turns_of(plan, params).used());
+  CHECK(!turns_of(plan_backward(params, h200, small_tiles()), params).used());
   params.deterministic = true;
   params.shape.seqlen_q = 0;
   plan = plan_backward(params, h200, small_tiles());
