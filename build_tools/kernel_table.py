@@ -98,7 +98,7 @@ class KernelRow:
     @property
     def tile(self) -> tuple[Any, ...]:
         """What CuTe's layouts are made of: rows that share it share most of their compile."""
-        apart = ("dtype", "mask", "features", "most_causal_queries")
+        apart = ("dtype", "mask", "features", "most_causal_seqlen", "most_full_seqlen")
         return tuple(value for name, value in self.config().items() if name not in apart)
 
     def config(self) -> dict[str, Any]:
@@ -131,7 +131,8 @@ class ForwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
-    most_causal_queries: int = 0
+    most_causal_seqlen: int = 0
+    most_full_seqlen: int = 0
     features: Feature = NO_FEATURES
 
     @property
@@ -295,7 +296,16 @@ def sm90_bias_forward(head_dim: int) -> Iterator[ForwardRow]:
 # The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
 # 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
 FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    *sm90_forward(64, block_m=128, block_n=128, variant="short", most_causal_queries=1280),
+    # Two CTAs an SM.
+    *sm90_forward(
+        64,
+        block_m=128,
+        block_n=64,
+        variant="short",
+        most_causal_seqlen=1280,
+        most_full_seqlen=256,
+        allowed_spill_bytes=44,
+    ),
     # What its producer warp spills, for which three consumer warpgroups leave 32 registers.
     *sm90_forward(64, block_m=192, block_n=128, allowed_spill_bytes=52),
     *sm90_features(64, block_n=128),
@@ -465,9 +475,9 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 60, "dropout": 4}),
-    *sm90_backward_rows(96, spills={"": 56, "dropout": 20}),
-    *sm90_backward_rows(128, spills={"": 56, "dropout": 92}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 64, "dropout": 4}),
+    *sm90_backward_rows(96, spills={"": 64, "dropout": 28}),
+    *sm90_backward_rows(128, spills={"": 64, "dropout": 92}),
     *sm90_backward(
         192,
         head_dim_v=128,
@@ -477,7 +487,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         allowed_spill_bytes=4,
     ),
     *sm90_backward_rows(192, block_n=64, spills={"": 4, "dropout": 4}),
-    *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 236}),
+    *sm90_backward_rows(256, block_n=64, spills={"": 64, "dropout": 272}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=112),
     *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=128),
     *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=4),

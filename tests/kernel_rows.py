@@ -19,7 +19,7 @@ ROW = ForwardRow(
 FEATURES_ROW = replace(ROW, features=Feature.softcap | Feature.dropout, variant="features")
 DECODE_ROW = replace(ROW, kind=Kind.decode, block_m=16, features=Feature.split_kv, variant="decode")
 SM90_ROW = replace(ROW, family=Family.sm90, block_n=128, num_warps=8)
-SHORT_ROW = replace(SM90_ROW, most_causal_queries=1000, variant="short")
+SHORT_ROW = replace(SM90_ROW, most_causal_seqlen=1000, variant="short")
 DROPOUT_ROW = replace(SM90_ROW, features=Feature.dropout, variant="dropout")
 
 # Of a backward row of the sm80 family alone.

@@ -74,11 +74,14 @@ def row_cases() -> Iterator[Case]:
 
 def many_tile_cases() -> Iterator[Case]:
     """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
-    block or several, with tiles that see no key between others, packed, with features; the row for
-    longer causal sequences, and a cache with enough queries.
+    block or several, with tiles that see no key between others, packed, with features; the rows for
+    longer sequences, and a cache with enough queries.
     """
     rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
-    longest = max((row.config.get("most_causal_queries", 0) for row in rows), default=0)
+    longest, longest_full = (
+        max((row.config.get(field, 0) for row in rows), default=0)
+        for field in ("most_causal_seqlen", "most_full_seqlen")
+    )
     for common in each_head_dim([32] if ON_CPU else sorted({row.head_dim for row in rows})):
         many = AttentionCase(
             **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
@@ -90,6 +93,12 @@ def many_tile_cases() -> Iterator[Case]:
         yield replace(
             many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
         )
+        yield replace(many, seqlen_q=longest_full + 10, num_heads_q=100, num_heads_k=100)
+        # Backward: a CTA takes all key tiles of a head, and then of another.
+        heads = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+        swept = replace(many, batch=2, num_heads_q=heads, num_heads_k=heads, seqlen_k=300)
+        yield swept
+        yield replace(swept, window=(90, 0), deterministic=True)
         packed = many_packed(common)
         yield packed
         yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)

@@ -54,10 +54,11 @@ def row_name(
     return "_".join(filter(None, parts))
 
 
-def most_causal_queries() -> int:
-    """Of the row for short causal sequences."""
+def most_short_seqlen(*, causal: bool) -> int:
+    """Of the row for short sequences."""
     rows = {row.name: row for row in build_info.compiled_rows()}
-    return rows[row_name(64, "short")].config["most_causal_queries"]
+    field = "most_causal_seqlen" if causal else "most_full_seqlen"
+    return rows[row_name(64, "short")].config[field]
 
 
 def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:

@@ -56,7 +56,8 @@ def test_the_text_of_a_unit() -> None:
         "      .block_m = 128,\n"
         "      .block_n = 64,\n"
         "      .num_warps = 4,\n"
-        "      .most_causal_queries = 0,\n"
+        "      .most_causal_seqlen = 0,\n"
+        "      .most_full_seqlen = 0,\n"
         "      .features = 0,\n"
         "  };\n"
         "};\n"
@@ -105,9 +106,9 @@ def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
     assert re.findall("#include.*", short) == ['#include "sm90/forward_launch.h"']
     assert f'sm90::make_forward_instance<{name}>("{name}")' in short
     assert "      .family = KernelFamily::sm90,\n" in short
-    assert "      .most_causal_queries = 1000,\n" in short
-    assert generate_units.row_record(SHORT_ROW)["most_causal_queries"] == 1000
-    assert "      .most_causal_queries = 0,\n" in generate_units.unit_text(units[1])
+    assert "      .most_causal_seqlen = 1000,\n" in short
+    assert generate_units.row_record(SHORT_ROW)["most_causal_seqlen"] == 1000
+    assert "      .most_causal_seqlen = 0,\n" in generate_units.unit_text(units[1])
 
 
 def test_an_sm90_backward_row_says_nothing_of_sm80s_warps_and_stages() -> None:
@@ -159,7 +160,8 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
         for row in ALL_ROWS
     )
     checks += "".join(
-        f"static_assert({row.name}::config.most_causal_queries == {row.most_causal_queries});\n"
+        f"static_assert({row.name}::config.most_causal_seqlen == {row.most_causal_seqlen});\n"
+        f"static_assert({row.name}::config.most_full_seqlen == {row.most_full_seqlen});\n"
         for row in ALL_ROWS
         if isinstance(row, ForwardRow)
     )

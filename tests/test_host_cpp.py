@@ -33,6 +33,7 @@ PROGRAMS = {
     "test_tile_order": (),
     "test_dropout": (),
     "test_select_instance": ("select_instance",),
+    "test_rounds": ("plan_steps",),
 }
 # Those with a CUDA runtime of the test's own: only its headers are needed.
 CUDA_PROGRAMS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import replace
 from itertools import product
@@ -79,8 +80,14 @@ def _group(row: KernelRow) -> tuple:
     return row.kernel_pass, row.family, row.dtype, _kind(row), row.features & MASKS
 
 
-def _most_causal_queries(row: KernelRow) -> int:
-    return row.most_causal_queries if isinstance(row, ForwardRow) else 0
+def _is_for_short(row: KernelRow) -> bool:
+    return _most_queries(row) < (1 << 31, 1 << 31)
+
+
+def _most_queries(row: KernelRow) -> tuple[int, int]:
+    """Under a right bound and without; of a row that serves any call, more than there can be."""
+    most = (row.most_causal_seqlen, row.most_full_seqlen) if isinstance(row, ForwardRow) else ()
+    return most if any(most) else (1 << 31, 1 << 31)
 
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
@@ -152,10 +159,7 @@ def test_every_row_can_run_something_of_its_own() -> None:
                 _group(earlier) == _group(row)
                 and earlier.head_dim >= row.head_dim
                 and earlier.value_dim >= row.value_dim
-                and (
-                    _most_causal_queries(earlier) == 0
-                    or 0 < _most_causal_queries(row) <= _most_causal_queries(earlier)
-                )
+                and all(map(operator.le, _most_queries(row), _most_queries(earlier)))
                 and (earlier.mask is Mask.windowed or row.mask is Mask.full)
                 and row.features in earlier.features
             )
@@ -184,7 +188,7 @@ FEATURES_OF_CALLS = {
 def test_every_call_has_a_row(kernel_pass) -> None:
     """On every GPU: of the family that runs on all of them, with any number of queries."""
     rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass]
-    rows = [row for row in rows if row.family is Family.sm80 and not _most_causal_queries(row)]
+    rows = [row for row in rows if row.family is Family.sm80 and not _is_for_short(row)]
     requests = product((32, 64, 96, 128, 192, 256), Dtype, FEATURES_OF_CALLS[kernel_pass])
     for head_dim, dtype, features in requests:
         assert any(
@@ -279,7 +283,12 @@ def _walks(row: KernelRow, features: Feature) -> bool:
 
 
 def chosen_sm90_row(
-    head_dim: int, features: Feature, causal_queries: int, value_dim: int | None = None
+    head_dim: int,
+    features: Feature,
+    queries: int,
+    value_dim: int | None = None,
+    *,
+    is_causal: bool = True,
 ) -> ForwardRow:
     """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
     return next(
@@ -290,7 +299,7 @@ def chosen_sm90_row(
         and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
-        and (row.most_causal_queries == 0 or 0 < causal_queries <= row.most_causal_queries)
+        and queries <= _most_queries(row)[0 if is_causal else 1]
     )
 
 
@@ -301,20 +310,21 @@ def test_sm90_serves_every_head_dim_with_its_narrowest_row(features) -> None:
     buckets = {row.head_dim for row in SM90_ROWS}
     assert max(buckets) == 256
     for head_dim in range(8, 257, 8):
-        for causal_queries in (0, 1, 1 << 20):
-            row = chosen_sm90_row(head_dim, features, causal_queries)
+        for queries, is_causal in product((1, 1 << 20), (False, True)):
+            row = chosen_sm90_row(head_dim, features, queries, is_causal=is_causal)
             assert row.head_dim == min(n for n in buckets if n >= head_dim)
             assert bool(row.features) == bool(features), "features cost speed"
 
 
-def test_short_causal_sequences_have_a_row_of_their_own() -> None:
+def test_short_sequences_have_a_row_of_their_own() -> None:
     (short,) = (row for row in SM90_ROWS if row.variant == "short" and row.dtype is Dtype.bf16)
-    most = short.most_causal_queries
-    assert most > 0
-    for causal_queries, is_short in ((0, False), (1, True), (most, True), (most + 1, False)):
-        row = chosen_sm90_row(short.head_dim, Feature(0), causal_queries)
-        assert (row == short) is is_short
-        assert chosen_sm90_row(short.head_dim, Feature.dropout, causal_queries) != short
+    for is_causal, most in ((True, short.most_causal_seqlen), (False, short.most_full_seqlen)):
+        assert most > 0
+        for queries, is_short in ((1, True), (most, True), (most + 1, False)):
+            row = chosen_sm90_row(short.head_dim, Feature(0), queries, is_causal=is_causal)
+            assert (row == short) is is_short
+            row = chosen_sm90_row(short.head_dim, Feature.dropout, queries, is_causal=is_causal)
+            assert row != short
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])

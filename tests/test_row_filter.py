@@ -54,7 +54,7 @@ def test_families_can_be_chosen() -> None:
     table = [SHORT_ROW, SM90_ROW, DROPOUT_ROW, ROW, FEATURES_ROW]
     assert select_rows("family=sm80", table) == [ROW, FEATURES_ROW]
     assert select_rows("family=sm90,variant=plain|short", table) == [SHORT_ROW, SM90_ROW]
-    assert select_rows("most_causal_queries=1000", table) == [SHORT_ROW]
+    assert select_rows("most_causal_seqlen=1000", table) == [SHORT_ROW]
     assert select_rows("head_dim=128,variant=plain", table) == [SM90_ROW, ROW]
 
 

@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import families
 import logits
 import pytest
 import torch
@@ -34,8 +35,9 @@ from sm90 import (
     EVERY_HEAD_DIM,
     MASKS,
     many_sequences,
-    most_causal_queries,
+    most_short_seqlen,
     random_lengths,
+    row_name,
     runs_sm90_kernels,
     shaped_case,
 )
@@ -243,11 +245,16 @@ def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> Non
 
 
 def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
-    """max_seqlen_q says which row serves; either is right."""
-    most = scaled(1280 if ON_CPU else most_causal_queries(), 200)
-    for longest in (most, most + 1):
-        lengths = (longest, 1, 0, 130, 64)
-        check(make_varlen_case(lengths_q=lengths, num_heads_k=1, causal=True), backward=False)
+    """Their bound and their average say which row serves; either is right."""
+    for causal in (False, True):
+        most = scaled(1280 if ON_CPU else most_short_seqlen(causal=causal), 200)
+        for longest, is_short in ((most, True), (most + 1, False)):
+            lengths = (longest, 0, 130)
+            case = make_varlen_case(lengths_q=lengths, num_heads_k=1, causal=causal)
+            if not ON_CPU:
+                row = row_name(64, "short" if is_short else "")
+                assert families.planned(case)["instance"] == row
+            check(case, backward=False)
 
 
 # -- numbers that are hard on a softmax ------------------------------------------------------------

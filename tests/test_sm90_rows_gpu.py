@@ -31,7 +31,7 @@ from sm90 import (
     EVERY_HEAD_DIM,
     HEAD_DIMS,
     kernels_run,
-    most_causal_queries,
+    most_short_seqlen,
     row_name,
     runs_sm90_kernels,
 )
@@ -50,7 +50,7 @@ OF_NARROW_VALUES = (
     ((192, 128), {}, "sm90_bf16_hd192_dv128_windowed", "sm90_bf16_hd192_dv128_windowed"),
     ((136, 72), {}, "sm90_bf16_hd192_dv128_windowed", "sm90_bf16_hd192_dv128_windowed"),
     ((192, 136), {}, "sm90_bf16_hd192_windowed", "sm90_bf16_hd192_windowed"),
-    ((64, 40), {}, "sm90_bf16_hd64_windowed", "sm90_bf16_hd64_windowed"),
+    ((64, 40), {}, "sm90_bf16_hd64_windowed_short", "sm90_bf16_hd64_windowed"),
     # A backward's dP is a sum over boxes of values, of which each must have a column.
     ((192, 64), {}, "sm90_bf16_hd192_dv128_windowed", "sm80_bf16_hd192_windowed"),
     ((128, 64), {}, "sm90_bf16_hd128_windowed", "sm80_bf16_hd128_windowed"),
@@ -98,9 +98,13 @@ def test_every_head_dim_has_a_row(head_dim: int, bucket: int, dtype: torch.dtype
 
 
 @pytest.mark.cuda_only
-def test_short_causal_sequences_have_a_row() -> None:
-    most = most_causal_queries()
+def test_short_sequences_have_a_row() -> None:
+    most, most_full = most_short_seqlen(causal=True), most_short_seqlen(causal=False)
     for seqlen, features, variant in (
+        (most_full, {}, "short"),
+        (most_full + 1, {}, ""),
+        (most_full, {"window": (20, -1)}, "short"),
+        (most_full, {"dropout_p": 0.1}, "dropout"),
         (min(1024, most), {"causal": True}, "short"),
         (most, {"causal": True}, "short"),
         (most, {"window": (20, 3)}, "short"),
@@ -123,10 +127,13 @@ def launches() -> list[tuple[Case, str]]:
     base = make_case(seqlen_q=200, seqlen_k=300)
     packed = make_varlen_case(lengths_q=(200, 0, 33))
     cache = make_cache_case(seqlens_q=70)
-    long = most_causal_queries() + 1
+    long = most_short_seqlen(causal=True) + 1
+    short = row_name(64, "short")
     return [
         (base, row_name(64)),
-        (replace(base, causal=True), row_name(64, "short")),
+        (replace(base, seqlen_k=200), short),
+        (replace(base, causal=True, seqlen_k=long), row_name(64)),
+        (replace(base, causal=True), short),
         (replace(base, seqlen_q=long, causal=True), row_name(64)),
         (replace(base, head_dim=128, dtype=torch.float16), row_name(128, dtype="fp16")),
         (replace(base, softcap=3.0), row_name(64, "dropout")),
@@ -141,10 +148,12 @@ def launches() -> list[tuple[Case, str]]:
         (replace(base, layout=Layout.surrounded), row_name(64)),
         (replace(base, layout=Layout.odd_stride), row_name(64)),  # of a copy
         (replace(base, seqlen_q=4), row_name(64, "decode", **sm80)),
-        (packed, row_name(64)),
-        (replace(packed, causal=True), row_name(64, "short")),
+        (packed, short),
+        (replace(packed, causal=True), short),
+        (replace(packed, lengths_q=(long, 0, 33)), row_name(64)),
         (replace(packed, lengths_q=(long, 0, 33), causal=True), row_name(64)),
-        (cache, row_name(64)),
+        (replace(cache, seqlens_q=long), row_name(64)),
+        (cache, short),
         (replace(cache, leftpad=(3, 0, 1), head_dim=128), row_name(128)),
         (replace(cache, page_size=16), row_name(64, "modifiers", **sm80)),
         (replace(cache, seqlens_q=1), row_name(64, "decode", **sm80)),

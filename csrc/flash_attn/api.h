@@ -29,15 +29,20 @@ struct DeviceInfo {
 // Queried once per device, then served from a table.
 const DeviceInfo& device_info(int device);
 
-// How tiles map to the one-dimensional grid. Heads are taken in sections whose keys and values fit
-// in L2 together; inside a section the longest tiles of every head come first, so that a masked
-// grid ends on short tiles.
+// How tiles map to the one-dimensional grid. Heads are taken in sections, as what their tiles read
+// more than once is to stay in L2; inside a section the longest tiles of every head come first, so
+// that a masked grid ends on short tiles.
 struct TileSchedule {
   int num_tiles = 0;        // tiles per (batch, head)
   int num_heads = 0;        // heads per batch of this grid
   int num_batch_heads = 0;  // batch * heads
   int heads_per_section = 1;
   bool longest_first = false;  // tile index runs down instead of up
+  // Where CTAs take every so many'th tile: places that a section has in their order, its tiles
+  // rounded up to whole rounds; the places behind its tiles are empty. The last section then also
+  // takes the heads that are left over, and has no empty places. 0: a place for each tile.
+  int places_per_section = 0;
+
   std::int64_t grid_size() const { return static_cast<std::int64_t>(num_tiles) * num_batch_heads; }
 };
 
@@ -62,7 +67,7 @@ struct ForwardPlan {
   const ForwardInstance* instance = nullptr;
   TileSchedule schedule;
   SequenceTablePlan table;
-  int num_ctas = 0;        // sm90: CTAs that walk the tiles, one an SM
+  int num_ctas = 0;        // sm90: CTAs that stay and walk the tiles, ctas_per_sm an SM
   int num_splits = 1;      // CTAs that share the keys of a tile, at most
   int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
   std::size_t out_partial_offset = 0;
@@ -71,11 +76,6 @@ struct ForwardPlan {
   std::size_t workspace_bytes = 0;
 };
 
-// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main [-> convert] [->
-// reduce]. Offsets are bytes into the workspace.
-struct BackwardPlan {
-  const BackwardInstance* instance = nullptr;
-  TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
 // How dQ, to which every key tile of a sequence adds, becomes dq.
 enum class DqPath : std::uint8_t {
   converted,  // a kernel that follows turns fp32 sums into dq
@@ -84,6 +84,11 @@ enum class DqPath : std::uint8_t {
   direct      // a sequence has one key tile, which writes dq; there are no sums
 };
 
+// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main [-> convert] [->
+// reduce]. Offsets are bytes into the workspace.
+struct BackwardPlan {
+  const BackwardInstance* instance = nullptr;
+  TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
   SequenceTablePlan table;
   int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics of head h,
                     // tile t lie at index h * q_tiles + t, and so do sums of dQ, but in sweeps

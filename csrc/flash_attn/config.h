@@ -43,10 +43,13 @@ struct ForwardConfig {
   int head_dim;    // the bucket: serves every head dim up to this one
   int head_dim_v;  // the same of v and out; other than head_dim in rows of sm90 alone
   ForwardKind kind;
-  int block_m;              // queries per tile; decode: rows, of queries and heads together
-  int block_n;              // keys per step; decode: of one warp
-  int num_warps;            // sm90: those that multiply; four more load
-  int most_causal_queries;  // the longest sequence it is chosen for; causal alone. 0: any call
+  int block_m;    // queries per tile; decode: rows, of queries and heads together
+  int block_n;    // keys per step; decode: of one warp
+  int num_warps;  // sm90: those that multiply; four more load
+  // The longest sequences, in queries or keys, that it is chosen for, under a right bound and
+  // without. Both 0: any call.
+  int most_causal_seqlen;
+  int most_full_seqlen;
   FeatureSet features;
 };
 

@@ -51,6 +51,23 @@ int most_queries(const ForwardParams& params) {
                                                         : params.shape.seqlen_q;
 }
 
+// Queries or keys, whichever are more, of the sequences that most of the work is in, about: of
+// packed ones neither the longest alone nor the many short ones.
+int typical_seqlen(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const SequenceParams& sequences = params.sequences;
+  std::int64_t queries = shape.seqlen_q;
+  std::int64_t keys = shape.seqlen_k;
+  if (sequences.cu_seqlens_q != nullptr) {
+    constexpr int times_average = 4;
+    const int average = ceil_div(shape.seqlen_q, std::max(1, shape.batch_size));
+    queries = std::min<std::int64_t>(most_queries(params), std::int64_t{times_average} * average);
+    if (sequences.cu_seqlens_k != nullptr)
+      keys = queries * shape.seqlen_k / std::max(1, shape.seqlen_q);
+  }
+  return static_cast<int>(std::min<std::int64_t>(std::max(queries, keys), max_seqlen));
+}
+
 // Rows of a sequence's queries and of the heads that share a key head.
 std::int64_t packed_rows(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
@@ -82,15 +99,15 @@ bool suits_sm90(const ForwardParams& params) {
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
                                        const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
-  KernelRequest request{
-      .dtype = params.dtype,
-      .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
-      .head_dim = params.shape.head_dim,
-      .head_dim_v = params.shape.head_dim_v,
-      .kind = ForwardKind::decode,
-      .features = features_of(params),
-      .causal_queries = window.right == Window::unbounded ? 0 : most_queries(params),
-      .suits_sm90 = suits_sm90(params)};
+  KernelRequest request{.dtype = params.dtype,
+                        .mask = window.is_full() ? MaskKind::full : MaskKind::windowed,
+                        .head_dim = params.shape.head_dim,
+                        .head_dim_v = params.shape.head_dim_v,
+                        .kind = ForwardKind::decode,
+                        .features = features_of(params),
+                        .seqlen = typical_seqlen(params),
+                        .is_causal = window.right != Window::unbounded,
+                        .suits_sm90 = suits_sm90(params)};
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
     if (decode != nullptr || !has_vector_rows(params))
@@ -201,7 +218,8 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
                     device);
 
   if (config.family == KernelFamily::sm90) {
-    plan.num_ctas = device.num_sms;
+    plan.num_ctas = device.num_sms * instance.ctas_per_sm;
+    if (!is_packed && !draws) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
     if (is_sparse) plan.tickets_offset = workspace.add_bytes(sizeof(int));
   }
   plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);

@@ -20,10 +20,9 @@ bool runs_on(KernelFamily family, int compute_capability, bool suits_sm90) {
 
 // What only forward rows tell apart.
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
-  const int most = config.most_causal_queries;
-  const bool short_enough =
-      most == 0 || (request.causal_queries > 0 && request.causal_queries <= most);
-  return config.kind == request.kind && short_enough;
+  const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0;
+  const int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
+  return config.kind == request.kind && (serves_any || (most > 0 && request.seqlen <= most));
 }
 bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 

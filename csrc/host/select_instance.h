@@ -15,7 +15,8 @@ struct KernelRequest {
   int head_dim_v;
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
-  int causal_queries = 0;   // of the longest sequence, where a right bound makes tiles uneven
+  int seqlen = 0;           // queries or keys of a sequence, of a forward
+  bool is_causal = false;   // a right bound makes tiles uneven
   bool suits_sm90 = false;  // TMA can move the tensors, and softmax_scale is not negative
 };
 

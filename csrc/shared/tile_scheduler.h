@@ -2,6 +2,8 @@
 // logic.
 #pragma once
 
+#include <cstdint>
+
 #include "flash_attn/api.h"
 #include "shared/host_device.h"
 
@@ -13,13 +15,21 @@ struct TileCoord {
   int batch;
 };
 
+FAC_HOST_DEVICE constexpr int last_section(const TileSchedule& schedule) {
+  const int heads = schedule.num_batch_heads;
+  const int per_section = schedule.heads_per_section;
+  if (heads <= per_section) return 0;
+  return schedule.places_per_section > 0 ? heads / per_section - 1 : (heads - 1) / per_section;
+}
+
 FAC_HOST_DEVICE constexpr TileCoord tile_coord(const TileSchedule& schedule, int block_id) {
   const int blocks_per_section = schedule.num_tiles * schedule.heads_per_section;
-  const int section = block_id / blocks_per_section;
+  const int last = last_section(schedule);
+  const int any_section = block_id / blocks_per_section;
+  const int section = any_section < last ? any_section : last;
   const int first_head = section * schedule.heads_per_section;
-  const int heads_left = schedule.num_batch_heads - first_head;
   const int heads_here =
-      heads_left < schedule.heads_per_section ? heads_left : schedule.heads_per_section;
+      section < last ? schedule.heads_per_section : schedule.num_batch_heads - first_head;
 
   const int in_section = block_id - section * blocks_per_section;
   const int tile = in_section / heads_here;
@@ -28,6 +38,27 @@ FAC_HOST_DEVICE constexpr TileCoord tile_coord(const TileSchedule& schedule, int
   return {.tile = schedule.longest_first ? schedule.num_tiles - 1 - tile : tile,
           .head = batch_head - batch * schedule.num_heads,
           .batch = batch};
+}
+
+// Places in the order in which CTAs that stay go through a grid.
+FAC_HOST_DEVICE constexpr std::int64_t count_places(const TileSchedule& schedule) {
+  const std::int64_t tiles = std::int64_t{schedule.num_tiles} * schedule.num_batch_heads;
+  if (schedule.places_per_section == 0) return tiles;
+  const int tiles_per_section = schedule.num_tiles * schedule.heads_per_section;
+  return tiles +
+         std::int64_t{last_section(schedule)} * (schedule.places_per_section - tiles_per_section);
+}
+
+// The block id at a place, or -1 where there is none.
+FAC_HOST_DEVICE constexpr int block_at(const TileSchedule& schedule, int place) {
+  if (schedule.places_per_section == 0) return place;
+  const int tiles_per_section = schedule.num_tiles * schedule.heads_per_section;
+  const int last = last_section(schedule);
+  const int any_section = place / schedule.places_per_section;
+  const int section = any_section < last ? any_section : last;
+  const int in_section = place - section * schedule.places_per_section;
+  if (section < last && in_section >= tiles_per_section) return -1;
+  return section * tiles_per_section + in_section;
 }
 
 }  // namespace flash_attn_cuda

@@ -3,7 +3,8 @@
 // The scores of a block are multiplied together with P V of the block before it, and while P V
 // still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
 // "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
-// another exponentiates (section 3.1).
+// another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
+// and leaves the tensor cores to the other three meanwhile.
 #pragma once
 
 #include "shared/block_range.h"
@@ -78,7 +79,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     v_place.advance();
   };
 
-  turns.open();
+  if constexpr (Traits::overlaps_softmax) turns.open();
   for (;; work_place.advance(), q_place.advance()) {
     wait_full(smem.work_ring, work_place);
     TileWork const& work = smem.work[work_place.stage].work;
@@ -157,15 +158,24 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     scores_to_probabilities(range.end - 1);
     keep_probabilities();
     for (int block = range.end - 2; block >= range.begin; --block) {
-      turns.take();
-      start_scores();
-      start_output(block < range.end - 2);
-      turns.pass();
-      finish_scores(Int<1>{}, block == range.begin);
-      const bool rescales = scores_to_probabilities(block);
-      finish_output();
-      if (rescales) softmax.rescale_o(output);
-      keep_probabilities();
+      if constexpr (!Traits::overlaps_softmax) {
+        start_output(block < range.end - 2);
+        finish_output();
+        start_scores();
+        finish_scores(Int<0>{}, block == range.begin);
+        if (scores_to_probabilities(block)) softmax.rescale_o(output);
+        keep_probabilities();
+      } else {
+        turns.take();
+        start_scores();
+        start_output(block < range.end - 2);
+        turns.pass();
+        finish_scores(Int<1>{}, block == range.begin);
+        const bool rescales = scores_to_probabilities(block);
+        finish_output();
+        if (rescales) softmax.rescale_o(output);
+        keep_probabilities();
+      }
     }
     start_output(range.end - range.begin > 1);
     finish_output();

@@ -12,6 +12,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "shared/kernel_order.h"
 #include "sm90/forward_consumer.h"
 #include "sm90/forward_dropout.h"
 #include "sm90/forward_producer.h"
@@ -19,13 +20,12 @@
 namespace flash_attn_cuda::sm90 {
 
 template <class Tag>
-__global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
+__global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag>::ctas_per_sm)
     forward_kernel(const __grid_constant__ ForwardArguments args) {
   using Traits = ForwardTraits<Tag>;
   extern __shared__ __align__(1024) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
 
-  if constexpr (Traits::has_dropout) publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
   const bool draws = Traits::draws_ahead && args.params.dropout.threshold > 0;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
@@ -35,7 +35,13 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, 1)
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0));
     if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
     cutlass::arch::fence_barrier_init();
+    prefetch_tma_descriptor(&args.q_map);
+    prefetch_tma_descriptor(&args.k_map);
+    prefetch_tma_descriptor(&args.v_map);
   }
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  if constexpr (Traits::has_dropout) publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
   __syncthreads();
 
   // The same in all lanes, said so that the compiler knows.

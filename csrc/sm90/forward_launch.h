@@ -8,6 +8,7 @@
 #include "flash_attn/instance.h"
 #include "host/tensor_map.h"
 #include "shared/launch.h"
+#include "shared/tile_scheduler.h"
 #include "sm90/forward_kernel.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -37,6 +38,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
       .num_tiles = num_tiles,
+      .num_places = count_places(plan.schedule),
       .tickets = reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset),
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
@@ -48,9 +50,9 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   if constexpr (Traits::is_sparse) {
     check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
   }
-  launch_kernel<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
-                                      Traits::threads, sizeof(typename Traits::SharedStorage),
-                                      stream, arguments);
+  launch_early<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
+                                     Traits::threads, sizeof(typename Traits::SharedStorage),
+                                     stream, arguments);
 }
 
 template <class Tag>
@@ -58,7 +60,8 @@ constexpr ForwardInstance make_forward_instance(const char* name) {
   return {.name = name,
           .config = Tag::config,
           .smem_bytes = static_cast<int>(sizeof(typename ForwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_forward<Tag>};
+          .launch = &launch_forward<Tag>,
+          .ctas_per_sm = ForwardTraits<Tag>::ctas_per_sm};
 }
 
 }  // namespace flash_attn_cuda::sm90

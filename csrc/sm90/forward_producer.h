@@ -46,15 +46,16 @@ struct TileWalk {
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
     for (;;) {
-      const std::int64_t first = std::int64_t{round} * gridDim.x;
-      if (first >= args.num_tiles) return false;
+      // As unsigned, which the last round of the largest grid stays within.
+      const unsigned first = static_cast<unsigned>(round) * gridDim.x;
+      if (first >= args.num_places) return false;
       // Every other round runs backwards: with long tiles first, who had the longest of one round
       // gets the shortest of the next.
-      const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+      const unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
       ++round;
-      if (first + place < args.num_tiles &&
-          find_tile<Traits>(args, static_cast<int>(first + place), item))
-        return true;
+      if (place >= args.num_places) continue;
+      const int id = block_at(args.schedule, static_cast<int>(place));
+      if (id >= 0 && find_tile<Traits>(args, id, item)) return true;
     }
   }
 };

@@ -58,13 +58,21 @@ struct ForwardTraits {
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = 128 * warpgroups;
 
+  // A narrow head and few keys a step leave room for a second CTA on the SM, which multiplies while
+  // the first begins or ends a tile. Its registers are those in which a warpgroup would hold the
+  // scores of one step beside the probabilities of another, so products wait for the softmax.
+  static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
+  static constexpr bool overlaps_softmax = ctas_per_sm == 1;
+
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups and 128 of four: not one more may be asked for than there are. Without a spill in
-  // the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
-  static constexpr int launch_registers = warpgroups == 3 ? 168 : 128;
-  static constexpr int producer_registers = consumers == 3 ? 32 : 40;
+  // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
+  // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
+  // overlap.
+  static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
+  static constexpr int producer_registers = consumers == 3 || ctas_per_sm == 2 ? 32 : 40;
   static constexpr int drawing_registers = draws_ahead ? 72 : 0;
-  static constexpr int consumer_registers = draws_ahead ? 200 : (consumers == 3 ? 160 : 232);
+  static constexpr int consumer_registers =
+      ctas_per_sm == 2 ? 104 : (draws_ahead ? 200 : (consumers == 3 ? 160 : 232));
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
@@ -77,10 +85,11 @@ struct ForwardTraits {
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
   static constexpr int stage_bytes = key_bytes + value_bytes;
-  static constexpr int smem_limit = 232448;   // of a block, on the only GPUs with wgmma
+  // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
+  static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
   static constexpr int smem_reserved = 2048;  // barriers and work
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
-  static constexpr int most_stages = 4;
+  static constexpr int most_stages = ctas_per_sm == 2 ? 3 : 4;
   static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
   static constexpr int bias_stages = 2;
   static constexpr int smem_for_tiles =

@@ -94,7 +94,8 @@ py::dict common_config(const Config& config) {
 py::dict describe(const ForwardConfig& config) {
   py::dict result = common_config(config);
   result["kind"] = name_of(config.kind);
-  result["most_causal_queries"] = config.most_causal_queries;
+  result["most_causal_seqlen"] = config.most_causal_seqlen;
+  result["most_full_seqlen"] = config.most_full_seqlen;
   return result;
 }
 
@@ -112,6 +113,7 @@ py::dict describe(const TileSchedule& schedule) {
   return py::dict("num_tiles"_a = schedule.num_tiles, "num_heads"_a = schedule.num_heads,
                   "num_batch_heads"_a = schedule.num_batch_heads,
                   "heads_per_section"_a = schedule.heads_per_section,
+                  "places_per_section"_a = schedule.places_per_section,
                   "longest_first"_a = schedule.longest_first);
 }
 
@@ -196,9 +198,9 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
+  result["sweeps"] = plan.sweeps;
   result["q_tiles"] = plan.q_tiles;
   result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
-  result["sweeps"] = plan.sweeps;
   return result;
 }
 

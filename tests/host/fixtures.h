@@ -34,7 +34,8 @@ inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind
                      .block_m = 128,
                      .block_n = 64,
                      .num_warps = 4,
-                     .most_causal_queries = 0,
+                     .most_causal_seqlen = 0,
+                     .most_full_seqlen = 0,
                      .features = 0},
           .smem_bytes = smem_bytes,
           .launch = nullptr};
@@ -65,15 +66,18 @@ inline ForwardInstance decode_instance(const char* name, int head_dim) {
   return instance;
 }
 
-// A row of wgmma kernels, for causal calls of at most so many queries or, with 0, for any.
+// A row of wgmma kernels, for causal and for other calls of at most so many queries or, with 0 and
+// 0, for any.
 inline ForwardInstance sm90_instance(const char* name, int head_dim, int block_m = 128,
-                                     int most_causal_queries = 0, FeatureSet features = 0) {
+                                     int most_causal_seqlen = 0, FeatureSet features = 0,
+                                     int most_full_seqlen = 0) {
   ForwardInstance instance =
       forward_instance(name, head_dim, MaskKind::windowed, KernelFamily::sm90);
   instance.config.block_m = block_m;
   instance.config.block_n = 128;
   instance.config.num_warps = block_m / 16;
-  instance.config.most_causal_queries = most_causal_queries;
+  instance.config.most_causal_seqlen = most_causal_seqlen;
+  instance.config.most_full_seqlen = most_full_seqlen;
   instance.config.features = features;
   instance.smem_bytes = 200 * 1024;
   return instance;

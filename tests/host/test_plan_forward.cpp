@@ -269,10 +269,13 @@ TEST(features_choose_among_sm90_kernels_and_fall_back) {
 TEST(short_causal_calls_have_a_row_of_their_own) {
   AttentionShape shape = training;
   shape.head_dim = shape.head_dim_v = 64;
-  const auto chosen = [&](int seqlen_q, Window window) {
-    shape.seqlen_q = seqlen_q;
+  const auto chosen = [&](int seqlen, Window window) {
+    shape.seqlen_q = shape.seqlen_k = seqlen;
     return sm90_chosen(nothing, shape, window);
   };
+  shape.seqlen_q = 1000;  // of which most see thousands of keys
+  shape.seqlen_k = 4096;
+  CHECK_EQ(sm90_chosen(nothing, shape, causal), "sm90_hd64");
   CHECK_EQ(chosen(1280, causal), "sm90_hd64_short");
   CHECK_EQ(chosen(1281, causal), "sm90_hd64");
   CHECK_EQ(chosen(1280, {}), "sm90_hd64");
@@ -281,11 +284,11 @@ TEST(short_causal_calls_have_a_row_of_their_own) {
   CHECK_EQ(chosen(1280, {.left = Window::unbounded, .right = 1279}), "sm90_hd64");  // hides nothing
 }
 
-TEST(of_packed_sequences_the_bound_says_which_are_short) {
+TEST(of_packed_sequences_the_bound_and_the_average_say_which_are_short) {
   AttentionShape shape = training;
   shape.head_dim = shape.head_dim_v = 64;
   const auto chosen = [&](int total, int max_seqlen_q, Window window = causal) {
-    shape.seqlen_q = total;
+    shape.seqlen_q = shape.seqlen_k = total;
     auto params = with_tensors(packed_call<ForwardParams>(shape, window));
     params.sequences.max_seqlen_q = max_seqlen_q;
     const ForwardPlan result = sm90_plan(params);
@@ -298,4 +301,15 @@ TEST(of_packed_sequences_the_bound_says_which_are_short) {
   CHECK_EQ(chosen(10'000, 0), "sm90_hd64");
   CHECK_EQ(chosen(1280, 0), "sm90_hd64_short");
   CHECK_EQ(chosen(10'000, 1280, {}), "sm90_hd64");
+  // 4 sequences of 320 on average may have one of 1,280, and a long one among short ones is rare.
+  shape.batch_size = 4;
+  CHECK_EQ(chosen(4 * 320, 4 * 320), "sm90_hd64_short");
+  shape.batch_size = 100;
+  CHECK_EQ(chosen(100 * 320, 4000), "sm90_hd64_short");
+  CHECK_EQ(chosen(100 * 321, 4000), "sm90_hd64");
+  // As many keys as queries are expected of each, or more.
+  shape.seqlen_q = 100 * 300;
+  shape.seqlen_k = 100 * 330;
+  const auto params = with_tensors(packed_call<ForwardParams>(shape, causal));
+  CHECK_EQ(std::string(sm90_plan(params).instance->name), "sm90_hd64");
 }

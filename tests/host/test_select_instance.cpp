@@ -83,20 +83,38 @@ TEST(sm90_rows_run_on_suitable_calls_only) {
   CHECK_EQ(selected(sm90_forward_table(), needs), "hd64_cache");
 }
 
-TEST(a_row_for_short_causal_sequences_is_passed_over_by_others) {
-  const auto with_queries = [](int head_dim, int causal_queries, FeatureSet features = 0) {
+TEST(a_row_for_short_sequences_is_passed_over_by_others) {
+  const auto with_queries = [](int head_dim, int queries, FeatureSet features = 0,
+                               bool is_causal = true) {
     KernelRequest needs = request(head_dim, MaskKind::windowed);
     needs.suits_sm90 = true;
-    needs.causal_queries = causal_queries;
+    needs.seqlen = queries;
+    needs.is_causal = is_causal;
     needs.features = features;
     return selected(sm90_forward_table(), needs);
   };
-  CHECK_EQ(with_queries(64, 0), "sm90_hd64");  // nothing bounds the right
+  CHECK_EQ(with_queries(64, 1, 0, false), "sm90_hd64");  // that row is for a right bound alone
   CHECK_EQ(with_queries(64, 1), "sm90_hd64_short");
   CHECK_EQ(with_queries(8, 1280), "sm90_hd64_short");
   CHECK_EQ(with_queries(64, 1281), "sm90_hd64");
   CHECK_EQ(with_queries(64, 1280, feature::dropout), "sm90_hd64_dropout");
   CHECK_EQ(with_queries(72, 1280), "sm90_hd128");
+  CHECK_EQ(with_queries(64, 1280, feature::bias), "sm90_hd64_bias");
+
+  // Each mask has a bound of its own.
+  const InstanceList<ForwardInstance> both(
+      {sm90_instance("short", 64, 128, 1280, 0, 320), sm90_instance("any", 64)});
+  const auto of_both = [&](int queries, bool is_causal) {
+    KernelRequest needs = request(64, MaskKind::windowed);
+    needs.suits_sm90 = true;
+    needs.seqlen = queries;
+    needs.is_causal = is_causal;
+    return selected(both, needs);
+  };
+  CHECK_EQ(of_both(320, false), "short");
+  CHECK_EQ(of_both(321, false), "any");
+  CHECK_EQ(of_both(1280, true), "short");
+  CHECK_EQ(of_both(1281, true), "any");
 
   // A table of such rows alone does not serve every call.
   const InstanceList<ForwardInstance> limited({sm90_instance("short", 64, 128, 1280)});
