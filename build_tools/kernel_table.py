@@ -475,7 +475,7 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 64, "dropout": 4}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 68, "dropout": 4}),
     *sm90_backward_rows(96, spills={"": 64, "dropout": 28}),
     *sm90_backward_rows(128, spills={"": 64, "dropout": 92}),
     *sm90_backward(

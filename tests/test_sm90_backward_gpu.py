@@ -194,7 +194,7 @@ def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
         ((130, 129), {"causal": True}),  # a query without keys
         ((65, 700), {"window": (90, 0)}),  # tiles without queries, first and last ones in between
         ((100, 290), {"window": (30, -1)}),  # from the last key tile on
-        ((129, 190), {"window": (-1, 20), "deterministic": True}),
+        ((129, 190), {"window": (-1, 20)}),
         ((130, 200), {"softcap": 3.0, "dropout_p": 0.2}),
         ((130, 200), {"alibi": Alibi.per_head, "causal": True, "dtype": torch.float16}),
     ],
@@ -231,18 +231,13 @@ def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
 
 @EVERY_HEAD_DIM
 def test_sweeps_give_the_same_bits(head_dim: int) -> None:
-    """Those of the call for fewer heads as well, whose CTAs take turns."""
-    case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True, deterministic=True)
-    assert_repeatable(case, scaled(20, 2))
+    """Of dq as well, which has an order here that nobody asked for."""
+    case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True)
     inputs = case.make_inputs()
-    expected = run_forward_backward(case, inputs)
-    few = replace(case, num_heads_q=2, num_heads_k=2)
-    names = ("q", "k", "v", "dout")
-    part = {name: getattr(inputs, name)[:, :, :2] for name in names}
-    result = run_forward_backward(few, replace(inputs, **part, dlse=inputs.dlse[:, :2]))
-    for name in GRADIENTS:
-        x, y = result.tensors()[name], expected.tensors()[name][:, :, :2]
-        assert torch.equal(bits(x), bits(y)), name
+    first = run_forward_backward(case, inputs)
+    for _ in range(scaled(20, 2)):
+        again = run_forward_backward(case, inputs)
+        assert_same_bits(again, first, str(case), deterministic=True)
 
 
 # -- the same bits ---------------------------------------------------------------------------------

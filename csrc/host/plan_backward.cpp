@@ -91,11 +91,10 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
       params.sparsity.lists.data != nullptr)
     return usual;
   // Key tiles of a head that wait for one another are better off with few beside them: under a mask
-  // eight of a head at a time.
+  // eight or so of a head at a time.
   if (params.deterministic) {
-    const std::int64_t heads_at_a_time = ceil_div<std::int64_t>(sms, 8);
-    const std::int64_t tiles = is_even ? 2 * sms : heads_at_a_time * tiles_per_head;
-    return {.tiles = tiles, .parts_of_l2 = 2};
+    const std::int64_t tiles_of_heads = is_even ? 0 : sms / 8 * tiles_per_head;
+    return {.tiles = std::max(2 * sms, tiles_of_heads), .parts_of_l2 = 2};
   }
   // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
   // stays in L2.
@@ -146,14 +145,15 @@ int average_keys(const BackwardParams& params, const Window& window) {
 
 // Whether a CTA takes all key tiles of a head: then the sums of dQ need no order but its own, no
 // zeros and no other kernel. Heads, of known and equal lengths, have to come out even; what all
-// CTAs go over again and again has to stay in L2; and beyond some keys there is little to gain.
+// CTAs go over again and again has to stay in L2; and beyond some keys there is little to gain. In
+// a fixed order bits must not depend on the number of heads, and so not on who takes their tiles.
 bool pays_to_sweep(const BackwardParams& params, const TileSchedule& schedule,
                    std::int64_t bytes_per_head, const DeviceInfo& device) {
   constexpr int most_keys = 1024;
   const SequenceParams& sequences = params.sequences;
   if (sequences.cu_seqlens_q != nullptr || sequences.seqused_q != nullptr ||
       sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
-      params.sparsity.lists.data != nullptr)
+      params.sparsity.lists.data != nullptr || params.deterministic)
     return false;
   if (schedule.num_tiles < 2 || schedule.num_batch_heads == 0 || params.shape.seqlen_k > most_keys)
     return false;
@@ -252,7 +252,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.dq_path = choose_dq_path(params, window, instance, plan.sweeps);
   if (plan.dq_path != DqPath::direct) plan.dq_accum_offset = workspace.add_floats(sums);
   plan.tickets_offset = workspace.add_bytes(2 * sizeof(int));
-  plan.takes_turns = params.deterministic && !plan.sweeps && plan.dq_path != DqPath::direct;
+  plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
   plan.counts_additions = plan.takes_turns || plan.dq_path == DqPath::finished;
   if (plan.counts_additions) plan.additions_offset = workspace.add_floats(query_tiles);
   if (params.dsink != nullptr) {

@@ -52,10 +52,12 @@ int most_queries(const ForwardParams& params) {
 }
 
 // Queries or keys, whichever are more, of the sequences that most of the work is in, about: of
-// packed ones neither the longest alone nor the many short ones.
+// packed ones neither the longest alone nor the many short ones. Where bits must not depend on the
+// batch or the size of a cache, as if they were long.
 int typical_seqlen(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const SequenceParams& sequences = params.sequences;
+  if (params.split.batch_invariant) return max_seqlen;
   std::int64_t queries = shape.seqlen_q;
   std::int64_t keys = shape.seqlen_k;
   if (sequences.cu_seqlens_q != nullptr) {

@@ -403,22 +403,19 @@ TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
                                .num_heads_k = 1,
                                .head_dim = expected.head_dim,
                                .head_dim_v = expected.head_dim};
-    for (const bool deterministic : {false, true}) {
-      auto params = with_tensors(call<BackwardParams>(shape, causal));
-      params.deterministic = deterministic;
-      const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
-      CHECK_EQ(result.sweeps, expected.sweeps);
-      if (!result.sweeps) continue;
-      CHECK(result.dq_path == DqPath::ordered);
-      CHECK(!result.takes_turns && !result.counts_additions);
-      CHECK_EQ(result.schedule.heads_per_section, 1);
-      CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
-      // A CTA has the sums of a head, and no more.
-      const BackwardConfig& config = result.instance->config;
-      const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
-      CHECK_EQ(result.tickets_offset - result.dq_accum_offset,
-               sizeof(float) * result.num_ctas * rows * config.head_dim);
-    }
+    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    CHECK_EQ(result.sweeps, expected.sweeps);
+    if (!result.sweeps) continue;
+    CHECK(result.dq_path == DqPath::ordered);
+    CHECK(!result.takes_turns && !result.counts_additions);
+    CHECK_EQ(result.schedule.heads_per_section, 1);
+    CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
+    // A CTA has the sums of a head, and no more.
+    const BackwardConfig& config = result.instance->config;
+    const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
+    CHECK_EQ(result.tickets_offset - result.dq_accum_offset,
+             sizeof(float) * result.num_ctas * rows * config.head_dim);
   }
 }
 
@@ -440,6 +437,7 @@ TEST(no_cta_sweeps_what_may_be_uneven_or_has_another_kernel) {
   CHECK(sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1024; }));
   CHECK(!sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1025; }));
   CHECK(!sweeps([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }));  // sm80
+  CHECK(!sweeps([](BackwardParams& params) { params.deterministic = true; }));
   for (const auto lengths :
        {&SequenceParams::seqused_q, &SequenceParams::seqused_k, &SequenceParams::leftpad_k})
     CHECK(!sweeps([=](BackwardParams& params) { params.sequences.*lengths = &some_int; }));
@@ -466,8 +464,10 @@ TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
 }
 
 TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_another) {
-  const auto section = [](const Window& window, bool deterministic) {
-    auto params = with_tensors(call<BackwardParams>(training, window));
+  const auto section = [](const Window& window, bool deterministic, int seqlen = 4096) {
+    AttentionShape shape = training;
+    shape.seqlen_q = shape.seqlen_k = seqlen;
+    auto params = with_tensors(call<BackwardParams>(shape, window));
     params.deterministic = deterministic;
     return plan_backward(params, h200, sm90_backward_table()).schedule.heads_per_section;
   };
@@ -476,8 +476,11 @@ TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_anot
   CHECK_EQ(section(causal, false), 4);  // 3 of 4 tiles for each of 132 SMs: 99 are 4 heads of 32
   // 2 tiles for each of 132 SMs are 9 heads of 32; 16 divide 64.
   CHECK_EQ(section({}, true), 16);
-  // 8 tiles of a head at a time are 17 heads; 32 divide 64.
-  CHECK_EQ(section(causal, true), 32);
+  CHECK_EQ(section({}, true, 8192), 8);
+  // 8 tiles of a head at a time are 16 heads, or more of few tiles.
+  CHECK_EQ(section(causal, true), 16);
+  CHECK_EQ(section(causal, true, 8192), 16);
+  CHECK_EQ(section(causal, true, 1024), 64);  // 33 would do
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {

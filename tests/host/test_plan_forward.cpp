@@ -307,6 +307,12 @@ TEST(of_packed_sequences_the_bound_and_the_average_say_which_are_short) {
   shape.batch_size = 100;
   CHECK_EQ(chosen(100 * 320, 4000), "sm90_hd64_short");
   CHECK_EQ(chosen(100 * 321, 4000), "sm90_hd64");
+  // Where bits must not depend on it, no length chooses the row.
+  shape.seqlen_q = shape.seqlen_k = 1000;
+  auto invariant = with_tensors(call<ForwardParams>(shape, causal));
+  CHECK_EQ(std::string(sm90_plan(invariant).instance->name), "sm90_hd64_short");
+  invariant.split.batch_invariant = true;
+  CHECK_EQ(std::string(sm90_plan(invariant).instance->name), "sm90_hd64");
   // As many keys as queries are expected of each, or more.
   shape.seqlen_q = 100 * 300;
   shape.seqlen_k = 100 * 330;
