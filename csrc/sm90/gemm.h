@@ -39,6 +39,11 @@ using RowsMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
+// Columns of one of its instructions. CuTe makes a product of the widest ones that it knows, and
+// without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED it does not know all: 80 columns become five of 16.
+template <class Mma>
+inline constexpr int instruction_columns = size<1>(typename Mma::AtomShape_MNK{});
+
 template <class Fragment>
 inline constexpr bool lies_in_registers =
     !std::is_same_v<typename Fragment::engine_type::iterator, GMMA::DescriptorIterator>;
