@@ -59,8 +59,8 @@ struct ForwardTraits {
   static constexpr int threads = 128 * warpgroups;
 
   // A narrow head and few keys a step leave room for a second CTA on the SM, which multiplies while
-  // the first begins or ends a tile. Its registers are those in which a warpgroup would hold the
-  // scores of one step beside the probabilities of another, so products wait for the softmax.
+  // the first begins or ends a tile. It takes the registers in which a warpgroup would hold the
+  // scores of one step beside the probabilities of another: here products and softmax alternate.
   static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
   static constexpr bool overlaps_softmax = ctas_per_sm == 1;
 
