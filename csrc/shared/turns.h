@@ -67,6 +67,14 @@ FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Seque
                      last - 1, sequence.seqlen_k, kBlockN);
 }
 
+// The query tiles that see any of the keys [first, last].
+template <int kBlockM>
+FAC_HOST_DEVICE constexpr BlockRange tiles_that_see(const Window& window, const Sequence& sequence,
+                                                    int first, int last) {
+  return block_range(band_from_keys(window, sequence.seqlen_q, sequence.seqlen_k), first, last,
+                     sequence.seqlen_q, kBlockM);
+}
+
 // The query tiles that a key tile adds to; none, where the sequence has no such tile.
 template <int kBlockM, int kBlockN>
 FAC_HOST_DEVICE constexpr Reach visited_tiles(const Window& window, const Sequence& sequence,
@@ -74,8 +82,7 @@ FAC_HOST_DEVICE constexpr Reach visited_tiles(const Window& window, const Sequen
   if (key_tile < 0) return {.begin = 0, .end = 0};
   const int key = key_tile * kBlockN;
   const int end = key + kBlockN < sequence.seqlen_k ? key + kBlockN : sequence.seqlen_k;
-  const BlockRange range = block_range(band_from_keys(window, sequence.seqlen_q, sequence.seqlen_k),
-                                       key, end - 1, sequence.seqlen_q, kBlockM);
+  const BlockRange range = tiles_that_see<kBlockM>(window, sequence, key, end - 1);
   return {.begin = range.begin, .end = range.end};
 }
 

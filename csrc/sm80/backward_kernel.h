@@ -90,8 +90,7 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   const int key_begin = work.tile * block_n;
   const int key_last = min(key_begin + block_n, sequence.seqlen_k) - 1;
   smem.work = work;
-  smem.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
-                           key_begin, key_last, sequence.seqlen_q, block_m);
+  smem.range = tiles_that_see<block_m>(params.window, sequence, key_begin, key_last);
 }
 
 template <class Tag>

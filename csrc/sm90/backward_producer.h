@@ -44,8 +44,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.split = work.head - item.head_k * call.dkdv_splits;
   item.first_head = work.head * heads;
   item.end_head = item.first_head + heads;
-  item.range = block_range(band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k),
-                           key_begin, key_last, sequence.seqlen_q, Traits::block_m);
+  item.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
   // In turns, key tiles that start early must not wait for what others do last (turns.h). A CTA
   // that takes one tile after the other goes back and forth, if all see the same queries.
   const bool descends = Traits::writes_dq && call.sweep_tiles > 1
@@ -56,9 +55,8 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.direction = descends ? -1 : 1;
   item.half_starts_later = false;
   if constexpr (Traits::skips_hidden_half) {
-    const BlockRange of_half = block_range(
-        band_from_keys(params.window, sequence.seqlen_q, sequence.seqlen_k), key_begin + 64,
-        max(key_begin + 64, key_last), sequence.seqlen_q, Traits::block_m);
+    const BlockRange of_half = tiles_that_see<Traits::block_m>(
+        params.window, sequence, key_begin + 64, max(key_begin + 64, key_last));
     item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
   }
   return !item.range.empty();

@@ -195,7 +195,7 @@ struct BackwardTraits {
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
-  static_assert(instruction_columns<ScoresMma> == block_m, "one instruction a step of 16 columns");
+  static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");
   static_assert(sizeof(SharedStorage) <= smem_limit);
 };
 

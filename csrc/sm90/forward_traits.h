@@ -137,7 +137,7 @@ struct ForwardTraits {
   };
 
   static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
-  static_assert(instruction_columns<ScoresMma> == block_n, "one instruction a step of 16 columns");
+  static_assert(instruction_columns<ScoresMma> == block_n, "instructions as wide as a step");
   static_assert(producer_registers + consumers * consumer_registers + drawing_registers <=
                 warpgroups * launch_registers);
   static_assert(stages >= least_stages);

@@ -21,14 +21,6 @@ using namespace host_tests;
 
 namespace {
 
-// The query tiles of a key tile, as the main kernels ask.
-template <int kBlockM, int kBlockN>
-BlockRange queries_of(const Window& window, const Sequence& sequence, int tile) {
-  const int key = tile * kBlockN;
-  return block_range(band_from_keys(window, sequence.seqlen_q, sequence.seqlen_k), key,
-                     std::min(key + kBlockN, sequence.seqlen_k) - 1, sequence.seqlen_q, kBlockM);
-}
-
 // Of the plans below.
 constexpr int block_m = 16;
 constexpr int block_n = 32;
@@ -49,7 +41,7 @@ Program program_of(const BackwardPlan& plan, const BackwardParams& params,
   const Sequence& sequence = work.sequence;
   const int first_q_tile =
       plan.table.used ? sequence.first_q_tile : sequence.index * ceil_div(shape.seqlen_q, block_m);
-  const BlockRange range = queries_of<block_m, block_n>(window, sequence, work.tile);
+  const Reach range = visited_tiles<block_m, block_n>(window, sequence, work.tile);
   const int heads = shape.num_heads_q / shape.num_heads_k / plan.dkdv_splits;
   Program program;
   for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
@@ -228,7 +220,7 @@ void check_adders() {
     std::map<int, std::set<int>> visitors;
     // Beyond seqlen_k there can be tiles of rows that do not attend.
     for (int tile = 0; tile * kBlockN < sequence.seqlen_k + 20; ++tile) {
-      const BlockRange range = queries_of<kBlockM, kBlockN>(window, sequence, tile);
+      const Reach range = visited_tiles<kBlockM, kBlockN>(window, sequence, tile);
       for (int query_tile = range.begin; query_tile < range.end; ++query_tile)
         visitors[query_tile].insert(tile);
     }
