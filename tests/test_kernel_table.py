@@ -81,10 +81,10 @@ def _group(row: KernelRow) -> tuple:
 
 
 def _is_for_short(row: KernelRow) -> bool:
-    return _most_queries(row) < (1 << 31, 1 << 31)
+    return _most_seqlen(row) < (1 << 31, 1 << 31)
 
 
-def _most_queries(row: KernelRow) -> tuple[int, int]:
+def _most_seqlen(row: KernelRow) -> tuple[int, int]:
     """Under a right bound and without; of a row that serves any call, more than there can be."""
     most = (row.most_causal_seqlen, row.most_full_seqlen) if isinstance(row, ForwardRow) else ()
     return most if any(most) else (1 << 31, 1 << 31)
@@ -159,7 +159,7 @@ def test_every_row_can_run_something_of_its_own() -> None:
                 _group(earlier) == _group(row)
                 and earlier.head_dim >= row.head_dim
                 and earlier.value_dim >= row.value_dim
-                and all(map(operator.le, _most_queries(row), _most_queries(earlier)))
+                and all(map(operator.le, _most_seqlen(row), _most_seqlen(earlier)))
                 and (earlier.mask is Mask.windowed or row.mask is Mask.full)
                 and row.features in earlier.features
             )
@@ -285,7 +285,7 @@ def _walks(row: KernelRow, features: Feature) -> bool:
 def chosen_sm90_row(
     head_dim: int,
     features: Feature,
-    queries: int,
+    seqlen: int,
     value_dim: int | None = None,
     *,
     is_causal: bool = True,
@@ -299,7 +299,7 @@ def chosen_sm90_row(
         and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
-        and queries <= _most_queries(row)[0 if is_causal else 1]
+        and seqlen <= _most_seqlen(row)[0 if is_causal else 1]
     )
 
 
@@ -310,8 +310,8 @@ def test_sm90_serves_every_head_dim_with_its_narrowest_row(features) -> None:
     buckets = {row.head_dim for row in SM90_ROWS}
     assert max(buckets) == 256
     for head_dim in range(8, 257, 8):
-        for queries, is_causal in product((1, 1 << 20), (False, True)):
-            row = chosen_sm90_row(head_dim, features, queries, is_causal=is_causal)
+        for seqlen, is_causal in product((1, 1 << 20), (False, True)):
+            row = chosen_sm90_row(head_dim, features, seqlen, is_causal=is_causal)
             assert row.head_dim == min(n for n in buckets if n >= head_dim)
             assert bool(row.features) == bool(features), "features cost speed"
 
@@ -320,10 +320,10 @@ def test_short_sequences_have_a_row_of_their_own() -> None:
     (short,) = (row for row in SM90_ROWS if row.variant == "short" and row.dtype is Dtype.bf16)
     for is_causal, most in ((True, short.most_causal_seqlen), (False, short.most_full_seqlen)):
         assert most > 0
-        for queries, is_short in ((1, True), (most, True), (most + 1, False)):
-            row = chosen_sm90_row(short.head_dim, Feature(0), queries, is_causal=is_causal)
+        for seqlen, is_short in ((1, True), (most, True), (most + 1, False)):
+            row = chosen_sm90_row(short.head_dim, Feature(0), seqlen, is_causal=is_causal)
             assert (row == short) is is_short
-            row = chosen_sm90_row(short.head_dim, Feature.dropout, queries, is_causal=is_causal)
+            row = chosen_sm90_row(short.head_dim, Feature.dropout, seqlen, is_causal=is_causal)
             assert row != short
 
 

@@ -43,7 +43,7 @@ struct ScheduleRequest {
   std::int64_t bytes_per_group;  // of that data
   std::int64_t min_tiles;        // in a section, as far as there are as many
   bool longest_first;
-  int parts_of_l2 = 2;  // of which a section may fill one
+  int parts_of_l2 = 2;  // of which a section fills one, or more where min_tiles are
 };
 
 // A section is at least as many whole groups as fit in its part of L2, which leaves the rest to
