@@ -453,14 +453,19 @@ def sm90_backward_rows(
     *,
     block_n: int = 128,
     block_m: int = 64,
-    features_block_m: int = 64,
     spills: Spills = NO_SPILLS,
 ) -> Iterator[BackwardRow]:
-    """A tile for what most calls ask for, and one for everything between the products."""
-    tiles = {
-        "": (block_m, Feature.deterministic),
-        "dropout": (features_block_m, BACKWARD_DROPOUT),
-    }
+    """A tile for what most calls ask for, and those for what stands between the products.
+
+    Up to head_dim 128 a softcap has rows of its own: its weights take registers that make the
+    others slower.
+    """
+    tiles = {"": (block_m, Feature.deterministic)}
+    if head_dim <= 128:
+        tiles["dropout"] = (block_m, BACKWARD_DROPOUT & ~Feature.softcap)
+        tiles["softcap"] = (64, BACKWARD_DROPOUT)
+    else:
+        tiles["dropout"] = (block_m, BACKWARD_DROPOUT)
     for variant, (rows, features) in tiles.items():
         yield from sm90_backward(
             head_dim,
@@ -475,9 +480,9 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 68, "dropout": 4}),
-    *sm90_backward_rows(96, spills={"": 64, "dropout": 28}),
-    *sm90_backward_rows(128, spills={"": 64, "dropout": 92}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 68, "softcap": 4}),
+    *sm90_backward_rows(96, spills={"": 64, "softcap": 28}),
+    *sm90_backward_rows(128, spills={"": 64, "softcap": 92}),
     *sm90_backward(
         192,
         head_dim_v=128,

@@ -1,9 +1,10 @@
 """Which probabilities dropout keeps, written out element by element.
 
 The random bits are those of Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw, "Parallel Random
-Numbers: As Easy as 1, 2, 3", 2011). One block of 128 bits serves 2 rows x 4 columns, rows 8 apart
-and columns in two pairs 8 apart, as the registers of one thread hold them; every element takes 16
-bits of it.
+Numbers: As Easy as 1, 2, 3", 2011). One block of 128 bits serves 4 rows x 4 columns, each in two
+pairs 8 apart, as the registers of two threads hold them; every element takes 8 bits of it. They are
+the upper half of the 16 that decide. The lower half is the same for all of a block: the top of the
+second word after three of the seven rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ LOW_32 = 0xFFFFFFFF
 Words = tuple[np.ndarray, ...]
 
 
-def philox_4x32_7(counter: Words, key: tuple[int, int]) -> Words:
+def philox_4x32_7(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
     """Four words of 32 bits from a counter of four and a key of two; uint64 arrays."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = key
     shift, mask = np.uint64(32), np.uint64(LOW_32)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         product0, product1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         c0, c1, c2, c3 = (
             (product1 >> shift) ^ c1 ^ np.uint64(k0),
@@ -43,16 +44,21 @@ def random_16(
     """16 random bits for every (batch index * heads + head, row, column)."""
     counter = (
         (column // 16) * 4 + (column % 8) // 2,
-        (row // 16) * 8 + row % 8,
+        (row // 16) * 4 + (row % 8) // 2,
         head,
         np.asarray(offset & LOW_32),
     )
     seed_high, offset_high = (seed >> 32) & LOW_32, (offset >> 32) & LOW_32
-    words = philox_4x32_7(counter, (seed & LOW_32, seed_high ^ offset_high))
-    lane = (row // 8) % 2 * 4 + (column // 8) % 2 * 2 + column % 2
-    words = np.stack([np.broadcast_to(word, lane.shape) for word in words])
-    word = np.take_along_axis(words, (lane // 2)[None], 0)[0]
-    return (word >> (16 * (lane % 2)).astype(np.uint64)) & np.uint64(0xFFFF)
+    key = (seed & LOW_32, seed_high ^ offset_high)
+    words = philox_4x32_7(counter, key)
+    element = row % 2 * 8 + column % 2 * 4 + (row // 8) % 2 * 2 + (column // 8) % 2
+    own = np.zeros(np.broadcast_shapes(row.shape, column.shape), dtype=np.uint64)
+    for word, bits in enumerate(words):
+        for half in range(2):
+            bit = bits >> (16 * half + element).astype(np.uint64) & np.uint64(1)
+            own += bit << np.uint64(4 * half + word)
+    shared = philox_4x32_7(counter, key, rounds=3)[1] >> np.uint64(24)
+    return own << np.uint64(8) | shared
 
 
 def keep_mask(

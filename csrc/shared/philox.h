@@ -26,21 +26,30 @@ FAC_HOST_DEVICE constexpr PhiloxKey next_philox_key(PhiloxKey key) {
 
 inline constexpr int philox_rounds = 7;
 
-FAC_HOST_DEVICE constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key) {
-  PhiloxBlock block = counter;
+FAC_HOST_DEVICE constexpr PhiloxBlock philox_round(const PhiloxBlock& block, PhiloxKey key) {
+  const std::uint64_t first = std::uint64_t{philox_first_multiplier} * block.words[0];
+  const std::uint64_t second = std::uint64_t{philox_second_multiplier} * block.words[2];
+  return {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
+           static_cast<std::uint32_t>(second),
+           static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
+           static_cast<std::uint32_t>(first)}};
+}
+
+// What `rounds` rounds make of a block that `done` rounds have made of a counter.
+FAC_HOST_DEVICE constexpr PhiloxBlock more_philox_rounds(PhiloxBlock block, PhiloxKey key, int done,
+                                                         int rounds) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int round = 0; round < philox_rounds; ++round) {
-    const std::uint64_t first = std::uint64_t{philox_first_multiplier} * block.words[0];
-    const std::uint64_t second = std::uint64_t{philox_second_multiplier} * block.words[2];
-    block = {{static_cast<std::uint32_t>(second >> 32) ^ block.words[1] ^ key.low,
-              static_cast<std::uint32_t>(second),
-              static_cast<std::uint32_t>(first >> 32) ^ block.words[3] ^ key.high,
-              static_cast<std::uint32_t>(first)}};
+  for (int round = 0; round < done + rounds; ++round) {
+    if (round >= done) block = philox_round(block, key);
     key = next_philox_key(key);
   }
   return block;
+}
+
+FAC_HOST_DEVICE constexpr PhiloxBlock philox(const PhiloxBlock& counter, PhiloxKey key) {
+  return more_philox_rounds(counter, key, 0, philox_rounds);
 }
 
 }  // namespace flash_attn_cuda

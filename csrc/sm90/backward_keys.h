@@ -128,18 +128,23 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     }
     start_scores();
     for (int index = 0;; ++index, step.advance(item)) {
+      const auto decisions = math.draw(score_tile(step));
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
         const int box = Traits::part_tile(q_place.stage, warpgroup);
         add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                      call.params.score.softmax_scale, tSrS);
       }
-      math.probabilities(score_tile(step), smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      math.probabilities(score_tile(step), decisions, smem.lse_log2[q_place.stage], tSrS, tGrP,
+                         weights);
 
       wait_full(smem.dout_ring, dout_place);
       start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
                     tSrdO(_, _, _, dout_place.stage), tSrdP, false);
-      start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      auto start_dv = [&]() {
+        start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      };
+      if constexpr (!Traits::marks_dropped) start_dv();
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
@@ -150,6 +155,10 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         }
       });
 
+      if constexpr (Traits::marks_dropped) {
+        zero_negative<Element>(tGrP);
+        start_dv();
+      }
       start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
       wait_products<1>(tGrdV);
       release(smem.dout_ring, dout_place);

@@ -2,12 +2,13 @@
 // (j, j + 8) and pairs (i, i + 1) of every eight queries.
 //
 // P goes on in 16 bits, as dV wants it and as dS takes it: in fp32 beside dP it would need
-// registers that there are not. With softcap and dropout dS takes a weight instead,
+// registers that there are not. With dropout it is negative where a pair is dropped,
 //
-//   dS = |weight| * (dP - D), weight = P * (1 - tanh^2), negative where dropout drops the pair:
+//   dS = |P| * (kept dP - D),
 //
-// with keep probability k a kept dP counts 1 / k times and a dropped one not at all; the factor is
-// left to the ends of dV, dK and dQ, and D is multiplied by k instead.
+// until dS is made, and then 0 for dV. With a softcap dS takes a weight P * (1 - tanh^2) instead,
+// beside P. With keep probability k a kept dP counts 1 / k times: the factor is left to the ends of
+// dV, dK and dQ, and D is multiplied by k instead.
 #pragma once
 
 #include "shared/backward_arguments.h"
@@ -45,11 +46,21 @@ CUTE_DEVICE float2 of_queries(float const* statistics, int group) {
 // Where the weights go: beside P, or, where nothing tells them apart, with it.
 template <class Traits, class Operand>
 CUTE_DEVICE Operand& weights_beside(Operand& probs, Operand& own_weights) {
-  if constexpr (Traits::has_modifiers) {
+  if constexpr (Traits::has_weights) {
     return own_weights;
   } else {
     return probs;
   }
+}
+
+// Two numbers of 16 bits an instruction.
+template <class Element, class Fragment>
+CUTE_DEVICE void zero_negative(Fragment& fragment) {
+  using Two = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, __half2, __nv_bfloat162>;
+  auto pairs = recast<Two>(fragment);
+  const Two zeros{};
+  CUTE_UNROLL
+  for (int i = 0; i < size(pairs); ++i) pairs(i) = __hmax2(pairs(i), zeros);
 }
 
 template <class Traits>
@@ -57,6 +68,8 @@ struct ScoreMath {
   static constexpr int block_m = Traits::block_m;
   using Element = typename Traits::Element;
   static constexpr bool drops = Traits::has(feature::dropout);
+  using Decisions = DropoutDecisions<block_m / 16, true>;
+  struct Nothing {};
 
   BackwardArguments const& call;
   RngState rng;
@@ -65,12 +78,26 @@ struct ScoreMath {
     if constexpr (drops) rng = read_rng(call.params.dropout.rng);
   }
 
+  // What dropout drops of a tile of scores; it takes a while, and no scores.
+  CUTE_DEVICE auto draw(ScoreTile const& tile) const {
+    if constexpr (drops) {
+      const int first_key = tile.key_begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      const int first_query = tile.query_begin + threadIdx.x % 4 * 2;
+      if (call.params.dropout.threshold == 0) return Decisions::all_kept();
+      return Decisions::draw(dropout_mask(tile),
+                             [&](int n) { return int2{first_query + 16 * n, first_key}; });
+    } else {
+      return Nothing{};
+    }
+  }
+
   // S -> P and the weights, both in 16 bits and in the order of the left operand of a product. They
   // are the same registers where nothing tells them apart.
-  template <class Accumulator, class Operand, class Weights>
-  CUTE_DEVICE void probabilities(ScoreTile const& tile, float const* lse_log2, Accumulator& tSrS,
-                                 Operand& probs, Weights& weights) const {
-    if constexpr (Traits::has_modifiers) {
+  template <class Drawn, class Accumulator, class Operand, class Weights>
+  CUTE_DEVICE void probabilities(ScoreTile const& tile, Drawn const& decisions,
+                                 float const* lse_log2, Accumulator& tSrS, Operand& probs,
+                                 Weights& weights) const {
+    if constexpr (Traits::has_weights) {
       // A part after the other, so that not all weights are in fp32 at a time.
       constexpr int queries = 32;
       CUTE_UNROLL
@@ -79,7 +106,13 @@ struct ScoreMath {
         auto fp32_weights = make_tensor_like<float>(scores);
         ScoreTile part = tile;
         part.query_begin += begin;
-        modified_probabilities<queries>(part, lse_log2 + begin, scores, fp32_weights);
+        modified_scores<queries>(part, lse_log2 + begin, scores, fp32_weights);
+        if constexpr (drops) mark_dropped(decisions, begin / 16, scores);
+        CUTE_UNROLL
+        for (int i = 0; i < size(scores); ++i) {
+          fp32_weights(i) *= scores(i);
+          if constexpr (drops) scores(i) = fmaxf(scores(i), 0.0f);
+        }
         auto part_weights = queries_of<queries>(weights, begin);
         auto part_probs = queries_of<queries>(probs, begin);
         convert_into(fp32_weights, part_weights);
@@ -87,9 +120,17 @@ struct ScoreMath {
       }
     } else {
       auto scores = rows_cols_view(tSrS);  // (keys, queries)
+      if constexpr (Traits::has(feature::alibi)) {
+        if (has_score_modifiers(call.params.score)) {
+          auto by_query = exchanged(scores);
+          modifiers(tile).apply(by_query, coords_by_query<block_m>(), tile.query_begin,
+                                tile.key_begin);
+        }
+      }
       if constexpr (Traits::is_sparse) hide_unlisted(tile, tSrS);
       if (!tile.is_interior) hide(tile, scores, coords_by_key<block_m>());
       exponentiate(scores, lse_log2);
+      if constexpr (drops) mark_dropped(decisions, 0, tSrS);
       convert_into(a_operand_view(tSrS), probs);
     }
   }
@@ -161,40 +202,52 @@ struct ScoreMath {
                     make_layout(Shape<_64, Int<kQueries>>{}, make_stride(E<1>{}, E<0>{}))))));
   }
 
-  // S -> P and the weights.
+  CUTE_DEVICE DropoutMask dropout_mask(ScoreTile const& tile) const {
+    return DropoutMask::of(rng, call.params.dropout.threshold, tile.sequence.index,
+                           call.params.shape.num_heads_q, tile.head);
+  }
+
+  CUTE_DEVICE ScoreModifiers modifiers(ScoreTile const& tile) const {
+    return ScoreModifiers::of(call.params.score, tile.sequence.index, tile.head,
+                              tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+  }
+
+  // P of queries from the first_sixteen'th 16 on -> negative where it is dropped.
+  template <class Accumulator>
+  CUTE_DEVICE static void mark_dropped(Decisions const& decisions, int first_sixteen,
+                                       Accumulator& tSrS) {
+    auto probs = rows_cols_view(tSrS);  // (keys, queries)
+    CUTE_UNROLL
+    for (int query = 0; query < size<1>(probs); ++query) {
+      CUTE_UNROLL
+      for (int key = 0; key < size<0>(probs); ++key) {
+        float& p = probs(key, query);
+        if (!decisions.keeps(first_sixteen + query / 4, key, query % 4)) p = -p;
+      }
+    }
+  }
+
+  // S -> P, and what dS has beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
-  CUTE_DEVICE void modified_probabilities(ScoreTile const& tile, float const* lse_log2,
-                                          Accumulator& tSrS, Weights& weights) const {
-    BackwardParams const& params = call.params;
+  CUTE_DEVICE void modified_scores(ScoreTile const& tile, float const* lse_log2, Accumulator& tSrS,
+                                   Weights& slopes) const {
     auto scores = rows_cols_view(tSrS);
     auto by_query = exchanged(scores);
     const auto query_coords = coords_by_query<kQueries>();
-    const auto modifiers = ScoreModifiers::of(params.score, tile.sequence.index, tile.head,
-                                              tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+    const ScoreModifiers modifiers = this->modifiers(tile);
     CUTE_UNROLL
-    for (int i = 0; i < size(weights); ++i) weights(i) = 1.0f;
+    for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
     if (modifiers.has_softcap) {
       tanh_of_scores(by_query, modifiers.factor);
       CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) weights(i) -= tSrS(i) * tSrS(i);
+      for (int i = 0; i < size(tSrS); ++i) slopes(i) -= tSrS(i) * tSrS(i);
       if (modifiers.alibi_slope != 0.0f)
         modifiers.add_alibi(by_query, query_coords, tile.query_begin, tile.key_begin);
-    } else if (has_score_modifiers(params.score)) {
+    } else if (has_score_modifiers(call.params.score)) {
       modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
     }
     if (!tile.is_interior) hide(tile, scores, coords_by_key<kQueries>());
     exponentiate(scores, lse_log2);
-    if constexpr (drops) {
-      const auto dropout = DropoutMask::of(rng, params.dropout.threshold, tile.sequence.index,
-                                           params.shape.num_heads_q, tile.head);
-      for_each_decision(dropout, by_query, query_coords, tile.query_begin, tile.key_begin,
-                        [](float& p, bool is_kept) { p = is_kept ? p : -p; });
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < size(tSrS); ++i) {
-      weights(i) *= tSrS(i);
-      if constexpr (drops) tSrS(i) = tSrS(i) < 0.0f ? 0.0f : tSrS(i);
-    }
   }
 
   template <class Scores, class Coords>

@@ -81,13 +81,14 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
     Step step = Step::first(item);
     const int steps = item.steps();
     for (int index = 0;; ++index, step.advance(item)) {
+      const ScoreTile score_tile{.sequence = item.work.sequence,
+                                 .head = step.head,
+                                 .query_begin = step.tile * block_m,
+                                 .key_begin = key_begin,
+                                 .is_interior = has_all_keys && item.range.is_interior(step.tile)};
+      const auto decisions = math.draw(score_tile);
       wait_products<0>(tSrS);
-      math.probabilities({.sequence = item.work.sequence,
-                          .head = step.head,
-                          .query_begin = step.tile * block_m,
-                          .key_begin = key_begin,
-                          .is_interior = has_all_keys && item.range.is_interior(step.tile)},
-                         smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      math.probabilities(score_tile, decisions, smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
       __syncwarp();
       release(smem.q_ring, q_place);
       q_place.advance();

@@ -84,6 +84,8 @@ struct BackwardTraits {
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::dropout);
+  // A softcap's slope makes weights of their own of P (backward_scores.h).
+  static constexpr bool has_weights = has(feature::softcap);
 
   static constexpr bool is_sparse = has(feature::block_sparse);
   static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
@@ -107,9 +109,13 @@ struct BackwardTraits {
   static constexpr bool skips_hidden_half =
       !is_sparse && !has_bias && key_parts == 2 && block_m == 64;
 
+  // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
+  static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
+
   // With weights beside P, or a bias added at head_dim 128, there are no registers to keep P for dV
   // while dS is made.
-  static constexpr bool keeps_probabilities = !has_modifiers && !(has_bias && head_dim == 128);
+  static constexpr bool keeps_probabilities =
+      !has_weights && !marks_dropped && !(has_bias && head_dim == 128);
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
   // needs more where dK and dV take most of them, at the expense of dQ's columns.

@@ -22,21 +22,20 @@ CUTE_DEVICE void init_word_rings(typename Traits::SharedStorage& smem) {
   for (auto& ring : smem.dropout.ring) ring.init(4, Traits::drawing_warps);
 }
 
-// By each of the drawing warps, for all tiles of the CTA. What depends on the columns alone serves
-// all warps and warpgroups that it draws for.
+// By each of the drawing warps, for all tiles of the CTA: the words of one warp of every consumer
+// warpgroup. Of two lanes with neighbouring rows one draws the first word's columns and the other
+// the second's, for both. What depends on the columns alone serves all warpgroups.
 template <class Traits>
 CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::SharedStorage& smem,
                             int drawing_warp) {
   using Words = typename Traits::Words;
-  using Share = WordShare<Traits::drawing_warps, Words::words>;
-  const auto share = Share::of(drawing_warp);
+  static_assert(Traits::drawing_warps == 4, "one for each warp of a warpgroup");
   const int lane = threadIdx.x % 32;
+  constexpr int neighbour = 4;  // lanes away is the next row
+  const int own = lane / neighbour % 2;
   ForwardParams const& params = args.params;
   const RngState rng = read_rng(params.dropout.rng);
-  auto threshold = HalvesThreshold::of(params.dropout.threshold);
-  // Plus 0 that ptxas cannot know to be the same in all lanes: a multiply-add reads one uniform
-  // register, and a second one would be moved every time.
-  threshold.sign += static_cast<std::uint32_t>(cutlass::arch::LaneId()) / 32;
+  const auto threshold = DropoutThreshold::of(params.dropout.threshold);
 
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::word_stages> place;
@@ -47,27 +46,23 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
     const BlockRange range = smem.work[work_place.stage].range;
     const auto mask = DropoutMask::of(rng, params.dropout.threshold, work.sequence.index,
                                       params.shape.num_heads_q, work.head);
-    const int first_query = work.tile * Traits::block_m + lane / 4;
+    const int first_query = work.tile * Traits::block_m + 16 * drawing_warp + lane / 4;
     __syncwarp();
     release(smem.work_ring, work_place);
 
     CUTE_NO_UNROLL
     for (int block = range.end - 1; block >= range.begin; --block) {
-      const int first_key =
-          block * Traits::block_n + share.word * Words::columns_per_word + lane % 4 * 2;
-      const auto columns = WordColumns<Words::blocks_per_word>::of(mask, first_key);
+      const int first_key = block * Traits::block_n + own * Words::columns_per_word + lane % 4 * 2;
+      const auto columns = TileColumns::of(mask, first_key);
       CUTE_NO_UNROLL
       for (int warpgroup = 0; warpgroup < Traits::consumers; ++warpgroup) {
+        const DrawnTiles drawn = columns.draw(mask, threshold, first_query + 64 * warpgroup);
+        const std::uint32_t received = __shfl_xor_sync(0xffffffffu, drawn.word(1 - own), neighbour);
         auto& ring = smem.dropout.ring[warpgroup];
-        std::uint32_t* target = smem.dropout.words[warpgroup][place.stage][share.word];
-        CUTE_NO_UNROLL
-        for (int warp = share.first_warp; warp < 4; warp += Share::step) {
-          const std::uint32_t kept =
-              columns.draw(mask, threshold, first_query + 64 * warpgroup + 16 * warp);
-          if (warp == share.first_warp)
-            wait_empty(ring, place);  // late: a word is drawn ahead of it
-          target[32 * warp + lane] = kept;
-        }
+        auto& words = smem.dropout.words[warpgroup][place.stage];
+        wait_empty(ring, place);  // late: these are drawn ahead of it
+        words[own][32 * drawing_warp + lane] = drawn.word(own);
+        words[1 - own][32 * drawing_warp + lane] = received;
         __syncwarp();
         publish(ring, place);
       }
@@ -106,7 +101,6 @@ CUTE_DEVICE void drop_by_words(Scores& scores, ThreadWords<Traits> const& kept) 
   for (int word = 0; word < Words::words; ++word) {
     CUTE_UNROLL
     for (int bit = 0; bit < 32; ++bit) {
-      if (!Words::is_used(bit)) continue;
       float& p = scores(Words::row_of(bit), Words::column_of(word, bit));
       if ((kept.words[word] >> bit & 1) == 0) p = 0.0f;
     }

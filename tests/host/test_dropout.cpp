@@ -78,17 +78,19 @@ struct Draw {
     return DropoutMask::of({seed, offset}, dropout_threshold(p_dropout), sequence, num_heads, head);
   }
 
-  // The 16 random bits of a pair.
+  // The 16 random bits of a pair: eight of its own, and below them eight of its block.
   std::uint32_t bits(int query, int key) const {
     const auto i = std::uint32_t(query), j = std::uint32_t(key);
     const auto low = [](std::uint64_t x) { return std::uint32_t(x & 0xffff'ffff); };
     const auto high = [](std::uint64_t x) { return std::uint32_t(x >> 32); };
     const std::uint32_t stream = std::uint32_t(sequence) * std::uint32_t(num_heads) + head;
-    const Words words =
-        reference_philox({(j / 16) * 4 + (j % 8) / 2, (i / 16) * 8 + i % 8, stream, low(offset)},
-                         {low(seed), high(seed) ^ high(offset)}, 7);
-    const std::uint32_t lane = ((i / 8) % 2) * 4 + ((j / 8) % 2) * 2 + j % 2;
-    return (words[lane / 2] >> (16 * (lane % 2))) & 0xffff;
+    const Words counter{j / 16 * 4 + j % 8 / 2, i / 16 * 4 + i % 8 / 2, stream, low(offset)};
+    const std::array<std::uint32_t, 2> random_key{low(seed), high(seed) ^ high(offset)};
+    const Words words = reference_philox(counter, random_key, 7);
+    const std::uint32_t pair = i % 2 * 8 + j % 2 * 4 + i / 8 % 2 * 2 + j / 8 % 2;
+    std::uint32_t own = 0;
+    for (int bit = 0; bit < 8; ++bit) own |= (words[bit % 4] >> (bit / 4 * 16 + pair) & 1) << bit;
+    return own << 8 | reference_philox(counter, random_key, 3)[1] >> 24;
   }
 
   bool keeps(int query, int key) const {
@@ -146,34 +148,34 @@ TEST(decisions_follow_their_formula) {
   }
 }
 
-// What a thread of an m16n8 product holds of two neighbouring accumulators, whatever the tile: for
-// lane l rows l / 4 and l / 4 + 8, and columns 2 * (l % 4), the next one, and both 8 further on.
+// For every 16 x 16 pairs of a tile a block for each two neighbouring rows and columns.
 TEST(blocks_decide_about_every_pair_once_and_as_the_formula_says) {
   std::mt19937_64 random(3);
   for (const auto& [query_begin, key_begin] : {std::pair{0, 0}, {16, 48}, {1'000'000, 64}}) {
     const Draw draw = random_draw(random);
     const DropoutMask mask = draw.mask();
+    const auto threshold = DropoutThreshold::of(mask.threshold);
     constexpr int rows = 32, columns = 48;
     std::map<std::pair<int, int>, int> visits;
     std::map<std::tuple<std::uint32_t, std::uint32_t>, int> blocks;
-    for (int row = 0; row < rows; row += 16) {
-      for (int column = 0; column < columns; column += 16) {
-        for (int lane = 0; lane < 32; ++lane) {
-          const int query = query_begin + row + lane / 4;
-          const int key = key_begin + column + 2 * (lane % 4);
-          const PhiloxBlock block = mask.block(query, key);
-          ++blocks[{block.words[0], block.words[1]}];
-          for (int decision = 0; decision < 8; ++decision) {
-            const int i = query + decision / 4 * 8;
-            const int j = key + decision / 2 % 2 * 8 + decision % 2;
+    for (int row = 0; row < rows; row += row % 8 == 6 ? 10 : 2) {
+      for (int column = 0; column < columns; column += column % 8 == 6 ? 10 : 2) {
+        const int query = query_begin + row, key = key_begin + column;
+        const DropoutBlock block = mask.block(query, key);
+        ++blocks[{block.own.words[0], block.own.words[1]}];
+        const std::uint32_t kept = threshold.kept(block, block);
+        CHECK_EQ(kept & 0xffff, kept >> 16);
+        for (const int down : {0, 1, 8, 9}) {
+          for (const int right : {0, 1, 8, 9}) {
+            const int i = query + down, j = key + right;
             ++visits[{i, j}];
-            CHECK_EQ(mask.keeps(block, decision), draw.keeps(i, j));
+            CHECK_EQ((kept >> DropoutMask::pair_in_block(i, j) & 1) != 0, draw.keeps(i, j));
           }
         }
       }
     }
     CHECK_EQ(int(visits.size()), rows * columns);
-    CHECK_EQ(int(blocks.size()), rows * columns / 8);  // no block serves twice
+    CHECK_EQ(int(blocks.size()), rows * columns / 16);  // no block serves twice
     for (const auto& [pair, count] : visits) {
       CHECK_EQ(count, 1);
       CHECK(pair.first >= query_begin && pair.first < query_begin + rows);
@@ -182,98 +184,66 @@ TEST(blocks_decide_about_every_pair_once_and_as_the_formula_says) {
   }
 }
 
-// Every half of a word against every threshold that there is.
-TEST(both_halves_of_a_word_are_compared_at_once) {
+// Every threshold there is, against numbers about it and others.
+TEST(thirty_two_numbers_are_compared_at_once) {
   std::mt19937 random(5);
-  for (std::uint32_t threshold = 1; threshold < 65536; ++threshold) {
-    const auto halves = sm90::HalvesThreshold::of(threshold);
-    const std::uint32_t edges[] = {
-        0,      1,      threshold - 1,          threshold, threshold + 1, 0x7fff,
-        0x8000, 0xffff, std::uint32_t(random())};
-    for (const std::uint32_t low : edges) {
-      for (const std::uint32_t high : edges) {
-        const std::uint32_t word = (low & 0xffff) | high << 16;
-        const std::uint32_t passes = halves.top_bits(word);
-        CHECK_EQ((passes >> 15 & 1) != 0, (word & 0xffff) >= threshold);
-        CHECK_EQ(passes >> 31 != 0, word >> 16 >= threshold);
+  for (std::uint32_t threshold = 0; threshold < 65536; ++threshold) {
+    DropoutBlock blocks[2];
+    std::uint32_t numbers[2][16];
+    for (int b = 0; b < 2; ++b) {
+      // The shared bits are the threshold's, or beside them, so that the pairs' own may be equal.
+      const auto shared = std::uint32_t((threshold + random() % 3 - 1) & 0xff);
+      blocks[b] = {.own = {}, .shared = shared << 24 | std::uint32_t(random() & 0xffffff)};
+      for (int pair = 0; pair < 16; ++pair) {
+        const auto own =
+            std::uint32_t((pair % 2 == 0 ? (threshold >> 8) + random() % 3 - 1 : random()) & 0xff);
+        numbers[b][pair] = own << 8 | shared;
+        for (int bit = 0; bit < 8; ++bit)
+          blocks[b].own.words[bit % 4] |= (own >> bit & 1) << (bit / 4 * 16 + pair);
       }
     }
-  }
-  for (const std::uint32_t threshold : {1u, 6554u, 32767u, 32768u, 32769u, 65535u}) {
-    const auto halves = sm90::HalvesThreshold::of(threshold);
-    for (std::uint32_t x = 0; x < 65536; ++x) {
-      const std::uint32_t passes = halves.top_bits(x | (65535 - x) << 16);
-      CHECK_EQ((passes >> 15 & 1) != 0, x >= threshold);
-      CHECK_EQ(passes >> 31 != 0, 65535 - x >= threshold);
-    }
+    const std::uint32_t kept = DropoutThreshold::of(threshold).kept(blocks[0], blocks[1]);
+    for (int pair = 0; pair < 32; ++pair)
+      CHECK_EQ((kept >> pair & 1) != 0, numbers[pair / 16][pair % 16] >= threshold);
   }
 }
 
-// The words of a warp's threads for 16 rows of a tile, by thread and word, and what their bits say
-// of every pair, by the formula.
-template <int kColumns>
-void check_words(const Draw& draw, int query_begin, int key_begin) {
-  using Layout = sm90::WordLayout<kColumns>;
-  const DropoutMask mask = draw.mask();
-  const auto threshold = sm90::HalvesThreshold::of(mask.threshold);
-  std::map<std::pair<int, int>, int> visits;
-  for (int word = 0; word < Layout::words; ++word) {
-    for (int lane = 0; lane < 32; ++lane) {
-      const int key = key_begin + word * Layout::columns_per_word + 2 * (lane % 4);
-      const auto columns = sm90::WordColumns<Layout::blocks_per_word>::of(mask, key);
-      const std::uint32_t kept = columns.draw(mask, threshold, query_begin + lane / 4);
-      for (int bit = 0; bit < 32; ++bit) {
-        if (!Layout::is_used(bit)) continue;
-        // The accumulator's thread `lane`: rows 8 apart, columns two of every eight.
-        const int column = Layout::column_of(word, bit);
-        const int i = query_begin + lane / 4 + 8 * Layout::row_of(bit);
-        const int j = key_begin + 2 * (lane % 4) + column / 2 * 8 + column % 2;
-        ++visits[{i, j}];
-        CHECK_EQ((kept >> bit & 1) != 0, draw.keeps(i, j));
-      }
-    }
-  }
-  CHECK_EQ(int(visits.size()), 16 * kColumns);
-  for (const auto& [pair, count] : visits) CHECK_EQ(count, 1);
-}
-
+// The words of a warp's threads for 16 rows of a tile, as the drawing lanes make them for
+// themselves and their neighbours, and what their bits say of every pair, by the formula.
 TEST(words_of_bits_decide_about_every_pair_of_a_tile_once_and_as_the_formula_says) {
+  using Layout = sm90::WordLayout<128>;
   std::mt19937_64 random(6);
   for (int round = 0; round < 40; ++round) {
     const Draw draw = random_draw(random);
-    if (draw.mask().threshold == 0) continue;  // without dropout nobody draws
     const int query_begin = 16 * int(random() % (1 << 20));
-    const int block = int(random() % (1 << 16));
-    check_words<64>(draw, query_begin, 64 * block);
-    check_words<96>(draw, query_begin, 96 * block);
-    check_words<128>(draw, query_begin, 128 * block);
-    check_words<32>(draw, query_begin, 32 * block);
-    check_words<16>(draw, query_begin, 16 * block);
-  }
-}
-
-template <int kDrawingWarps, int kWords>
-void check_shares() {
-  using Share = sm90::WordShare<kDrawingWarps, kWords>;
-  std::map<std::pair<int, int>, int> draws;  // of (word, warp)
-  for (int drawing_warp = 0; drawing_warp < kDrawingWarps; ++drawing_warp) {
-    const auto share = Share::of(drawing_warp);
-    for (int warp = share.first_warp; warp < 4; warp += Share::step) ++draws[{share.word, warp}];
-  }
-  for (int word = 0; word < kWords; ++word) {
-    for (int warp = 0; warp < 4; ++warp) {
-      const int count = draws[{word, warp}];
-      CHECK_EQ(count, 1);
+    const int key_begin = 128 * int(random() % (1 << 16));
+    const DropoutMask mask = draw.mask();
+    const auto threshold = DropoutThreshold::of(mask.threshold);
+    std::uint32_t words[Layout::words][32];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int own = lane / 4 % 2;
+      const int key = key_begin + own * Layout::columns_per_word + 2 * (lane % 4);
+      const auto drawn =
+          sm90::TileColumns::of(mask, key).draw(mask, threshold, query_begin + lane / 4);
+      words[own][lane] = drawn.word(own);
+      words[own][lane ^ 4] = drawn.word(1 - own);
     }
+    std::map<std::pair<int, int>, int> visits;
+    for (int word = 0; word < Layout::words; ++word) {
+      for (int lane = 0; lane < 32; ++lane) {
+        for (int bit = 0; bit < 32; ++bit) {
+          // The accumulator's thread `lane`: rows 8 apart, columns two of every eight.
+          const int column = Layout::column_of(word, bit);
+          const int i = query_begin + lane / 4 + 8 * Layout::row_of(bit);
+          const int j = key_begin + 2 * (lane % 4) + column / 2 * 8 + column % 2;
+          ++visits[{i, j}];
+          CHECK_EQ((words[word][lane] >> bit & 1) != 0, draw.keeps(i, j));
+        }
+      }
+    }
+    CHECK_EQ(int(visits.size()), 16 * 128);
+    for (const auto& [pair, count] : visits) CHECK_EQ(count, 1);
   }
-  CHECK_EQ(int(draws.size()), 4 * kWords);
-}
-
-TEST(drawing_warps_share_the_words_of_a_warpgroup) {
-  check_shares<2, 1>();
-  check_shares<2, 2>();
-  check_shares<4, 1>();
-  check_shares<4, 2>();
 }
 
 TEST(sequences_heads_seeds_and_offsets_have_their_own_bits) {
