@@ -21,6 +21,7 @@ struct TableArguments {
   SequenceTableRequest request;
   SequenceTablePlan plan;
   int* counts;
+  int* tickets;
   Sequence* sequences;
   TileEntry* tiles;
   TileEntry* q_tiles;
@@ -208,6 +209,7 @@ __global__ void __launch_bounds__(threads)
   if (thread == 0) {
     args.counts[0] = min(tiles, args.plan.max_tiles);
     args.counts[1] = min(q_tiles_before, args.plan.max_q_tiles);
+    *args.tickets = 0;
   }
   __syncthreads();
 
@@ -248,6 +250,7 @@ void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableReque
   const TableArguments arguments{.request = request,
                                  .plan = plan,
                                  .counts = const_cast<int*>(table.counts),
+                                 .tickets = table.tickets,
                                  .sequences = const_cast<Sequence*>(table.sequences),
                                  .tiles = const_cast<TileEntry*>(table.tiles),
                                  .q_tiles = const_cast<TileEntry*>(table.q_tiles)};

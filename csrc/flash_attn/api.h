@@ -72,7 +72,7 @@ struct ForwardPlan {
   int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
   std::size_t out_partial_offset = 0;
   std::size_t lse_partial_offset = 0;
-  std::size_t tickets_offset = 0;  // sm90, block-sparse: a counter of tiles that have started
+  std::size_t tickets_offset = 0;  // sm90, block-sparse, dense: a counter of tiles that are drawn
   std::size_t workspace_bytes = 0;
 };
 

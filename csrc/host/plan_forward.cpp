@@ -206,8 +206,9 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   }
   const bool is_sparse = params.sparsity.lists.data != nullptr;
   const bool is_even = window.is_full() && !is_packed && !is_sparse;
-  const bool draws = is_sparse && config.family == KernelFamily::sm90;
-  const int tiles_wanted = draws ? drawn_tiles_per_sm : tiles_per_sm;
+  // Of lists, and of packed lengths, which the host does not know.
+  const bool draws = (is_sparse || is_packed) && config.family == KernelFamily::sm90;
+  const int tiles_wanted = draws && is_sparse ? drawn_tiles_per_sm : tiles_per_sm;
   const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,
@@ -221,8 +222,10 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
 
   if (config.family == KernelFamily::sm90) {
     plan.num_ctas = device.num_sms * instance.ctas_per_sm;
-    if (!is_packed && !draws) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
-    if (is_sparse) plan.tickets_offset = workspace.add_bytes(sizeof(int));
+    // A left bound makes the tiles at both ends the short ones, which no order of rounds evens out.
+    const bool is_monotonic = window.left == Window::unbounded;
+    if (!draws && is_monotonic) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
+    if (is_sparse && !is_packed) plan.tickets_offset = workspace.add_bytes(sizeof(int));
   }
   plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);
   check_grid(plan.schedule.grid_size(), plan.num_splits);

@@ -20,7 +20,7 @@ struct ForwardArguments {
   int last_v_box;           // the first column of the last box with columns of v and out
   std::int64_t num_tiles;   // of all heads and sequences
   std::int64_t num_places;  // in the CTAs' order of them (shared/tile_scheduler.h)
-  int* tickets;             // tiles drawn so far, of a kernel for block-sparse masks
+  int* tickets;             // tiles drawn so far; null where CTAs have a fixed order
   float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
                      // the kernel scales scores itself; positive
 };

@@ -39,7 +39,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
       .num_tiles = num_tiles,
       .num_places = count_places(plan.schedule),
-      .tickets = reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset),
+      .tickets = nullptr,
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
@@ -47,7 +47,11 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
     arguments.bias_map = make_bias_map(pair_tensor(params.score.bias, shape), params.dtype,
                                        {Traits::block_m, box_keys});
   }
-  if constexpr (Traits::is_sparse) {
+  if (plan.table.used) {
+    arguments.tickets = arguments.table.tickets;  // which the kernel that makes the table zeroes
+  } else if (Traits::is_sparse) {
+    arguments.tickets =
+        reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset);
     check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
   }
   launch_early<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),

@@ -36,42 +36,36 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, Item& item) {
   return true;
 }
 
-// The tiles of this CTA, one after the other.
+// One tile after the other, those of a CTA's own in a fixed order, or, with tickets, the next one
+// that nobody has drawn.
 template <class Traits>
 struct TileWalk {
   ForwardArguments const& args;
+  int* tickets;
   int round = 0;
 
   // False at the end.
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
     for (;;) {
-      // As unsigned, which the last round of the largest grid stays within.
-      const unsigned first = static_cast<unsigned>(round) * gridDim.x;
-      if (first >= args.num_places) return false;
-      // Every other round runs backwards: with long tiles first, who had the longest of one round
-      // gets the shortest of the next.
-      const unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-      ++round;
-      if (place >= args.num_places) continue;
-      const int id = block_at(args.schedule, static_cast<int>(place));
+      // As unsigned, which the last round of the largest grid stays within, and tickets: every CTA
+      // draws once in vain.
+      int id;
+      if (tickets != nullptr) {
+        const auto ticket = static_cast<unsigned>(atomicAdd(tickets, 1));
+        if (ticket >= args.num_tiles) return false;
+        id = static_cast<int>(ticket);
+      } else {
+        const unsigned first = static_cast<unsigned>(round) * gridDim.x;
+        if (first >= args.num_places) return false;
+        // Every other round runs backwards: with long tiles first, who had the longest of one round
+        // gets the shortest of the next.
+        const unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        ++round;
+        if (place >= args.num_places) continue;
+        id = block_at(args.schedule, static_cast<int>(place));
+      }
       if (id >= 0 && find_tile<Traits>(args, id, item)) return true;
-    }
-  }
-};
-
-// The same where the tiles' lengths are anybody's: each CTA draws its next one when it has room.
-template <class Traits>
-struct TileDraw {
-  ForwardArguments const& args;
-
-  template <class Item>
-  CUTE_DEVICE bool next(Item& item) {
-    for (;;) {
-      // Every CTA draws once in vain, which must not turn tickets negative.
-      const auto id = static_cast<unsigned>(atomicAdd(args.tickets, 1));
-      if (id >= args.num_tiles) return false;
-      if (find_tile<Traits>(args, static_cast<int>(id), item)) return true;
     }
   }
 };
@@ -79,7 +73,7 @@ struct TileDraw {
 // One warp: out 0 and lse -inf for the tiles that see no key, which the others never hear of.
 template <class Traits>
 CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
-  TileWalk<Traits> walk{args};
+  TileWalk<Traits> walk{args, nullptr};
   std::remove_reference_t<decltype(Traits::SharedStorage::work[0])> item;
   while (walk.next(item)) {
     if (item.range.empty()) write_empty_output<Traits>(args, item.work, threadIdx.x % 32);
@@ -95,7 +89,7 @@ struct Producer {
 
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
-  std::conditional_t<Traits::is_sparse, TileDraw<Traits>, TileWalk<Traits>> walk{args};
+  TileWalk<Traits> walk{args, args.tickets};
   RingPlace<Traits::q_stages> q_place{};
   RingPlace<Traits::stages> k_place{}, v_place{};
   RingPlace<Traits::bias_stages> bias_place{};
