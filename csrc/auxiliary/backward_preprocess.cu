@@ -12,7 +12,7 @@
 #include <cmath>
 
 #include "auxiliary/auxiliary.h"
-#include "auxiliary/block_sum.h"
+#include "shared/block_sum.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
 #include "shared/kernel_order.h"

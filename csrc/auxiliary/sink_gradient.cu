@@ -3,7 +3,7 @@
 // every row and leaves the sums of its blocks; here those of a head become one. A fixed order, so
 // the same bits every run.
 #include "auxiliary/auxiliary.h"
-#include "auxiliary/block_sum.h"
+#include "shared/block_sum.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
 

@@ -20,7 +20,9 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
                        .workspace = params.workspace},
                       stream);
   backward_preprocess(plan, normalized, stream);
-  sum_sink_gradient(plan, normalized, stream);
+  // The main kernels of the sm90 family do it themselves, if they are launched.
+  const bool is_sm90 = plan.instance->config.family == KernelFamily::sm90;
+  if (!is_sm90 || plan.schedule.grid_size() == 0) sum_sink_gradient(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
   if (plan.dq_path == DqPath::converted) plan.instance->convert_dq(plan, normalized, stream);
   if (plan.dkdv_splits > 1) reduce_dkv(plan, normalized, stream);

@@ -35,6 +35,9 @@ struct BackwardArguments {
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
+  const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
+                             // its element of dsink
+  int sink_shares_per_head;
 };
 
 struct ConvertDqArguments {
@@ -80,7 +83,9 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
       .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),
-      .partial_rows = key_rows(params)};
+      .partial_rows = key_rows(params),
+      .sink_shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
+      .sink_shares_per_head = plan.sink_shares};
 }
 
 inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,

@@ -22,9 +22,14 @@ CUTE_DEVICE float sink_of(const ScoreParams& params, int head) {
   return params.sink == nullptr ? -INFINITY : params.sink[head];
 }
 
-// With softcap the kernels go on with tanh alone: a score is score_unit times what they hold.
+// A score is score_unit times what kernels hold: with softcap they go on with tanh alone, and to
+// ALiBi alone with q k^T as it is, so that nothing has to be multiplied. Slopes in a unit much
+// smaller than any that is used might overflow.
 FAC_HOST_DEVICE constexpr float score_unit(const ScoreParams& params) {
-  return params.softcap > 0.0f ? params.softcap : 1.0f;
+  constexpr float least_unit = 1e-6f;
+  if (params.softcap > 0.0f) return params.softcap;
+  const bool is_alibi_alone = params.alibi_slopes != nullptr && params.bias.data == nullptr;
+  return is_alibi_alone && params.softmax_scale >= least_unit ? params.softmax_scale : 1.0f;
 }
 
 // tanh to the last places of fp32 around 1: tanh.approx, with 11 bits, would show in LSE. Two
@@ -99,7 +104,7 @@ struct ScoreModifiers {
     using namespace cute;
     if (has_softcap) {
       tanh_of_scores(scores, factor);
-    } else {
+    } else if (factor != 1.0f) {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
     }

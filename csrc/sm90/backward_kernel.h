@@ -12,6 +12,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "shared/block_sum.h"
 #include "shared/kernel_order.h"
 #include "sm90/backward_dq.h"
 #include "sm90/backward_finish.h"
@@ -52,6 +53,19 @@ CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
   }
 }
 
+// One warp: the gradient of a sink from what the preprocess kernel has left, a head at a time.
+CUTE_DEVICE void sum_sink_shares(BackwardArguments const& call) {
+  if (call.params.dsink == nullptr) return;
+  const int lane = threadIdx.x % 32;
+  for (int head = blockIdx.x; head < call.params.shape.num_heads_q; head += gridDim.x) {
+    float const* shares = call.sink_shares + std::int64_t{head} * call.sink_shares_per_head;
+    float sum = 0.0f;
+    for (int i = lane; i < call.sink_shares_per_head; i += 32) sum += shares[i];
+    sum = warp_sum(sum);
+    if (lane == 0) call.params.dsink[head] = sum;
+  }
+}
+
 template <class Tag>
 __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     backward_kernel(const __grid_constant__ BackwardKernelArguments args) {
@@ -85,7 +99,10 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 0 && elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
-    if (warp == 1) clear_unseen_tiles<Traits>(args);
+    if (warp == 1) {
+      sum_sink_shares(args.call);
+      clear_unseen_tiles<Traits>(args);
+    }
     if constexpr (Traits::writes_dq) {
       if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
     }

@@ -1,9 +1,16 @@
-// The sum of a number of each thread.
+// The sum of a number of each thread, in a fixed order.
 #pragma once
 
 namespace flash_attn_cuda {
 
-// Over all threads of a block, in thread 0, in a fixed order. Once a kernel, by every thread.
+// Over the lanes of a warp, in all of them.
+__device__ inline float warp_sum(float x) {
+  for (int distance = 16; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Over all threads of a block, in thread 0. Once a kernel, by every thread.
 template <int kThreads>
 __device__ float block_sum(float x) {
   constexpr int lanes = 32;
@@ -11,11 +18,6 @@ __device__ float block_sum(float x) {
   static_assert(kThreads % lanes == 0 && warps <= lanes);
   __shared__ float sums[warps];
   const int thread = static_cast<int>(threadIdx.x);
-  const auto warp_sum = [](float of_lane) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2)
-      of_lane += __shfl_xor_sync(0xffffffffu, of_lane, distance);
-    return of_lane;
-  };
   x = warp_sum(x);
   if (thread % lanes == 0) sums[thread / lanes] = x;
   __syncthreads();
