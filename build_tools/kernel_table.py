@@ -487,7 +487,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         192,
         head_dim_v=128,
         block_m=64,
-        block_n=64,
+        block_n=128,
         features=Feature.deterministic,
         allowed_spill_bytes=4,
     ),

@@ -65,10 +65,10 @@ CUTE_DEVICE void zero_negative(Fragment& fragment) {
 
 template <class Traits>
 struct ScoreMath {
-  static constexpr int block_m = Traits::block_m;
+  static constexpr int queries = Traits::score_queries;  // of a tile of scores
   using Element = typename Traits::Element;
   static constexpr bool drops = Traits::has(feature::dropout);
-  using Decisions = DropoutDecisions<block_m / 16, true>;
+  using Decisions = DropoutDecisions<queries / 16, true>;
   struct Nothing {};
 
   BackwardArguments const& call;
@@ -99,22 +99,22 @@ struct ScoreMath {
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
       // A part after the other, so that not all weights are in fp32 at a time.
-      constexpr int queries = 32;
+      constexpr int part_queries = 32;
       CUTE_UNROLL
-      for (int begin = 0; begin < block_m; begin += queries) {
-        auto scores = queries_of<queries>(tSrS, begin);
+      for (int begin = 0; begin < queries; begin += part_queries) {
+        auto scores = queries_of<part_queries>(tSrS, begin);
         auto fp32_weights = make_tensor_like<float>(scores);
         ScoreTile part = tile;
         part.query_begin += begin;
-        modified_scores<queries>(part, lse_log2 + begin, scores, fp32_weights);
+        modified_scores<part_queries>(part, lse_log2 + begin, scores, fp32_weights);
         if constexpr (drops) mark_dropped(decisions, begin / 16, scores);
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
           fp32_weights(i) *= scores(i);
           if constexpr (drops) scores(i) = fmaxf(scores(i), 0.0f);
         }
-        auto part_weights = queries_of<queries>(weights, begin);
-        auto part_probs = queries_of<queries>(probs, begin);
+        auto part_weights = queries_of<part_queries>(weights, begin);
+        auto part_probs = queries_of<part_queries>(probs, begin);
         convert_into(fp32_weights, part_weights);
         convert_into(scores, part_probs);
       }
@@ -123,12 +123,12 @@ struct ScoreMath {
       if constexpr (Traits::has(feature::alibi)) {
         if (has_score_modifiers(call.params.score)) {
           auto by_query = exchanged(scores);
-          modifiers(tile).apply(by_query, coords_by_query<block_m>(), tile.query_begin,
+          modifiers(tile).apply(by_query, coords_by_query<queries>(), tile.query_begin,
                                 tile.key_begin);
         }
       }
       if constexpr (Traits::is_sparse) hide_unlisted(tile, tSrS);
-      if (!tile.is_interior) hide(tile, scores, coords_by_key<block_m>());
+      if (!tile.is_interior) hide(tile, scores, coords_by_key<queries>());
       exponentiate(scores, lse_log2);
       if constexpr (drops) mark_dropped(decisions, 0, tSrS);
       convert_into(a_operand_view(tSrS), probs);
@@ -163,11 +163,11 @@ struct ScoreMath {
  private:
   template <class Accumulator>
   CUTE_DEVICE void hide_unlisted(ScoreTile const& tile, Accumulator& tSrS) const {
-    if (tile.pieces.template show_all<block_m, 64>(tile.query_begin, tile.key_begin)) return;
+    if (tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin)) return;
     const HeadBits bits = HeadBits::of(call.params.sparsity.bits, tile.sequence.index, tile.head);
     const int first_key = tile.key_begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     CUTE_UNROLL
-    for (int begin = 0; begin < block_m; begin += list_piece) {
+    for (int begin = 0; begin < queries; begin += list_piece) {
       const int query = tile.query_begin + begin;
       const PieceState state =
           tile.pieces.at(query / list_piece % 2, tile.key_begin / list_piece % 2);

@@ -173,7 +173,7 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
       release(smem.dout_ring, dout_place);
       dout_place.advance();
       convert_into(a_operand_view(tSrdP), tGrdS);
-      publish_dscores<Traits>(smem, ds_place, 0, tGrdS, [](int) {});
+      publish_dscores<Traits>(smem, ds_place, 0, 0, tGrdS, [](int) {});
 
       wait_full(smem.q_ring, q_place);
       start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);

@@ -87,6 +87,11 @@ struct BackwardTraits {
   // A softcap's slope makes weights of their own of P (backward_scores.h).
   static constexpr bool has_weights = has(feature::softcap);
 
+  // Queries whose scores are made at a time: half of a step's where dK and dV leave no registers
+  // for more.
+  static constexpr int score_queries = !separate && head_dim + head_dim_v > 256 ? 32 : block_m;
+  static constexpr int score_parts = block_m / score_queries;
+
   static constexpr bool is_sparse = has(feature::block_sparse);
   static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
   static constexpr bool has_bias = has(feature::bias);
@@ -117,20 +122,23 @@ struct BackwardTraits {
   static constexpr bool keeps_probabilities =
       !has_weights && !marks_dropped && !(has_bias && head_dim == 128);
 
+  // Where a step has parts there are none either for the next scores beside dK.
+  static constexpr bool starts_scores_early = score_parts == 1;
+
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
-  // needs more where dK and dV take most of them, at the expense of dQ's columns.
+  // needs more where dK and dV take most of them, at the expense of dQ's columns, and so do wider
+  // dK and dV.
   static constexpr int producer_registers = 32;
-  static constexpr bool is_tight = is_sparse && head_dim == 128;
-  static constexpr int dq_registers =
-      is_tight ? 48 : (head_dim == 96 || head_dim_v < head_dim ? 80 : 64);
+  static constexpr bool is_tight = (is_sparse && head_dim == 128) || score_parts > 1;
+  static constexpr int dq_registers = is_tight ? 48 : (head_dim == 96 ? 80 : 64);
   static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
   using Element = ElementOf<config.dtype>;
-  using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
+  using ScoresMma = SharedMma<Element, score_queries, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
   template <int kColumns>
-  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, block_m>;
+  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, score_queries>;
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
   // At a time, for its registers.
@@ -156,7 +164,7 @@ struct BackwardTraits {
   // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
   // addresses: there dK and dV leave through shared memory of their own instead, while the next
   // tile begins, if there is room.
-  static constexpr int key_stages = (head_dim == 64 || head_dim_v < head_dim) && !is_sparse ? 2 : 1;
+  static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
   static constexpr bool stores_tiles = key_stages == 1 && head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
   using ValueLayout = TileLayout<Element, 64, head_dim_v, key_stages * key_parts>;
@@ -200,8 +208,9 @@ struct BackwardTraits {
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
+  static_assert(score_parts == 1 || (!has_modifiers && !is_sparse && !has_bias));
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
-  static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");
+  static_assert(instruction_columns<ScoresMma> == score_queries, "instructions as wide as a part");
   static_assert(sizeof(SharedStorage) <= smem_limit);
 };
 

@@ -45,6 +45,21 @@ CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
 }
 
+// The same memory as parts of kRows rows each: (kRows, columns, parts of all stages).
+template <int kRows, class SmemTensor>
+CUTE_DEVICE auto row_parts(SmemTensor const& tile) {
+  constexpr int rows = decltype(size<0>(tile))::value;
+  constexpr int columns = decltype(size<1>(tile))::value;
+  constexpr int stages = decltype(size<2>(tile))::value;
+  if constexpr (rows == kRows) {
+    return tile;
+  } else {
+    using Parts = Layout<Shape<Int<kRows>, Int<columns>, Shape<Int<rows / kRows>, Int<stages>>>,
+                         Stride<_1, Int<rows>, Stride<Int<kRows>, Int<rows * columns>>>>;
+    return make_tensor(tile.data(), composition(tile.layout(), Parts{}));
+  }
+}
+
 // Rows [row, row + rows) of one head and batch entry, rows > 0: calls with a box that has none
 // ended now and then in an illegal access.
 struct RowSpan {
