@@ -376,6 +376,19 @@ def test_sm90_backward_serves_every_head_dim_with_its_narrowest_row(features, or
         assert bool(row.features & ~Feature.deterministic) == bool(features), "features cost speed"
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_a_softcap_alone_pays_for_its_weights_on_sm90(head_dim) -> None:
+    for features in (Feature.dropout, Feature.alibi, Feature.alibi | Feature.dropout):
+        row = chosen_sm90_backward_row(head_dim, features)
+        assert Feature.softcap not in row.features
+        plain = chosen_sm90_backward_row(head_dim, Feature(0))
+        assert (row.block_m, row.block_n) == (plain.block_m, plain.block_n)
+        assert (
+            Feature.softcap
+            in chosen_sm90_backward_row(head_dim, features | Feature.softcap).features
+        )
+
+
 @pytest.mark.parametrize("row", SM90_BACKWARD_ROWS, ids=lambda row: row.name)
 def test_sm90_backward_tiles_are_what_the_kernel_takes(row) -> None:
     """Two warpgroups of 64 keys each, or, where dK and dV of as many fill one each, of the same."""

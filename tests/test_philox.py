@@ -144,6 +144,25 @@ def test_neighbours_are_independent(dropout_p: float) -> None:
         assert abs(z) < limit, (down, right)
 
 
+@pytest.mark.parametrize("dropout_p", [0.001, 0.0031, 0.1, 0.5])
+def test_pairs_of_a_block_are_as_correlated_as_their_shared_bits_make_them(
+    dropout_p: float,
+) -> None:
+    """By variance of the threshold's lower half, docs/numerics.md; at 0.5 there is none."""
+    x = dropped_of(dropout_p)
+    # (blocks, pairs): two neighbours and the two 8 further on, in both directions
+    tiles = x.unflatten(-1, (-1, 2, 4, 2)).unflatten(-5, (-1, 2, 4, 2))
+    blocks = tiles.permute(0, 1, 2, 4, 6, 8, 3, 5, 7, 9).reshape(-1, 16)
+    pairs = 16 * 15 / 2
+    products = (blocks.sum(-1) ** 2 - (blocks**2).sum(-1)) / 2
+    threshold = dropout_threshold(dropout_p)
+    p, share = threshold / 65536, threshold % 256 / 256
+    expected = share * (1 - share) / (65536 * p * (1 - p))
+    assert expected < 1 / 256
+    deviation = (products.mean() / pairs - expected) * (pairs * len(blocks)) ** 0.5
+    assert abs(deviation) < (LIMIT if dropout_p > 0.01 else 2 * LIMIT)
+
+
 @pytest.mark.parametrize("dropout_p", PROBABILITIES)
 def test_heads_batches_and_states_are_independent(dropout_p: float) -> None:
     base = dropped_of(dropout_p)

@@ -266,6 +266,24 @@ TEST(features_choose_among_sm90_kernels_and_fall_back) {
   CHECK_EQ(sm90_chosen(nothing, few), "sm90_hd128");
 }
 
+TEST(heads_follow_each_other_only_where_rounds_even_out_their_tiles) {
+  AttentionShape shape = training;
+  shape.head_dim = shape.head_dim_v = 64;
+  const auto heads_per_section = [&](Window window) {
+    auto params = with_tensors(call<ForwardParams>(shape, window));
+    const ForwardPlan result = sm90_plan(params);
+    CHECK_EQ(std::string(result.instance->name), "sm90_hd64");
+    CHECK_EQ(result.schedule.places_per_section, 0);
+    return result.schedule.heads_per_section;
+  };
+  const int tiles = (shape.seqlen_q + 191) / 192;
+  CHECK_EQ(heads_per_section({}), 1);
+  CHECK_EQ(heads_per_section(causal), 1);
+  // Both ends, or the first tiles alone, are the short ones: as many heads as make eight an SM.
+  for (const int right : {0, 1000})
+    CHECK(heads_per_section({.left = 1000, .right = right}) * tiles >= 8 * 132);
+}
+
 TEST(short_causal_calls_have_a_row_of_their_own) {
   AttentionShape shape = training;
   shape.head_dim = shape.head_dim_v = 64;
