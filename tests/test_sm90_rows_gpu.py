@@ -185,12 +185,14 @@ def test_which_kernels_run() -> None:
     [*((d, d) for d in HEAD_DIMS), (8, 64), (32, 64), (72, 96), (104, 128), (136, 192), (200, 256)],
 )
 def test_every_head_dim_has_a_backward_row(head_dim: int, bucket: int, dtype: torch.dtype) -> None:
+    with_softcap = "softcap" if bucket <= 128 else "dropout"
     for variant, features in (
         ("", {}),
         ("", {"window": (7, -1), "deterministic": True}),
         ("dropout", {"dropout_p": 0.1}),
-        ("dropout", {"softcap": 3.0, "causal": True}),
         ("dropout", {"alibi": Alibi.per_head, "deterministic": True}),
+        (with_softcap, {"softcap": 3.0, "causal": True}),
+        (with_softcap, {"softcap": 3.0, "dropout_p": 0.1}),
     ):
         case = make_case(seqlen_q=300, seqlen_k=200, head_dim=head_dim, dtype=dtype, **features)
         plan = families.planned(case, "backward")
@@ -215,7 +217,8 @@ def backward_launches() -> list[tuple[Case, str]]:
         (base, sm90(64)),
         (replace(base, causal=False), sm90(64)),
         (replace(base, head_dim=128, deterministic=True), sm90(128)),
-        (replace(base, softcap=3.0), sm90(64, "dropout")),
+        (replace(base, softcap=3.0), sm90(64, "softcap")),
+        (replace(base, dropout_p=0.5), sm90(64, "dropout")),
         (replace(base, alibi=Alibi.per_batch, head_dim=192), sm90(192, "dropout")),
         (replace(base, dropout_p=0.5, head_dim=256), sm90(256, "dropout")),
         (replace(base, softmax_scale=0.0), sm90(64)),

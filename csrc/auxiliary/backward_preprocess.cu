@@ -12,9 +12,9 @@
 #include <cmath>
 
 #include "auxiliary/auxiliary.h"
-#include "shared/block_sum.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
+#include "shared/block_sum.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/tile_work.h"
