@@ -15,7 +15,7 @@ from torch import Tensor
 
 STEPS = 1 << 16  # dropout_p counts in steps of 1 / STEPS
 ROUNDS = 7
-SHARED_AFTER = 3  # rounds; word 1 then has the bits that a block shares at its top
+SHARED_AFTER = 5  # rounds; words 1 and 3 then make the bits that a block shares
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
@@ -94,7 +94,7 @@ def _kept_of_blocks(
 def _philox(
     rng_state: Tensor, lanes: list[int], row_groups: range, col_groups: range
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The four words of every block, in int64, and word 1 as it is after SHARED_AFTER rounds.
+    """The four words of every block, in int64, and its shared bits at the top of another.
 
     Each (lanes, 4 * row groups, 4 * column groups).
     """
@@ -116,7 +116,7 @@ def _philox(
     shared = c1
     for done in range(ROUNDS):
         if done == SHARED_AFTER:
-            shared = c1
+            shared = c1 ^ c3
         # The product of two numbers of 32 bits may pass 2^63. Integer arithmetic is modulo 2^64
         # and >> brings in copies of the sign bit, which the masks take off.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]

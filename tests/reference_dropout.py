@@ -4,7 +4,7 @@ The random bits are those of Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Sha
 Numbers: As Easy as 1, 2, 3", 2011). One block of 128 bits serves 4 rows x 4 columns, each in two
 pairs 8 apart, as the registers of two threads hold them; every element takes 8 bits of it. They are
 the upper half of the 16 that decide. The lower half is the same for all of a block: the top of the
-second word after three of the seven rounds.
+exclusive or of the second and the fourth word after five of the seven rounds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def random_16(
         for half in range(2):
             bit = bits >> (16 * half + element).astype(np.uint64) & np.uint64(1)
             own += bit << np.uint64(4 * half + word)
-    shared = philox_4x32_7(counter, key, rounds=3)[1] >> np.uint64(24)
+    after_five = philox_4x32_7(counter, key, rounds=5)
+    shared = (after_five[1] ^ after_five[3]) >> np.uint64(24)
     return own << np.uint64(8) | shared
 
 

@@ -222,9 +222,10 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
 
   if (config.family == KernelFamily::sm90) {
     plan.num_ctas = device.num_sms * instance.ctas_per_sm;
-    // A left bound makes the tiles at both ends the short ones, which no order of rounds evens out.
-    const bool is_monotonic = window.left == Window::unbounded;
-    if (!draws && is_monotonic) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
+    // Of two bounds the tiles at one end or both are the short ones and the others alike, which no
+    // order of rounds evens out; a left bound alone has not been tried.
+    const bool has_left_bound = window.left != Window::unbounded;
+    if (!draws && !has_left_bound) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
     if (is_sparse && !is_packed) plan.tickets_offset = workspace.add_bytes(sizeof(int));
   }
   plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);

@@ -105,7 +105,12 @@ struct DropoutMask {
   std::uint32_t stream;
   std::uint32_t threshold;
 
-  static constexpr int shared_after = 3;  // rounds; word 1 then has the bits that pairs share
+  // Rounds after which words 1 and 3 make the bits that pairs share: fewer depend on the counter
+  // too little, and more are too close to the pairs' own.
+  static constexpr int shared_after = 5;
+  FAC_HOST_DEVICE static constexpr std::uint32_t shared_bits(const PhiloxBlock& block) {
+    return block.words[1] ^ block.words[3];
+  }
 
   FAC_HOST_DEVICE static DropoutMask of(const RngState& rng, std::uint32_t threshold, int sequence,
                                         int num_heads, int head) {
@@ -123,7 +128,7 @@ struct DropoutMask {
     const PhiloxBlock counter{{place_word(key_index), place_word(query), stream, offset}};
     const PhiloxBlock first = more_philox_rounds(counter, key, 0, shared_after);
     return {.own = more_philox_rounds(first, key, shared_after, philox_rounds - shared_after),
-            .shared = first.words[1]};
+            .shared = shared_bits(first)};
   }
 
   // Of the counter: which queries or which keys a block is for.

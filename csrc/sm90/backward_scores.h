@@ -53,14 +53,14 @@ CUTE_DEVICE Operand& weights_beside(Operand& probs, Operand& own_weights) {
   }
 }
 
-// Two numbers of 16 bits an instruction.
+// Two numbers of 16 bits an instruction; NaN stays.
 template <class Element, class Fragment>
 CUTE_DEVICE void zero_negative(Fragment& fragment) {
   using Two = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, __half2, __nv_bfloat162>;
   auto pairs = recast<Two>(fragment);
   const Two zeros{};
   CUTE_UNROLL
-  for (int i = 0; i < size(pairs); ++i) pairs(i) = __hmax2(pairs(i), zeros);
+  for (int i = 0; i < size(pairs); ++i) pairs(i) = __hmax2_nan(pairs(i), zeros);
 }
 
 template <class Traits>
@@ -111,7 +111,7 @@ struct ScoreMath {
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
           fp32_weights(i) *= scores(i);
-          if constexpr (drops) scores(i) = fmaxf(scores(i), 0.0f);
+          if constexpr (drops) scores(i) = scores(i) < 0.0f ? 0.0f : scores(i);
         }
         auto part_weights = queries_of<part_queries>(weights, begin);
         auto part_probs = queries_of<part_queries>(probs, begin);

@@ -208,6 +208,7 @@ struct BackwardTraits {
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
+  static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert(score_parts == 1 || (!has_modifiers && !is_sparse && !has_bias));
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(instruction_columns<ScoresMma> == score_queries, "instructions as wide as a part");

@@ -90,12 +90,12 @@ FAC_HOST_DEVICE DropoutBlock join_rounds(const DropoutMask& mask, const RowRound
   const std::uint64_t product = wide_product(philox_second_multiplier, row.second ^ column.first);
   PhiloxBlock block{{high_word(product) ^ column.second ^ key.low, low_word(product),
                      high_word(column.third) ^ row.third, low_word(column.third)}};
-  static_assert(DropoutMask::shared_after == 3);
-  const std::uint32_t shared = block.words[1];
+  std::uint32_t shared = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (int round = 3; round < philox_rounds; ++round) {
+    if (round == DropoutMask::shared_after) shared = DropoutMask::shared_bits(block);
     key = next_philox_key(key);
     const std::uint64_t first = wide_product(philox_first_multiplier, block.words[0]);
     const std::uint64_t second = wide_product(philox_second_multiplier, block.words[2]);
