@@ -65,7 +65,8 @@ def keep_mask(
         len(batch), len(heads), len(row_groups) * _GROUP, len(col_groups) * _GROUP
     )
     first_row, first_col = rows.start % _GROUP, cols.start % _GROUP
-    return kept[:, :, first_row : first_row + len(rows), first_col : first_col + len(cols)]
+    kept = kept[:, :, first_row : first_row + len(rows), first_col : first_col + len(cols)]
+    return kept.contiguous()
 
 
 def _groups(positions: range) -> range:

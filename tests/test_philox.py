@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cuda.philox import dropout_threshold, keep_mask, keep_scale
+from flash_attn_cuda.philox import _philox, dropout_threshold, keep_mask, keep_scale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,23 +144,83 @@ def test_neighbours_are_independent(dropout_p: float) -> None:
         assert abs(z) < limit, (down, right)
 
 
-@pytest.mark.parametrize("dropout_p", [0.001, 0.0031, 0.1, 0.5])
+@pytest.mark.parametrize(("dropout_p", "states"), [(0.001, 4), (0.0031, 12), (0.1, 1), (0.5, 1)])
 def test_pairs_of_a_block_are_as_correlated_as_their_shared_bits_make_them(
-    dropout_p: float,
+    dropout_p: float, states: int
 ) -> None:
-    """By variance of the threshold's lower half, docs/numerics.md; at 0.5 there is none."""
-    x = dropped_of(dropout_p)
-    # (blocks, pairs): two neighbours and the two 8 further on, in both directions
-    tiles = x.unflatten(-1, (-1, 2, 4, 2)).unflatten(-5, (-1, 2, 4, 2))
-    blocks = tiles.permute(0, 1, 2, 4, 6, 8, 3, 5, 7, 9).reshape(-1, 16)
-    pairs = 16 * 15 / 2
-    products = (blocks.sum(-1) ** 2 - (blocks**2).sum(-1)) / 2
+    """By the variance of the threshold's lower half, docs/numerics.md; at 0.5 there is none."""
+    sums, count = 0.0, 0
+    for state in range(states):
+        x = dropped_of(dropout_p, torch.tensor([SEED + state, OFFSET]))
+        # (blocks, pairs): two neighbours and the two 8 further on, in both directions
+        tiles = x.unflatten(-1, (-1, 2, 4, 2)).unflatten(-5, (-1, 2, 4, 2))
+        blocks = tiles.permute(0, 1, 2, 4, 6, 8, 3, 5, 7, 9).reshape(-1, 16)
+        sums += float((blocks.sum(-1) ** 2 - (blocks**2).sum(-1)).sum()) / 2
+        count += len(blocks) * 16 * 15 // 2
     threshold = dropout_threshold(dropout_p)
     p, share = threshold / 65536, threshold % 256 / 256
     expected = share * (1 - share) / (65536 * p * (1 - p))
     assert expected < 1 / 256
-    deviation = (products.mean() / pairs - expected) * (pairs * len(blocks)) ** 0.5
-    assert abs(deviation) < (LIMIT if dropout_p > 0.01 else 2 * LIMIT)
+    correlation, deviation = sums / count, count**-0.5
+    assert abs(correlation - expected) < (1 if dropout_p > 0.01 else 2) * LIMIT * deviation
+    if dropout_p < 0.01:
+        assert correlation > LIMIT * deviation  # 16 bits for each pair would not do
+
+
+def shared_bytes(seed: int = SEED, offset: int = OFFSET, lane: int = 0) -> Tensor:
+    """(512, 512): of the blocks of one head."""
+    groups = range(128)
+    return _philox(torch.tensor([seed, offset]), [lane], groups, groups)[1][0] >> 24
+
+
+def deviation_of_matches(a: Tensor, b: Tensor) -> float:
+    """Of how often two equal numbers of 8 bits meet, in standard deviations."""
+    share = 1 / 256
+    matches = float((a == b).double().mean())
+    return (matches - share) * (a.numel() / (share * (1 - share))) ** 0.5
+
+
+def test_shared_bits_are_those_of_the_whole_counter_and_key() -> None:
+    base = shared_bytes()
+    others = {
+        "head": shared_bytes(lane=1),
+        "another head": shared_bytes(lane=2),
+        "offset": shared_bytes(offset=OFFSET + 1),
+        "the next call's offset": shared_bytes(offset=OFFSET + 4),
+        "seed": shared_bytes(seed=SEED + 1),
+        "upper half of the seed": shared_bytes(seed=SEED + 2**32),
+    }
+    for what, other in others.items():
+        assert abs(deviation_of_matches(base, other)) < LIMIT, what
+    for distance in (1, 2, 4, 8, 16, 64):
+        assert abs(deviation_of_matches(base[distance:], base[:-distance])) < LIMIT, distance
+        assert abs(deviation_of_matches(base[:, distance:], base[:, :-distance])) < LIMIT, distance
+
+
+def test_shared_bits_know_nothing_of_the_pairs_own() -> None:
+    groups = range(128)
+    words, shared = _philox(torch.tensor([SEED, OFFSET]), [0], groups, groups)
+
+    def signs(word: Tensor, bits: range) -> Tensor:
+        return torch.stack([(word >> bit & 1).double().flatten() * 2 - 1 for bit in bits])
+
+    of_block = signs(shared, range(24, 32))
+    for word in words:
+        z = of_block @ signs(word, range(32)).T / of_block.shape[1] ** 0.5
+        assert z.abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("dropout_p", [0.003, 0.1])
+def test_no_position_is_spared_call_after_call(dropout_p: float) -> None:
+    """Over the offsets of many calls with one seed a position drops as often as any other."""
+    calls, size = 800, 64
+    drops = torch.zeros(size, size, dtype=torch.double)
+    for call in range(calls):
+        state = torch.tensor([SEED, OFFSET + 4 * call])
+        drops += ~keep_mask(state, dropout_p, range(1), range(1), 1, range(size), range(size))[0, 0]
+    p = dropout_threshold(dropout_p) / 65536
+    ratio = float(drops.var()) / (calls * p * (1 - p))
+    assert abs(ratio - 1) < LIMIT * (2 / size**2) ** 0.5 * 1.5  # rare drops tail further
 
 
 @pytest.mark.parametrize("dropout_p", PROBABILITIES)

@@ -72,7 +72,7 @@ struct ForwardPlan {
   int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
   std::size_t out_partial_offset = 0;
   std::size_t lse_partial_offset = 0;
-  std::size_t tickets_offset = 0;  // sm90, block-sparse, dense: a counter of tiles that are drawn
+  std::size_t tickets_offset = 0;  // sm90, lists, not packed: a counter of tiles drawn
   std::size_t workspace_bytes = 0;
 };
 
@@ -84,8 +84,8 @@ enum class DqPath : std::uint8_t {
   direct      // a sequence has one key tile, which writes dq; there are no sums
 };
 
-// The backward runs as [sequence table ->] preprocess [-> sum of dsink] -> main [-> convert] [->
-// reduce]. Offsets are bytes into the workspace.
+// The backward runs as [sequence table ->] preprocess [-> sum of dsink, sm80] -> main [-> convert]
+// [-> reduce]. Offsets are bytes into the workspace.
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
   TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits

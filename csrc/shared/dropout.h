@@ -159,9 +159,11 @@ struct DropoutDecisions {
   std::uint32_t words[(kTiles + 3) / 4];
 
   // Of four tiles, or the last two, the even lane draws the first half.
-  static constexpr bool is_pair(int tile) { return tile / 4 * 4 + 2 == kTiles; }
-  static constexpr int from_odd_lane(int tile) { return is_pair(tile) ? tile % 2 : tile / 2 % 2; }
-  static constexpr int half_word(int tile) { return is_pair(tile) ? 0 : tile % 2; }
+  static constexpr bool is_of_last_two(int tile) { return tile / 4 * 4 + 2 == kTiles; }
+  static constexpr int from_odd_lane(int tile) {
+    return is_of_last_two(tile) ? tile % 2 : tile / 2 % 2;
+  }
+  static constexpr int upper_half(int tile) { return is_of_last_two(tile) ? 0 : tile % 2; }
   // In a block's 16 bits, those of an odd lane's pairs are this far above the others.
   static constexpr unsigned odd_pairs = kTransposed ? 4 : 8;
   static constexpr std::uint32_t even_bits = kTransposed ? 0x0f0f0f0f : 0x00ff00ff;
@@ -192,8 +194,8 @@ struct DropoutDecisions {
     }
     CUTE_UNROLL
     for (int tile = 0; tile < kTiles; tile += 4) {
-      const DropoutBlock first = block_at(tile, tile + (is_pair(tile) ? 1 : 2));
-      const DropoutBlock second = is_pair(tile) ? first : block_at(tile + 1, tile + 3);
+      const DropoutBlock first = block_at(tile, tile + (is_of_last_two(tile) ? 1 : 2));
+      const DropoutBlock second = is_of_last_two(tile) ? first : block_at(tile + 1, tile + 3);
       const std::uint32_t drawn = threshold.kept(first, second);
       const std::uint32_t received = __shfl_xor_sync(all_lanes, drawn, neighbour);
       decisions.words[tile / 4] =
@@ -203,11 +205,11 @@ struct DropoutDecisions {
   }
 
   // Whether a pair of the thread is kept: `line` tells its two queries apart (kTransposed: its two
-  // keys), `place` its four keys (queries) in their order, 0, 1, 8 and 9 from the first.
-  __device__ __forceinline__ bool keeps(int tile, int line, int place) const {
-    const int pair =
-        kTransposed ? place % 2 * 8 + place / 2 * 2 + line : place % 2 * 4 + line * 2 + place / 2;
-    const int bit = half_word(tile) * 16 + from_odd_lane(tile) * int(odd_pairs) + pair;
+  // keys), `number` its four keys (queries) in their order, 0, 1, 8 and 9 from the first.
+  __device__ __forceinline__ bool keeps(int tile, int line, int number) const {
+    const int pair = kTransposed ? number % 2 * 8 + number / 2 * 2 + line
+                                 : number % 2 * 4 + line * 2 + number / 2;
+    const int bit = upper_half(tile) * 16 + from_odd_lane(tile) * int(odd_pairs) + pair;
     return words[tile / 4] >> bit & 1;
   }
 };

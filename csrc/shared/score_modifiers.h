@@ -1,6 +1,6 @@
 // What happens to a raw score q k^T besides the scale: softcap (Gemma 2, section 2) and ALiBi
 // (Press et al., "Train Short, Test Long", 2022); score_bias.h adds a tensor. Kernels that carry
-// these scale the scores themselves, so that the softmax sees natural units.
+// these scale the scores themselves, so that the softmax sees them in units of score_unit.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +80,7 @@ CUTE_DEVICE void tanh_of_scores(Scores& scores, float factor) {
 
 // Of one query head.
 struct ScoreModifiers {
-  float factor;  // from q k^T to the argument of tanh, or, without softcap, to the score
+  float factor;  // from q k^T to the argument of tanh, or, without softcap, to the score in units
   bool has_softcap;
   float alibi_slope;  // in score_unit; 0 without ALiBi
   int shift;          // key j is at distance |i + shift - j| of query i

@@ -24,7 +24,7 @@ using MmaAtom =
                                 SM80_16x8x16_F32BF16BF16F32_TN, SM80_16x8x16_F32F16F16F32_TN>>;
 
 // Warps in a grid of kWarpsM x kWarpsN. Sixteen neighbouring columns a warp: one ldmatrix.x4 brings
-// two k16n8 B atoms, and a thread holds whole blocks of dropout decisions (shared/dropout.h).
+// two k16n8 B atoms, and two lanes hold whole blocks of dropout decisions (shared/dropout.h).
 template <class Element, int kWarpsM, int kWarpsN>
 using WarpGridMma = TiledMMA<
     MmaAtom<Element>, Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,

@@ -32,7 +32,7 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
   static_assert(Traits::drawing_warps == 4, "one for each warp of a warpgroup");
   const int lane = threadIdx.x % 32;
   constexpr int neighbour = 4;  // lanes away is the next row
-  const int own = lane / neighbour % 2;
+  const int own_word = lane / neighbour % 2;
   ForwardParams const& params = args.params;
   const RngState rng = read_rng(params.dropout.rng);
   const auto threshold = DropoutThreshold::of(params.dropout.threshold);
@@ -52,17 +52,19 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
 
     CUTE_NO_UNROLL
     for (int block = range.end - 1; block >= range.begin; --block) {
-      const int first_key = block * Traits::block_n + own * Words::columns_per_word + lane % 4 * 2;
+      const int first_key =
+          block * Traits::block_n + own_word * Words::columns_per_word + lane % 4 * 2;
       const auto columns = TileColumns::of(mask, first_key);
       CUTE_NO_UNROLL
       for (int warpgroup = 0; warpgroup < Traits::consumers; ++warpgroup) {
         const DrawnTiles drawn = columns.draw(mask, threshold, first_query + 64 * warpgroup);
-        const std::uint32_t received = __shfl_xor_sync(0xffffffffu, drawn.word(1 - own), neighbour);
+        const std::uint32_t received =
+            __shfl_xor_sync(0xffffffffu, drawn.word(1 - own_word), neighbour);
         auto& ring = smem.dropout.ring[warpgroup];
         auto& words = smem.dropout.words[warpgroup][place.stage];
         wait_empty(ring, place);  // late: these are drawn ahead of it
-        words[own][32 * drawing_warp + lane] = drawn.word(own);
-        words[1 - own][32 * drawing_warp + lane] = received;
+        words[own_word][32 * drawing_warp + lane] = drawn.word(own_word);
+        words[1 - own_word][32 * drawing_warp + lane] = received;
         __syncwarp();
         publish(ring, place);
       }

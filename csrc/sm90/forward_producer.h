@@ -48,14 +48,14 @@ struct TileWalk {
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
     for (;;) {
-      // As unsigned, which the last round of the largest grid stays within, and tickets: every CTA
-      // draws once in vain.
       int id;
       if (tickets != nullptr) {
+        // As unsigned, because every CTA draws once in vain.
         const auto ticket = static_cast<unsigned>(atomicAdd(tickets, 1));
         if (ticket >= args.num_tiles) return false;
         id = static_cast<int>(ticket);
       } else {
+        // As unsigned, which the last round of the largest grid stays within.
         const unsigned first = static_cast<unsigned>(round) * gridDim.x;
         if (first >= args.num_places) return false;
         // Every other round runs backwards: with long tiles first, who had the longest of one round

@@ -107,7 +107,7 @@ struct ForwardTraits {
   // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
   // buffer is enough: consumers take their words when a step's scores are there, and the next ones
   // are wanted a whole step later.
-  using Words = WordLayout<draws_ahead ? block_n : 128>;
+  using Words = WordLayout<draws_ahead ? block_n : 128>;  // of no use where nobody draws ahead
   static constexpr int word_stages = 1;
   struct DropoutWords {
     Ring<word_stages> ring[consumers];  // each warpgroup is at a step of its own
