@@ -345,7 +345,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(256, block_n=16, num_warps=2),
     *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
     *sm80_masked_forward(64, block_m=128, allowed_spill_bytes=96),
-    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=432),
+    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=444),
     *sm80_masked_forward(256, block_m=64),
 )
 
