@@ -333,7 +333,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
         96, block_m=128, block_n=64, num_warps=4, spills={"modifiers": 44, "dropout": 60}
     ),
     *sm80_forward_rows(
-        128, block_m=128, block_n=64, num_warps=4, spills={"": 44, "modifiers": 88, "dropout": 152}
+        128, block_m=128, block_n=64, num_warps=4, spills={"": 44, "modifiers": 88, "dropout": 176}
     ),
     *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
