@@ -316,15 +316,15 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_features(192, block_n=96, allowed_spill_bytes=80),
+    *sm90_features(192, block_n=96, allowed_spill_bytes=64),
     *sm90_forward(256, block_m=128, block_n=64),
-    *sm90_features(256, block_n=64, allowed_spill_bytes=84),
+    *sm90_features(256, block_n=64, allowed_spill_bytes=64),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
     *sm90_bias_forward(64),
     *sm90_bias_forward(128),
     *sm80_forward_rows(
-        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 76, "dropout": 72}
+        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 76, "dropout": 56}
     ),
     *sm80_forward_rows(
         64, block_m=128, block_n=96, num_warps=4, spills={"": 48, "modifiers": 104, "dropout": 136}
@@ -344,8 +344,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(192, block_n=16, num_warps=4),
     *sm80_decode(256, block_n=16, num_warps=2),
     *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
-    *sm80_masked_forward(64, block_m=128, allowed_spill_bytes=96),
-    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=444),
+    *sm80_masked_forward(64, block_m=128, allowed_spill_bytes=68),
+    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=436),
     *sm80_masked_forward(256, block_m=64),
 )
 
@@ -483,7 +483,7 @@ def sm90_backward_rows(
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 68, "dropout": 32, "softcap": 20}),
-    *sm90_backward_rows(96, spills={"": 64, "dropout": 20, "softcap": 32}),
+    *sm90_backward_rows(96, spills={"": 64, "dropout": 20, "softcap": 20}),
     *sm90_backward_rows(128, spills={"": 76, "dropout": 56, "softcap": 112}),
     *sm90_backward(
         192,
@@ -494,13 +494,13 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         allowed_spill_bytes=200,
     ),
     *sm90_backward_rows(192, block_n=64, spills={"": 16, "dropout": 16}),
-    *sm90_backward_rows(256, block_n=64, spills={"": 72, "dropout": 272}),
+    *sm90_backward_rows(256, block_n=64, spills={"": 72, "dropout": 204}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=112),
     *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=128),
     *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=20),
     *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=20),
     *sm80_backward_rows(
-        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 80}
+        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 44}
     ),
     *sm80_backward_rows(
         64,
@@ -508,7 +508,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_4,
         **DOUBLE_BUFFERED,
-        spills={"ordered": 4, "dropout": 140},
+        spills={"ordered": 4, "dropout": 88},
     ),
     *sm80_backward_small(
         64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
@@ -526,21 +526,19 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_2,
         **DOUBLE_BUFFERED,
-        spills={"": 32, "modifiers": 28, "dropout": 52},
+        spills={"": 32, "modifiers": 28, "dropout": 40},
     ),
     *sm80_backward_small(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
-    *sm80_backward_rows(
-        192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED, spills={"dropout": 4}
-    ),
+    *sm80_backward_rows(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
     *sm80_backward_rows(
         256,
         block_m=64,
         block_n=64,
         **WARPS_4_2_2,
         **DOUBLE_BUFFERED,
-        spills={"": 28, "ordered": 36, "modifiers": 40, "dropout": 104},
+        spills={"": 28, "ordered": 36, "modifiers": 40, "dropout": 80},
     ),
     *sm80_backward_small(
         256,
@@ -549,7 +547,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=64,
         **WARPS_4_2_2,
         **SINGLE_BUFFERED,
-        spills={"smem163k": 44, "dropout_smem163k": 92},
+        spills={"smem163k": 44, "dropout_smem163k": 68},
     ),
     *sm80_backward_small(
         256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
