@@ -1,7 +1,7 @@
 // From cu_seqlens to the table that packed calls read (shared/sequence.h): bounds of every
 // sequence, checked and made safe, the lists of tiles, and a counter of tiles that starts at zero,
-// for kernels whose CTAs draw them. One block: a batch of a few thousand sequences is a few thousand
-// additions, and a second block would need a second launch.
+// for kernels whose CTAs draw them. One block: a batch of a few thousand sequences is a few
+// thousand additions, and a second block would need a second launch.
 //
 // The tiles of a sequence stay together and in order; sequences come by length, longest first, so
 // that the grid ends on short ones. Lengths are sorted into buckets 1/8 of an octave wide.
