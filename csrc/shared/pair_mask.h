@@ -54,55 +54,83 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
   }
 }
 
-// The same for what a thread holds of a wgmma accumulator, (j, j + 1) of every eight columns, with
-// one load for 32 keys. kKeys: the tile's keys; its queries are those of one piece.
-template <int kKeys, class Scores, class Coords>
-CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Pieces pieces,
-                                     const HeadBits& bits, int query_begin, int key_begin,
-                                     float hidden) {
+// The words that a thread of a wgmma accumulator needs to hide pairs: loaded while the scores are
+// multiplied, because they may come from far away. A word has the bits of 32 keys.
+template <int kWords>
+struct PairWords {
+  std::uint32_t words[kWords];
+};
+
+// Of the two rows of a thread, whose first pair coords(row, 0) has, and kKeys keys. The queries are
+// those of one piece.
+template <int kKeys, class Coords>
+CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(Coords const& coords, Pieces pieces,
+                                                      const HeadBits& bits, int query_begin,
+                                                      int key_begin) {
+  using namespace cute;
+  PairWords<2 * kKeys / 32> loaded;
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kKeys / 32; ++i) {
+    const int key = key_begin + i / 2 * 32;
+    const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
+    loaded.words[i] = visible_word(state, bits, query_begin + get<0>(coords(i % 2, 0)), key);
+  }
+  return loaded;
+}
+
+// Of the accumulator they were loaded for, of which a thread has (j, j + 1) of every eight columns.
+template <int kWords, class Scores, class Coords>
+CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords,
+                                     PairWords<kWords> const& loaded, float hidden) {
   using namespace cute;
   constexpr int columns_of_word = 8;
+  static_assert(decltype(size(scores))::value == kWords * columns_of_word);
   const int first = get<1>(coords(0, 0));
   CUTE_UNROLL
-  for (int row = 0; row < size<0>(scores); ++row) {
-    const int query = query_begin + get<0>(coords(row, 0));
+  for (int i = 0; i < kWords; ++i) {
+    const std::uint32_t seen = loaded.words[i] >> first;
     CUTE_UNROLL
-    for (int word = 0; word < kKeys / 32; ++word) {
-      const int key = key_begin + 32 * word;
-      const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
-      const std::uint32_t seen = visible_word(state, bits, query, key) >> first;
-      CUTE_UNROLL
-      for (int i = 0; i < columns_of_word; ++i) {
-        const int bit = i / 2 * 8 + i % 2;
-        if ((seen >> bit & 1) == 0) scores(row, word * columns_of_word + i) = hidden;
-      }
+    for (int column = 0; column < columns_of_word; ++column) {
+      const int bit = column / 2 * 8 + column % 2;
+      if ((seen >> bit & 1) == 0) scores(i % 2, i / 2 * columns_of_word + column) = hidden;
     }
   }
 }
 
-// The same of S^T of a piece, rows being the 16 keys of a warp, of which a thread holds `first_key`
-// and the eighth behind it, and columns the queries (i, i + 1) of every eight. All lanes together:
-// each loads the words of two queries, because registers are what is short here.
-template <class Scores>
-CUTE_DEVICE void hide_transposed_pairs(Scores& scores, PieceState state, const HeadBits& bits,
-                                       int query_begin, int first_key, float hidden) {
+// For S^T of a piece, whose rows are the 16 keys of a warp, of which a thread holds `first_key` and
+// the eighth behind it, and whose columns are the queries (i, i + 1) of every eight: the words of
+// two of kQueries queries, because registers are what is short here.
+template <int kQueries>
+CUTE_DEVICE PairWords<kQueries / 32> load_transposed_words(Pieces pieces, const HeadBits& bits,
+                                                           int query_begin, int first_key) {
+  PairWords<kQueries / 32> loaded;
+  CUTE_UNROLL
+  for (int i = 0; i < kQueries / 32; ++i) {
+    const int query = query_begin + 32 * i + static_cast<int>(threadIdx.x % 32);
+    const PieceState state = pieces.at(query / list_piece % 2, first_key / list_piece % 2);
+    loaded.words[i] = visible_word(state, bits, query, first_key);
+  }
+  return loaded;
+}
+
+// All lanes together: each has words that the others need.
+template <int kWords, class Scores>
+CUTE_DEVICE void hide_transposed_pairs(Scores& scores, PairWords<kWords> const& loaded,
+                                       int first_key, float hidden) {
   using namespace cute;
   constexpr int columns_of_warp = 8;  // whose queries a warp's lanes have one word each of
   static_assert(decltype(size<0>(scores))::value == 2);
-  static_assert(decltype(size<1>(scores))::value == list_piece / 4);
+  static_assert(decltype(size<1>(scores))::value == kWords * columns_of_warp);
   const int lane = threadIdx.x % 32;
   const std::uint32_t first = 1u << first_key % 32;
   CUTE_UNROLL
-  for (int begin = 0; begin < size<1>(scores); begin += columns_of_warp) {
-    const int query = query_begin + begin / columns_of_warp * 32 + lane;
-    const std::uint32_t own = visible_word(state, bits, query, first_key);
-    CUTE_UNROLL
-    for (int i = 0; i < columns_of_warp; ++i) {
-      const int source = lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const std::uint32_t word = __shfl_sync(0xffffffffu, own, source);
-      if ((word & first) == 0) scores(0, begin + i) = hidden;
-      if ((word & first << 8) == 0) scores(1, begin + i) = hidden;
-    }
+  for (int column = 0; column < size<1>(scores); ++column) {
+    const int i = column % columns_of_warp;
+    const int source = lane % 4 * 2 + i / 2 * 8 + i % 2;
+    const std::uint32_t word =
+        __shfl_sync(0xffffffffu, loaded.words[column / columns_of_warp], source);
+    if ((word & first) == 0) scores(0, column) = hidden;
+    if ((word & first << 8) == 0) scores(1, column) = hidden;
   }
 }
 

@@ -78,14 +78,19 @@ struct ScoreMath {
     if constexpr (drops) rng = read_rng(call.params.dropout.rng);
   }
 
-  // What dropout drops of a tile of scores; it takes a while, and no scores.
+  // What dropout drops of a tile of scores, or lists hide; it takes a while, and no scores.
   CUTE_DEVICE auto draw(ScoreTile const& tile) const {
     if constexpr (drops) {
-      const int first_key = tile.key_begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      const int first_key = first_key_of(tile);
       const int first_query = tile.query_begin + threadIdx.x % 4 * 2;
       if (call.params.dropout.threshold == 0) return Decisions::all_kept();
       return Decisions::draw(dropout_mask(tile),
                              [&](int n) { return int2{first_query + 16 * n, first_key}; });
+    } else if constexpr (Traits::is_sparse) {
+      if (shows_all(tile)) return PairWords<queries / 32>{};
+      const HeadBits bits = HeadBits::of(call.params.sparsity.bits, tile.sequence.index, tile.head);
+      return load_transposed_words<queries>(tile.pieces, bits, tile.query_begin,
+                                            first_key_of(tile));
     } else {
       return Nothing{};
     }
@@ -127,7 +132,10 @@ struct ScoreMath {
                                 tile.key_begin);
         }
       }
-      if constexpr (Traits::is_sparse) hide_unlisted(tile, tSrS);
+      if constexpr (Traits::is_sparse) {
+        if (!shows_all(tile))
+          hide_transposed_pairs(scores, decisions, first_key_of(tile), -INFINITY);
+      }
       if (!tile.is_interior) hide(tile, scores, coords_by_key<queries>());
       exponentiate(scores, lse_log2);
       if constexpr (drops) mark_dropped(decisions, 0, tSrS);
@@ -161,20 +169,14 @@ struct ScoreMath {
   }
 
  private:
-  template <class Accumulator>
-  CUTE_DEVICE void hide_unlisted(ScoreTile const& tile, Accumulator& tSrS) const {
-    if (tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin)) return;
-    const HeadBits bits = HeadBits::of(call.params.sparsity.bits, tile.sequence.index, tile.head);
-    const int first_key = tile.key_begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    CUTE_UNROLL
-    for (int begin = 0; begin < queries; begin += list_piece) {
-      const int query = tile.query_begin + begin;
-      const PieceState state =
-          tile.pieces.at(query / list_piece % 2, tile.key_begin / list_piece % 2);
-      auto part = queries_of<list_piece>(tSrS, begin);
-      auto scores = rows_cols_view(part);
-      hide_transposed_pairs(scores, state, bits, query, first_key, -INFINITY);
-    }
+  // A list.
+  CUTE_DEVICE static bool shows_all(ScoreTile const& tile) {
+    return tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin);
+  }
+
+  // Of the two keys of a thread.
+  CUTE_DEVICE static int first_key_of(ScoreTile const& tile) {
+    return tile.key_begin + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
   }
 
   // What a thread holds of the queries [begin, begin + kQueries), of an accumulator of S^T or of a

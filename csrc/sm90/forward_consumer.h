@@ -55,6 +55,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       rows_cols_view(scores_share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
 
   [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
+  [[maybe_unused]] PairWords<2 * block_n / 32> visible_pairs{};
 
   // Products run while other code does; finish_.. waits for them and gives the buffer back.
   auto start_scores = [&]() {
@@ -99,6 +100,17 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
+    // While the scores are multiplied, because it takes as long.
+    auto load_bits = [&]() {
+      if constexpr (Traits::is_sparse) {
+        const int key_begin = visited.block * block_n;
+        if (visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) return;
+        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
+        visible_pairs =
+            load_pair_words<block_n>(tScS, visited.pieces, bits, query_begin, key_begin);
+      }
+    };
+
     // S of `block` -> P for the next product; true if O has to be rescaled before it.
     auto scores_to_probabilities = [&](int block) {
       bool is_interior = range.is_interior(block);
@@ -121,9 +133,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       }
       if constexpr (Traits::is_sparse) {
         if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
-          const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
-          hide_pairs_by_words<block_n>(scores, tScS, visited.pieces, bits, query_begin, key_begin,
-                                       -INFINITY);
+          hide_pairs_by_words(scores, tScS, visible_pairs, -INFINITY);
         }
       }
       if (!is_interior) {
@@ -154,6 +164,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
     wait_full(smem.q_ring, q_place);
     start_scores();
+    load_bits();
     finish_scores(Int<0>{}, range.end - 1 == range.begin);
     scores_to_probabilities(range.end - 1);
     keep_probabilities();
@@ -162,6 +173,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         start_output(block < range.end - 2);
         finish_output();
         start_scores();
+        load_bits();
         finish_scores(Int<0>{}, block == range.begin);
         if (scores_to_probabilities(block)) softmax.rescale_o(output);
         keep_probabilities();
@@ -170,6 +182,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         start_scores();
         start_output(block < range.end - 2);
         turns.pass();
+        load_bits();
         finish_scores(Int<1>{}, block == range.begin);
         const bool rescales = scores_to_probabilities(block);
         finish_output();
