@@ -21,16 +21,18 @@ struct HeadBits {
     return {.data = data, .row_stride = bits.row_stride, .last_row = bits.rows - 1};
   }
 
-  // The word of `key`, of which bit j % 32 is that of key j. Queries beyond the mask are nobody's.
-  CUTE_DEVICE std::uint32_t word(int query, int key) const {
-    return data[min(query, last_row) * row_stride + key / 32];
+  // The word of `key`, of which bit j % 32 is that of key j, and those behind it. Queries beyond
+  // the mask are nobody's.
+  CUTE_DEVICE const std::uint32_t* words(int query, int key) const {
+    return data + min(query, last_row) * row_stride + key / 32;
   }
 };
 
-// The same of a pair's piece, whatever its state. Where there are no bits nothing asks for them, or
-// finds the pair hidden.
-CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits, int query, int key) {
-  if (state == PieceState::by_bits && bits.data != nullptr) return bits.word(query, key);
+// A word of `bits` in a piece, whatever its state. Where there are no bits nothing asks for them,
+// or finds the pairs hidden.
+CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits,
+                                       const std::uint32_t* word) {
+  if (state == PieceState::by_bits && bits.data != nullptr) return *word;
   return state == PieceState::visible ? ~0u : 0u;
 }
 
@@ -47,7 +49,7 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
     for (int col = 0; col < size<1>(scores); col += 2) {
       const int key = key_begin + get<1>(coords(row, col));
       const PieceState state = pieces.at(query / list_piece % 2, key / list_piece % 2);
-      const std::uint32_t seen = visible_word(state, bits, query, key) >> key % 32;
+      const std::uint32_t seen = visible_word(state, bits, bits.words(query, key)) >> key % 32;
       if ((seen & 1) == 0) scores(row, col) = hidden;
       if ((seen & 2) == 0) scores(row, col + 1) = hidden;
     }
@@ -61,8 +63,8 @@ struct PairWords {
   std::uint32_t words[kWords];
 };
 
-// Of the two rows of a thread, whose first pair coords(row, 0) has, and kKeys keys. The queries are
-// those of one piece.
+// Of the two rows of a thread, whose first pairs coords(row, 0) has, and kKeys keys: those of row 0
+// and of row 1 in turn. The queries are those of one piece.
 template <int kKeys, class Coords>
 CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(Coords const& coords, Pieces pieces,
                                                       const HeadBits& bits, int query_begin,
@@ -70,29 +72,41 @@ CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(Coords const& coords, Piec
   using namespace cute;
   PairWords<2 * kKeys / 32> loaded;
   CUTE_UNROLL
-  for (int i = 0; i < 2 * kKeys / 32; ++i) {
-    const int key = key_begin + i / 2 * 32;
-    const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
-    loaded.words[i] = visible_word(state, bits, query_begin + get<0>(coords(i % 2, 0)), key);
+  for (int row = 0; row < 2; ++row) {
+    const std::uint32_t* words = bits.words(query_begin + get<0>(coords(row, 0)), key_begin);
+    CUTE_UNROLL
+    for (int word = 0; word < kKeys / 32; ++word) {
+      const int key_half = (key_begin / list_piece + word / 2) % 2;
+      const PieceState state = pieces.at(query_begin / list_piece % 2, key_half);
+      loaded.words[2 * word + row] = visible_word(state, bits, words + word);
+    }
   }
   return loaded;
 }
 
 // Of the accumulator they were loaded for, of which a thread has (j, j + 1) of every eight columns.
 template <int kWords, class Scores, class Coords>
-CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords,
-                                     PairWords<kWords> const& loaded, float hidden) {
+CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Pieces pieces,
+                                     PairWords<kWords> const& loaded, int query_begin,
+                                     int key_begin, float hidden) {
   using namespace cute;
   constexpr int columns_of_word = 8;
+  constexpr int words_of_piece = 2 * list_piece / 32;
   static_assert(decltype(size(scores))::value == kWords * columns_of_word);
   const int first = get<1>(coords(0, 0));
   CUTE_UNROLL
-  for (int i = 0; i < kWords; ++i) {
-    const std::uint32_t seen = loaded.words[i] >> first;
+  for (int begin = 0; begin < kWords; begin += words_of_piece) {
+    const int key = key_begin + begin / words_of_piece * list_piece;
+    const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
+    if (state == PieceState::visible) continue;
     CUTE_UNROLL
-    for (int column = 0; column < columns_of_word; ++column) {
-      const int bit = column / 2 * 8 + column % 2;
-      if ((seen >> bit & 1) == 0) scores(i % 2, i / 2 * columns_of_word + column) = hidden;
+    for (int i = begin; i < begin + words_of_piece; ++i) {
+      const std::uint32_t seen = loaded.words[i] >> first;
+      CUTE_UNROLL
+      for (int column = 0; column < columns_of_word; ++column) {
+        const int bit = column / 2 * 8 + column % 2;
+        if ((seen >> bit & 1) == 0) scores(i % 2, i / 2 * columns_of_word + column) = hidden;
+      }
     }
   }
 }
@@ -108,7 +122,7 @@ CUTE_DEVICE PairWords<kQueries / 32> load_transposed_words(Pieces pieces, const 
   for (int i = 0; i < kQueries / 32; ++i) {
     const int query = query_begin + 32 * i + static_cast<int>(threadIdx.x % 32);
     const PieceState state = pieces.at(query / list_piece % 2, first_key / list_piece % 2);
-    loaded.words[i] = visible_word(state, bits, query, first_key);
+    loaded.words[i] = visible_word(state, bits, bits.words(query, first_key));
   }
   return loaded;
 }

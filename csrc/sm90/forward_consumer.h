@@ -133,7 +133,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       }
       if constexpr (Traits::is_sparse) {
         if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
-          hide_pairs_by_words(scores, tScS, visible_pairs, -INFINITY);
+          hide_pairs_by_words(scores, tScS, visited.pieces, visible_pairs, query_begin, key_begin,
+                              -INFINITY);
         }
       }
       if (!is_interior) {
