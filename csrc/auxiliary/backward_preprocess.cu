@@ -31,6 +31,8 @@ struct PreprocessArguments {
   SequenceTable table;
   int* additions;
   int* tickets;
+  int* part_counters;
+  std::int64_t num_part_counters;
   float* lse_log2;
   float* softmax_d;
   float* dq_accum;
@@ -117,6 +119,9 @@ __global__ void __launch_bounds__(threads)
   const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
+  for (std::int64_t i = std::int64_t(blockIdx.x) * threads + threadIdx.x;
+       i < args.num_part_counters; i += std::int64_t(gridDim.x) * threads)
+    args.part_counters[i] = 0;
   if (args.additions != nullptr && exists && row_in_tile == 0 && lane == 0)
     args.additions[tile] = 0;
   if (!exists) {
@@ -170,6 +175,8 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
       .additions = addition_counters(plan, params),
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
+      .part_counters = reinterpret_cast<int*>(workspace + plan.part_counters_offset),
+      .num_part_counters = plan.part_counters,
       .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
       .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
       .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),

@@ -108,6 +108,10 @@ struct BackwardPlan {
   std::size_t additions_offset = 0;  // a counter per head and query tile, if counts_additions
   int sink_shares = 0;               // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;
+  int list_parts = 1;  // sm90, lists: CTAs that may share a long key tile (shared/block_lists.h)
+  std::size_t part_sums_offset = 0;
+  std::int64_t part_counters = 0;  // one for each part and key warpgroup
+  std::size_t part_counters_offset = 0;
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;
   std::size_t workspace_bytes = 0;

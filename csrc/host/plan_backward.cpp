@@ -8,6 +8,7 @@
 #include "host/select_instance.h"
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
+#include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/finishes_dq.h"
 
@@ -87,9 +88,7 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
   const std::int64_t sms = device.num_sms;
   // One CTA has an SM to itself, and two tiles for each even out a causal grid.
   const LeastSection usual{.tiles = is_even ? 0 : 2 * sms, .parts_of_l2 = 2};
-  if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr ||
-      params.sparsity.lists.data != nullptr)
-    return usual;
+  if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr) return usual;
   // Key tiles of a head that wait for one another are better off with few beside them: under a mask
   // eight or so of a head at a time.
   if (params.deterministic) {
@@ -170,6 +169,19 @@ DqPath choose_dq_path(const BackwardParams& params, const Window& window,
   const bool finishes =
       can_finish_dq(instance.config) && average_keys(params, window) >= keys_to_finish_beside;
   return finishes ? DqPath::finished : DqPath::converted;
+}
+
+// Into how many parts the long tiles of lists are cut, if they can be long at all.
+int choose_list_parts(const BackwardParams& params, const BackwardConfig& config,
+                      const TileSchedule& schedule, std::int64_t heads_per_tile) {
+  if (config.family != KernelFamily::sm90 || params.sparsity.lists.data == nullptr ||
+      params.sequences.cu_seqlens_q != nullptr)
+    return 1;
+  const std::int64_t steps =
+      heads_per_tile * checked_tiles(params.shape.seqlen_q, 1, config.block_m);
+  const auto parts =
+      static_cast<int>(std::clamp<std::int64_t>(steps / least_part_steps, 1, most_list_parts));
+  return schedule.grid_size() + tickets_of_parts(schedule, parts - 1) <= max_grid ? parts : 1;
 }
 
 }  // namespace
@@ -259,6 +271,14 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
     plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);
     plan.sink_shares_offset =
         workspace.add_floats(std::int64_t{shape.num_heads_q} * plan.sink_shares);
+  }
+  plan.list_parts = choose_list_parts(params, config, plan.schedule, heads_per_tile);
+  if (plan.list_parts > 1) {
+    const std::int64_t parts = tickets_of_parts(plan.schedule, plan.list_parts);
+    plan.part_sums_offset =
+        workspace.add_floats(parts * config.block_n * (config.head_dim + config.head_dim_v));
+    plan.part_counters = parts * (config.num_warps / 4);
+    plan.part_counters_offset = workspace.add_floats(plan.part_counters);
   }
   if (plan.dkdv_splits > 1) {
     const std::int64_t rows = plan.dkdv_splits * key_rows(params) * shape.num_heads_k;

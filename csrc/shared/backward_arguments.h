@@ -35,6 +35,9 @@ struct BackwardArguments {
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
+  int list_parts;            // of a long key tile, at most (block_lists.h)
+  float* part_sums;          // (tickets of parts, key warpgroups): dK and dV in fragment order
+  int* part_counters;        // the same shape, of which a tile's first part's count those that end
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink
   int sink_shares_per_head;
@@ -84,6 +87,9 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
       .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),
       .partial_rows = key_rows(params),
+      .list_parts = plan.list_parts,
+      .part_sums = reinterpret_cast<float*>(workspace + plan.part_sums_offset),
+      .part_counters = reinterpret_cast<int*>(workspace + plan.part_counters_offset),
       .sink_shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
       .sink_shares_per_head = plan.sink_shares};
 }

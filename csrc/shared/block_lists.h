@@ -138,7 +138,10 @@ struct HeadVisits {
     return steps;
   }
 
-  FAC_HOST_DEVICE constexpr Step first(int first_head) const { return first_from(first_head); }
+  // Behind `skipped` steps; behind the last one anything.
+  FAC_HOST_DEVICE constexpr Step first(int first_head, int skipped = 0) const {
+    return first_from(first_head, skipped);
+  }
 
   // Behind the last one anything.
   FAC_HOST_DEVICE constexpr Step next(Step step) const {
@@ -161,22 +164,28 @@ struct HeadVisits {
             .first_block = range.begin,
             .last_block = (range.end < limit ? range.end : limit) - 1};
   }
-  FAC_HOST_DEVICE constexpr Step first_from(int head) const {
+  FAC_HOST_DEVICE constexpr Step first_from(int head, int skipped = 0) const {
     for (; head < end_head; ++head) {
       const BlockList<kBlock> list = list_of(head);
-      if (!list.empty())
-        return {
-            .head = head, .position = list.begin, .end = list.end, .visit = list.at(list.begin)};
+      const int position = list.begin + skipped;
+      if (position < list.end)
+        return {.head = head, .position = position, .end = list.end, .visit = list.at(position)};
+      skipped -= list.end - list.begin;
     }
     return {.head = end_head, .position = 0, .end = 0, .visit = {.block = 0, .pieces = {0}}};
   }
 };
 
+// Ranks of every head whose tiles may be long.
+FAC_HOST_DEVICE constexpr int early_ranks(const TileSchedule& schedule) {
+  return (schedule.num_tiles + 31) / 32;
+}
+
 // The block of the schedule that is the `turn`'th to be worked on: its blocks, but those of the
 // first ranks of every head before all others, because the longest tiles of a sparse mask can take
 // as long as all that a CTA does otherwise, and would end a section late in the grid.
 FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int turn) {
-  const int ranks = (schedule.num_tiles + 31) / 32;
+  const int ranks = early_ranks(schedule);
   const int early = ranks * schedule.num_batch_heads;
   const int section_size = schedule.num_tiles * schedule.heads_per_section;
   if (turn < early) {
@@ -196,6 +205,39 @@ FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int tu
   const int heads_here =
       heads_left < schedule.heads_per_section ? heads_left : schedule.heads_per_section;
   return section * section_size + ranks * heads_here + turn - early - section * late_size;
+}
+
+// A backward with lists draws the tiles of those ranks in parts, for several CTAs: one that all
+// queries see takes as long as all that a CTA does otherwise. Parts of one tile have neighbouring
+// tickets.
+inline constexpr int most_list_parts = 4;
+inline constexpr int least_part_steps = 32;
+
+FAC_HOST_DEVICE constexpr std::int64_t tickets_of_parts(const TileSchedule& schedule, int parts) {
+  return std::int64_t{early_ranks(schedule)} * schedule.num_batch_heads * parts;
+}
+
+struct TilePart {
+  int turn;  // of longest_first
+  int part;
+  bool is_one_of_several;
+
+  FAC_HOST_DEVICE static constexpr TilePart of(const TileSchedule& schedule, int parts,
+                                               int ticket) {
+    const auto in_parts = static_cast<int>(tickets_of_parts(schedule, parts));
+    const bool is_early = ticket < in_parts;
+    return {.turn = is_early ? ticket / parts : ticket - in_parts + in_parts / parts,
+            .part = is_early ? ticket % parts : 0,
+            .is_one_of_several = is_early && parts > 1};
+  }
+};
+
+// How many parts a tile of so many steps is worth, and where they begin.
+FAC_HOST_DEVICE constexpr int parts_of_steps(int steps, int most_parts) {
+  return detail::clamp(steps / least_part_steps, 1, most_parts);
+}
+FAC_HOST_DEVICE constexpr int first_step_of_part(int steps, int part, int parts) {
+  return static_cast<int>(std::int64_t{steps} * part / parts);
 }
 
 // The tile of kTile that is the `rank`'th to be worked on: as the lists say, whose longest come

@@ -45,6 +45,21 @@ struct DqAccumulator {
     }
   }
 
+  // From sm_90 on, what `store` has left.
+  template <class Accumulator>
+  CUTE_DEVICE static void load_and_add(float const* tile, Accumulator& dq, int thread) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int first = 0; first < size(dq); first += atom_elements) {
+      const float4 sums =
+          __ldcg(reinterpret_cast<float4 const*>(tile + offset(first / atom_elements, 0, thread)));
+      dq(first) += sums.x;
+      dq(first + 1) += sums.y;
+      dq(first + 2) += sums.z;
+      dq(first + 3) += sums.w;
+    }
+  }
+
   // In place of an addition to zeros. From sm_90 on.
   template <class Accumulator>
   CUTE_DEVICE static void store(float* tile, Accumulator const& dq, int thread) {

@@ -17,7 +17,8 @@ struct BackwardKernelArguments {
   CUtensorMap bias_map;   // of a kernel for biases
   CUtensorMap dbias_map;  // the same, where its gradient is wanted and no sum
   BackwardArguments call;
-  std::int64_t num_tiles;  // of all key heads and sequences
+  std::int64_t num_tiles;    // of all key heads and sequences
+  std::int64_t num_tickets;  // those, or more, where long tiles have parts
 };
 
 }  // namespace flash_attn_cuda::sm90

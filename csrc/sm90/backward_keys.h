@@ -211,28 +211,37 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     release(smem.key_ring, key_place);
     key_place.advance();
 
-    CUTE_UNROLL
-    for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
-    if constexpr (Traits::has(feature::dropout)) {
-      const float kept = 1.0f / call.keep_probability;
-      CUTE_UNROLL
-      for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
+    bool has_results = true;
+    if constexpr (Traits::is_sparse) {
+      if (item.parts > 1) {
+        has_results = join_parts<Traits>(call, item, tGrdK, tGrdV, smem.parts_done[warpgroup],
+                                         warpgroup, thread);
+      }
     }
-    if constexpr (!Traits::stores_tiles) {
-      write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
-                             item, key_begin, tGrdV, thread);
-      write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
-                             item, key_begin, tGrdK, thread);
-    } else if (call.dkdv_splits > 1) {
-      write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
-      write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
-    } else {
-      if (thread == 0) wait_stores();
-      sync_output(warpgroup);
-      store_gradient<Traits, typename Traits::ValueLayout>(args.dv_map, item, key_begin, dv_mma,
-                                                           tGrdV, smem.dv, warpgroup, thread);
-      store_gradient<Traits, typename Traits::KeyLayout>(args.dk_map, item, key_begin, dk_mma,
-                                                         tGrdK, smem.dk, warpgroup, thread);
+    if (has_results) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
+      if constexpr (Traits::has(feature::dropout)) {
+        const float kept = 1.0f / call.keep_probability;
+        CUTE_UNROLL
+        for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
+      }
+      if constexpr (!Traits::stores_tiles) {
+        write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
+                               item, key_begin, tGrdV, thread);
+        write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
+                               item, key_begin, tGrdK, thread);
+      } else if (call.dkdv_splits > 1) {
+        write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
+        write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
+      } else {
+        if (thread == 0) wait_stores();
+        sync_output(warpgroup);
+        store_gradient<Traits, typename Traits::ValueLayout>(args.dv_map, item, key_begin, dv_mma,
+                                                             tGrdV, smem.dv, warpgroup, thread);
+        store_gradient<Traits, typename Traits::KeyLayout>(args.dk_map, item, key_begin, dk_mma,
+                                                           tGrdK, smem.dk, warpgroup, thread);
+      }
     }
     __syncwarp();
     release(smem.work_ring, work_place);

@@ -38,7 +38,8 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
       .bias_map = {},
       .dbias_map = {},
       .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),
-      .num_tiles = num_tiles};
+      .num_tiles = num_tiles,
+      .num_tickets = num_tiles + tickets_of_parts(plan.schedule, plan.list_parts - 1)};
   if constexpr (Traits::has_bias) {
     constexpr TensorBox box{.rows = Traits::block_m, .columns = box_keys};
     const BiasParams& bias = params.score.bias;
@@ -50,7 +51,7 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   }
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
   arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
-  launch_early<&backward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
+  launch_early<&backward_kernel<Tag>>(std::min<std::int64_t>(arguments.num_tickets, plan.num_ctas),
                                       Traits::threads, sizeof(typename Traits::SharedStorage),
                                       stream, arguments);
 }

@@ -17,6 +17,19 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .end_head = item.end_head};
 }
 
+// What of tile `id` a ticket stands for; false where it is nothing.
+template <class Traits>
+CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part, int ticket,
+                           SparseBackwardWorkItem& item) {
+  const int steps = visits_of<Traits>(call.params, item).count(item.first_head);
+  item.part = part.part;
+  item.parts = part.is_one_of_several ? parts_of_steps(steps, call.list_parts) : 1;
+  item.first_ticket = ticket - part.part;
+  item.first_step = first_step_of_part(steps, item.part, item.parts);
+  item.num_steps = first_step_of_part(steps, item.part + 1, item.parts) - item.first_step;
+  return item.part < item.parts && item.num_steps > 0;
+}
+
 // False for a tile of which the window hides all, or beyond the end of a packed call's list; then
 // `exists` tells the two apart. What lists hide is not looked at.
 template <class Traits>
@@ -122,14 +135,16 @@ struct BackwardProducer {
     bool found = false;
     // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
     while (args.call.q_tiles > 0 && !found) {
-      const unsigned id = draw();
-      if (id >= args.num_tiles) break;
+      const unsigned drawn = draw();
+      if (drawn >= args.num_tickets) break;
+      const int ticket = static_cast<int>(drawn);
       bool exists;
-      found = find_tile<Traits>(args, static_cast<int>(id), item, exists);
       if constexpr (Traits::is_sparse) {
-        if (!found) continue;
-        item.num_steps = visits_of<Traits>(args.call.params, item).count(item.first_head);
-        found = item.num_steps > 0;
+        const auto part = TilePart::of(args.call.schedule, args.call.list_parts, ticket);
+        found = find_tile<Traits>(args, part.turn, item, exists) &&
+                find_part<Traits>(args.call, part, ticket, item);
+      } else {
+        found = find_tile<Traits>(args, ticket, item, exists);
       }
     }
     if (found) {
@@ -207,7 +222,7 @@ struct BackwardProducer {
       load_keys(item);
       if constexpr (Traits::is_sparse) {
         const auto visits = visits_of<Traits>(args.call.params, item);
-        auto visit = visits.first(item.first_head);
+        auto visit = visits.first(item.first_head, item.first_step);
         CUTE_NO_UNROLL
         for (int left = item.num_steps; left > 0; --left, visit = visits.next(visit)) {
           const VisitedQueries visited{.step = {visit.head, visit.visit.block},

@@ -1,6 +1,7 @@
 // dK and dV on their way from a key warpgroup's registers to global memory.
 #pragma once
 
+#include "shared/dq_accumulator.h"
 #include "sm90/backward_arguments.h"
 #include "sm90/backward_traits.h"
 #include "sm90/epilogue.h"
@@ -84,6 +85,36 @@ CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* part
       .rows = item.work.sequence.rows_k - key_begin,
       .columns = columns};
   write_rows(rows_cols_view(accumulator), target, thread);
+}
+
+// dK and dV of a part of a key tile's steps, by all threads of their warpgroup: who ends last has
+// those of all parts afterwards, and the others are told that they have nothing to write.
+template <class Traits, class KeyAccumulator, class ValueAccumulator>
+CUTE_DEVICE bool join_parts(BackwardArguments const& call, SparseBackwardWorkItem const& item,
+                            KeyAccumulator& dk, ValueAccumulator& dv, int& parts_done,
+                            int warpgroup, int thread) {
+  constexpr int dk_size = 64 * Traits::head_dim;
+  constexpr int dv_size = 64 * Traits::head_dim_v;
+  const auto place = [&](int part) {
+    return (std::int64_t{item.first_ticket} + part) * Traits::key_warpgroups + warpgroup;
+  };
+  float* sums = call.part_sums + place(item.part) * (dk_size + dv_size);
+  DqAccumulator<128>::store(sums, dk, thread);
+  DqAccumulator<128>::store(sums + dk_size, dv, thread);
+  __threadfence();
+  sync_output(warpgroup);
+  if (thread == 0) parts_done = atomicAdd(call.part_counters + place(0), 1);
+  sync_output(warpgroup);
+  if (parts_done + 1 < item.parts) return false;
+  __threadfence();
+  CUTE_NO_UNROLL
+  for (int part = 0; part < item.parts; ++part) {
+    if (part == item.part) continue;
+    sums = call.part_sums + place(part) * (dk_size + dv_size);
+    DqAccumulator<128>::load_and_add(sums, dk, thread);
+    DqAccumulator<128>::load_and_add(sums + dk_size, dv, thread);
+  }
+  return true;
 }
 
 // One warp: dk = dv = 0 for a tile that no query sees.

@@ -35,7 +35,11 @@ struct BackwardWorkItem {
 
 // The same of a kernel for block-sparse masks.
 struct SparseBackwardWorkItem : BackwardWorkItem {
+  int first_step;  // of all that the tile takes, if this is a part of them
   int num_steps;
+  int part;
+  int parts;
+  int first_ticket;  // of its parts
 
   CUTE_DEVICE int steps() const { return num_steps; }
 };
@@ -203,6 +207,7 @@ struct BackwardTraits {
     Ring<added_stages> added_ring;                   // holds nothing but the event
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
+    int parts_done[key_warpgroups];                  // of the tile, those before this one
   };
 
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
