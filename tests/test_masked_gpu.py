@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import HEAD_RATIOS, Alibi, Layout
+from cases import HEAD_RATIOS, Alibi, AttentionCase, Layout
 from harness import DEVICE, make_case, make_varlen_case, scaled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -192,6 +192,27 @@ def test_many_packed_sequences(check_mask: CheckMask) -> None:
 
 
 @HEAD_DIM
+@pytest.mark.parametrize("heads_k", [1, 2])
+@pytest.mark.parametrize("seqlen_q", [4500, 9000, 16_500])
+def test_keys_that_all_queries_see(seqlen_q: int, heads_k: int, head_dim: int) -> None:
+    """A long tile between short ones, whose steps several CTAs share in the backward."""
+    of = make_case(
+        batch=1,
+        seqlen_q=scaled(seqlen_q, 300),
+        seqlen_k=300,
+        num_heads_q=2,
+        num_heads_k=heads_k,
+        head_dim=head_dim,
+    )
+    skip_without_masked_row(MaskedCase(of, RandomMask(given="sparsity")))
+    mask = torch.zeros(of.seqlen_q, of.seqlen_k, dtype=torch.bool, device=DEVICE)
+    mask[:, 128:200] = True
+    mask[:, 130] = False
+    mask[70:200] = True
+    check_made_mask(of, BlockSparsity.from_mask(mask))
+
+
+@HEAD_DIM
 @pytest.mark.parametrize(
     "name", ["prefix_lm", "document", "sliding_window", "dilated", "strided", "bigbird"]
 )
@@ -213,6 +234,10 @@ def test_ready_made_masks(name: str, head_dim: int) -> None:
         "strided": lambda: masks.strided(seqlen, 50, causal=True, **on),
         "bigbird": lambda: masks.bigbird(seqlen, seed=3, **on),
     }[name]()
+    check_made_mask(of, made)
+
+
+def check_made_mask(of: AttentionCase, made: BlockSparsity) -> None:
     inputs = of.make_inputs()
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out, lse, _ = flash_attn_func(*leaves, block_mask=made, return_attn_probs=True)

@@ -3,9 +3,9 @@
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
 //   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
 //   that their P is exp2(-inf) = 0; zeros where key tiles will add all of dQ, where they count
-//   additions, where tiles count that have started, and, where nothing follows that would write
-//   it, in dq of the query tiles that see no key; of a sink's gradient, the sum of
-//   exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
+//   additions, where tiles count that have started and parts of them that have ended, and, where
+//   nothing follows that would write it, in dq of the query tiles that see no key; of a sink's
+//   gradient, the sum of exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
 // cover it with 16 bytes each, or by so many more that a block's rows are of one tile.
 #include <bit>
@@ -32,7 +32,7 @@ struct PreprocessArguments {
   int* additions;
   int* tickets;
   int* part_counters;
-  std::int64_t num_part_counters;
+  int num_part_counters;  // at most the rows
   float* lse_log2;
   float* softmax_d;
   float* dq_accum;
@@ -119,9 +119,7 @@ __global__ void __launch_bounds__(threads)
   const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
-  for (std::int64_t i = std::int64_t(blockIdx.x) * threads + threadIdx.x;
-       i < args.num_part_counters; i += std::int64_t(gridDim.x) * threads)
-    args.part_counters[i] = 0;
+  if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;
   if (args.additions != nullptr && exists && row_in_tile == 0 && lane == 0)
     args.additions[tile] = 0;
   if (!exists) {

@@ -110,7 +110,7 @@ struct BackwardPlan {
   std::size_t sink_shares_offset = 0;
   int list_parts = 1;  // sm90, lists: CTAs that may share a long key tile (shared/block_lists.h)
   std::size_t part_sums_offset = 0;
-  std::int64_t part_counters = 0;  // one for each part and key warpgroup
+  int part_counters = 0;  // one for each part and key warpgroup
   std::size_t part_counters_offset = 0;
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;

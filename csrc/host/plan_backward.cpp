@@ -95,6 +95,10 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
     const std::int64_t tiles_of_heads = is_even ? 0 : sms / 8 * tiles_per_head;
     return {.tiles = std::max(2 * sms, tiles_of_heads), .parts_of_l2 = 2};
   }
+  // Of lists two heads at a time: with one, a mask of documents takes 3 % longer, with four, what
+  // random lists add to leaves L2.
+  if (params.sparsity.lists.data != nullptr)
+    return {.tiles = 2 * std::int64_t{tiles_per_head}, .parts_of_l2 = 4};
   // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
   // stays in L2.
   return {.tiles = is_even ? 0 : 3 * sms / 4, .parts_of_l2 = 4};
@@ -171,17 +175,25 @@ DqPath choose_dq_path(const BackwardParams& params, const Window& window,
   return finishes ? DqPath::finished : DqPath::converted;
 }
 
+// For the parts of long tiles; the preprocess kernel has a query row to zero each.
+std::int64_t count_part_counters(const TileSchedule& schedule, const BackwardConfig& config,
+                                 int parts) {
+  return tickets_of_parts(schedule, parts) * (config.num_warps / 4);
+}
+
 // Into how many parts the long tiles of lists are cut, if they can be long at all.
 int choose_list_parts(const BackwardParams& params, const BackwardConfig& config,
-                      const TileSchedule& schedule, std::int64_t heads_per_tile) {
+                      const TileSchedule& schedule, std::int64_t query_rows) {
   if (config.family != KernelFamily::sm90 || params.sparsity.lists.data == nullptr ||
       params.sequences.cu_seqlens_q != nullptr)
     return 1;
-  const std::int64_t steps =
-      heads_per_tile * checked_tiles(params.shape.seqlen_q, 1, config.block_m);
+  const std::int64_t heads = params.shape.num_heads_q / schedule.num_heads;
+  const std::int64_t steps = heads * checked_tiles(params.shape.seqlen_q, 1, config.block_m);
   const auto parts =
       static_cast<int>(std::clamp<std::int64_t>(steps / least_part_steps, 1, most_list_parts));
-  return schedule.grid_size() + tickets_of_parts(schedule, parts - 1) <= max_grid ? parts : 1;
+  const bool has_counters = count_part_counters(schedule, config, parts) <= query_rows;
+  const bool has_tickets = schedule.grid_size() + tickets_of_parts(schedule, parts - 1) <= max_grid;
+  return has_counters && has_tickets ? parts : 1;
 }
 
 }  // namespace
@@ -272,12 +284,13 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
     plan.sink_shares_offset =
         workspace.add_floats(std::int64_t{shape.num_heads_q} * plan.sink_shares);
   }
-  plan.list_parts = choose_list_parts(params, config, plan.schedule, heads_per_tile);
+  plan.list_parts = choose_list_parts(params, config, plan.schedule, query_tiles * config.block_m);
   if (plan.list_parts > 1) {
     const std::int64_t parts = tickets_of_parts(plan.schedule, plan.list_parts);
     plan.part_sums_offset =
         workspace.add_floats(parts * config.block_n * (config.head_dim + config.head_dim_v));
-    plan.part_counters = parts * (config.num_warps / 4);
+    plan.part_counters =
+        static_cast<int>(count_part_counters(plan.schedule, config, plan.list_parts));
     plan.part_counters_offset = workspace.add_floats(plan.part_counters);
   }
   if (plan.dkdv_splits > 1) {

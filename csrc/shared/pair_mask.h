@@ -63,22 +63,35 @@ struct PairWords {
   std::uint32_t words[kWords];
 };
 
-// Of the two rows of a thread, whose first pairs coords(row, 0) has, and kKeys keys: those of row 0
-// and of row 1 in turn. The queries are those of one piece.
-template <int kKeys, class Coords>
-CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(Coords const& coords, Pieces pieces,
-                                                      const HeadBits& bits, int query_begin,
-                                                      int key_begin) {
-  using namespace cute;
+// Where the words of a thread's two rows are.
+struct PairRows {
+  const std::uint32_t* words[2];  // null without bits
+
+  template <class Coords>
+  CUTE_DEVICE static PairRows of(const HeadBits& bits, Coords const& coords, int query_begin) {
+    using namespace cute;
+    if (bits.data == nullptr) return {nullptr, nullptr};
+    return {bits.words(query_begin + get<0>(coords(0, 0)), 0),
+            bits.words(query_begin + get<0>(coords(1, 0)), 0)};
+  }
+};
+
+// Of kKeys keys, those of row 0 and of row 1 in turn. The queries are those of one piece.
+template <int kKeys>
+CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(const PairRows& rows, Pieces pieces,
+                                                      int query_begin, int key_begin) {
   PairWords<2 * kKeys / 32> loaded;
   CUTE_UNROLL
-  for (int row = 0; row < 2; ++row) {
-    const std::uint32_t* words = bits.words(query_begin + get<0>(coords(row, 0)), key_begin);
+  for (int half = 0; half < kKeys / list_piece; ++half) {
+    const PieceState state =
+        pieces.at(query_begin / list_piece % 2, (key_begin / list_piece + half) % 2);
+    const bool is_by_bits = state == PieceState::by_bits && rows.words[0] != nullptr;
+    const std::uint32_t of_piece = state == PieceState::visible ? ~0u : 0u;
     CUTE_UNROLL
-    for (int word = 0; word < kKeys / 32; ++word) {
-      const int key_half = (key_begin / list_piece + word / 2) % 2;
-      const PieceState state = pieces.at(query_begin / list_piece % 2, key_half);
-      loaded.words[2 * word + row] = visible_word(state, bits, words + word);
+    for (int i = 0; i < 2 * list_piece / 32; ++i) {
+      const int word = half * (list_piece / 32) + i / 2;
+      loaded.words[2 * word + i % 2] =
+          is_by_bits ? rows.words[i % 2][key_begin / 32 + word] : of_piece;
     }
   }
   return loaded;

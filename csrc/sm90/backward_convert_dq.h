@@ -22,8 +22,10 @@ __global__ void __launch_bounds__(128)
   const int thread = threadIdx.x;
 
   wait_for_earlier_kernels();
-  const int tile = blockIdx.x / parts;
-  const int part = blockIdx.x - tile * parts;
+  // Backwards, from what the main kernel has added to last and L2 still has.
+  const unsigned place = gridDim.x - 1 - blockIdx.x;
+  const int tile = place / parts;
+  const int part = place - tile * parts;
   const int head = tile / args.q_tiles;
   QueryTile work;
   if (!find_query_tile(args.table, args.params, args.q_tiles_per_sequence,
@@ -40,7 +42,7 @@ __global__ void __launch_bounds__(128)
   Element* rows = static_cast<Element*>(dq.data) + sequence.batch_q * dq.batch_stride +
                   (std::int64_t{sequence.row_q} + query_begin) * dq.row_stride +
                   head * dq.head_stride;
-  const float* sums = args.dq_accum + std::int64_t(blockIdx.x) * (64 * Traits::head_dim);
+  const float* sums = args.dq_accum + std::int64_t(place) * (64 * Traits::head_dim);
 
   typename Traits::DqMma mma;
   CUTE_UNROLL

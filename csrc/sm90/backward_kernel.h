@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
 
   if (threadIdx.x == 0) {
     smem.key_ring.init(Traits::key_warps + Traits::dq_warps);
+    smem.value_ring.init(Traits::key_warps);
     smem.q_ring.init(Traits::key_warps);
     smem.dout_ring.init(Traits::key_warps);
     smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);

@@ -147,6 +147,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         math.probabilities(score_tile(step, part), decisions,
                            smem.lse_log2[q_place.stage] + part * queries, tSrS, tGrP, weights);
 
+        if (index == 0 && part == 0) wait_full(smem.value_ring, key_place);  // it follows K
         if (part == 0) wait_full(smem.dout_ring, dout_place);
         const int dout_part = dout_place.stage * parts + part;
         start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),

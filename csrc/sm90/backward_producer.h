@@ -17,14 +17,23 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .end_head = item.end_head};
 }
 
-// What of tile `id` a ticket stands for; false where it is nothing.
+// What of an item's steps a ticket stands for; false where it is nothing.
 template <class Traits>
 CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part, int ticket,
                            SparseBackwardWorkItem& item) {
   const int steps = visits_of<Traits>(call.params, item).count(item.first_head);
   item.part = part.part;
-  item.parts = part.is_one_of_several ? parts_of_steps(steps, call.list_parts) : 1;
+  item.parts = 1;
   item.first_ticket = ticket - part.part;
+  if (part.is_one_of_several) {
+    // The next rank's tile shall be a usual one.
+    SparseBackwardWorkItem other = item;
+    const int rank = min(ranks_in_parts(call.schedule), call.schedule.num_tiles - 1);
+    other.work.tile = ranked_tile<Traits::block_n>(call.params, call.table,
+                                                   item.work.sequence.index, item.first_head, rank);
+    const int usual_steps = visits_of<Traits>(call.params, other).count(item.first_head);
+    item.parts = parts_of_steps(steps, usual_steps, call.list_parts);
+  }
   item.first_step = first_step_of_part(steps, item.part, item.parts);
   item.num_steps = first_step_of_part(steps, item.part + 1, item.parts) - item.first_step;
   return item.part < item.parts && item.num_steps > 0;
@@ -160,18 +169,27 @@ struct BackwardProducer {
   CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
     Sequence const& sequence = item.work.sequence;
     wait_empty(smem.key_ring, key_place);
-    std::uint64_t* full = &smem.key_ring.full[key_place.stage];
-    FullBarrier::arrive_and_expect_tx(full, Traits::key_bytes);
-    const int tile_key = item.work.tile * Traits::block_n;
+    std::uint64_t* full_k = &smem.key_ring.full[key_place.stage];
+    std::uint64_t* full_v = &smem.value_ring.full[key_place.stage];
+    FullBarrier::arrive_and_expect_tx(full_k, Traits::key_bytes);
+    FullBarrier::arrive_and_expect_tx(full_v, Traits::value_bytes);
+    // A part without keys is read from the tile's first row, and its scores are hidden.
+    const auto part_keys = [&](int part) {
+      const int key = (item.work.tile * Traits::key_parts + part) * 64;
+      const int row = key < sequence.seqlen_k ? key : item.work.tile * Traits::block_n;
+      return RowSpan{sequence.batch_k, item.head_k, sequence.row_k + row, sequence.seqlen_k - row};
+    };
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
-      // A part without keys is read from the tile's first row, and its scores are hidden.
-      const int key = tile_key + 64 * part < sequence.seqlen_k ? tile_key + 64 * part : tile_key;
-      const RowSpan keys{sequence.batch_k, item.head_k, sequence.row_k + key,
-                         sequence.seqlen_k - key};
-      const int place = Traits::part_tile(key_place.stage, part) * 64;
-      load_tile<64, head_dim>(args.k_map, full, smem.k + place * head_dim, keys);
-      load_tile<64, head_dim_v>(args.v_map, full, smem.v + place * head_dim_v, keys);
+      load_tile<64, head_dim>(args.k_map, full_k,
+                              smem.k + Traits::part_tile(key_place.stage, part) * 64 * head_dim,
+                              part_keys(part));
+    }
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::key_parts; ++part) {
+      load_tile<64, head_dim_v>(args.v_map, full_v,
+                                smem.v + Traits::part_tile(key_place.stage, part) * 64 * head_dim_v,
+                                part_keys(part));
     }
     key_place.advance();
   }
@@ -216,30 +234,34 @@ struct BackwardProducer {
                              call.softmax_d + row, smem.softmax_d, [](int) {});
   }
 
+  // The keys of a tile are loaded behind its first step: their buffer is in use until the tile
+  // before it ends, those of queries are not.
   CUTE_DEVICE void run() {
     for (int stage = next_tile(); stage >= 0; stage = next_tile()) {
       typename Traits::WorkItem const& item = smem.work[stage];
-      load_keys(item);
+      const int steps = item.steps();
       if constexpr (Traits::is_sparse) {
         const auto visits = visits_of<Traits>(args.call.params, item);
         auto visit = visits.first(item.first_head, item.first_step);
         CUTE_NO_UNROLL
-        for (int left = item.num_steps; left > 0; --left, visit = visits.next(visit)) {
+        for (int index = 0; index < steps; ++index, visit = visits.next(visit)) {
           const VisitedQueries visited{.step = {visit.head, visit.visit.block},
                                        .pieces = visit.visit.pieces,
                                        .is_in_window = item.range.is_interior(visit.visit.block)};
           load_step(item, visited.step, [&](int place) { smem.visited[place] = visited; });
+          if (index == 0) load_keys(item);
         }
       } else {
         Step step = Step::first(item);
         CUTE_NO_UNROLL
-        for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+        for (int index = 0; index < steps; ++index, step.advance(item)) {
           load_step(item, step, [&](int place) {
             if constexpr (Traits::announces) {
               smem.visited[place] = {
                   .step = step, .pieces = {}, .is_in_window = item.range.is_interior(step.tile)};
             }
           });
+          if (index == 0) load_keys(item);
         }
       }
     }

@@ -162,7 +162,7 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
     if (item.work.tile == no_tile) break;
     const int key_begin = item.work.tile * Traits::block_n;
 
-    wait_full(smem.key_ring, key_place);
+    wait_full(smem.value_ring, key_place);
     start_dprobabilities();
     const int steps = item.steps();
     for (int index = 0;; ++index) {

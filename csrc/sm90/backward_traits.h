@@ -153,7 +153,8 @@ struct BackwardTraits {
   static_assert(head_dim % dq_columns == 0);
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
-  static constexpr int key_bytes = block_n * (head_dim + head_dim_v) * int(sizeof(Element));
+  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
   // Of a buffer's tiles of 64 keys, that of a part in a stage.
@@ -197,9 +198,10 @@ struct BackwardTraits {
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
     alignas(128) float softmax_d[stages][block_m];
-    Ring<key_stages> key_ring;  // K and V
-    Ring<stages> q_ring;        // with lse_log2 and bias
-    Ring<stages> dout_ring;     // with softmax_d
+    Ring<key_stages> key_ring;    // K, and what says that K and V are read
+    Ring<key_stages> value_ring;  // V
+    Ring<stages> q_ring;          // with lse_log2 and bias
+    Ring<stages> dout_ring;       // with softmax_d
     Ring<ds_stages> ds_ring;
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;

@@ -100,14 +100,17 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
+    [[maybe_unused]] PairRows pair_rows{};
+    if constexpr (Traits::is_sparse) {
+      pair_rows = PairRows::of(HeadBits::of(params.sparsity.bits, sequence.index, work.head), tScS,
+                               query_begin);
+    }
     // While the scores are multiplied, because it takes as long.
     auto load_bits = [&]() {
       if constexpr (Traits::is_sparse) {
         const int key_begin = visited.block * block_n;
         if (visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) return;
-        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
-        visible_pairs =
-            load_pair_words<block_n>(tScS, visited.pieces, bits, query_begin, key_begin);
+        visible_pairs = load_pair_words<block_n>(pair_rows, visited.pieces, query_begin, key_begin);
       }
     };
 

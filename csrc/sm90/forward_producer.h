@@ -190,7 +190,9 @@ struct Producer {
   }
 
   CUTE_DEVICE void run() {
-    for (int tile = next_tile(); tile >= 0; tile = next_tile()) {
+    int next = next_tile();
+    while (next >= 0) {
+      const int tile = next;
       const BlockRange range = smem.work[tile].range;
       load_queries(smem.work[tile].work);
       RowSpan keys = load_k(tile, range.end - 1);
@@ -200,6 +202,8 @@ struct Producer {
         keys = load_k(tile, position);
         load_v(values);
       }
+      // Before there is room for the last values: finding a tile takes as long as a step.
+      next = next_tile();
       load_v(keys);
     }
   }

@@ -101,12 +101,18 @@ void check_heads(const Listing& listing, int sequence, int tile, const BlockRang
       CHECK_EQ(step.head, head);
       if (step.head != head) return;
       check_visit(step.visit, expected);
+      const auto behind_others = visits.first(first_head, steps);
+      CHECK_EQ(behind_others.head, head);
+      CHECK_EQ(behind_others.position, step.position);
+      CHECK_EQ(behind_others.end, step.end);
+      check_visit(behind_others.visit, expected);
       step = visits.next(step);
       ++steps;
     }
   }
   CHECK_EQ(step.head, end_head);
   CHECK_EQ(visits.count(first_head), steps);
+  CHECK_EQ(visits.first(first_head, steps).head, end_head);
 }
 
 struct Call {

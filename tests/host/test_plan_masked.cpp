@@ -7,6 +7,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
+#include "shared/block_lists.h"
 
 using namespace host_tests;
 
@@ -106,6 +107,42 @@ void check_choices() {
            "sm90_hd128_sparse");
 }
 
+// Of a backward with lists.
+void check_buffers(int seqlen_q, int num_heads_k) {
+  for (const DeviceInfo& device : {h200, a100}) {
+    AttentionShape shape = training;
+    shape.batch_size = 1;
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = 300;
+    shape.num_heads_k = num_heads_k;
+    auto params = with_tensors(call<BackwardParams>(shape));
+    lists(params);
+    const BackwardPlan sparse = plan(params, device);
+    const BackwardConfig& config = sparse.instance->config;
+    CHECK((config.features & feature::block_sparse) != 0);
+    CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
+    const std::size_t rows = std::size_t{16} * sparse.q_tiles * config.block_m;
+    std::vector<Buffer> buffers{{sparse.lse_log2_offset, rows * sizeof(float)},
+                                {sparse.softmax_d_offset, rows * sizeof(float)},
+                                {sparse.dq_accum_offset, rows * sizeof(float) * config.head_dim},
+                                {sparse.tickets_offset, sizeof(int)}};
+    if (sparse.list_parts > 1) {
+      const std::int64_t tickets = tickets_of_parts(sparse.schedule, sparse.list_parts);
+      buffers.push_back({sparse.part_sums_offset,
+                         tickets * config.block_n * 2 * config.head_dim * sizeof(float)});
+      CHECK_EQ(sparse.part_counters, 2 * tickets);
+      buffers.push_back({sparse.part_counters_offset, sparse.part_counters * sizeof(int)});
+    }
+    if (sparse.dkdv_splits > 1) {
+      const std::size_t partial =
+          sizeof(float) * sparse.dkdv_splits * shape.seqlen_k * config.head_dim;
+      buffers.push_back({sparse.dk_partial_offset, partial});
+      buffers.push_back({sparse.dv_partial_offset, partial});
+    }
+    check_workspace(buffers, sparse.workspace_bytes);
+  }
+}
+
 }  // namespace
 
 // Stand in for the generated registry.
@@ -197,33 +234,36 @@ TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
   }
 }
 
+TEST(long_tiles_of_lists_have_parts) {
+  const auto parts = [](int seqlen_q, int seqlen_k, int num_heads_k = 16,
+                        const DeviceInfo& device = h200) {
+    AttentionShape shape = training;
+    shape.batch_size = 1;
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = seqlen_k;
+    shape.num_heads_k = num_heads_k;
+    auto params = with_tensors(call<BackwardParams>(shape));
+    CHECK_EQ(plan(params, device).list_parts, 1);
+    lists(params);
+    return plan(params, device).list_parts;
+  };
+  CHECK_EQ(parts(4032, 4096), 1);  // 63 steps of 64 queries
+  CHECK_EQ(parts(4033, 4096), 2);
+  CHECK_EQ(parts(8192, 8192), 4);
+  CHECK_EQ(parts(65'536, 65'536), 4);
+  CHECK_EQ(parts(8192, 8192, 16, a100), 1);
+  CHECK_EQ(parts(1024, 4096, 4), 2);  // of four heads
+  // More tiles than rows to count them.
+  CHECK_EQ(parts(4096, 1 << 28), 1);
+  auto packed = with_tensors(packed_call<BackwardParams>(training));
+  lists(packed);
+  CHECK_EQ(plan(packed).list_parts, 1);
+}
+
 TEST(workspace_buffers_of_a_backward_with_lists_do_not_overlap) {
-  for (const int num_heads_k : {1, 16}) {
-    for (const DeviceInfo& device : {h200, a100}) {
-      AttentionShape shape = training;
-      shape.batch_size = 1;
-      shape.seqlen_q = 1001;
-      shape.seqlen_k = 300;
-      shape.num_heads_k = num_heads_k;
-      auto params = with_tensors(call<BackwardParams>(shape));
-      lists(params);
-      const BackwardPlan sparse = plan(params, device);
-      const BackwardConfig& config = sparse.instance->config;
-      CHECK((config.features & feature::block_sparse) != 0);
-      CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
-      const std::size_t rows_bytes = std::size_t{16} * 1024 * sizeof(float);
-      std::vector<Buffer> buffers{{sparse.lse_log2_offset, rows_bytes},
-                                  {sparse.softmax_d_offset, rows_bytes},
-                                  {sparse.dq_accum_offset, rows_bytes * config.head_dim},
-                                  {sparse.tickets_offset, sizeof(int)}};
-      if (sparse.dkdv_splits > 1) {
-        const std::size_t partial =
-            sizeof(float) * sparse.dkdv_splits * shape.seqlen_k * config.head_dim;
-        buffers.push_back({sparse.dk_partial_offset, partial});
-        buffers.push_back({sparse.dv_partial_offset, partial});
-      }
-      check_workspace(buffers, sparse.workspace_bytes);
-    }
+  for (const int seqlen_q : {1001, 9001}) {
+    check_buffers(seqlen_q, 1);
+    check_buffers(seqlen_q, 16);
   }
 }
 
@@ -243,6 +283,6 @@ TEST(lists_make_tiles_unequal) {
   shape.seqlen_q = 65'536;
   CHECK_EQ(section(BackwardParams{}, nothing), 1);
   CHECK_EQ(section(BackwardParams{}, bias), 1);
-  CHECK_EQ(section(BackwardParams{}, lists), 16);
+  CHECK_EQ(section(BackwardParams{}, lists), 2);
   CHECK_EQ(section(BackwardParams{}, both(lists, bias)), 16);
 }
