@@ -252,7 +252,19 @@ def sm90_forward(
     )
 
 
-def sm90_features(head_dim: int, *, block_n: int, **options: Any) -> Iterator[ForwardRow]:
+def sm90_modifiers(head_dim: int, *, block_m: int, **options: Any) -> Iterator[ForwardRow]:
+    """The plain tile, with softcap and ALiBi."""
+    return sm90_forward(
+        head_dim,
+        block_m=block_m,
+        block_n=128,
+        variant="modifiers",
+        features=Feature.softcap | Feature.alibi,
+        **options,
+    )
+
+
+def sm90_dropout(head_dim: int, *, block_n: int, **options: Any) -> Iterator[ForwardRow]:
     return sm90_forward(
         head_dim,
         block_m=128,
@@ -308,17 +320,20 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     ),
     # What its producer warp spills, for which three consumer warpgroups leave 32 registers.
     *sm90_forward(64, block_m=192, block_n=128, allowed_spill_bytes=52),
-    *sm90_features(64, block_n=128),
+    *sm90_modifiers(64, block_m=128),
+    *sm90_dropout(64, block_n=128),
     *sm90_forward(96, block_m=128, block_n=128),
-    *sm90_features(96, block_n=128),
+    *sm90_modifiers(96, block_m=128),
+    *sm90_dropout(96, block_n=128),
     *sm90_forward(128, block_m=128, block_n=128),
-    *sm90_features(128, block_n=128),
+    *sm90_modifiers(128, block_m=128),
+    *sm90_dropout(128, block_n=128),
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_features(192, block_n=96, allowed_spill_bytes=64),
+    *sm90_dropout(192, block_n=96, allowed_spill_bytes=64),
     *sm90_forward(256, block_m=128, block_n=64),
-    *sm90_features(256, block_n=64, allowed_spill_bytes=64),
+    *sm90_dropout(256, block_n=64, allowed_spill_bytes=64),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
     *sm90_bias_forward(64),

@@ -8,6 +8,8 @@
 // row reductions and the multiplication of O (one FMUL per element) leave the loop's usual path.
 #pragma once
 
+#include <type_traits>
+
 #include <cute/tensor.hpp>
 
 #include "shared/layout_views.h"
@@ -59,6 +61,15 @@ struct Denominator {
   }
 };
 
+// What all scores of a row lack: nothing, or a number for each row.
+struct NoShifts {};
+template <int kRows>
+struct RowShifts {
+  float of_row[kRows];
+
+  CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
+};
+
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
@@ -84,20 +95,25 @@ struct OnlineSoftmax {
   template <class Scores, class Output>
   CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
     using namespace cute;
-    follow_maximum(scores, [&](int row, float factor) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
-    });
-    exponentiate(scores);
+    NoShifts none;
+    follow_maximum(
+        scores,
+        [&](int row, float factor) {
+          CUTE_UNROLL
+          for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
+        },
+        none);
+    exponentiate(scores, none);
   }
 
   // The two halves, for a kernel whose O is not at hand while it works on the scores: whether O has
-  // to be rescaled before this block adds to it, the same in all lanes of the warp.
-  template <class Scores>
-  CUTE_DEVICE bool softmax(Scores& scores) {
+  // to be rescaled before this block adds to it, the same in all lanes of the warp. row_shifts:
+  // what all scores of a row lack.
+  template <class Scores, class Shifts = NoShifts>
+  CUTE_DEVICE bool softmax(Scores& scores, Shifts row_shifts = {}) {
     const bool moved =
-        follow_maximum(scores, [&](int row, float factor) { rescale[row] = factor; });
-    exponentiate(scores);
+        follow_maximum(scores, [&](int row, float factor) { rescale[row] = factor; }, row_shifts);
+    exponentiate(scores, row_shifts);
     return moved;
   }
 
@@ -132,8 +148,8 @@ struct OnlineSoftmax {
  private:
   // Moves the references if these scores rise too far above them, and then tells what of each row
   // was computed with the old one to be multiplied by: rescale_row(row, factor).
-  template <class Scores, class RescaleRow>
-  CUTE_DEVICE bool follow_maximum(Scores& scores, RescaleRow rescale_row) {
+  template <class Scores, class RescaleRow, class Shifts>
+  CUTE_DEVICE bool follow_maximum(Scores& scores, RescaleRow rescale_row, Shifts& row_shifts) {
     using namespace cute;
     float block_max[kRows];
     bool moves = false;
@@ -144,22 +160,25 @@ struct OnlineSoftmax {
       for (int col = 1; col < size<1>(scores); ++col) {
         block_max[row] = fmaxf(block_max[row], scores(row, col));
       }
+      if constexpr (!std::is_same_v<Shifts, NoShifts>) block_max[row] += row_shifts[row];
       moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
     }
     if (!__any_sync(0xffffffffu, moves || shifts)) return false;
     move_reference(block_max, rescale_row);
-    if (shifts) subtract_reference(scores);
+    if (shifts) subtract_reference(scores, row_shifts);
     return true;
   }
 
-  template <class Scores>
-  CUTE_DEVICE void exponentiate(Scores& scores) {
+  template <class Scores, class Shifts>
+  CUTE_DEVICE void exponentiate(Scores& scores, Shifts row_shifts) {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
+      float offset = row_offset[row];
+      if constexpr (!std::is_same_v<Shifts, NoShifts>) offset -= row_shifts[row] * scale_log2;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_offset[row]);
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - offset);
         row_sum[row] += scores(row, col);
       }
     }
@@ -193,12 +212,16 @@ struct OnlineSoftmax {
     }
   }
 
-  template <class Scores>
-  CUTE_DEVICE void subtract_reference(Scores& scores) const {
+  template <class Scores, class Shifts>
+  CUTE_DEVICE void subtract_reference(Scores& scores, Shifts& row_shifts) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      const float reference = row_max[row] == -INFINITY ? 0.0f : row_max[row];
+      float reference = row_max[row] == -INFINITY ? 0.0f : row_max[row];
+      if constexpr (!std::is_same_v<Shifts, NoShifts>) {
+        reference -= row_shifts[row];
+        row_shifts[row] = 0.0f;
+      }
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) scores(row, col) -= reference;
     }

@@ -101,14 +101,38 @@ struct ScoreModifiers {
   template <class Scores, class Coords>
   CUTE_DEVICE void apply(Scores& scores, Coords const& coords, int query_begin,
                          int key_begin) const {
-    using namespace cute;
-    if (has_softcap) {
-      tanh_of_scores(scores, factor);
-    } else if (factor != 1.0f) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
-    }
+    scale_or_cap(scores);
     if (alibi_slope != 0.0f) add_alibi(scores, coords, query_begin, key_begin);
+  }
+
+  // The same but for what all keys of a row have in common, which goes to the softmax in
+  // `row_shifts` and saves an operation a score: with all keys on one side of all queries the
+  // distances to a row are linear. kQueries, kKeys: of the tile that the coordinates are of.
+  template <int kQueries, int kKeys, class Scores, class Coords, class RowShifts>
+  CUTE_DEVICE void apply_but_shifts(Scores& scores, Coords const& coords, int query_begin,
+                                    int key_begin, RowShifts& row_shifts) const {
+    using namespace cute;
+    const int first_distance = query_begin + shift - key_begin;
+    const bool keys_come_first = first_distance >= kKeys - 1;
+    const bool keys_come_last = first_distance + kQueries - 1 <= 0;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
+    if (alibi_slope == 0.0f || !(keys_come_first || keys_come_last)) {
+      apply(scores, coords, query_begin, key_begin);
+      return;
+    }
+    scale_or_cap(scores);
+    const float signed_slope = keys_come_first ? alibi_slope : -alibi_slope;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int first_of_row = get<0>(coords(row, 0)) - get<1>(coords(row, 0));
+      row_shifts[row] = -signed_slope * static_cast<float>(first_distance + first_of_row);
+      CUTE_UNROLL
+      for (int column = 0; column < size<1>(scores); ++column) {
+        const auto step = static_cast<float>(get<1>(coords(row, column)) - get<1>(coords(row, 0)));
+        scores(row, column) += signed_slope * step;
+      }
+    }
   }
 
   template <class Scores, class Coords>
@@ -126,6 +150,18 @@ struct ScoreModifiers {
         const auto step = static_cast<float>(get<1>(coords(row, column)) - get<1>(coords(row, 0)));
         scores(row, column) -= alibi_slope * fabsf(centre - step);
       }
+    }
+  }
+
+ private:
+  template <class Scores>
+  CUTE_DEVICE void scale_or_cap(Scores& scores) const {
+    using namespace cute;
+    if (has_softcap) {
+      tanh_of_scores(scores, factor);
+    } else if (factor != 1.0f) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) *= factor;
     }
   }
 };

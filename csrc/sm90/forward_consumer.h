@@ -54,6 +54,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tScS =
       rows_cols_view(scores_share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
 
+  using Shifts =
+      std::conditional_t<Traits::has_modifiers, RowShifts<Traits::rows_per_thread>, NoShifts>;
   [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
   [[maybe_unused]] PairWords<2 * block_n / 32> visible_pairs{};
 
@@ -122,9 +124,11 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         is_interior = visited.is_in_window;
       }
       const int key_begin = block * block_n;
+      [[maybe_unused]] Shifts row_shifts{};
       if constexpr (Traits::has_modifiers) {
         if (has_score_modifiers(params.score))
-          modifiers.apply(scores, tScS, query_begin, key_begin);
+          modifiers.template apply_but_shifts<64, block_n>(scores, tScS, query_begin, key_begin,
+                                                           row_shifts);
       }
       if constexpr (Traits::has_bias) {
         wait_full(smem.bias_ring, bias_place);
@@ -153,7 +157,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
           word_place.advance();
         }
       }
-      const bool rescales = softmax.softmax(scores);
+      const bool rescales = softmax.softmax(scores, row_shifts);
       if constexpr (Traits::draws_ahead) {
         if (params.dropout.threshold > 0) drop_by_words<Traits>(scores, kept);
       } else if constexpr (Traits::has_dropout) {
