@@ -16,6 +16,7 @@ from masked_harness import CheckMask, run_masked, skip_without_masked_row
 from pairwise import pairwise
 from reference import attention_with_gradients, low_precision
 from tolerance import assert_close
+from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity, flash_attn_func, masks
 
@@ -191,11 +192,10 @@ def test_many_packed_sequences(check_mask: CheckMask) -> None:
 # -- ready-made masks ------------------------------------------------------------------------------
 
 
-@HEAD_DIM
-@pytest.mark.parametrize("heads_k", [1, 2])
-@pytest.mark.parametrize("seqlen_q", [4500, 9000, 16_500])
-def test_keys_that_all_queries_see(seqlen_q: int, heads_k: int, head_dim: int) -> None:
-    """A long tile between short ones, whose steps several CTAs share in the backward."""
+def long_tile_case(seqlen_q: int, heads_k: int, head_dim: int) -> tuple[AttentionCase, Tensor]:
+    """Keys that all queries see: a long tile between short ones, whose steps CTAs share in the
+    backward.
+    """
     of = make_case(
         batch=1,
         seqlen_q=scaled(seqlen_q, 300),
@@ -209,7 +209,29 @@ def test_keys_that_all_queries_see(seqlen_q: int, heads_k: int, head_dim: int) -
     mask[:, 128:200] = True
     mask[:, 130] = False
     mask[70:200] = True
+    return of, mask
+
+
+@HEAD_DIM
+@pytest.mark.parametrize("heads_k", [1, 2])
+@pytest.mark.parametrize("seqlen_q", [4500, 9000, 16_500])
+def test_keys_that_all_queries_see(seqlen_q: int, heads_k: int, head_dim: int) -> None:
+    of, mask = long_tile_case(seqlen_q, heads_k, head_dim)
     check_made_mask(of, BlockSparsity.from_mask(mask))
+
+
+@HEAD_DIM
+def test_gradients_of_shared_tiles_repeat(head_dim: int) -> None:
+    """Whoever ends last adds the parts in their order."""
+    of, mask = long_tile_case(16_500, 2, head_dim)
+    sparsity = BlockSparsity.from_mask(mask)
+    inputs = of.make_inputs()
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = flash_attn_func(*leaves, block_mask=sparsity)
+    first = torch.autograd.grad(out, leaves[1:], inputs.dout, retain_graph=True)
+    for _ in range(30):
+        again = torch.autograd.grad(out, leaves[1:], inputs.dout, retain_graph=True)
+        assert all(map(torch.equal, first, again))
 
 
 @HEAD_DIM

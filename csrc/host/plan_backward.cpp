@@ -181,7 +181,13 @@ std::int64_t count_part_counters(const TileSchedule& schedule, const BackwardCon
   return tickets_of_parts(schedule, parts) * (config.num_warps / 4);
 }
 
-// Into how many parts the long tiles of lists are cut, if they can be long at all.
+std::int64_t count_part_sums(const TileSchedule& schedule, const BackwardConfig& config,
+                             int parts) {
+  return tickets_of_parts(schedule, parts) * config.block_n * (config.head_dim + config.head_dim_v);
+}
+
+// Into how many parts the long tiles of lists are cut, if they can be long at all, and their sums
+// take no more memory than those of dQ.
 int choose_list_parts(const BackwardParams& params, const BackwardConfig& config,
                       const TileSchedule& schedule, std::int64_t query_rows) {
   if (config.family != KernelFamily::sm90 || params.sparsity.lists.data == nullptr ||
@@ -192,8 +198,9 @@ int choose_list_parts(const BackwardParams& params, const BackwardConfig& config
   const auto parts =
       static_cast<int>(std::clamp<std::int64_t>(steps / least_part_steps, 1, most_list_parts));
   const bool has_counters = count_part_counters(schedule, config, parts) <= query_rows;
+  const bool has_sums = count_part_sums(schedule, config, parts) <= query_rows * config.head_dim;
   const bool has_tickets = schedule.grid_size() + tickets_of_parts(schedule, parts - 1) <= max_grid;
-  return has_counters && has_tickets ? parts : 1;
+  return has_counters && has_sums && has_tickets ? parts : 1;
 }
 
 }  // namespace
@@ -286,9 +293,8 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   }
   plan.list_parts = choose_list_parts(params, config, plan.schedule, query_tiles * config.block_m);
   if (plan.list_parts > 1) {
-    const std::int64_t parts = tickets_of_parts(plan.schedule, plan.list_parts);
     plan.part_sums_offset =
-        workspace.add_floats(parts * config.block_n * (config.head_dim + config.head_dim_v));
+        workspace.add_floats(count_part_sums(plan.schedule, config, plan.list_parts));
     plan.part_counters =
         static_cast<int>(count_part_counters(plan.schedule, config, plan.list_parts));
     plan.part_counters_offset = workspace.add_floats(plan.part_counters);

@@ -88,7 +88,8 @@ CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* part
 }
 
 // dK and dV of a part of a key tile's steps, by all threads of their warpgroup: who ends last has
-// those of all parts afterwards, and the others are told that they have nothing to write.
+// those of all parts afterwards, added in the parts' order so that bits do not depend on who that
+// is, and the others are told that they have nothing to write.
 template <class Traits, class KeyAccumulator, class ValueAccumulator>
 CUTE_DEVICE bool join_parts(BackwardArguments const& call, SparseBackwardWorkItem const& item,
                             KeyAccumulator& dk, ValueAccumulator& dv, int& parts_done,
@@ -105,11 +106,13 @@ CUTE_DEVICE bool join_parts(BackwardArguments const& call, SparseBackwardWorkIte
   sync_output(warpgroup);
   if (thread == 0) parts_done = atomicAdd(call.part_counters + place(0), 1);
   sync_output(warpgroup);
-  if (parts_done + 1 < item.parts) return false;
+  if (*const_cast<int volatile*>(&parts_done) + 1 < item.parts) return false;
   __threadfence();
+  sums = call.part_sums + place(0) * (dk_size + dv_size);
+  DqAccumulator<128>::load(sums, dk, thread);
+  DqAccumulator<128>::load(sums + dk_size, dv, thread);
   CUTE_NO_UNROLL
-  for (int part = 0; part < item.parts; ++part) {
-    if (part == item.part) continue;
+  for (int part = 1; part < item.parts; ++part) {
     sums = call.part_sums + place(part) * (dk_size + dv_size);
     DqAccumulator<128>::load_and_add(sums, dk, thread);
     DqAccumulator<128>::load_and_add(sums + dk_size, dv, thread);
