@@ -84,14 +84,15 @@ def test_values_of_another_head_dim(
 )
 def test_every_head_dim_has_a_row(head_dim: int, bucket: int, dtype: torch.dtype) -> None:
     short_name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    modifiers = "modifiers" if bucket <= 128 else "dropout"
+    alibi = "alibi" if bucket <= 128 else "dropout"
     for variant, features in (
         ("", {}),
         ("", {"window": (7, -1)}),
         ("dropout", {"dropout_p": 0.1}),
         ("dropout", {"dropout_p": 0.1, "softcap": 3.0}),
-        (modifiers, {"softcap": 3.0, "causal": True}),
-        (modifiers, {"alibi": Alibi.per_head}),
+        ("dropout", {"softcap": 3.0, "causal": True}),
+        (alibi, {"alibi": Alibi.per_head}),
+        ("dropout", {"softcap": 3.0, "alibi": Alibi.per_head}),
     ):
         case = make_case(seqlen_q=300, seqlen_k=200, head_dim=head_dim, dtype=dtype, **features)
         plan = families.planned(case)
@@ -138,7 +139,8 @@ def launches() -> list[tuple[Case, str]]:
         (replace(base, causal=True), short),
         (replace(base, seqlen_q=long, causal=True), row_name(64)),
         (replace(base, head_dim=128, dtype=torch.float16), row_name(128, dtype="fp16")),
-        (replace(base, softcap=3.0), row_name(64, "modifiers")),
+        (replace(base, softcap=3.0), row_name(64, "dropout")),
+        (replace(base, alibi=Alibi.per_head), row_name(64, "alibi")),
         (replace(base, alibi=Alibi.per_batch, head_dim=192), row_name(192, "dropout")),
         (replace(base, dropout_p=0.5, head_dim=256), row_name(256, "dropout")),
         (replace(base, softmax_scale=0.0), row_name(64)),

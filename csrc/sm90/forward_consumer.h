@@ -55,7 +55,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       rows_cols_view(scores_share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
 
   using Shifts =
-      std::conditional_t<Traits::has_modifiers, RowShifts<Traits::rows_per_thread>, NoShifts>;
+      std::conditional_t<Traits::shifts_rows, RowShifts<Traits::rows_per_thread>, NoShifts>;
   [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
   [[maybe_unused]] PairWords<2 * block_n / 32> visible_pairs{};
 
@@ -126,9 +126,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       const int key_begin = block * block_n;
       [[maybe_unused]] Shifts row_shifts{};
       if constexpr (Traits::has_modifiers) {
-        if (has_score_modifiers(params.score))
-          modifiers.template apply_but_shifts<64, block_n>(scores, tScS, query_begin, key_begin,
-                                                           row_shifts);
+        if (has_score_modifiers(params.score)) {
+          if constexpr (Traits::shifts_rows) {
+            modifiers.template apply_but_shifts<64, block_n>(scores, tScS, query_begin, key_begin,
+                                                             row_shifts);
+          } else {
+            modifiers.apply(scores, tScS, query_begin, key_begin);
+          }
+        }
       }
       if constexpr (Traits::has_bias) {
         wait_full(smem.bias_ring, bias_place);

@@ -45,6 +45,9 @@ struct ForwardTraits {
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
+  // What a row's scores have in common under ALiBi goes to the softmax (score_modifiers.h); with
+  // dropout there are no registers for it, and calls without ALiBi would pay as well.
+  static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool has_bias = has(feature::bias);
   static constexpr bool has_dropout = has(feature::dropout);
