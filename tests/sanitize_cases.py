@@ -58,6 +58,7 @@ def row_cases() -> Iterator[Case]:
         yield replace(dense, seqlen_q=70, seqlen_k=150, **TRAINING)
         # A softcap has rows of its own in some backwards.
         yield replace(dense, dropout_p=0.2, alibi=Alibi.per_head, causal=True)
+        yield replace(dense, seqlen_q=300, seqlen_k=300, alibi=Alibi.per_head)
         packed = VarlenCase(
             **common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1, causal=True
         )
@@ -288,6 +289,8 @@ def many_tile_masked_cases() -> Iterator[tuple[MaskedCase, MaskChange | None]]:
         yield MaskedCase(causal, RandomMask(0.5, 64, "hq", "sparsity"), sink=torch.float32), None
         packed = MaskedCase(many_packed(common), RandomMask(given="sparsity"))
         yield packed, documents
+        long = replace(many, seqlen_q=4200, seqlen_k=300, num_heads_q=2, num_heads_k=2)
+        yield MaskedCase(long, RandomMask(0.02, 64, "hq", "sparsity")), keys_that_all_queries_see
         yield MaskedCase(causal, sink=torch.float32), None
         yield MaskedCase(replace(many, seqlen_q=70, seqlen_k=151), None, RandomBias("hq")), None
         even = replace(many, seqlen_q=71, seqlen_k=152)
@@ -300,6 +303,13 @@ def without_second_tiles(mask: Tensor) -> Tensor:
     mask = mask.clone()
     mask[..., TILE : 2 * TILE, :] = False
     mask[..., TILE : 2 * TILE] = False
+    return mask
+
+
+def keys_that_all_queries_see(mask: Tensor) -> Tensor:
+    """In the second tile of keys, whose steps are then shared by CTAs."""
+    mask = mask.clone()
+    mask[..., TILE : TILE + 70] = True
     return mask
 
 
