@@ -28,8 +28,14 @@ struct HeadBits {
   }
 };
 
-// A word of `bits` in a piece, whatever its state. Where there are no bits nothing asks for them,
-// or finds the pairs hidden.
+// The word of a pair in a piece, whatever its state. Where there are no bits nothing asks for them,
+// or finds the pair hidden.
+CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits, int query, int key) {
+  if (state == PieceState::by_bits && bits.data != nullptr) return *bits.words(query, key);
+  return state == PieceState::visible ? ~0u : 0u;
+}
+
+// The same with its address worked out in any case.
 CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits,
                                        const std::uint32_t* word) {
   if (state == PieceState::by_bits && bits.data != nullptr) return *word;
@@ -49,7 +55,7 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
     for (int col = 0; col < size<1>(scores); col += 2) {
       const int key = key_begin + get<1>(coords(row, col));
       const PieceState state = pieces.at(query / list_piece % 2, key / list_piece % 2);
-      const std::uint32_t seen = visible_word(state, bits, bits.words(query, key)) >> key % 32;
+      const std::uint32_t seen = visible_word(state, bits, query, key) >> key % 32;
       if ((seen & 1) == 0) scores(row, col) = hidden;
       if ((seen & 2) == 0) scores(row, col + 1) = hidden;
     }
