@@ -153,6 +153,16 @@ def test_backends_take_turns_and_share_every_place():
         assert Counter(turns[place] for turns in rounds) == {0: 2, 1: 2, 2: 2}
 
 
+@pytest.mark.parametrize("contenders", range(1, 8))
+def test_each_backend_comes_behind_each_other_one(contenders: int) -> None:
+    rounds = contenders * (1 + contenders % 2)
+    turns = [turn for _, turn in interleave(contenders, rounds)]
+    places = range(len(turns) - 1)
+    behind = Counter((turns[i], turns[i + 1]) for i in places if (i + 1) % contenders != 0)
+    assert len(behind) == contenders * (contenders - 1)
+    assert len(set(behind.values())) <= 1
+
+
 def test_samples_of_two_backends_alternate(monkeypatch):
     monkeypatch.setattr(runner, "MAX_ROUNDS", 4)
     taken = []
