@@ -235,6 +235,19 @@ def test_gradients_of_shared_tiles_repeat(head_dim: int) -> None:
 
 
 @HEAD_DIM
+def test_bits_at_any_address(head_dim: int) -> None:
+    """Hopper kernels read words of bits four at a time, and leave others to the sm80 ones."""
+    of = make_case(batch=1, seqlen_q=150, seqlen_k=300, head_dim=head_dim)
+    skip_without_masked_row(MaskedCase(of, RandomMask(given="sparsity")))
+    mask = torch.rand(of.seqlen_q, of.seqlen_k, device=DEVICE) < 0.5
+    made = BlockSparsity.from_mask(mask)
+    assert made.bits is not None
+    room = torch.empty(made.bits.numel() + 1, dtype=torch.int32, device=DEVICE)
+    bits = room[1:].view(made.bits.shape).copy_(made.bits)
+    check_made_mask(of, replace(made, bits=bits))
+
+
+@HEAD_DIM
 @pytest.mark.parametrize(
     "name", ["prefix_lm", "document", "sliding_window", "dilated", "strided", "bigbird"]
 )

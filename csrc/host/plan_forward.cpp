@@ -8,6 +8,7 @@
 #include "host/select_instance.h"
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
+#include "shared/block_lists.h"
 
 namespace flash_attn_cuda {
 
@@ -90,12 +91,21 @@ bool prefers_decode(const ForwardParams& params) {
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 
+// sm90 kernels read the words of a tile at once.
+bool has_aligned_bits(const PairBits& bits) {
+  constexpr int words = list_tile / 32;
+  return reinterpret_cast<std::uintptr_t>(bits.data) % (words * sizeof(*bits.data)) == 0 &&
+         bits.row_stride % words == 0 && bits.head_stride % words == 0 &&
+         bits.batch_stride % words == 0;
+}
+
 bool suits_sm90(const ForwardParams& params) {
   const TensorExtent queries = query_extent(params.shape, params.sequences);
   const TensorExtent keys = key_extent(params.shape, params.sequences);
   return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
          tma_can_move(params.out, queries) && tma_can_move(params.k, keys) &&
-         tma_can_move(params.v, keys) && tma_can_load_bias(params.score.bias, params.shape);
+         tma_can_move(params.v, keys) && tma_can_load_bias(params.score.bias, params.shape) &&
+         has_aligned_bits(params.sparsity.bits);
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,

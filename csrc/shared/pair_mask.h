@@ -28,17 +28,11 @@ struct HeadBits {
   }
 };
 
-// The word of a pair in a piece, whatever its state. Where there are no bits nothing asks for them,
-// or finds the pair hidden.
-CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits, int query, int key) {
-  if (state == PieceState::by_bits && bits.data != nullptr) return *bits.words(query, key);
-  return state == PieceState::visible ? ~0u : 0u;
-}
-
-// The same with its address worked out in any case.
-CUTE_DEVICE std::uint32_t visible_word(PieceState state, const HeadBits& bits,
-                                       const std::uint32_t* word) {
-  if (state == PieceState::by_bits && bits.data != nullptr) return *word;
+// A word of a piece, whatever its state. Where there are no bits nothing asks for them, or finds
+// the pairs hidden. address(): where it lies, if there are bits.
+template <class Address>
+CUTE_DEVICE std::uint32_t visible_word(PieceState state, bool has_bits, Address address) {
+  if (state == PieceState::by_bits && has_bits) return *address();
   return state == PieceState::visible ? ~0u : 0u;
 }
 
@@ -55,7 +49,9 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
     for (int col = 0; col < size<1>(scores); col += 2) {
       const int key = key_begin + get<1>(coords(row, col));
       const PieceState state = pieces.at(query / list_piece % 2, key / list_piece % 2);
-      const std::uint32_t seen = visible_word(state, bits, query, key) >> key % 32;
+      const std::uint32_t word =
+          visible_word(state, bits.data != nullptr, [&] { return bits.words(query, key); });
+      const std::uint32_t seen = word >> key % 32;
       if ((seen & 1) == 0) scores(row, col) = hidden;
       if ((seen & 2) == 0) scores(row, col + 1) = hidden;
     }
@@ -82,32 +78,32 @@ struct PairRows {
   }
 };
 
-// Of kKeys keys, those of row 0 and of row 1 in turn. The queries are those of one piece.
+// Of a block of a whole tile's keys, those of row 0 and of row 1 in turn, where a piece has bits
+// that are wanted. A row's lie side by side at a multiple of 16 bytes (has_aligned_bits).
 template <int kKeys>
-CUTE_DEVICE PairWords<2 * kKeys / 32> load_pair_words(const PairRows& rows, Pieces pieces,
-                                                      int query_begin, int key_begin) {
-  PairWords<2 * kKeys / 32> loaded;
+CUTE_DEVICE void load_pair_words(const PairRows& rows, Pieces pieces, int query_begin,
+                                 int key_begin, PairWords<2 * kKeys / 32>& loaded) {
+  static_assert(kKeys == list_tile);
+  const int query_half = query_begin / list_piece % 2;
+  const bool is_by_bits = pieces.at(query_half, 0) == PieceState::by_bits ||
+                          pieces.at(query_half, 1) == PieceState::by_bits;
+  if (!is_by_bits || rows.words[0] == nullptr) return;
   CUTE_UNROLL
-  for (int half = 0; half < kKeys / list_piece; ++half) {
-    const PieceState state =
-        pieces.at(query_begin / list_piece % 2, (key_begin / list_piece + half) % 2);
-    const bool is_by_bits = state == PieceState::by_bits && rows.words[0] != nullptr;
-    const std::uint32_t of_piece = state == PieceState::visible ? ~0u : 0u;
-    CUTE_UNROLL
-    for (int i = 0; i < 2 * list_piece / 32; ++i) {
-      const int word = half * (list_piece / 32) + i / 2;
-      loaded.words[2 * word + i % 2] =
-          is_by_bits ? rows.words[i % 2][key_begin / 32 + word] : of_piece;
-    }
+  for (int row = 0; row < 2; ++row) {
+    const uint4 words = __ldg(reinterpret_cast<uint4 const*>(rows.words[row] + key_begin / 32));
+    loaded.words[row] = words.x;
+    loaded.words[2 + row] = words.y;
+    loaded.words[4 + row] = words.z;
+    loaded.words[6 + row] = words.w;
   }
-  return loaded;
 }
 
 // Of the accumulator they were loaded for, of which a thread has (j, j + 1) of every eight columns.
+// Without bits a piece that wants them is hidden.
 template <int kWords, class Scores, class Coords>
 CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Pieces pieces,
-                                     PairWords<kWords> const& loaded, int query_begin,
-                                     int key_begin, float hidden) {
+                                     bool has_bits, PairWords<kWords> const& loaded,
+                                     int query_begin, int key_begin, float hidden) {
   using namespace cute;
   constexpr int columns_of_word = 8;
   constexpr int words_of_piece = 2 * list_piece / 32;
@@ -118,9 +114,10 @@ CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Piece
     const int key = key_begin + begin / words_of_piece * list_piece;
     const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
     if (state == PieceState::visible) continue;
+    const std::uint32_t used = state == PieceState::by_bits && has_bits ? ~0u : 0u;
     CUTE_UNROLL
     for (int i = begin; i < begin + words_of_piece; ++i) {
-      const std::uint32_t seen = loaded.words[i] >> first;
+      const std::uint32_t seen = (loaded.words[i] & used) >> first;
       CUTE_UNROLL
       for (int column = 0; column < columns_of_word; ++column) {
         const int bit = column / 2 * 8 + column % 2;
@@ -141,7 +138,8 @@ CUTE_DEVICE PairWords<kQueries / 32> load_transposed_words(Pieces pieces, const 
   for (int i = 0; i < kQueries / 32; ++i) {
     const int query = query_begin + 32 * i + static_cast<int>(threadIdx.x % 32);
     const PieceState state = pieces.at(query / list_piece % 2, first_key / list_piece % 2);
-    loaded.words[i] = visible_word(state, bits, bits.words(query, first_key));
+    const std::uint32_t* word = bits.words(query, first_key);
+    loaded.words[i] = visible_word(state, bits.data != nullptr, [&] { return word; });
   }
   return loaded;
 }

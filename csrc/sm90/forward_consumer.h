@@ -62,7 +62,6 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   // Products run while other code does; finish_.. waits for them and gives the buffer back.
   auto start_scores = [&]() {
     wait_full(smem.k_ring, k_place);
-    if constexpr (Traits::is_sparse) visited = smem.visited[k_place.stage];
     auto q = tSrQ(_, _, _, q_place.stage * Traits::consumers + warpgroup);
     start_product(scores_mma, q, tSrK(_, _, _, k_place.stage), tSrS, false);
   };
@@ -107,12 +106,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       pair_rows = PairRows::of(HeadBits::of(params.sparsity.bits, sequence.index, work.head), tScS,
                                query_begin);
     }
-    // While the scores are multiplied, because it takes as long.
-    auto load_bits = [&]() {
+    // What the block is of which the scores are multiplied, and meanwhile, because it takes as
+    // long, its bits. Behind the products, so that whose turn is next does not wait for it.
+    auto look_up_block = [&]() {
       if constexpr (Traits::is_sparse) {
+        visited = smem.visited[k_place.stage];
         const int key_begin = visited.block * block_n;
         if (visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) return;
-        visible_pairs = load_pair_words<block_n>(pair_rows, visited.pieces, query_begin, key_begin);
+        load_pair_words<block_n>(pair_rows, visited.pieces, query_begin, key_begin, visible_pairs);
       }
     };
 
@@ -145,8 +146,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       }
       if constexpr (Traits::is_sparse) {
         if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
-          hide_pairs_by_words(scores, tScS, visited.pieces, visible_pairs, query_begin, key_begin,
-                              -INFINITY);
+          hide_pairs_by_words(scores, tScS, visited.pieces, pair_rows.words[0] != nullptr,
+                              visible_pairs, query_begin, key_begin, -INFINITY);
         }
       }
       if (!is_interior) {
@@ -177,7 +178,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
     wait_full(smem.q_ring, q_place);
     start_scores();
-    load_bits();
+    look_up_block();
     finish_scores(Int<0>{}, range.end - 1 == range.begin);
     scores_to_probabilities(range.end - 1);
     keep_probabilities();
@@ -186,7 +187,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         start_output(block < range.end - 2);
         finish_output();
         start_scores();
-        load_bits();
+        look_up_block();
         finish_scores(Int<0>{}, block == range.begin);
         if (scores_to_probabilities(block)) softmax.rescale_o(output);
         keep_probabilities();
@@ -195,7 +196,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         start_scores();
         start_output(block < range.end - 2);
         turns.pass();
-        load_bits();
+        look_up_block();
         finish_scores(Int<1>{}, block == range.begin);
         const bool rescales = scores_to_probabilities(block);
         finish_output();

@@ -126,11 +126,19 @@ void check_buffers(int seqlen_q, int num_heads_k) {
                                 {sparse.softmax_d_offset, rows * sizeof(float)},
                                 {sparse.dq_accum_offset, rows * sizeof(float) * config.head_dim},
                                 {sparse.tickets_offset, sizeof(int)}};
-    if (sparse.list_parts > 1) {
-      const std::int64_t tickets = tickets_of_parts(sparse.schedule, sparse.list_parts);
-      buffers.push_back({sparse.part_sums_offset,
-                         tickets * config.block_n * 2 * config.head_dim * sizeof(float)});
-      CHECK_EQ(sparse.part_counters, 2 * tickets);
+    const bool finishes = config.family == KernelFamily::sm90;
+    CHECK(sparse.dq_path == (finishes ? DqPath::finished : DqPath::converted));
+    if (finishes) {
+      buffers.push_back({sparse.additions_offset, rows / config.block_m * sizeof(int)});
+      buffers.push_back({sparse.given_back_offset, 2 * sparse.num_ctas * sizeof(int)});
+      // A counter for each head of the schedule has room.
+      CHECK(static_cast<std::size_t>(sparse.schedule.num_batch_heads) <= rows / config.block_m);
+    }
+    if (sparse.shared_tiles.parts > 1) {
+      const std::int64_t places = sparse.shared_tiles.places();
+      buffers.push_back(
+          {sparse.part_sums_offset, places * config.block_n * 2 * config.head_dim * sizeof(float)});
+      CHECK_EQ(sparse.part_counters, 2 * places);
       buffers.push_back({sparse.part_counters_offset, sparse.part_counters * sizeof(int)});
     }
     if (sparse.dkdv_splits > 1) {
@@ -199,6 +207,24 @@ TEST(of_gradients_of_a_bias_sm90_rows_write_whole_vectors) {
   }
 }
 
+TEST(sm90_forwards_read_four_words_of_bits_at_once) {
+  alignas(16) static std::uint32_t words[8];
+  const auto with_bits = [](std::uint32_t* data, std::int64_t row_stride) {
+    return chosen<ForwardParams>(both(lists, [=](auto& p) {
+      p.sparsity.bits = {.data = data,
+                         .batch_stride = 0,
+                         .head_stride = 0,
+                         .row_stride = row_stride,
+                         .rows = 4096,
+                         .words = 128};
+    }));
+  };
+  CHECK_EQ(with_bits(words, 128), "sm90_hd128_sparse");
+  CHECK_EQ(with_bits(words + 4, 132), "sm90_hd128_sparse");
+  CHECK_EQ(with_bits(words + 1, 128), "hd128_masked");
+  CHECK_EQ(with_bits(words, 130), "hd128_masked");
+}
+
 TEST(gradients_with_lists_or_a_bias_have_no_fixed_order) {
   CHECK_ERROR(chosen<BackwardParams>(both(lists, ordered)),
               "features deterministic, block_sparse on");
@@ -243,9 +269,14 @@ TEST(long_tiles_of_lists_have_parts) {
     shape.seqlen_k = seqlen_k;
     shape.num_heads_k = num_heads_k;
     auto params = with_tensors(call<BackwardParams>(shape));
-    CHECK_EQ(plan(params, device).list_parts, 1);
     lists(params);
-    return plan(params, device).list_parts;
+    const BackwardPlan sparse = plan(params, device);
+    if (sparse.shared_tiles.parts > 1) {
+      CHECK_EQ(sparse.shared_tiles.first, 0);
+      CHECK_EQ(sparse.shared_tiles.count,
+               (sparse.schedule.num_tiles + 63) / 64 * sparse.schedule.num_batch_heads);
+    }
+    return sparse.shared_tiles.parts;
   };
   CHECK_EQ(parts(4032, 4096), 1);  // 63 steps of 64 queries
   CHECK_EQ(parts(4033, 4096), 2);
@@ -257,7 +288,7 @@ TEST(long_tiles_of_lists_have_parts) {
   CHECK_EQ(parts(4096, 1 << 28), 1);
   auto packed = with_tensors(packed_call<BackwardParams>(training));
   lists(packed);
-  CHECK_EQ(plan(packed).list_parts, 1);
+  CHECK_EQ(plan(packed).shared_tiles.parts, 1);
 }
 
 TEST(workspace_buffers_of_a_backward_with_lists_do_not_overlap) {
