@@ -171,6 +171,45 @@ def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> Non
     check(replace(case, leftpad=leftpad, window=(-1, -1)))
 
 
+# -- last tiles that CTAs share --------------------------------------------------------------------
+
+
+def shared_case(**fields: Any) -> AttentionCase:
+    """Every CTA has a tile, and a few tiles are left over; on a CPU something like it."""
+    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    case = make_case(**{"batch": 1, "num_heads_q": sms + 2, "num_heads_k": sms + 2, **fields})
+    skip_without_row(case)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["tile_parts"] > 1, str(case)
+    return case
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seqlen_q": 700, "seqlen_k": 100},  # dq without sums
+        {"seqlen_q": 700, "seqlen_k": 200},
+        {"seqlen_q": 900, "seqlen_k": 900, "num_heads_q": 4, "num_heads_k": 4},  # all tiles
+        {"seqlen_q": 600, "seqlen_k": 1100, "num_heads_q": 6, "num_heads_k": 2},
+        {"seqlen_q": 3000, "seqlen_k": 90, "num_heads_q": 8, "num_heads_k": 1},  # and partial sums
+        {"seqlen_q": 700, "seqlen_k": 400, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_last_tiles_in_parts(check: Check, head_dim: int, fields: dict[str, Any]) -> None:
+    check(shared_case(head_dim=head_dim, **fields))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_key_gradients_of_tiles_in_parts_repeat(head_dim: int) -> None:
+    case = shared_case(head_dim=head_dim, seqlen_q=1500, seqlen_k=300, num_heads_q=8, num_heads_k=4)
+    inputs = case.make_inputs()
+    first = run_forward_backward(case, inputs)
+    for _ in range(scaled(50, 2)):
+        assert_same_bits(run_forward_backward(case, inputs), first, str(case))
+
+
 # -- all key tiles of a head in one CTA ------------------------------------------------------------
 
 

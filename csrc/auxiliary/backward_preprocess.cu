@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(threads)
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
   if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;
-  if (args.additions != nullptr && exists && row_in_tile == 0 && lane == 0)
+  if (args.additions != nullptr && head < params.shape.num_heads_q && row_in_tile == 0 && lane == 0)
     args.additions[tile] = 0;
   if (!exists) {
     if (args.sink_shares != nullptr && threadIdx.x == 0) args.sink_shares[blockIdx.x] = 0.0f;

@@ -79,9 +79,20 @@ struct ForwardPlan {
 // How dQ, to which every key tile of a sequence adds, becomes dq.
 enum class DqPath : std::uint8_t {
   converted,  // a kernel that follows turns fp32 sums into dq
-  finished,   // idle warps of the main kernel do, while it runs
+  finished,   // idle warps of the main kernel do, while it runs, and what is left then follows
   ordered,    // key tiles add one after the other: the first stores its part, the last writes dq
   direct      // a sequence has one key tile, which writes dq; there are no sums
+};
+
+// sm90 backward: key tiles that several CTAs share (shared/tile_parts.h), `count` from number
+// `first` on in the order in which they are drawn.
+struct SharedTiles {
+  int first = 0;
+  int count = 0;
+  int parts = 1;  // of a tile, at most
+
+  std::int64_t places() const { return static_cast<std::int64_t>(count) * parts; }
+  std::int64_t more_tickets() const { return places() - count; }
 };
 
 // The backward runs as [sequence table ->] preprocess [-> sum of dsink, sm80] -> main [-> convert]
@@ -103,12 +114,13 @@ struct BackwardPlan {
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;
   std::size_t dq_accum_offset = 0;
-  std::size_t tickets_offset = 0;    // two counters: CTAs, or tiles, that have started, and, with
-                                     // DqPath::finished, parts of query tiles that were drawn
-  std::size_t additions_offset = 0;  // a counter per head and query tile, if counts_additions
-  int sink_shares = 0;               // with dsink: numbers of each head that add up to it
+  std::size_t tickets_offset = 0;     // two counters: CTAs, or tiles, that have started, and, with
+                                      // DqPath::finished, strips of sums that were drawn
+  std::size_t given_back_offset = 0;  // of those, what each finishing warp has not come to
+  std::size_t additions_offset = 0;   // a counter per head and query tile, if counts_additions
+  int sink_shares = 0;                // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;
-  int list_parts = 1;  // sm90, lists: CTAs that may share a long key tile (shared/block_lists.h)
+  SharedTiles shared_tiles;
   std::size_t part_sums_offset = 0;
   int part_counters = 0;  // one for each part and key warpgroup
   std::size_t part_counters_offset = 0;

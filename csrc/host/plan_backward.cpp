@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "auxiliary/auxiliary.h"
 #include "host/error.h"
@@ -11,6 +12,7 @@
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/finishes_dq.h"
+#include "shared/tile_parts.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -124,8 +126,11 @@ int choose_dkdv_splits(const AttentionShape& shape, std::int64_t key_tiles,
 }
 
 // The few warps that finish dq beside the products keep up where a query sees so many keys; below,
-// a kernel that follows is faster (docs/backward_sm90.md).
-constexpr int keys_to_finish_beside = 768;
+// a kernel that follows is faster, as it is at head_dim 64 under a mask (docs/backward_sm90.md).
+int keys_to_finish_beside(int head_dim, const Window& window) {
+  if (head_dim > 96) return 384;
+  return head_dim <= 64 && !window.is_full() ? std::numeric_limits<int>::max() : 768;
+}
 
 // That a query sees, about: of some queries, or, of packed sequences, of one of average length.
 int average_keys(const BackwardParams& params, const Window& window) {
@@ -167,40 +172,73 @@ bool pays_to_sweep(const BackwardParams& params, const TileSchedule& schedule,
 
 DqPath choose_dq_path(const BackwardParams& params, const Window& window,
                       const BackwardInstance& instance, bool sweeps) {
-  if (!instance.writes_dq) return DqPath::converted;
+  if (!instance.writes_dq) {
+    return can_finish_dq(instance.config) ? DqPath::finished : DqPath::converted;
+  }
   if (params.shape.seqlen_k <= instance.config.block_n) return DqPath::direct;
   if (sweeps || params.deterministic) return DqPath::ordered;
-  const bool finishes =
-      can_finish_dq(instance.config) && average_keys(params, window) >= keys_to_finish_beside;
+  const int enough = keys_to_finish_beside(instance.config.head_dim, window);
+  const bool finishes = can_finish_dq(instance.config) && average_keys(params, window) >= enough;
   return finishes ? DqPath::finished : DqPath::converted;
 }
 
-// For the parts of long tiles; the preprocess kernel has a query row to zero each.
-std::int64_t count_part_counters(const TileSchedule& schedule, const BackwardConfig& config,
-                                 int parts) {
-  return tickets_of_parts(schedule, parts) * (config.num_warps / 4);
+// dK and dV of a tile.
+std::int64_t part_sums(const BackwardConfig& config) {
+  return std::int64_t{config.block_n} * (config.head_dim + config.head_dim_v);
 }
 
-std::int64_t count_part_sums(const TileSchedule& schedule, const BackwardConfig& config,
-                             int parts) {
-  return tickets_of_parts(schedule, parts) * config.block_n * (config.head_dim + config.head_dim_v);
+// The last tiles of a grid of equal ones, where they leave most CTAs idle: how many, and into how
+// many parts they are cut so that as little time as possible goes by until all have ended.
+SharedTiles last_tiles(std::int64_t tiles, int num_ctas, int steps, int q_tiles) {
+  // In steps: what a part takes besides its own, and what the last one takes for the sums of each.
+  constexpr double part_cost = 3.0;
+  constexpr double sum_cost = 0.6;
+  const std::int64_t left = tiles % num_ctas;
+  if (left == 0) return {};
+  // Four, or as many as come to a round.
+  const std::int64_t most_parts =
+      std::min<std::int64_t>({std::max<std::int64_t>(4, num_ctas / left), 8, q_tiles});
+  const auto cost = [&](int parts) {
+    const auto rounds = static_cast<double>(ceil_div<std::int64_t>(left * parts, num_ctas));
+    return rounds * (static_cast<double>(ceil_div(steps, parts)) + part_cost) + sum_cost * parts;
+  };
+  SharedTiles shared{.first = static_cast<int>(tiles - left), .count = static_cast<int>(left)};
+  for (int parts = 2; parts <= most_parts; ++parts) {
+    if (cost(parts) < cost(shared.parts)) shared.parts = parts;
+  }
+  return shared;
 }
 
-// Into how many parts the long tiles of lists are cut, if they can be long at all, and their sums
-// take no more memory than those of dQ.
-int choose_list_parts(const BackwardParams& params, const BackwardConfig& config,
-                      const TileSchedule& schedule, std::int64_t query_rows) {
-  if (config.family != KernelFamily::sm90 || params.sparsity.lists.data == nullptr ||
-      params.sequences.cu_seqlens_q != nullptr)
-    return 1;
-  const std::int64_t heads = params.shape.num_heads_q / schedule.num_heads;
-  const std::int64_t steps = heads * checked_tiles(params.shape.seqlen_q, 1, config.block_m);
-  const auto parts =
-      static_cast<int>(std::clamp<std::int64_t>(steps / least_part_steps, 1, most_list_parts));
-  const bool has_counters = count_part_counters(schedule, config, parts) <= query_rows;
-  const bool has_sums = count_part_sums(schedule, config, parts) <= query_rows * config.head_dim;
-  const bool has_tickets = schedule.grid_size() + tickets_of_parts(schedule, parts - 1) <= max_grid;
-  return has_counters && has_sums && has_tickets ? parts : 1;
+// Tiles that CTAs share: of lists those of the first ranks, which may be long; else the last ones,
+// where no order of dQ's additions or of dK's steps is promised. Of packed sequences the host does
+// not know them.
+SharedTiles choose_shared_tiles(const BackwardParams& params, const BackwardPlan& plan,
+                                bool is_even) {
+  constexpr int most_list_parts = 4;
+  constexpr std::int64_t always_affordable = 1 << 23;  // sums, 32 MiB
+  const BackwardConfig& config = plan.instance->config;
+  const TileSchedule& schedule = plan.schedule;
+  if (!can_share_tiles(config) || params.sequences.cu_seqlens_q != nullptr ||
+      schedule.grid_size() == 0 || plan.dq_path == DqPath::ordered || params.deterministic)
+    return {};
+  const int q_tiles = checked_tiles(params.shape.seqlen_q, 1, config.block_m);
+  const int steps = params.shape.num_heads_q / schedule.num_heads * q_tiles;
+  SharedTiles shared;
+  if (params.sparsity.lists.data != nullptr) {
+    shared = {.first = 0,
+              .count = ranks_in_parts(schedule) * schedule.num_batch_heads,
+              .parts = parts_of_steps(steps, least_part_steps, most_list_parts)};
+  } else if (is_even && q_tiles > 0) {
+    shared = last_tiles(schedule.grid_size(), plan.num_ctas, steps, q_tiles);
+  }
+  // The preprocess kernel has a query row to zero each counter, and sums take no more memory than
+  // those of dQ, unless they are few.
+  const std::int64_t rows = std::int64_t{params.shape.num_heads_q} * plan.q_tiles * config.block_m;
+  const std::int64_t affordable = std::max(rows * config.head_dim, always_affordable);
+  const bool fits = shared.places() * (config.num_warps / 4) <= rows &&
+                    shared.places() * part_sums(config) <= affordable &&
+                    schedule.grid_size() + shared.more_tickets() <= max_grid;
+  return fits && shared.parts > 1 ? shared : SharedTiles{};
 }
 
 }  // namespace
@@ -286,17 +324,19 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
   plan.counts_additions = plan.takes_turns || plan.dq_path == DqPath::finished;
   if (plan.counts_additions) plan.additions_offset = workspace.add_floats(query_tiles);
+  if (plan.dq_path == DqPath::finished) {
+    plan.given_back_offset = workspace.add_bytes(sizeof(int) * finishing_warps * plan.num_ctas);
+  }
   if (params.dsink != nullptr) {
     plan.sink_shares = plan.q_tiles * preprocess_blocks_per_tile(shape, config.block_m);
     plan.sink_shares_offset =
         workspace.add_floats(std::int64_t{shape.num_heads_q} * plan.sink_shares);
   }
-  plan.list_parts = choose_list_parts(params, config, plan.schedule, query_tiles * config.block_m);
-  if (plan.list_parts > 1) {
-    plan.part_sums_offset =
-        workspace.add_floats(count_part_sums(plan.schedule, config, plan.list_parts));
-    plan.part_counters =
-        static_cast<int>(count_part_counters(plan.schedule, config, plan.list_parts));
+  plan.shared_tiles = choose_shared_tiles(params, plan, is_even);
+  if (plan.shared_tiles.parts > 1) {
+    const std::int64_t places = plan.shared_tiles.places();
+    plan.part_sums_offset = workspace.add_floats(places * part_sums(config));
+    plan.part_counters = static_cast<int>(places * (config.num_warps / 4));
     plan.part_counters_offset = workspace.add_floats(plan.part_counters);
   }
   if (plan.dkdv_splits > 1) {

@@ -24,7 +24,8 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
   const bool is_sm90 = plan.instance->config.family == KernelFamily::sm90;
   if (!is_sm90 || plan.schedule.grid_size() == 0) sum_sink_gradient(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
-  if (plan.dq_path == DqPath::converted) plan.instance->convert_dq(plan, normalized, stream);
+  const bool leaves_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished;
+  if (leaves_sums) plan.instance->convert_dq(plan, normalized, stream);
   if (plan.dkdv_splits > 1) reduce_dkv(plan, normalized, stream);
 }
 

@@ -1,10 +1,12 @@
 // What the host hands to the kernels of a backward, whatever their family.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 
 #include "flash_attn/instance.h"
 #include "shared/dropout.h"
+#include "shared/finishes_dq.h"
 #include "shared/score_modifiers.h"
 #include "shared/sequence.h"
 #include "shared/turns.h"
@@ -28,15 +30,17 @@ struct BackwardArguments {
                        // of them, in sweeps (CTAs, heads of a sweep, q_tiles_per_sequence)
   Turns turns;         // whose it is to add to a tile of dq_accum, where plan.takes_turns
   bool tiles_descend;  // a sequence's last key tile comes first
-  int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ; or null
+  int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ; beside lists, for
+                       // each head of the schedule, shared_tiles.parts for each key tile; or null
   DqPath dq_path;
   int sweep_tiles;    // key tiles that a CTA draws at once: 1, or all of a head
-  int* tickets;       // CTAs, or tiles, that have started; parts of query tiles drawn
+  int* tickets;       // CTAs, or tiles, that have started; strips of dQ drawn (backward_finish.h)
+  int* given_back;    // (CTAs, finishing warps): the first strip that one drew and left, or -1
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
-  int list_parts;            // of a long key tile, at most (block_lists.h)
-  float* part_sums;          // (tickets of parts, key warpgroups): dK and dV in fragment order
+  SharedTiles shared_tiles;
+  float* part_sums;          // (places of parts, key warpgroups): dK and dV in fragment order
   int* part_counters;        // the same shape, of which a tile's first part's count those that end
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink
@@ -50,7 +54,18 @@ struct ConvertDqArguments {
   int q_tiles_per_sequence;  // without a table
   float factor;              // of the sum
   const float* dq_accum;
+  const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
+  const int* given_back;         // those and their neighbour, if any; -1: none
+  unsigned num_given_back;
 };
+
+// What the CTAs of an sm90 kernel draw: tiles, some of them in parts.
+inline std::int64_t count_tickets(const BackwardPlan& plan) {
+  return plan.schedule.grid_size() + plan.shared_tiles.more_tickets();
+}
+inline unsigned launched_ctas(const BackwardPlan& plan) {
+  return static_cast<unsigned>(std::min<std::int64_t>(count_tickets(plan), plan.num_ctas));
+}
 
 // What backward_scores.h leaves out of dS.
 inline float score_factor(const BackwardParams& params) {
@@ -84,10 +99,11 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .dq_path = plan.dq_path,
       .sweep_tiles = plan.sweeps ? plan.schedule.num_tiles : 1,
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
+      .given_back = reinterpret_cast<int*>(workspace + plan.given_back_offset),
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
       .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),
       .partial_rows = key_rows(params),
-      .list_parts = plan.list_parts,
+      .shared_tiles = plan.shared_tiles,
       .part_sums = reinterpret_cast<float*>(workspace + plan.part_sums_offset),
       .part_counters = reinterpret_cast<int*>(workspace + plan.part_counters_offset),
       .sink_shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
@@ -98,12 +114,18 @@ inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
                                                const BackwardParams& params) {
   const int block_m = plan.instance->config.block_m;
   char* workspace = static_cast<char*>(params.workspace);
+  auto const* tickets = reinterpret_cast<const unsigned*>(workspace + plan.tickets_offset);
+  // Where there are no keys the main kernel was not launched.
+  const bool was_finishing = plan.dq_path == DqPath::finished && plan.schedule.grid_size() > 0;
   return {.params = params,
           .table = SequenceTable::at(workspace, params.shape.batch_size, plan.table),
           .q_tiles = plan.q_tiles,
           .q_tiles_per_sequence = (params.shape.seqlen_q + block_m - 1) / block_m,
           .factor = score_factor(params),
-          .dq_accum = reinterpret_cast<const float*>(workspace + plan.dq_accum_offset)};
+          .dq_accum = reinterpret_cast<const float*>(workspace + plan.dq_accum_offset),
+          .strips_drawn = was_finishing ? tickets + 1 : nullptr,
+          .given_back = reinterpret_cast<const int*>(workspace + plan.given_back_offset),
+          .num_given_back = was_finishing ? launched_ctas(plan) * finishing_warps : 0};
 }
 
 }  // namespace flash_attn_cuda

@@ -207,42 +207,10 @@ FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int tu
   return section * section_size + ranks * heads_here + turn - early - section * late_size;
 }
 
-// A backward with lists draws the tiles of the very first ranks in parts, for several CTAs: one
-// that all queries see takes as long as all that a CTA does otherwise. Parts of one tile have
-// neighbouring tickets.
-inline constexpr int most_list_parts = 4;
-inline constexpr int least_part_steps = 32;
-
+// Ranks of every head whose tiles a backward draws in parts (tile_parts.h): one that all queries
+// see takes as long as all that a CTA does otherwise.
 FAC_HOST_DEVICE constexpr int ranks_in_parts(const TileSchedule& schedule) {
   return (schedule.num_tiles + 63) / 64;
-}
-FAC_HOST_DEVICE constexpr std::int64_t tickets_of_parts(const TileSchedule& schedule, int parts) {
-  return std::int64_t{ranks_in_parts(schedule)} * schedule.num_batch_heads * parts;
-}
-
-struct TilePart {
-  int turn;  // of longest_first
-  int part;
-  bool is_one_of_several;
-
-  FAC_HOST_DEVICE static constexpr TilePart of(const TileSchedule& schedule, int parts,
-                                               int ticket) {
-    const auto in_parts = static_cast<int>(tickets_of_parts(schedule, parts));
-    const bool is_early = ticket < in_parts;
-    return {.turn = is_early ? ticket / parts : ticket - in_parts + in_parts / parts,
-            .part = is_early ? ticket % parts : 0,
-            .is_one_of_several = is_early && parts > 1};
-  }
-};
-
-// How many parts a tile of so many steps is worth, where others have `usual_steps`, and where they
-// begin.
-FAC_HOST_DEVICE constexpr int parts_of_steps(int steps, int usual_steps, int most_parts) {
-  const int of_part = usual_steps > least_part_steps ? usual_steps : least_part_steps;
-  return detail::clamp(steps / of_part, 1, most_parts);
-}
-FAC_HOST_DEVICE constexpr int first_step_of_part(int steps, int part, int parts) {
-  return static_cast<int>(std::int64_t{steps} * part / parts);
 }
 
 // The tile of kTile that is the `rank`'th to be worked on: as the lists say, whose longest come

@@ -45,21 +45,6 @@ struct DqAccumulator {
     }
   }
 
-  // From sm_90 on, what `store` has left.
-  template <class Accumulator>
-  CUTE_DEVICE static void load_and_add(float const* tile, Accumulator& dq, int thread) {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int first = 0; first < size(dq); first += atom_elements) {
-      const float4 sums =
-          __ldcg(reinterpret_cast<float4 const*>(tile + offset(first / atom_elements, 0, thread)));
-      dq(first) += sums.x;
-      dq(first + 1) += sums.y;
-      dq(first + 2) += sums.z;
-      dq(first + 3) += sums.w;
-    }
-  }
-
   // In place of an addition to zeros. From sm_90 on.
   template <class Accumulator>
   CUTE_DEVICE static void store(float* tile, Accumulator const& dq, int thread) {
@@ -74,19 +59,29 @@ struct DqAccumulator {
   // Past L1, which knows nothing of additions.
   template <class Accumulator>
   CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
-    using namespace cute;
+    for_each_sum(tile, cute::size(dq), thread, [&](int i, float sum) { dq(i) = sum; });
+  }
+
+  template <class Accumulator>
+  CUTE_DEVICE static void load_and_add(float const* tile, Accumulator& dq, int thread) {
+    for_each_sum(tile, cute::size(dq), thread, [&](int i, float sum) { dq(i) += sum; });
+  }
+
+ private:
+  template <class Size, class Take>
+  CUTE_DEVICE static void for_each_sum(float const* tile, Size elements, int thread, Take take) {
     CUTE_UNROLL
-    for (int atom = 0; atom < size(dq) / atom_elements; ++atom) {
+    for (int atom = 0; atom < elements / atom_elements; ++atom) {
       const int first = atom * atom_elements;
       if constexpr (vector_add) {
         const float4 sums = __ldcg(reinterpret_cast<float4 const*>(tile + offset(atom, 0, thread)));
-        dq(first) = sums.x;
-        dq(first + 1) = sums.y;
-        dq(first + 2) = sums.z;
-        dq(first + 3) = sums.w;
+        take(first, sums.x);
+        take(first + 1, sums.y);
+        take(first + 2, sums.z);
+        take(first + 3, sums.w);
       } else {
         CUTE_UNROLL
-        for (int i = 0; i < atom_elements; ++i) dq(first + i) = tile[offset(atom, i, thread)];
+        for (int i = 0; i < atom_elements; ++i) take(first + i, tile[offset(atom, i, thread)]);
       }
     }
   }

@@ -32,6 +32,13 @@ FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable
   return true;
 }
 
+// A tile's head among all of the schedule's.
+FAC_HOST_DEVICE constexpr int schedule_head(const TileSchedule& schedule,
+                                            const SequenceTable& table, const TileWork& work) {
+  const int batch = table.counts != nullptr ? 0 : work.sequence.index;
+  return batch * schedule.num_heads + work.head;
+}
+
 // A query tile of the kernels around the backward's main one, which take all tiles of a head in
 // the order of Sequence::first_q_tile.
 struct QueryTile {

@@ -21,4 +21,9 @@ struct BackwardKernelArguments {
   std::int64_t num_tickets;  // those, or more, where long tiles have parts
 };
 
+// Query heads that a key tile is of.
+CUTE_HOST_DEVICE int heads_per_tile(BackwardArguments const& call) {
+  return call.params.shape.num_heads_q / call.params.shape.num_heads_k / call.dkdv_splits;
+}
+
 }  // namespace flash_attn_cuda::sm90

@@ -139,6 +139,9 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
             }
             release(smem.ds_ring, ds_place);
             ds_place.advance();
+            // With the tile's last product, not its last addition.
+            if (threadIdx.x % 32 == 0 && left == 1)
+              EmptyBarrier::arrive(&smem.key_ring.empty[key_place.stage]);
           }
           if (is_first && !resumes) wait_for_turn();
           if (!is_unfinished) {
@@ -162,7 +165,11 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
       }
     }
     __syncwarp();
-    release(smem.key_ring, key_place);
+    if constexpr (Traits::is_sparse) {
+      wait_empty(smem.added_ring, added_place);
+      publish(smem.added_ring, added_place);
+      added_place.advance();
+    }
     key_place.advance();
     release(smem.work_ring, work_place);
   }

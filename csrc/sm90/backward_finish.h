@@ -1,12 +1,14 @@
 // dQ when all key tiles have added to it: where the plan says so, warps that have nothing else to
-// do turn its fp32 sums into dq, while the rest of their CTA is at later tiles, and no kernel has
-// to follow.
+// do turn its fp32 sums into dq, while the rest of their CTA is at later tiles. What they have not
+// come to when the CTA's work ends is left to a kernel that follows (backward_convert_dq.h).
 //
 // Every query tile has a counter of additions in global memory. The dQ warpgroup says when a step's
-// additions are on their way (added_ring), and one thread counts them. Whoever is free draws the
-// next part of a query tile, in the order in which key tiles are drawn, waits for its counter and
-// writes it: two warps of the producer's warpgroup all the time, the other two when there are no
-// more key tiles. Key tiles that are waited for are drawn by CTAs that run, so the wait ends.
+// additions are on their way (added_ring), and one thread counts them. Beside lists, where the
+// additions to come are not known without reading them all, every head has a counter of its key
+// tiles, those without steps included.
+// Whoever is free draws strips of dQ, in the order in which key tiles are drawn, waits for the
+// counter and writes them. Key tiles that are waited for are drawn by CTAs that run, so the wait
+// ends.
 #pragma once
 
 #include "shared/dq_accumulator.h"
@@ -16,31 +18,41 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// One more addition to a query tile, behind all those that this thread has heard of.
-CUTE_DEVICE void count_addition(int* counter) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+// Behind everything that this thread has heard of.
+CUTE_DEVICE void count_released(int* counter, int number = 1) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
 }
 
-// One thread: counts the additions of every step of the CTA's tiles.
+// One thread: counts the additions of every step of the CTA's tiles or, beside lists, the tiles.
 template <class Traits>
 CUTE_DEVICE void count_additions(BackwardKernelArguments const& args,
                                  typename Traits::SharedStorage& smem) {
   BackwardArguments const& call = args.call;
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::added_stages> added_place;
+  const auto wait_until_added = [&] {
+    wait_full(smem.added_ring, added_place);
+    EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
+    added_place.advance();
+  };
   CUTE_NO_UNROLL
   for (;; work_place.advance()) {
     wait_full(smem.work_ring, work_place);
     typename Traits::WorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
-    Step step = Step::first(item);
-    CUTE_NO_UNROLL
-    for (int left = item.steps(); left > 0; --left, step.advance(item)) {
-      wait_full(smem.added_ring, added_place);
-      EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
-      added_place.advance();
-      if (call.additions == nullptr) continue;  // nobody asks
-      count_addition(call.additions + step.sum(item));
+    if constexpr (Traits::is_sparse) {
+      wait_until_added();
+      if (call.additions != nullptr)
+        count_released(call.additions + schedule_head(call.schedule, call.table, item.work),
+                       share_of_part(item.part, item.parts, call.shared_tiles.parts));
+    } else {
+      Step step = Step::first(item);
+      CUTE_NO_UNROLL
+      for (int left = item.steps(); left > 0; --left, step.advance(item)) {
+        wait_until_added();
+        if (call.additions == nullptr) continue;  // nobody asks
+        count_released(call.additions + step.sum(item));
+      }
     }
     EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
   }
@@ -61,109 +73,158 @@ CUTE_DEVICE RowTarget<typename Traits::Element> query_gradient_rows(BackwardPara
           .columns = params.shape.head_dim};
 }
 
-// What one warp finishes at a time: some rows of a query tile.
-struct FinishedPart {
+// 16 rows of a query tile, which one warp of the dQ warpgroup has summed and one warp turns into
+// dq.
+struct Strip {
+  static constexpr int rows = 16;
+
   int head;
   int tile;  // of the head's, over all sequences
-  int part;  // of the tile
+  int row;   // of the tile, the first
+
+  // Number `index` of them. Key tiles are drawn batch entry by batch entry or, packed, head by
+  // head.
+  template <class Traits, class Arguments>
+  CUTE_DEVICE static Strip of(Arguments const& call, unsigned index) {
+    constexpr unsigned per_tile = Traits::block_m / rows;
+    const unsigned tile = index / per_tile;
+    const unsigned tiles = call.table.counts != nullptr ? call.q_tiles : call.q_tiles_per_sequence;
+    const unsigned entry = tile / tiles;  // batch and head
+    const unsigned batch = entry / call.params.shape.num_heads_q;
+    return {.head = static_cast<int>(entry - batch * call.params.shape.num_heads_q),
+            .tile = static_cast<int>(batch * tiles + tile - entry * tiles),
+            .row = static_cast<int>(index % per_tile) * rows};
+  }
+
+  template <class Traits, class Arguments>
+  CUTE_DEVICE static unsigned count(Arguments const& call) {
+    return static_cast<unsigned>(call.params.shape.num_heads_q * call.q_tiles) *
+           (Traits::block_m / rows);
+  }
 };
 
-// Number `index` of them. Key tiles are drawn batch entry by batch entry or, packed, head by head.
-CUTE_DEVICE FinishedPart finished_part(BackwardArguments const& call, unsigned index, int parts) {
-  const unsigned tile = index / parts;
-  const unsigned tiles = call.table.counts != nullptr ? call.q_tiles : call.q_tiles_per_sequence;
-  const unsigned entry = tile / tiles;  // batch and head
-  const unsigned batch = entry / call.params.shape.num_heads_q;
-  return {.head = static_cast<int>(entry - batch * call.params.shape.num_heads_q),
-          .tile = static_cast<int>(batch * tiles + tile - entry * tiles),
-          .part = static_cast<int>(index - tile * parts)};
-}
-
-// All lanes: until a counter has come to `additions`, which are seen from then on.
-CUTE_DEVICE void wait_for_additions(int const* counter, int additions) {
-  if (threadIdx.x % 32 == 0) {
-    for (;;) {
-      int done;
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter) : "memory");
-      if (done >= additions) break;
-      __nanosleep(200);
-    }
-  }
-  __syncwarp();
-}
-
-// One warp: 16 rows of the sums of a warp of the dQ warpgroup -> dq.
-template <class Traits>
-CUTE_DEVICE void finish_rows(const float* sums, float factor,
-                             RowTarget<typename Traits::Element> const& target) {
+// One warp: a strip of the sums -> dq, kAtOnce times 32 columns at a time.
+template <class Traits, int kAtOnce, class Arguments>
+CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float factor,
+                             Strip const& strip, QueryTile const& work) {
   using Element = typename Traits::Element;
   constexpr int column_group = 32;  // that four atoms of the sums cover
   const int lane = threadIdx.x % 32;
+  const int thread = strip.row % 64 * 2 + lane;  // of the warpgroup that summed 64 rows
+  const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
+  const float* sums = dq_accum +
+                      (query_tile * Traits::block_m + strip.row / 64 * 64) * Traits::head_dim +
+                      DqAccumulator<128>::offset(0, 0, thread);
+  const auto target = query_gradient_rows<Traits>(call.params, work.sequence, strip.head, work.tile,
+                                                  strip.row + lane / 4);
   Element* row = target.first + 8 * (lane % 4);
   CUTE_NO_UNROLL
-  for (int column = 0; column < Traits::head_dim; column += column_group) {
-    float4 values[4];
+  for (int begin = 0; begin < Traits::head_dim; begin += kAtOnce * column_group) {
+    float4 values[kAtOnce][4];
     CUTE_UNROLL
-    for (int atom = 0; atom < 4; ++atom) {
-      values[atom] = __ldcg(reinterpret_cast<float4 const*>(
-          sums + 64 * column + DqAccumulator<128>::offset(atom, 0, 0)));
-    }
-    const bool exists = column + 8 * (lane % 4) < target.columns;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      std::uint32_t pairs[4];
+    for (int group = 0; group < kAtOnce; ++group) {
       CUTE_UNROLL
       for (int atom = 0; atom < 4; ++atom) {
-        cutlass::NumericArrayConverter<Element, float, 2> convert;
-        const float4 sum = values[atom];
-        const auto pair =
-            convert({(i == 0 ? sum.x : sum.z) * factor, (i == 0 ? sum.y : sum.w) * factor});
-        pairs[atom] = reinterpret_cast<std::uint32_t const&>(pair);
+        values[group][atom] = __ldcg(reinterpret_cast<float4 const*>(
+            sums + 64 * begin + DqAccumulator<128>::offset(4 * group + atom, 0, 0)));
       }
-      transpose_quad(pairs, lane);
-      if (exists && 8 * i < target.rows) {
-        *reinterpret_cast<uint4*>(row + 8 * i * target.row_stride + column) = {pairs[0], pairs[1],
-                                                                               pairs[2], pairs[3]};
+    }
+    CUTE_UNROLL
+    for (int group = 0; group < kAtOnce; ++group) {
+      const int column = begin + group * column_group;
+      const bool exists = column + 8 * (lane % 4) < target.columns;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t pairs[4];
+        CUTE_UNROLL
+        for (int atom = 0; atom < 4; ++atom) {
+          cutlass::NumericArrayConverter<Element, float, 2> convert;
+          const float4 sum = values[group][atom];
+          const auto pair =
+              convert({(i == 0 ? sum.x : sum.z) * factor, (i == 0 ? sum.y : sum.w) * factor});
+          pairs[atom] = reinterpret_cast<std::uint32_t const&>(pair);
+        }
+        transpose_quad(pairs, lane);
+        if (exists && 8 * i < target.rows) {
+          *reinterpret_cast<uint4*>(row + 8 * i * target.row_stride + column) = {
+              pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
       }
     }
   }
 }
 
-// Warps that have nothing else to do: dq, part by part, until all have been drawn.
+// The key tiles that have added to a query tile; none, where there is no sum.
 template <class Traits>
-CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args) {
-  constexpr int part_rows = 32;
-  constexpr int parts = Traits::block_m / part_rows;
-  BackwardArguments const& call = args.call;
-  if (call.dq_path != DqPath::finished) return;
-  const int lane = threadIdx.x % 32;
-  const unsigned end = static_cast<unsigned>(call.params.shape.num_heads_q * call.q_tiles) * parts;
-  CUTE_NO_UNROLL
-  for (;;) {
-    unsigned index = 0;
-    if (lane == 0) index = atomicAdd(call.tickets + 1, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-    if (index >= end) break;
-    const FinishedPart place = finished_part(call, index, parts);
-    QueryTile work;
-    if (!find_query_tile(call.table, call.params, call.q_tiles_per_sequence, place.tile, work))
-      continue;
-    const BlockRange adders =
-        adders_of<Traits::block_m, Traits::block_n>(call.params.window, work.sequence, work.tile);
-    if (adders.empty() || Traits::has_one_key_tile(work.sequence)) continue;
-    const std::int64_t query_tile = std::int64_t{place.head} * call.q_tiles + place.tile;
-    wait_for_additions(call.additions + query_tile, adders.end - adders.begin);
-    const float* sums = call.dq_accum + query_tile * (Traits::block_m * Traits::head_dim);
-    CUTE_NO_UNROLL
-    for (int row = place.part * part_rows; row < (place.part + 1) * part_rows; row += 16) {
-      const int thread = row % 64 * 2 + lane;  // of the warpgroup that summed 64 rows
-      finish_rows<Traits>(
-          sums + row / 64 * (64 * Traits::head_dim) + DqAccumulator<128>::offset(0, 0, thread),
-          call.score_factor,
-          query_gradient_rows<Traits>(call.params, work.sequence, place.head, work.tile,
-                                      row + lane / 4));
+CUTE_DEVICE BlockRange adders_of_sum(BackwardParams const& params, QueryTile const& work) {
+  if (Traits::has_one_key_tile(work.sequence)) return {};
+  return adders_of<Traits::block_m, Traits::block_n>(params.window, work.sequence, work.tile);
+}
+
+// All lanes: until a counter has come to `additions`, which are seen from then on; false if the
+// CTA's work ends before.
+template <class Traits>
+CUTE_DEVICE bool wait_for_additions(int const* counter, int additions,
+                                    typename Traits::SharedStorage const& smem) {
+  bool is_done = false;
+  if (threadIdx.x % 32 == 0) {
+    while (*const_cast<int const volatile*>(&smem.has_loads) != 0) {
+      int done;
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter) : "memory");
+      is_done = done >= additions;
+      if (is_done) break;
+      __nanosleep(200);
     }
   }
+  return __shfl_sync(0xffffffffu, is_done, 0);
+}
+
+// One warp: a strip of dq, when all key tiles have added to it; false if the CTA's work ends
+// before.
+template <class Traits>
+CUTE_DEVICE bool finish_strip(BackwardArguments const& call,
+                              typename Traits::SharedStorage const& smem, unsigned index) {
+  const Strip strip = Strip::of<Traits>(call, index);
+  QueryTile work;
+  if (!find_query_tile(call.table, call.params, call.q_tiles_per_sequence, strip.tile, work))
+    return true;
+  if constexpr (Traits::is_sparse) {
+    const TileWork of_keys{
+        .sequence = work.sequence, .tile = 0, .head = strip.head / heads_per_tile(call)};
+    if (!wait_for_additions<Traits>(
+            call.additions + schedule_head(call.schedule, call.table, of_keys),
+            call.schedule.num_tiles * call.shared_tiles.parts, smem))
+      return false;
+  } else {
+    const BlockRange adders = adders_of_sum<Traits>(call.params, work);
+    if (adders.empty()) return true;
+    const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
+    if (!wait_for_additions<Traits>(call.additions + query_tile, adders.end - adders.begin, smem))
+      return false;
+  }
+  write_strip<Traits, 1>(call, call.dq_accum, call.score_factor, strip, work);
+  return true;
+}
+
+// One of finishing_warps: dq, strip by strip, until all have been drawn or the CTA's loads end.
+template <class Traits>
+CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args,
+                                        typename Traits::SharedStorage const& smem, int warp) {
+  BackwardArguments const& call = args.call;
+  if (call.dq_path != DqPath::finished) return;
+  const unsigned end = Strip::count<Traits>(call);
+  int given_back = -1;
+  while (given_back < 0 && *const_cast<int const volatile*>(&smem.has_loads) != 0) {
+    unsigned first = 0;
+    if (threadIdx.x % 32 == 0) first = atomicAdd(call.tickets + 1, strips_at_once);
+    first = __shfl_sync(0xffffffffu, first, 0);
+    if (first >= end) break;
+    CUTE_NO_UNROLL
+    for (unsigned index = first; index < first + strips_at_once && given_back < 0; ++index) {
+      if (!finish_strip<Traits>(call, smem, index)) given_back = static_cast<int>(index);
+    }
+  }
+  if (threadIdx.x % 32 == 0) call.given_back[blockIdx.x * finishing_warps + warp] = given_back;
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -40,7 +40,8 @@ CUTE_DEVICE bool is_unlisted(BackwardParams const& params, BackwardWorkItem cons
   return __all_sync(0xffffffffu, !is_listed);
 }
 
-// One warp: dk = dv = 0 for the tiles that no query sees, which the others never hear of.
+// One warp: dk = dv = 0 for the tiles that no query sees, which the others never hear of, and
+// counts them.
 template <class Traits>
 CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
   for (std::int64_t id = blockIdx.x; id < args.num_tiles; id += gridDim.x) {
@@ -49,7 +50,15 @@ CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
     bool is_seen = find_tile<Traits>(args, static_cast<int>(id), item, exists);
     if constexpr (Traits::is_sparse)
       is_seen = is_seen && !is_unlisted<Traits>(args.call.params, item);
-    if (is_seen || !exists) continue;
+    if (is_seen) continue;
+    if constexpr (Traits::is_sparse) {
+      BackwardArguments const& call = args.call;
+      const int head = exists ? schedule_head(call.schedule, call.table, item.work)
+                              : tile_coord(call.schedule, static_cast<int>(id)).head;
+      if (call.additions != nullptr && threadIdx.x % 32 == 0)
+        atomicAdd(call.additions + head, call.shared_tiles.parts);
+    }
+    if (!exists) continue;
     clear_key_gradients<Traits>(args.call, item, threadIdx.x % 32);
   }
 }
@@ -81,10 +90,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     smem.dout_ring.init(Traits::key_warps);
     smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
     smem.weights_ring.init(4, 4);
-    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::writes_dq ? 1 : 0));
-    if constexpr (Traits::writes_dq) {
-      smem.added_ring.init(1, Traits::dq_warps);
-    }
+    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::counts_additions ? 1 : 0));
+    if constexpr (Traits::counts_additions) smem.added_ring.init(1, Traits::dq_warps);
+    smem.has_loads = 1;
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
     prefetch_tma_descriptor(&args.k_map);
@@ -105,12 +113,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
       sum_sink_shares(args.call);
       clear_unseen_tiles<Traits>(args);
     }
-    if constexpr (Traits::writes_dq) {
+    if constexpr (Traits::counts_additions) {
       if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
     }
     if constexpr (Traits::finishes_dq) {
-      __syncwarp();
-      finish_query_gradients<Traits>(args);
+      if (warp % 2 == 1) finish_query_gradients<Traits>(args, smem, warp / 2);
     }
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();

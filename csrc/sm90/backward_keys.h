@@ -137,14 +137,14 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     for (int index = 0;; ++index, step.advance(item)) {
       CUTE_UNROLL
       for (int part = 0; part < parts; ++part) {
-        const auto decisions = math.draw(score_tile(step, part));
+        const auto excluded = math.excluded_pairs(score_tile(step, part));
         wait_products<0>(tSrS);
         if constexpr (Traits::has_bias) {
           const int box = Traits::part_tile(q_place.stage, warpgroup);
           add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                        call.params.score.softmax_scale, tSrS);
         }
-        math.probabilities(score_tile(step, part), decisions,
+        math.probabilities(score_tile(step, part), excluded,
                            smem.lse_log2[q_place.stage] + part * queries, tSrS, tGrP, weights);
 
         if (index == 0 && part == 0) wait_full(smem.value_ring, key_place);  // it follows K
@@ -213,7 +213,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     key_place.advance();
 
     bool has_results = true;
-    if constexpr (Traits::is_sparse) {
+    if constexpr (Traits::shares_tiles) {
       if (item.parts > 1) {
         has_results = join_parts<Traits>(call, item, tGrdK, tGrdV, smem.parts_done[warpgroup],
                                          warpgroup, thread);

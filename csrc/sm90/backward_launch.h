@@ -27,7 +27,6 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   const auto value_map = [&](const TensorView& view) {
     return make_tensor_map(view, params.dtype, values, {64, columns_v});
   };
-  const std::int64_t num_tiles = plan.schedule.grid_size();
   BackwardKernelArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {Traits::block_m, columns}),
       .k_map = key_map(params.k),
@@ -38,8 +37,8 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
       .bias_map = {},
       .dbias_map = {},
       .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),
-      .num_tiles = num_tiles,
-      .num_tickets = num_tiles + tickets_of_parts(plan.schedule, plan.list_parts - 1)};
+      .num_tiles = plan.schedule.grid_size(),
+      .num_tickets = count_tickets(plan)};
   if constexpr (Traits::has_bias) {
     constexpr TensorBox box{.rows = Traits::block_m, .columns = box_keys};
     const BiasParams& bias = params.score.bias;
@@ -51,17 +50,22 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   }
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
   arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
-  launch_early<&backward_kernel<Tag>>(std::min<std::int64_t>(arguments.num_tickets, plan.num_ctas),
-                                      Traits::threads, sizeof(typename Traits::SharedStorage),
-                                      stream, arguments);
+  launch_early<&backward_kernel<Tag>>(launched_ctas(plan), Traits::threads,
+                                      sizeof(typename Traits::SharedStorage), stream, arguments);
 }
 
 template <class Tag>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
+  const ConvertDqArguments arguments = convert_dq_arguments(plan, params);
+  constexpr int rows = convert_dq_threads / 32 * Strip::rows;
+  const std::int64_t most =
+      std::int64_t{plan.q_tiles} * params.shape.num_heads_q * (Traits::block_m / rows);
+  // How much is left after a kernel that finishes is for the device to know.
+  const std::int64_t resident = std::int64_t{plan.num_ctas} * (2048 / convert_dq_threads);
   launch_early<&convert_dq_kernel<Tag>>(
-      std::int64_t{plan.q_tiles} * params.shape.num_heads_q * (Traits::block_m / 64), 128, 0,
-      stream, convert_dq_arguments(plan, params));
+      arguments.strips_drawn == nullptr ? most : std::min(most, resident), convert_dq_threads, 0,
+      stream, arguments);
 }
 
 template <class Tag>

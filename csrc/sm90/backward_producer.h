@@ -17,14 +17,32 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .end_head = item.end_head};
 }
 
-// What of an item's steps a ticket stands for; false where it is nothing.
+// What of an item's steps is part `part`; false where it is nothing.
 template <class Traits>
-CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part, int ticket,
+CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
+                           BackwardWorkItem& item) {
+  const int tiles = item.range.end - item.range.begin;
+  item.part = part.part;
+  item.parts = part.is_one_of_several ? parts_of_steps(tiles, 1, call.shared_tiles.parts) : 1;
+  item.first_place = part.first_place;
+  if (item.part >= item.parts) return false;
+  if (item.parts > 1) {
+    const int begin = item.range.begin;
+    item.range.begin = begin + first_step_of_part(tiles, item.part, item.parts);
+    item.range.end = begin + first_step_of_part(tiles, item.part + 1, item.parts);
+    item.first_tile = item.direction > 0 ? item.range.begin : item.range.end - 1;
+    item.last_tile = item.direction > 0 ? item.range.end - 1 : item.range.begin;
+  }
+  return true;
+}
+
+template <class Traits>
+CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
                            SparseBackwardWorkItem& item) {
   const int steps = visits_of<Traits>(call.params, item).count(item.first_head);
   item.part = part.part;
   item.parts = 1;
-  item.first_ticket = ticket - part.part;
+  item.first_place = part.first_place;
   if (part.is_one_of_several) {
     // The next rank's tile shall be a usual one.
     SparseBackwardWorkItem other = item;
@@ -32,7 +50,7 @@ CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part, 
     other.work.tile = ranked_tile<Traits::block_n>(call.params, call.table,
                                                    item.work.sequence.index, item.first_head, rank);
     const int usual_steps = visits_of<Traits>(call.params, other).count(item.first_head);
-    item.parts = parts_of_steps(steps, usual_steps, call.list_parts);
+    item.parts = parts_of_steps(steps, max(usual_steps, least_part_steps), call.shared_tiles.parts);
   }
   item.first_step = first_step_of_part(steps, item.part, item.parts);
   item.num_steps = first_step_of_part(steps, item.part + 1, item.parts) - item.first_step;
@@ -60,7 +78,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   }
   const int key_begin = work.tile * Traits::block_n;
   const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
-  const int heads = params.shape.num_heads_q / params.shape.num_heads_k / call.dkdv_splits;
+  const int heads = heads_per_tile(call);
   item.work = work;
   item.head_k = work.head / call.dkdv_splits;
   item.split = work.head - item.head_k * call.dkdv_splits;
@@ -148,10 +166,10 @@ struct BackwardProducer {
       if (drawn >= args.num_tickets) break;
       const int ticket = static_cast<int>(drawn);
       bool exists;
-      if constexpr (Traits::is_sparse) {
-        const auto part = TilePart::of(args.call.schedule, args.call.list_parts, ticket);
+      if constexpr (Traits::shares_tiles) {
+        const auto part = TilePart::of(args.call.shared_tiles, ticket);
         found = find_tile<Traits>(args, part.turn, item, exists) &&
-                find_part<Traits>(args.call, part, ticket, item);
+                find_part<Traits>(args.call, part, item);
       } else {
         found = find_tile<Traits>(args, ticket, item, exists);
       }
@@ -265,6 +283,7 @@ struct BackwardProducer {
         }
       }
     }
+    *const_cast<int volatile*>(&smem.has_loads) = 0;
   }
 };
 

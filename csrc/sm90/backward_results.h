@@ -91,13 +91,13 @@ CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* part
 // those of all parts afterwards, added in the parts' order so that bits do not depend on who that
 // is, and the others are told that they have nothing to write.
 template <class Traits, class KeyAccumulator, class ValueAccumulator>
-CUTE_DEVICE bool join_parts(BackwardArguments const& call, SparseBackwardWorkItem const& item,
+CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem const& item,
                             KeyAccumulator& dk, ValueAccumulator& dv, int& parts_done,
                             int warpgroup, int thread) {
   constexpr int dk_size = 64 * Traits::head_dim;
   constexpr int dv_size = 64 * Traits::head_dim_v;
   const auto place = [&](int part) {
-    return (std::int64_t{item.first_ticket} + part) * Traits::key_warpgroups + warpgroup;
+    return (std::int64_t{item.first_place} + part) * Traits::key_warpgroups + warpgroup;
   };
   float* sums = call.part_sums + place(item.part) * (dk_size + dv_size);
   DqAccumulator<128>::store(sums, dk, thread);

@@ -78,8 +78,9 @@ struct ScoreMath {
     if constexpr (drops) rng = read_rng(call.params.dropout.rng);
   }
 
-  // What dropout drops of a tile of scores, or lists hide; it takes a while, and no scores.
-  CUTE_DEVICE auto draw(ScoreTile const& tile) const {
+  // The pairs of a tile that dropout drops, or lists hide: drawing decisions or loading words takes
+  // a while, and no scores.
+  CUTE_DEVICE auto excluded_pairs(ScoreTile const& tile) const {
     if constexpr (drops) {
       const int first_key = first_key_of(tile);
       const int first_query = tile.query_begin + threadIdx.x % 4 * 2;
@@ -98,8 +99,8 @@ struct ScoreMath {
 
   // S -> P and the weights, both in 16 bits and in the order of the left operand of a product. They
   // are the same registers where nothing tells them apart.
-  template <class Drawn, class Accumulator, class Operand, class Weights>
-  CUTE_DEVICE void probabilities(ScoreTile const& tile, Drawn const& decisions,
+  template <class Excluded, class Accumulator, class Operand, class Weights>
+  CUTE_DEVICE void probabilities(ScoreTile const& tile, Excluded const& excluded,
                                  float const* lse_log2, Accumulator& tSrS, Operand& probs,
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
@@ -112,7 +113,7 @@ struct ScoreMath {
         ScoreTile part = tile;
         part.query_begin += begin;
         modified_scores<part_queries>(part, lse_log2 + begin, scores, fp32_weights);
-        if constexpr (drops) mark_dropped(decisions, begin / 16, scores);
+        if constexpr (drops) mark_dropped(excluded, begin / 16, scores);
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
           fp32_weights(i) *= scores(i);
@@ -134,11 +135,11 @@ struct ScoreMath {
       }
       if constexpr (Traits::is_sparse) {
         if (!shows_all(tile))
-          hide_transposed_pairs(scores, decisions, first_key_of(tile), -INFINITY);
+          hide_transposed_pairs(scores, excluded, first_key_of(tile), -INFINITY);
       }
       if (!tile.is_interior) hide(tile, scores, coords_by_key<queries>());
       exponentiate(scores, lse_log2);
-      if constexpr (drops) mark_dropped(decisions, 0, tSrS);
+      if constexpr (drops) mark_dropped(excluded, 0, tSrS);
       convert_into(a_operand_view(tSrS), probs);
     }
   }

@@ -86,9 +86,9 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
                                  .query_begin = step.tile * block_m,
                                  .key_begin = key_begin,
                                  .is_interior = has_all_keys && item.range.is_interior(step.tile)};
-      const auto decisions = math.draw(score_tile);
+      const auto excluded = math.excluded_pairs(score_tile);
       wait_products<0>(tSrS);
-      math.probabilities(score_tile, decisions, smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      math.probabilities(score_tile, excluded, smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
       __syncwarp();
       release(smem.q_ring, q_place);
       q_place.advance();

@@ -4,6 +4,7 @@
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/finishes_dq.h"
+#include "shared/tile_parts.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
@@ -27,7 +28,10 @@ struct BackwardWorkItem {
   bool half_starts_later;  // the window hides the first query tile from the second half of the keys
   Reach added_before;      // query tiles to whose dQ key tiles before this one have added
   Reach added_after;       // those to which later ones will; all, where nobody knows the order
-  int first_sum;           // of dQ of first_head, tile 0: which tile of dq_accum
+  int part;                // of the tile's steps, where CTAs share it
+  int parts;
+  int first_place;  // of their sums
+  int first_sum;    // of dQ of first_head, tile 0: which tile of dq_accum
   int sums_per_head;
 
   CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
@@ -37,9 +41,6 @@ struct BackwardWorkItem {
 struct SparseBackwardWorkItem : BackwardWorkItem {
   int first_step;  // of all that the tile takes, if this is a part of them
   int num_steps;
-  int part;
-  int parts;
-  int first_ticket;  // of its parts
 
   CUTE_DEVICE int steps() const { return num_steps; }
 };
@@ -104,14 +105,17 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // It writes dq where it knows that no other key tile adds to it any more, and its idle warps may
-  // turn sums of dQ into dq (backward_finish.h). Beside lists the adders of a query tile are not
-  // known without reading them all, and a kernel of its own does it.
+  // It writes dq where it knows that no other key tile adds to it any more; beside lists that is
+  // not known without reading them all. Its idle warps may turn sums of dQ into dq
+  // (backward_finish.h).
   static constexpr bool writes_dq = !is_sparse;
-  static constexpr bool finishes_dq = writes_dq && can_finish_dq(config);
+  static constexpr bool finishes_dq = can_finish_dq(config);
+  static constexpr bool counts_additions = writes_dq || finishes_dq;
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
     return writes_dq && sequence.seqlen_k <= block_n;
   }
+
+  static constexpr bool shares_tiles = can_share_tiles(config);
 
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
   // key warpgroups nothing to do in the first.
@@ -207,6 +211,7 @@ struct BackwardTraits {
     Ring<work_stages> work_ring;
     WorkItem work[work_stages];
     Ring<added_stages> added_ring;                   // holds nothing but the event
+    int has_loads;                                   // 0 when the producer has ended
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
     int parts_done[key_warpgroups];                  // of the tile, those before this one

@@ -199,6 +199,7 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
   result["sweeps"] = plan.sweeps;
+  result["tile_parts"] = plan.shared_tiles.parts;
   result["q_tiles"] = plan.q_tiles;
   result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
   return result;

@@ -205,6 +205,15 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
     CHECK_EQ(result.counts_additions, result.takes_turns || result.dq_path == DqPath::finished);
     if (result.counts_additions)
       buffers.push_back({result.additions_offset, query_tiles * sizeof(int)});
+    if (result.dq_path == DqPath::finished)
+      buffers.push_back({result.given_back_offset, 2 * result.num_ctas * sizeof(int)});
+    if (result.shared_tiles.parts > 1) {
+      CHECK(config.family == KernelFamily::sm90 && !deterministic);
+      const std::int64_t places = result.shared_tiles.places();
+      buffers.push_back(
+          {result.part_sums_offset, places * config.block_n * 2 * config.head_dim * sizeof(float)});
+      buffers.push_back({result.part_counters_offset, result.part_counters * sizeof(int)});
+    }
     if (wants_dsink) {
       buffers.push_back({result.sink_shares_offset,
                          std::size_t(shape.num_heads_q) * result.sink_shares * sizeof(float)});
@@ -334,31 +343,72 @@ TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
 }
 
 TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
-  const auto finishes = [](int seqlen_q, int seqlen_k, const Window& window) {
+  const auto finishes = [](int seqlen_q, int seqlen_k, const Window& window, int head_dim = 128) {
     AttentionShape shape = training;
     shape.seqlen_q = seqlen_q;
     shape.seqlen_k = seqlen_k;
+    shape.head_dim = shape.head_dim_v = head_dim;
     const auto params = with_tensors(call<BackwardParams>(shape, window));
     const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    CHECK_EQ(result.instance->config.head_dim, head_dim);
     CHECK_EQ(result.counts_additions, result.dq_path == DqPath::finished);
     return result.dq_path == DqPath::finished;
   };
   CHECK(!finishes(4096, 128, {}));
-  CHECK(!finishes(4096, 512, {}));
-  CHECK(finishes(4096, 1024, {}));
+  CHECK(!finishes(4096, 256, {}));
+  CHECK(finishes(4096, 512, {}));
   CHECK(finishes(1, 1024, {}));
-  CHECK(!finishes(1024, 1024, causal));
-  CHECK(finishes(2048, 2048, causal));
-  CHECK(finishes(64, 2048, causal));  // the last queries
-  CHECK(!finishes(4096, 4096, {.left = 500, .right = 0}));
+  CHECK(!finishes(512, 512, causal));
+  CHECK(finishes(1024, 1024, causal));
+  CHECK(finishes(64, 1024, causal));  // the last queries
+  CHECK(!finishes(4096, 4096, {.left = 300, .right = 0}));
   CHECK(finishes(4096, 4096, {.left = 2000, .right = 0}));
+  CHECK(!finishes(4096, 640, {}, 64));
+  CHECK(finishes(4096, 1024, {}, 64));
+  CHECK(!finishes(8192, 8192, causal, 64));
+  CHECK(!finishes(4096, 4096, {}, 256));
 
   auto packed = with_tensors(packed_call<BackwardParams>(training, causal));
   const auto plan_packed = [&] { return plan_backward(packed, h200, sm90_backward_table()); };
-  for (const auto& [total, wanted] : {std::pair{4 * 1000, false}, {4 * 2000, true}}) {
+  for (const auto& [total, wanted] : {std::pair{4 * 500, false}, {4 * 1000, true}}) {
     packed.shape.seqlen_q = packed.shape.seqlen_k = total;
     CHECK_EQ(plan_packed().dq_path == DqPath::finished, wanted);
   }
+}
+
+TEST(the_last_tiles_of_an_even_grid_have_parts_where_they_leave_ctas_idle) {
+  const auto shared = [](int heads, int seqlen, auto change, int head_dim = 128) {
+    const AttentionShape shape{.batch_size = 1,
+                               .seqlen_q = seqlen,
+                               .seqlen_k = seqlen,
+                               .num_heads_q = heads,
+                               .num_heads_k = heads,
+                               .head_dim = head_dim,
+                               .head_dim_v = head_dim};
+    auto params = with_tensors(call<BackwardParams>(shape));
+    change(params);
+    const BackwardPlan result = plan_backward(params, h200, sm90_backward_table());
+    const SharedTiles& tiles = result.shared_tiles;
+    if (tiles.parts > 1) {
+      CHECK(result.sweeps == false && !result.takes_turns);
+      CHECK_EQ(tiles.first + tiles.count, result.schedule.grid_size());
+      CHECK_EQ(tiles.count, result.schedule.grid_size() % h200.num_sms);
+      CHECK_EQ(result.part_counters, 2 * tiles.places());
+    }
+    return tiles.parts;
+  };
+  const auto as_it_is = [](auto&) {};
+  CHECK_EQ(shared(16, 16'384, as_it_is), 3);  // 2048 tiles are 15 rounds of 132 and 68
+  CHECK_EQ(shared(16, 2048, as_it_is), 1);    // 256 are two but for eight
+  CHECK_EQ(shared(33, 512, as_it_is), 1);     // one
+  CHECK_EQ(shared(1, 8192, as_it_is), 2);     // 64 tiles of 128 steps
+  CHECK(shared(1, 512, as_it_is) > 1);
+  CHECK_EQ(shared(32, 16'384, as_it_is, 64), 8);  // 4096: 31 and four
+  CHECK_EQ(shared(16, 16'384, as_it_is, 256), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.window = causal; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.deterministic = true; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softcap = 1.0f; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softmax_scale = -1.0f; }), 1);
 }
 
 TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {

@@ -241,18 +241,20 @@ TEST(backward_runs_its_steps_in_order_and_reduces_only_splits) {
 
 TEST(dq_is_converted_unless_the_main_kernel_has_written_it) {
   const InstanceList<BackwardInstance> table({noting(sm90_backward_instance("sm90", 64))});
-  const auto steps = [&](int seqlen_k) {
+  const auto steps = [&](int seqlen_k, bool deterministic = false) {
     AttentionShape wanted = shape;
     wanted.num_heads_k = wanted.num_heads_q;
     wanted.seqlen_k = seqlen_k;
-    const auto params = with_tensors(call<BackwardParams>(wanted));
+    auto params = with_tensors(call<BackwardParams>(wanted));
+    params.deterministic = deterministic;
     record() = {};
     run_backward(plan_backward(params, h200, table), params, nullptr);
     return record().steps;
   };
   CHECK_EQ(steps(128), "preprocess main ");  // one key tile
   CHECK_EQ(steps(256), "preprocess main convert ");
-  CHECK_EQ(steps(1024), "preprocess main ");  // finished beside the products
+  CHECK_EQ(steps(1024), "preprocess main convert ");  // what is left of it
+  CHECK_EQ(steps(1024, true), "preprocess main ");    // in order
 }
 
 TEST(a_sinks_gradient_is_summed_behind_its_shares) {
@@ -277,7 +279,7 @@ TEST(main_kernels_of_the_sm90_family_sum_a_sinks_gradient) {
   record() = {};
   BackwardPlan plan = plan_backward(params, h200, table);
   run_backward(plan, params, nullptr);
-  CHECK_EQ(record().steps, "preprocess main ");
+  CHECK_EQ(record().steps, "preprocess main convert ");
   plan.schedule.num_batch_heads = 0;  // a grid without tiles, of which none is launched
   record() = {};
   run_backward(plan, params, nullptr);

@@ -10,6 +10,7 @@
 #include "fixtures.h"
 #include "host/plan_steps.h"
 #include "shared/block_lists.h"
+#include "shared/tile_parts.h"
 #include "shared/tile_scheduler.h"
 
 using namespace host_tests;
@@ -145,26 +146,47 @@ TEST(first_ranks_of_every_head_come_before_the_sections) {
   }
 }
 
-TEST(tickets_are_the_parts_of_first_ranks_and_all_other_tiles) {
+TEST(tickets_are_the_parts_of_shared_tiles_and_all_other_tiles) {
+  for (const int tiles : {1, 2, 63, 200}) {
+    for (const int first : {0, 1, tiles / 2, tiles - 1}) {
+      for (const int count : {1, tiles / 3, tiles - first}) {
+        for (int parts = 1; parts <= 8; ++parts) {
+          if (first + count > tiles) continue;
+          const SharedTiles shared{.first = first, .count = count, .parts = parts};
+          std::set<std::pair<int, int>> seen;
+          std::set<int> places;
+          const std::int64_t tickets = tiles + shared.more_tickets();
+          for (int ticket = 0; ticket < tickets; ++ticket) {
+            const TilePart part = TilePart::of(shared, ticket);
+            CHECK(part.turn >= 0 && part.turn < tiles);
+            const bool is_shared = part.turn >= first && part.turn < first + count;
+            CHECK_EQ(part.is_one_of_several, parts > 1 && is_shared);
+            CHECK(part.part >= 0 && part.part < (part.is_one_of_several ? parts : 1));
+            if (part.is_one_of_several) {
+              CHECK_EQ(TilePart::of(shared, ticket - part.part).turn, part.turn);
+              const int place = part.first_place + part.part;
+              CHECK(place >= 0 && place < shared.places());
+              CHECK(places.insert(place).second);
+            }
+            seen.insert({part.turn, part.part});
+          }
+          CHECK_EQ(static_cast<std::int64_t>(seen.size()), tickets);
+        }
+      }
+    }
+  }
+}
+
+TEST(parts_of_first_ranks_are_those_of_the_longest_tiles) {
   for (const int tiles : {1, 2, 63, 65, 128}) {
     for (const int heads : {1, 5, 16}) {
       const TileSchedule schedule{
           .num_tiles = tiles, .num_heads = heads, .num_batch_heads = heads, .heads_per_section = 1};
-      const int split_ranks = (tiles + 63) / 64;
-      for (int parts = 1; parts <= most_list_parts; ++parts) {
-        std::set<std::pair<int, int>> seen;
-        const std::int64_t tickets = tiles * heads + tickets_of_parts(schedule, parts - 1);
-        for (int ticket = 0; ticket < tickets; ++ticket) {
-          const TilePart part = TilePart::of(schedule, parts, ticket);
-          CHECK(part.turn >= 0 && part.turn < tiles * heads);
-          const int rank = tile_coord(schedule, longest_first(schedule, part.turn)).tile;
-          CHECK_EQ(part.is_one_of_several, parts > 1 && rank < split_ranks);
-          CHECK(part.part >= 0 && part.part < (part.is_one_of_several ? parts : 1));
-          if (part.is_one_of_several)
-            CHECK_EQ(TilePart::of(schedule, parts, ticket - part.part).turn, part.turn);
-          seen.insert({part.turn, part.part});
-        }
-        CHECK_EQ(static_cast<std::int64_t>(seen.size()), tickets);
+      const SharedTiles shared{.first = 0, .count = ranks_in_parts(schedule) * heads, .parts = 4};
+      for (int ticket = 0; ticket < tiles * heads + shared.more_tickets(); ++ticket) {
+        const TilePart part = TilePart::of(shared, ticket);
+        const int rank = tile_coord(schedule, longest_first(schedule, part.turn)).tile;
+        CHECK_EQ(part.is_one_of_several, rank < (tiles + 63) / 64);
       }
     }
   }
@@ -172,19 +194,25 @@ TEST(tickets_are_the_parts_of_first_ranks_and_all_other_tiles) {
 
 TEST(parts_of_a_tile_have_all_of_its_steps_and_none_twice) {
   for (const int steps : {0, 1, 31, 32, 63, 64, 65, 127, 256, 1 << 24}) {
-    for (const int usual : {0, 5, 40, 300}) {
-      const int parts = parts_of_steps(steps, usual, most_list_parts);
-      CHECK(parts >= 1 && parts <= most_list_parts);
-      CHECK(parts == 1 || steps / parts >= std::max(least_part_steps, usual));
+    for (const int least : {1, 5, 32, 300}) {
+      const int parts = parts_of_steps(steps, least, 4);
+      CHECK(parts >= 1 && parts <= 4);
+      CHECK(parts == 1 || steps / parts >= least);
       CHECK_EQ(first_step_of_part(steps, 0, parts), 0);
       CHECK_EQ(first_step_of_part(steps, parts, parts), steps);
       for (int part = 0; part < parts; ++part) {
-        CHECK(first_step_of_part(steps, part, parts) <= first_step_of_part(steps, part + 1, parts));
+        const int count =
+            first_step_of_part(steps, part + 1, parts) - first_step_of_part(steps, part, parts);
+        CHECK(count >= (steps == 0 ? 0 : 1));
       }
+      int shares = 0;
+      for (int part = 0; part < parts; ++part) shares += share_of_part(part, parts, 4);
+      CHECK_EQ(shares, 4);
     }
   }
-  CHECK_EQ(parts_of_steps(256, 12, 4), 4);
-  CHECK_EQ(parts_of_steps(256, 12, 2), 2);
+  CHECK_EQ(parts_of_steps(256, 32, 4), 4);
+  CHECK_EQ(parts_of_steps(256, 32, 2), 2);
   CHECK_EQ(parts_of_steps(256, 128, 4), 2);
-  CHECK_EQ(parts_of_steps(63, 0, 4), 1);
+  CHECK_EQ(parts_of_steps(63, 32, 4), 1);
+  CHECK_EQ(parts_of_steps(3, 1, 8), 3);
 }
