@@ -235,6 +235,8 @@ def collect_samples(
     round_ms = sum(c.estimate_ms * c.calls_per_sample for c in contenders)
     rounds = math.ceil(budget_ms * len(contenders) / round_ms)
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, rounds))
+    cycle = rounds_of_a_cycle(len(contenders))
+    rounds = -(-rounds // cycle) * cycle
     samples: list[list[Sample]] = [[] for _ in contenders]
     gc.collect()
     gc.disable()  # a collection inside a sample would be taken for the subject's own time
@@ -248,10 +250,15 @@ def collect_samples(
     return [[sample.milliseconds() for sample in of_one] for of_one in samples]
 
 
+def rounds_of_a_cycle(contenders: int) -> int:
+    """After which the order of `interleave` has come out even."""
+    return contenders if contenders % 2 == 0 else 2 * contenders
+
+
 def interleave(contenders: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(round, contender): each once a round, each first, second, ... equally often, and each behind
-    each other one equally often, as what ran before costs clocks. (Williams, "Experimental designs
-    balanced for the estimation of residual effects of treatments", 1949.)
+    """(round, contender): each once a round; in a cycle of rounds each first, second, ... equally
+    often, and each behind each other one, as what ran before costs clocks. (Williams, "Experimental
+    designs balanced for the estimation of residual effects of treatments", 1949.)
     """
     # 0, 1, -1, 2, -2, ...: neighbours differ by another number each time.
     zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(contenders)]

@@ -490,7 +490,7 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 64, "dropout": 32, "softcap": 20}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 68, "dropout": 32, "softcap": 20}),
     *sm90_backward_rows(96, spills={"": 56, "dropout": 20, "softcap": 64}),
     *sm90_backward_rows(128, spills={"": 72, "dropout": 52, "softcap": 72}),
     *sm90_backward(
@@ -503,8 +503,8 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     ),
     *sm90_backward_rows(192, block_n=64, spills={"": 16, "dropout": 16}),
     *sm90_backward_rows(256, block_n=64, spills={"": 76, "dropout": 208}),
-    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=136),
-    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=156),
+    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=164),
+    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=184),
     *sm90_masked_backward(64, "bias", Feature.bias, allowed_spill_bytes=4),
     *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=32),
     *sm80_backward_rows(

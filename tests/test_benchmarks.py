@@ -23,7 +23,7 @@ import runner
 from backends import BACKENDS, Backend, TensorOrder, Unsupported
 from metrics import Pass, Timing, geometric_mean, least_traffic, operations, quantile
 from refcheck import ReferenceCheck
-from runner import Status, interleave, make_input_sets, run_case
+from runner import Status, interleave, make_input_sets, rounds_of_a_cycle, run_case
 
 SMALL = AttentionCase(
     batch=2,
@@ -155,7 +155,7 @@ def test_backends_take_turns_and_share_every_place():
 
 @pytest.mark.parametrize("contenders", range(1, 8))
 def test_each_backend_comes_behind_each_other_one(contenders: int) -> None:
-    rounds = contenders * (1 + contenders % 2)
+    rounds = rounds_of_a_cycle(contenders)
     turns = [turn for _, turn in interleave(contenders, rounds)]
     places = range(len(turns) - 1)
     behind = Counter((turns[i], turns[i + 1]) for i in places if (i + 1) % contenders != 0)

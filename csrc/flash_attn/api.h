@@ -117,7 +117,7 @@ struct BackwardPlan {
   std::size_t tickets_offset = 0;     // two counters: CTAs, or tiles, that have started, and, with
                                       // DqPath::finished, strips of sums that were drawn
   std::size_t given_back_offset = 0;  // of those, what each finishing warp has not come to
-  std::size_t additions_offset = 0;   // a counter per head and query tile, if counts_additions
+  std::size_t additions_offset = 0;   // per head and query tile, or head, if counts_additions
   int sink_shares = 0;                // with dsink: numbers of each head that add up to it
   std::size_t sink_shares_offset = 0;
   SharedTiles shared_tiles;

@@ -17,7 +17,7 @@ struct KernelRequest {
   FeatureSet features = 0;
   int seqlen = 0;           // queries or keys of a sequence, of a forward
   bool is_causal = false;   // a right bound makes tiles uneven
-  bool suits_sm90 = false;  // TMA can move the tensors, and softmax_scale is not negative
+  bool suits_sm90 = false;  // sm90 kernels can read the tensors, and scale is not negative
 };
 
 // The first instance, in the order given, that has the dtype, buckets at least as wide as head_dim

@@ -1,7 +1,7 @@
 // The fp32 buffer that the key tiles of a backward pass add dQ into. A tile lies there in the order
 // in which the threads of the product hold it (element i of atom a of thread t), so that a warp's
-// additions are whole 512-byte lines; the conversion kernel reads it with the same threads and
-// never needs the inverse permutation.
+// additions are whole 512-byte lines; what converts it reads it in the same order and never needs
+// the inverse permutation.
 #pragma once
 
 #include <cute/tensor.hpp>

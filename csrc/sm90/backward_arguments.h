@@ -18,7 +18,7 @@ struct BackwardKernelArguments {
   CUtensorMap dbias_map;  // the same, where its gradient is wanted and no sum
   BackwardArguments call;
   std::int64_t num_tiles;    // of all key heads and sequences
-  std::int64_t num_tickets;  // those, or more, where long tiles have parts
+  std::int64_t num_tickets;  // those, or more, where tiles have parts
 };
 
 // Query heads that a key tile is of.

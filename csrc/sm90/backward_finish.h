@@ -161,6 +161,12 @@ CUTE_DEVICE BlockRange adders_of_sum(BackwardParams const& params, QueryTile con
   return adders_of<Traits::block_m, Traits::block_n>(params.window, work.sequence, work.tile);
 }
 
+// Whether the CTA's producer has anything more to load, as one lane of a warp finds it.
+template <class SharedStorage>
+CUTE_DEVICE bool has_loads(SharedStorage const& smem) {
+  return *const_cast<int const volatile*>(&smem.has_loads) != 0;
+}
+
 // All lanes: until a counter has come to `additions`, which are seen from then on; false if the
 // CTA's work ends before.
 template <class Traits>
@@ -168,7 +174,7 @@ CUTE_DEVICE bool wait_for_additions(int const* counter, int additions,
                                     typename Traits::SharedStorage const& smem) {
   bool is_done = false;
   if (threadIdx.x % 32 == 0) {
-    while (*const_cast<int const volatile*>(&smem.has_loads) != 0) {
+    while (has_loads(smem)) {
       int done;
       asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter) : "memory");
       is_done = done >= additions;
@@ -176,6 +182,7 @@ CUTE_DEVICE bool wait_for_additions(int const* counter, int additions,
       __nanosleep(200);
     }
   }
+  __syncwarp();  // what lane 0 has acquired is for all
   return __shfl_sync(0xffffffffu, is_done, 0);
 }
 
@@ -214,9 +221,10 @@ CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args,
   if (call.dq_path != DqPath::finished) return;
   const unsigned end = Strip::count<Traits>(call);
   int given_back = -1;
-  while (given_back < 0 && *const_cast<int const volatile*>(&smem.has_loads) != 0) {
-    unsigned first = 0;
-    if (threadIdx.x % 32 == 0) first = atomicAdd(call.tickets + 1, strips_at_once);
+  while (given_back < 0) {
+    unsigned first = end;
+    if (threadIdx.x % 32 == 0 && has_loads(smem))
+      first = atomicAdd(call.tickets + 1, strips_at_once);
     first = __shfl_sync(0xffffffffu, first, 0);
     if (first >= end) break;
     CUTE_NO_UNROLL

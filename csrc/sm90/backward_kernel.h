@@ -2,8 +2,9 @@
 // other, dQ summed over key tiles in fp32. sm80/backward_kernel.h has the formulas.
 //
 // A CTA stays on its SM and draws tile after tile. Threads: one producer warpgroup, of which one
-// thread loads by TMA (backward_producer.h), one warp sums a sink's gradient and clears tiles that
-// no query sees, and the rest finish dq (backward_finish.h); one warpgroup for dQ (backward_dq.h);
+// thread loads by TMA (backward_producer.h), one thread counts additions to dQ, and two warps
+// finish dq (backward_finish.h), one of which first sums a sink's gradient and clears tiles that no
+// query sees; one warpgroup for dQ (backward_dq.h);
 // and two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg
 // gives the registers of the others. Shared memory: K block_n x head_dim and V block_n x
 // head_dim_v, twice or, up to head_dim 128, with dK and dV on their way out; Q block_m x head_dim,

@@ -220,6 +220,8 @@ struct BackwardTraits {
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
+  static_assert(!is_sparse || counts_additions, "the dQ warpgroup says when a tile has ended");
+  static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert(score_parts == 1 || (!has_modifiers && !is_sparse && !has_bias));
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
