@@ -18,46 +18,6 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Behind everything that this thread has heard of.
-CUTE_DEVICE void count_released(int* counter, int number = 1) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
-}
-
-// One thread: counts the additions of every step of the CTA's tiles or, beside lists, the tiles.
-template <class Traits>
-CUTE_DEVICE void count_additions(BackwardKernelArguments const& args,
-                                 typename Traits::SharedStorage& smem) {
-  BackwardArguments const& call = args.call;
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::added_stages> added_place;
-  const auto wait_until_added = [&] {
-    wait_full(smem.added_ring, added_place);
-    EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
-    added_place.advance();
-  };
-  CUTE_NO_UNROLL
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    typename Traits::WorkItem const& item = smem.work[work_place.stage];
-    if (item.work.tile == no_tile) break;
-    if constexpr (Traits::is_sparse) {
-      wait_until_added();
-      if (call.additions != nullptr)
-        count_released(call.additions + schedule_head(call.schedule, call.table, item.work),
-                       share_of_part(item.part, item.parts, call.shared_tiles.parts));
-    } else {
-      Step step = Step::first(item);
-      CUTE_NO_UNROLL
-      for (int left = item.steps(); left > 0; --left, step.advance(item)) {
-        wait_until_added();
-        if (call.additions == nullptr) continue;  // nobody asks
-        count_released(call.additions + step.sum(item));
-      }
-    }
-    EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
-  }
-}
-
 // Where the rows of query tile `tile` of a sequence lie in dq, from its row `row` on.
 template <class Traits>
 CUTE_DEVICE RowTarget<typename Traits::Element> query_gradient_rows(BackwardParams const& params,

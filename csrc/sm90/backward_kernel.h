@@ -2,14 +2,13 @@
 // other, dQ summed over key tiles in fp32. sm80/backward_kernel.h has the formulas.
 //
 // A CTA stays on its SM and draws tile after tile. Threads: one producer warpgroup, of which one
-// thread loads by TMA (backward_producer.h), one thread counts additions to dQ, and two warps
-// finish dq (backward_finish.h), one of which first sums a sink's gradient and clears tiles that no
-// query sees; one warpgroup for dQ (backward_dq.h);
-// and two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg
-// gives the registers of the others. Shared memory: K block_n x head_dim and V block_n x
-// head_dim_v, twice or, up to head_dim 128, with dK and dV on their way out; Q block_m x head_dim,
-// dO block_m x head_dim_v and dS block_n x block_m, in two buffers each; a bias like dS
-// (backward_traits.h).
+// thread loads by TMA (backward_producer.h), one finds the tiles and counts additions to dQ
+// (backward_dispatcher.h), and two warps finish dq (backward_finish.h), one of which first sums a
+// sink's gradient and clears tiles that no query sees; one warpgroup for dQ (backward_dq.h); and
+// two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg gives
+// the registers of the others. Shared memory: K block_n x head_dim and V block_n x head_dim_v,
+// twice or, up to head_dim 128, with dK and dV on their way out; Q block_m x head_dim, dO block_m x
+// head_dim_v and dS block_n x block_m, in two buffers each; a bias like dS (backward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -91,8 +90,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     smem.dout_ring.init(Traits::key_warps);
     smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
     smem.weights_ring.init(4, 4);
-    smem.work_ring.init(Traits::key_warps + Traits::dq_warps + (Traits::counts_additions ? 1 : 0));
-    if constexpr (Traits::counts_additions) smem.added_ring.init(1, Traits::dq_warps);
+    smem.work_ring.init(1 + Traits::key_warps + Traits::dq_warps);
+    smem.added_ring.init(1, Traits::dq_warps);
+    FullBarrier::init(&smem.tile_wanted, 1);
     smem.has_loads = 1;
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
@@ -109,16 +109,16 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 0 && elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
-    if (warp == 1) {
-      sum_sink_shares(args.call);
-      clear_unseen_tiles<Traits>(args);
-    }
-    if constexpr (Traits::counts_additions) {
-      if (warp == 2 && elect_one_sync()) count_additions<Traits>(args, smem);
-    }
-    if constexpr (Traits::finishes_dq) {
-      if (warp % 2 == 1) finish_query_gradients<Traits>(args, smem, warp / 2);
+    if (warp == 0) {
+      if (elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
+    } else if (warp == 2) {
+      if (elect_one_sync()) BackwardDispatcher<Traits>{args, smem}.run();
+    } else {
+      if (warp == 1) {
+        sum_sink_shares(args.call);
+        clear_unseen_tiles<Traits>(args);
+      }
+      if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args, smem, warp / 2);
     }
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();

@@ -1,129 +1,10 @@
-// The producer of a backward CTA: one thread that draws the CTA's tiles and loads K, V, Q, dO, a
-// bias and the row statistics, in the order in which the others want them.
+// The producer of a backward CTA: one thread that loads K, V, Q, dO, a bias and the row statistics
+// of the tiles that the dispatcher announces, in the order in which the others want them.
 #pragma once
 
-#include "sm90/backward_arguments.h"
-#include "sm90/backward_traits.h"
+#include "sm90/backward_dispatcher.h"
 
 namespace flash_attn_cuda::sm90 {
-
-template <class Traits>
-CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
-                                                  BackwardWorkItem const& item) {
-  return {.lists = params.sparsity.lists,
-          .sequence = item.work.sequence.index,
-          .tile = item.work.tile,
-          .range = item.range,
-          .end_head = item.end_head};
-}
-
-// What of an item's steps is part `part`; false where it is nothing.
-template <class Traits>
-CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
-                           BackwardWorkItem& item) {
-  const int tiles = item.range.end - item.range.begin;
-  item.part = part.part;
-  item.parts = part.is_one_of_several ? parts_of_steps(tiles, 1, call.shared_tiles.parts) : 1;
-  item.first_place = part.first_place;
-  if (item.part >= item.parts) return false;
-  if (item.parts > 1) {
-    const int begin = item.range.begin;
-    item.range.begin = begin + first_step_of_part(tiles, item.part, item.parts);
-    item.range.end = begin + first_step_of_part(tiles, item.part + 1, item.parts);
-    item.first_tile = item.direction > 0 ? item.range.begin : item.range.end - 1;
-    item.last_tile = item.direction > 0 ? item.range.end - 1 : item.range.begin;
-  }
-  return true;
-}
-
-template <class Traits>
-CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
-                           SparseBackwardWorkItem& item) {
-  const int steps = visits_of<Traits>(call.params, item).count(item.first_head);
-  item.part = part.part;
-  item.parts = 1;
-  item.first_place = part.first_place;
-  if (part.is_one_of_several) {
-    // The next rank's tile shall be a usual one.
-    SparseBackwardWorkItem other = item;
-    const int rank = min(ranks_in_parts(call.schedule), call.schedule.num_tiles - 1);
-    other.work.tile = ranked_tile<Traits::block_n>(call.params, call.table,
-                                                   item.work.sequence.index, item.first_head, rank);
-    const int usual_steps = visits_of<Traits>(call.params, other).count(item.first_head);
-    item.parts = parts_of_steps(steps, max(usual_steps, least_part_steps), call.shared_tiles.parts);
-  }
-  item.first_step = first_step_of_part(steps, item.part, item.parts);
-  item.num_steps = first_step_of_part(steps, item.part + 1, item.parts) - item.first_step;
-  return item.part < item.parts && item.num_steps > 0;
-}
-
-// False for a tile of which the window hides all, or beyond the end of a packed call's list; then
-// `exists` tells the two apart. What lists hide is not looked at.
-template <class Traits>
-CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, BackwardWorkItem& item,
-                           bool& exists) {
-  BackwardArguments const& call = args.call;
-  BackwardParams const& params = call.params;
-  TileWork work;
-  if (Traits::is_sparse && call.table.counts == nullptr) id = longest_first(call.schedule, id);
-  exists = find_work(call.schedule, call.table, params, id, work);
-  if (!exists) return false;
-  Sequence& sequence = work.sequence;
-  sequence.first_q_tile += sequence.index * call.q_tiles_per_sequence;
-  if constexpr (Traits::is_sparse) {
-    // Of the first of the query heads that share the key head.
-    const int head =
-        work.head / call.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
-    work.tile = ranked_tile<Traits::block_n>(params, call.table, sequence.index, head, work.tile);
-  }
-  const int key_begin = work.tile * Traits::block_n;
-  const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
-  const int heads = heads_per_tile(call);
-  item.work = work;
-  item.head_k = work.head / call.dkdv_splits;
-  item.split = work.head - item.head_k * call.dkdv_splits;
-  item.first_head = work.head * heads;
-  item.end_head = item.first_head + heads;
-  item.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
-  // In turns, key tiles that start early must not wait for what others do last (turns.h). A CTA
-  // that takes one tile after the other goes back and forth, if all see the same queries.
-  const bool descends = Traits::writes_dq && call.sweep_tiles > 1
-                            ? work.tile % 2 == 1 && params.window.is_full()
-                            : call.turns.used() && !call.tiles_descend;
-  item.first_tile = descends ? item.range.end - 1 : item.range.begin;
-  item.last_tile = descends ? item.range.begin : item.range.end - 1;
-  item.direction = descends ? -1 : 1;
-  item.half_starts_later = false;
-  if constexpr (Traits::skips_hidden_half) {
-    const BlockRange of_half = tiles_that_see<Traits::block_m>(
-        params.window, sequence, key_begin + 64, max(key_begin + 64, key_last));
-    item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
-  }
-  return !item.range.empty();
-}
-
-// Where an item's dQ goes, and who else adds to it.
-template <class Traits>
-CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item) {
-  Sequence const& sequence = item.work.sequence;
-  const bool sweeps = call.sweep_tiles > 1;
-  const int heads = item.end_head - item.first_head;
-  item.sums_per_head = sweeps ? call.q_tiles_per_sequence : call.q_tiles;
-  item.first_sum = sweeps ? static_cast<int>(blockIdx.x) * heads * call.q_tiles_per_sequence
-                          : item.first_head * call.q_tiles + sequence.first_q_tile;
-  if (call.dq_path == DqPath::ordered) {
-    // Those that see a query tile are neighbours, so the next ones on both sides tell.
-    const int next = call.tiles_descend ? -1 : 1;
-    const auto visited_by = [&](int tile) {
-      return visited_tiles<Traits::block_m, Traits::block_n>(call.params.window, sequence, tile);
-    };
-    item.added_before = visited_by(item.work.tile - next);
-    item.added_after = visited_by(item.work.tile + next);
-  } else {
-    item.added_before = {.begin = 0, .end = Traits::has_one_key_tile(sequence) ? 0 : call.q_tiles};
-    item.added_after = item.added_before;
-  }
-}
 
 template <class Traits>
 struct BackwardProducer {
@@ -136,53 +17,6 @@ struct BackwardProducer {
   RingPlace<Traits::key_stages> key_place{};
   RingPlace<Traits::stages> q_place{}, dout_place{};
   RingPlace<Traits::work_stages> work_place{};
-  unsigned sweep_id = 0;  // the next tile of the sweep, if any are left
-  int sweep_left = 0;
-
-  // The next tile's number. Every CTA draws once in vain, which must not turn tickets negative.
-  CUTE_DEVICE unsigned draw() {
-    if constexpr (!Traits::writes_dq) {
-      return static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
-    } else {
-      if (sweep_left == 0) {
-        sweep_left = args.call.sweep_tiles;
-        sweep_id = static_cast<unsigned>(atomicAdd(args.call.tickets, sweep_left));
-      }
-      --sweep_left;
-      return sweep_id++;
-    }
-  }
-
-  // Tells the others of the next tile that a query sees: its stage, or -1 when there is none, of
-  // which they are told as well.
-  CUTE_DEVICE int next_tile() {
-    const int stage = work_place.stage;
-    wait_empty(smem.work_ring, work_place);
-    typename Traits::WorkItem& item = smem.work[stage];
-    bool found = false;
-    // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
-    while (args.call.q_tiles > 0 && !found) {
-      const unsigned drawn = draw();
-      if (drawn >= args.num_tickets) break;
-      const int ticket = static_cast<int>(drawn);
-      bool exists;
-      if constexpr (Traits::shares_tiles) {
-        const auto part = TilePart::of(args.call.shared_tiles, ticket);
-        found = find_tile<Traits>(args, part.turn, item, exists) &&
-                find_part<Traits>(args.call, part, item);
-      } else {
-        found = find_tile<Traits>(args, ticket, item, exists);
-      }
-    }
-    if (found) {
-      if constexpr (Traits::writes_dq) find_sums<Traits>(args.call, item);
-    } else {
-      item.work.tile = no_tile;
-    }
-    FullBarrier::arrive(&smem.work_ring.full[stage]);
-    work_place.advance();
-    return found ? stage : -1;
-  }
 
   CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
     Sequence const& sequence = item.work.sequence;
@@ -255,14 +89,17 @@ struct BackwardProducer {
   // The keys of a tile are loaded behind its first step: their buffer is in use until the tile
   // before it ends, those of queries are not.
   CUTE_DEVICE void run() {
-    for (int stage = next_tile(); stage >= 0; stage = next_tile()) {
-      typename Traits::WorkItem const& item = smem.work[stage];
+    for (;; work_place.advance()) {
+      wait_full(smem.work_ring, work_place);
+      typename Traits::WorkItem const& item = smem.work[work_place.stage];
+      if (item.work.tile == no_tile) break;
       const int steps = item.steps();
       if constexpr (Traits::is_sparse) {
         const auto visits = visits_of<Traits>(args.call.params, item);
         auto visit = visits.first(item.first_head, item.first_step);
         CUTE_NO_UNROLL
         for (int index = 0; index < steps; ++index, visit = visits.next(visit)) {
+          if (index == max(0, steps - loads_before_next)) EmptyBarrier::arrive(&smem.tile_wanted);
           const VisitedQueries visited{.step = {visit.head, visit.visit.block},
                                        .pieces = visit.visit.pieces,
                                        .is_in_window = item.range.is_interior(visit.visit.block)};
@@ -282,6 +119,7 @@ struct BackwardProducer {
           if (index == 0) load_keys(item);
         }
       }
+      EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
     }
     *const_cast<int volatile*>(&smem.has_loads) = 0;
   }

@@ -110,7 +110,6 @@ struct BackwardTraits {
   // (backward_finish.h).
   static constexpr bool writes_dq = !is_sparse;
   static constexpr bool finishes_dq = can_finish_dq(config);
-  static constexpr bool counts_additions = writes_dq || finishes_dq;
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
     return writes_dq && sequence.seqlen_k <= block_n;
   }
@@ -210,8 +209,9 @@ struct BackwardTraits {
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
     WorkItem work[work_stages];
-    Ring<added_stages> added_ring;                   // holds nothing but the event
-    int has_loads;                                   // 0 when the producer has ended
+    Ring<added_stages> added_ring;  // holds nothing but the event
+    std::uint64_t tile_wanted;      // beside lists: the producer has little left to load
+    int has_loads;                  // 0 when the producer has ended
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
     int parts_done[key_warpgroups];                  // of the tile, those before this one
@@ -220,7 +220,6 @@ struct BackwardTraits {
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
-  static_assert(!is_sparse || counts_additions, "the dQ warpgroup says when a tile has ended");
   static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert(score_parts == 1 || (!has_modifiers && !is_sparse && !has_bias));
