@@ -1,8 +1,9 @@
-"""Speed of packed sequences, of features and of decoding, with the targets of each.
+"""Speed of packed sequences, of features, of decoding and of prefill, with the targets of each.
 
     python benchmarks/features.py varlen --json varlen.json      # packed against dense and torch
     python benchmarks/features.py features                       # dropout, softcap, ALiBi, ...
     python benchmarks/features.py decode --quick                 # KV cache in CUDA graphs
+    python benchmarks/features.py prefill                        # chunks of queries over a cache
 
 bf16, random normal data, medians of interleaved runs; what is compared is timed in one process.
 Backward is timed alone, without the forward.
@@ -24,13 +25,19 @@ sys.path += [str(ROOT / "tests"), str(ROOT)]
 
 import decode_speed  # noqa: E402
 import feature_cost  # noqa: E402
+import prefill_speed  # noqa: E402
 import torch  # noqa: E402
 import varlen_speed  # noqa: E402
 from feature_tables import Row, failures, print_document  # noqa: E402
 from report import environment, write_outputs  # noqa: E402
 
 SCHEMA = 1
-BENCHMARKS = {"varlen": varlen_speed, "features": feature_cost, "decode": decode_speed}
+BENCHMARKS = {
+    "varlen": varlen_speed,
+    "features": feature_cost,
+    "decode": decode_speed,
+    "prefill": prefill_speed,
+}
 QUICK_BUDGET_MS = 20.0
 
 

@@ -17,6 +17,7 @@ import decode_speed
 import feature_cost
 import feature_tables
 import features
+import prefill_speed
 import report
 import varlen_speed
 from backends import BACKENDS, Unsupported, features_of
@@ -29,6 +30,11 @@ from varlen_speed import DENSE, EQUAL, PACKED, TORCH, VarlenGroup
 TINY_VARLEN = VarlenGroup(mean=16, head_dim=16, tokens=64, hidden=32, device="cpu")
 TINY_DECODE = decode_speed.DecodeGroup(
     "tiny", (5, 300), num_heads_q=4, num_heads_k=2, head_dim=16, device="cpu"
+)
+
+
+TINY_PREFILL = prefill_speed.PrefillGroup(
+    batch=2, seqlen_q=5, seqlen_k=256, num_heads_q=4, num_heads_k=2, head_dim=16, device="cpu"
 )
 
 
@@ -298,6 +304,38 @@ def test_decode_rates_count_keys_and_values(monkeypatch):
     assert every[0]["over_copy"] is None and rows["paged 256"]["over_copy"] is None
 
 
+# Prefill
+
+
+def test_prefill_groups_have_whole_pages_and_operations_of_visible_pairs():
+    for group in prefill_speed.groups():
+        assert all(group.seqlen_k % size == 0 for size in prefill_speed.PAGE_SIZES)
+        first = group.seqlen_k - group.seqlen_q
+        pairs = sum(first + query + 1 for query in range(group.seqlen_q))
+        assert group.flops == 4 * group.batch * group.num_heads_q * group.head_dim * pairs
+
+
+def test_subjects_of_a_prefill_attend_to_the_same_keys():
+    prefill = prefill_speed.Prefill(replace(TINY_PREFILL, dtype=torch.float32))
+    dense = prefill.ours(None)[0]()
+    for size in prefill_speed.PAGE_SIZES:
+        assert torch.equal(prefill.ours(size)[0](), dense)
+    torch.testing.assert_close(prefill.torch_flash()[0]().transpose(1, 2), dense)
+
+
+def test_prefill_rates_and_ratios(monkeypatch):
+    times = {"dense": 1.0, "paged 16": 1.25, "paged 64": 1.0, "torch flash": 2.0}
+    monkeypatch.setattr(prefill_speed, "measure", fake_measure(times))
+    rows = {row["what"]: row for row in prefill_speed.measure_group(TINY_PREFILL, 1.0)}
+    assert rows["dense"]["tflops"] == pytest.approx(TINY_PREFILL.flops * 1e-9)
+    assert rows["dense"]["over_dense"] is None and rows["dense"]["over_torch"] == 2.0
+    assert rows["paged 16"]["over_dense"] == pytest.approx(0.8)
+    assert [target["met"] for target in rows["paged 16"]["targets"]] == [False, True]
+    assert [target["met"] for target in rows["paged 64"]["targets"]] == [True, True]
+    assert [target["met"] for target in rows["paged 256"]["targets"]] == [None, None]
+    assert rows["torch flash"]["targets"] == []
+
+
 # Command lines
 
 
@@ -307,6 +345,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(varlen_speed, "groups", lambda device, quick: [TINY_VARLEN])
     monkeypatch.setattr(feature_cost, "groups", lambda device, quick: [tiny_feature_group(True)])
     monkeypatch.setattr(decode_speed, "groups", lambda device, quick: [TINY_DECODE])
+    monkeypatch.setattr(prefill_speed, "groups", lambda device, quick: [TINY_PREFILL])
     monkeypatch.setattr(decode_speed.measure_copy, "__defaults__", (1000,))
 
 
