@@ -164,6 +164,22 @@ def odd_cases() -> Iterator[Case]:
     cache = KvCacheCase(cached=(100, 0, 37), seqlens_new=1)
     yield replace(cache, head_dim=1, page_size=1)
     yield replace(cache, head_dim=111, page_size=300)
+    # More rows than decoding takes, few tiles: TMA loads pages, smaller than a tile, larger and
+    # neither, and CTAs share keys.
+    yield replace(
+        cache, cached=(1900, 0, 37), seqlens_q=(80, 3, 1), seqlens_new=None, capacity=2048
+    )
+    for head_dim, page_size in ((64, 8), (128, 48), (104, 256), (256, 16)):
+        yield replace(
+            cache,
+            cached=(700, 0, 37),
+            seqlens_q=(80, 3, 1),
+            seqlens_new=(80, 3, 1),
+            capacity=800,
+            head_dim=head_dim,
+            page_size=page_size,
+            causal=True,
+        )
     yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
     yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
     yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)

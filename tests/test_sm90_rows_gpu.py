@@ -159,7 +159,13 @@ def launches() -> list[tuple[Case, str]]:
         (replace(cache, seqlens_q=long), row_name(64)),
         (cache, short),
         (replace(cache, leftpad=(3, 0, 1), head_dim=128), row_name(128)),
-        (replace(cache, page_size=16), row_name(64, "modifiers", **sm80)),
+        (replace(cache, page_size=16), row_name(64, "cache")),
+        (replace(cache, page_size=24, head_dim=72), row_name(128, "cache")),
+        (replace(cache, page_size=16, head_dim=192), row_name(192, "modifiers", **sm80)),
+        (replace(cache, page_size=12), row_name(64, "modifiers", **sm80)),
+        (replace(cache, page_size=16, leftpad=(3, 0, 1)), row_name(64, "modifiers", **sm80)),
+        (replace(cache, page_size=16, softcap=3.0), row_name(64, "cache_modifiers")),
+        (replace(cache, page_size=16, alibi=Alibi.per_head), row_name(64, "cache_modifiers")),
         (replace(cache, seqlens_q=1), row_name(64, "decode", **sm80)),
     ]
 

@@ -99,13 +99,49 @@ bool has_aligned_bits(const PairBits& bits) {
          bits.batch_stride % words == 0;
 }
 
+// sm90 kernels load boxes that lie in one page and begin where the swizzle of shared memory does.
+bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {
+  constexpr int swizzled_rows = 8;
+  return paged.block_table == nullptr ||
+         (paged.page_size % swizzled_rows == 0 && sequences.leftpad_k == nullptr);
+}
+
 bool suits_sm90(const ForwardParams& params) {
   const TensorExtent queries = query_extent(params.shape, params.sequences);
-  const TensorExtent keys = key_extent(params.shape, params.sequences);
-  return params.score.softmax_scale >= 0.0f && tma_can_move(params.q, queries) &&
-         tma_can_move(params.out, queries) && tma_can_move(params.k, keys) &&
-         tma_can_move(params.v, keys) && tma_can_load_bias(params.score.bias, params.shape) &&
+  const TensorExtent keys = in_pages(key_extent(params.shape, params.sequences), params.paged);
+  return has_boxes(params.paged, params.sequences) && params.score.softmax_scale >= 0.0f &&
+         tma_can_move(params.q, queries) && tma_can_move(params.out, queries) &&
+         tma_can_move(params.k, keys) && tma_can_move(params.v, keys) &&
+         tma_can_load_bias(params.score.bias, params.shape) &&
          has_aligned_bits(params.sparsity.bits);
+}
+
+// Of sm90 rows.
+constexpr int sm90_tile_rows = 128;
+
+// Tiles of the whole call, at most.
+std::int64_t most_sm90_tiles(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const std::int64_t tiles = ceil_div(shape.seqlen_q, sm90_tile_rows);
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  return (is_packed ? tiles + shape.batch_size : tiles * shape.batch_size) * shape.num_heads_q;
+}
+
+// Keys that a tile of so many rows sees, at most.
+int most_keys_of_tile(const Window& window, const AttentionShape& shape, int rows) {
+  if (window.left == Window::unbounded || window.right == Window::unbounded) return shape.seqlen_k;
+  const std::int64_t keys = std::int64_t{window.left} + window.right + rows;
+  return static_cast<int>(std::min<std::int64_t>(keys, shape.seqlen_k));
+}
+
+// Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.
+bool wants_splits(const ForwardParams& params, const Window& window, const DeviceInfo& device) {
+  if (params.split.num_splits == 1 || params.split.batch_invariant) return false;
+  const std::int64_t tiles = most_sm90_tiles(params);
+  if (params.split.num_splits > 1) return tiles < device.num_sms;
+  constexpr int least_keys = 1024;
+  return 2 * tiles <= device.num_sms &&
+         most_keys_of_tile(window, params.shape, sm90_tile_rows) >= least_keys;
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
@@ -126,6 +162,12 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
       return select_instance(instances, request, device);
   }
   request.kind = ForwardKind::tiles;
+  if (wants_splits(params, window, device)) {
+    KernelRequest splitting = request;
+    splitting.features |= feature::split_kv;
+    const ForwardInstance* found = find_instance(instances, splitting, device);
+    if (found != nullptr && found->config.family == KernelFamily::sm90) return *found;
+  }
   return select_instance(instances, request, device);
 }
 
@@ -151,8 +193,8 @@ int fewest_splits(std::int64_t ctas, std::int64_t slots, int most) {
   return chosen;
 }
 
-int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t ctas,
-                  const DeviceInfo& device) {
+int choose_splits(const ForwardParams& params, const Window& window,
+                  const ForwardInstance& instance, std::int64_t ctas, const DeviceInfo& device) {
   const AttentionShape& shape = params.shape;
   const ForwardConfig& config = instance.config;
   const bool decodes = config.kind == ForwardKind::decode;
@@ -160,8 +202,12 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
   if (params.split.batch_invariant)
     return decodes ? ceil_div(shape.seqlen_k, invariant_split_keys) : 1;
 
+  // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
+  // than an uneven last round.
+  if (config.family == KernelFamily::sm90 && ctas >= device.num_sms) return 1;
   const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
-  const int steps = ceil_div(shape.seqlen_k, keys_per_step);
+  const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);
+  const int steps = ceil_div(keys, keys_per_step);
   if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));
   constexpr int smem_per_sm_over_block = 1024;  // reserved by the system for every block
   const std::int64_t resident = std::max<std::int64_t>(
@@ -238,7 +284,7 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
     if (!draws && !has_left_bound) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
     if (is_sparse && !is_packed) plan.tickets_offset = workspace.add_bytes(sizeof(int));
   }
-  plan.num_splits = choose_splits(params, instance, plan.schedule.grid_size(), device);
+  plan.num_splits = choose_splits(params, window, instance, plan.schedule.grid_size(), device);
   check_grid(plan.schedule.grid_size(), plan.num_splits);
   if (params.split.batch_invariant && config.kind == ForwardKind::decode)
     plan.keys_per_split = invariant_split_keys;

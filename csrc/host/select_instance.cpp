@@ -40,13 +40,15 @@ bool has_values(const BackwardConfig& config, const KernelRequest& request) {
 }
 
 // What only rows of sm90 tell apart: those with lists walk nothing else, those with a bias always
-// load one, and all must find what they load.
+// load one, those for a cache are for pages or splits, and all must find what they load.
 template <class Config>
 bool suits(const Config& config, const KernelRequest& request) {
   if (config.family != KernelFamily::sm90) return true;
   const FeatureSet needed = config.features & (feature::block_sparse | feature::bias);
-  return (request.features & needed) == needed && fills_boxes(config.head_dim, request.head_dim) &&
-         has_values(config, request);
+  const FeatureSet of_a_cache = config.features & (feature::paged_kv | feature::split_kv);
+  return (request.features & needed) == needed &&
+         (of_a_cache == 0 || (request.features & of_a_cache) != 0) &&
+         fills_boxes(config.head_dim, request.head_dim) && has_values(config, request);
 }
 
 template <class Instance>

@@ -120,6 +120,14 @@ TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& seq
   return extent;
 }
 
+TensorExtent in_pages(TensorExtent keys, const PagedKvParams& paged) {
+  if (paged.block_table != nullptr) {
+    keys.batch_size = paged.num_pages;
+    keys.rows = paged.page_size;
+  }
+  return keys;
+}
+
 bool tma_can_move(const TensorView& view, const TensorExtent& extent) {
   return is_aligned(view.data) && is_valid(view.batch_stride, extent.batch_size) &&
          is_valid(view.row_stride, extent.rows) && is_valid(view.head_stride, extent.num_heads);

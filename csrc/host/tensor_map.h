@@ -26,6 +26,8 @@ TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& seq
 TensorExtent output_extent(const AttentionShape& shape, const SequenceParams& sequences);
 TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences);
 TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& sequences);
+// Of k and v as a paged cache has them.
+TensorExtent in_pages(TensorExtent keys, const PagedKvParams& paged);
 
 // Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below
 // 2^40 and, where there is a second element to step to, not 0.

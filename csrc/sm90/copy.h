@@ -69,18 +69,19 @@ struct RowSpan {
   int rows;
 };
 
-// Starts the load of a tile whose first row is span.row, by one thread. Rows beyond the span and
-// columns beyond the tensor become zeros and are not read; the barrier counts the whole tile. A box
-// beyond last_box, the last one with a column of the tensor, gets that one's columns.
+// Starts the load of a tile whose first row is span.row, or of box_rows of its rows, those from
+// `tile` on, by one thread. Rows beyond the span and columns beyond the tensor become zeros and are
+// not read; the barrier counts them all. A box beyond last_box, the last one with a column of the
+// tensor, gets that one's columns.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
-                           RowSpan const& span, int last_box = kColumns) {
+                           RowSpan const& span, int last_box = kColumns, int box_rows = kRows) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-  const int rows = min(span.rows, kRows);
+  const int rows = min(span.rows, box_rows);
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
     const int first = column == 0 ? 0 : min(column, last_box);
-    SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, first, kRows - rows,
+    SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, first, box_rows - rows,
                            span.row + rows, span.head, span.batch);
   }
 }

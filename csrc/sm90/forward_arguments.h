@@ -8,6 +8,14 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// Where CTAs share a tile's keys: O and LSE of each part in fp32, for auxiliary/combine_splits.cu.
+struct SplitResults {
+  int num_splits;      // 1: there are none
+  std::int64_t rows;   // of a split: those of q over all sequences
+  float* out_partial;  // (num_splits, rows, num_heads_q, head_dim_v)
+  float* lse_partial;  // (num_splits, rows, num_heads_q)
+};
+
 struct ForwardArguments {
   CUtensorMap q_map;
   CUtensorMap k_map;
@@ -17,9 +25,11 @@ struct ForwardArguments {
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;
+  int key_box_rows;         // of a box of k or v: a tile's, or what lies in one page
   int last_v_box;           // the first column of the last box with columns of v and out
   std::int64_t num_tiles;   // of all heads and sequences
   std::int64_t num_places;  // in the CTAs' order of them (shared/tile_scheduler.h)
+  SplitResults splits;      // all tiles of the first, then of the second, and so on
   int* tickets;             // tiles drawn so far; null where CTAs have a fixed order
   float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
                      // the kernel scales scores itself; positive

@@ -11,6 +11,7 @@
 #include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
+#include "shared/paged_kv.h"
 #include "shared/pair_mask.h"
 #include "shared/score_modifiers.h"
 #include "sm90/forward_dropout.h"
@@ -57,6 +58,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   using Shifts =
       std::conditional_t<Traits::shifts_rows, RowShifts<Traits::rows_per_thread>, NoShifts>;
   [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
+  [[maybe_unused]] bool misses_keys = false;
   [[maybe_unused]] PairWords<2 * block_n / 32> visible_pairs{};
 
   // Products run while other code does; finish_.. waits for them and gives the buffer back.
@@ -109,6 +111,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     // What the block is of which the scores are multiplied, and meanwhile, because it takes as
     // long, its bits. Behind the products, so that whose turn is next does not wait for it.
     auto look_up_block = [&]() {
+      if constexpr (Traits::is_paged) misses_keys = smem.misses_keys[k_place.stage];
       if constexpr (Traits::is_sparse) {
         visited = smem.visited[k_place.stage];
         const int key_begin = visited.block * block_n;
@@ -148,6 +151,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
           hide_pairs_by_words(scores, tScS, visited.pieces, pair_rows.words[0] != nullptr,
                               visible_pairs, query_begin, key_begin, -INFINITY);
+        }
+      }
+      if constexpr (Traits::is_paged) {
+        if (misses_keys) {
+          hide_missing_keys<block_n>(KeyRows::of(params.paged, sequence), scores, tScS, key_begin,
+                                     sequence.seqlen_k, -INFINITY);
         }
       }
       if (!is_interior) {
@@ -206,8 +215,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     start_output(range.end - range.begin > 1);
     finish_output();
-    write_output<Traits>(args, sequence, work.head, query_begin, output_mma, tOrO, softmax, smem,
-                         warpgroup, thread);
+    write_output<Traits>(args, sequence, smem.work[work_place.stage].split, work.head, query_begin,
+                         output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();
     release(smem.work_ring, work_place);
   }

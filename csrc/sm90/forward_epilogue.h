@@ -25,12 +25,45 @@ CUTE_DEVICE float* lse_row(ForwardParams const& params, Sequence const& sequence
          head * params.lse.head_stride + sequence.row_q + query;
 }
 
+// The same of a split's results: where they are in out_partial, head_dim_v apart, and lse_partial.
+CUTE_DEVICE std::int64_t split_row(ForwardArguments const& args, Sequence const& sequence,
+                                   int split, int head, int query) {
+  AttentionShape const& shape = args.params.shape;
+  const std::int64_t row = split * args.splits.rows +
+                           std::int64_t{sequence.batch_q} * shape.seqlen_q + sequence.row_q + query;
+  return row * shape.num_heads_q + head;
+}
+
+// What has LSE -inf will not be read.
+template <class Traits, class Output>
+CUTE_DEVICE void write_split(ForwardArguments const& args, Sequence const& sequence, int split,
+                             int head, int query_begin, Output const& output, float const* lse,
+                             int thread) {
+  const int columns = args.params.shape.head_dim_v;
+  const int lane = thread % 32;
+  CUTE_UNROLL
+  for (int row = 0; row < Traits::rows_per_thread; ++row) {
+    const int query = query_begin + thread / 32 * 16 + lane / 4 + 8 * row;
+    if (query >= sequence.rows_q) continue;
+    const std::int64_t index = split_row(args, sequence, split, head, query);
+    if (lane % 4 == 0) args.splits.lse_partial[index] = lse[row];
+    if (lse[row] == -INFINITY) continue;
+    float* target = args.splits.out_partial + index * columns;
+    CUTE_UNROLL
+    for (int i = 0; i < size<1>(output); i += 2) {
+      const int column = 4 * i + 2 * (lane % 4);
+      if (column < columns)
+        *reinterpret_cast<float2*>(target + column) = {output(row, i), output(row, i + 1)};
+    }
+  }
+}
+
 // Rows that are the sequence's but do not attend get out 0 and lse -inf, those beyond are left
 // alone. `output`: this thread's (rows, columns) of the 64 rows from query_begin on.
 template <class Traits, class Mma, class Accumulator>
-CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence, int head,
-                              int query_begin, Mma const& mma, Accumulator& tOrO,
-                              OnlineSoftmax<Traits::rows_per_thread>& softmax,
+CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence,
+                              [[maybe_unused]] int split, int head, int query_begin, Mma const& mma,
+                              Accumulator& tOrO, OnlineSoftmax<Traits::rows_per_thread>& softmax,
                               typename Traits::SharedStorage& smem, int warpgroup, int thread) {
   using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
@@ -38,7 +71,10 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   float lse[Traits::rows_per_thread];
   const float o_scale =
       Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
-  softmax.normalize_softmax_lse(output, lse, sink_of(params.score, head), o_scale);
+  // One split has the sink, and so their combination.
+  const bool has_sink = !Traits::can_split || split == 0;
+  softmax.normalize_softmax_lse(output, lse, has_sink ? sink_of(params.score, head) : -INFINITY,
+                                o_scale);
 
   const int lane = thread % 32;
   const int quad_lane = lane % 4;
@@ -50,6 +86,12 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       lse[row] = -INFINITY;
       CUTE_UNROLL
       for (int column = 0; column < size<1>(output); ++column) output(row, column) = 0.0f;
+    }
+  }
+  if constexpr (Traits::can_split) {
+    if (args.splits.num_splits > 1) {
+      write_split<Traits>(args, sequence, split, head, query_begin, output, lse, thread);
+      return;
     }
   }
   if (quad_lane == 0) {
@@ -82,21 +124,33 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   }
 }
 
-// The same of a whole tile that sees no key, by one warp: out 0, lse -inf or the sink's.
+// The same of a whole tile, or split, that sees no key, by one warp: out 0, lse -inf or the sink's.
 template <class Traits>
-CUTE_DEVICE void write_empty_output(ForwardArguments const& args, TileWork const& work, int lane) {
+CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const& item, int lane) {
   using Element = typename Traits::Element;
   constexpr int elements = sizeof(uint4) / sizeof(Element);
   ForwardParams const& params = args.params;
+  TileWork const& work = item.work;
   const float sink = sink_of(params.score, work.head);
+  const int columns = params.shape.head_dim_v;
   const int query_end = min((work.tile + 1) * Traits::block_m, work.sequence.rows_q);
   for (int query = work.tile * Traits::block_m; query < query_end; ++query) {
-    Element* row = output_row<Element>(params, work.sequence, work.head, query);
-    for (int column = lane * elements; column < params.shape.head_dim_v; column += 32 * elements) {
-      *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
+    float lse = query < work.sequence.seqlen_q ? sink : -INFINITY;
+    if constexpr (Traits::can_split) {
+      if (args.splits.num_splits > 1) {
+        if (item.split > 0) lse = -INFINITY;
+        const std::int64_t index = split_row(args, work.sequence, item.split, work.head, query);
+        if (lane == 0) args.splits.lse_partial[index] = lse;
+        if (lse == -INFINITY) continue;
+        float* row = args.splits.out_partial + index * columns;
+        for (int column = lane; column < columns; column += 32) row[column] = 0.0f;
+        continue;
+      }
     }
-    const bool attends = query < work.sequence.seqlen_q;
-    if (lane == 0) *lse_row(params, work.sequence, work.head, query) = attends ? sink : -INFINITY;
+    Element* row = output_row<Element>(params, work.sequence, work.head, query);
+    for (int column = lane * elements; column < columns; column += 32 * elements)
+      *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
+    if (lane == 0) *lse_row(params, work.sequence, work.head, query) = lse;
   }
 }
 

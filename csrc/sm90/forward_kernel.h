@@ -1,13 +1,14 @@
 // Forward attention on Hopper: O = softmax(score(Q K^T)) V and LSE.
 //
-// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup, of which one
-// thread loads by TMA and one warp clears tiles without keys (forward_producer.h), and block_m / 64
-// consumer warpgroups that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's
-// registers to them. Kernels with dropout have warps that draw its decisions for the consumers
-// (forward_dropout.h). Shared memory: Q block_m x head_dim, twice where there is room, so that the
-// next tile's is there in time; K block_n x head_dim and V block_n x head_dim_v in `stages` buffers
-// each; O block_m x head_dim_v where there is room; two places for tiles of work; for a bias two
-// tiles block_m x block_n (forward_traits.h).
+// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup
+// (forward_producer.h), of which one thread finds the tiles and loads them by TMA, or two of its
+// warps load what lies in pages and another thread finds the tiles, and one warp clears tiles
+// without keys; and block_m / 64 consumer warpgroups that multiply by wgmma (forward_consumer.h);
+// setmaxnreg gives the producer's registers to them. Kernels with dropout have warps that draw its
+// decisions for the consumers (forward_dropout.h). Shared memory: Q block_m x head_dim, twice where
+// there is room, so that the next tile's is there in time; K block_n x head_dim and V block_n x
+// head_dim_v in `stages` buffers each; O block_m x head_dim_v where there is room; two places for
+// tiles of work; for a bias two tiles block_m x block_n (forward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -32,7 +33,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     smem.k_ring.init(Traits::consumer_warps);
     smem.v_ring.init(Traits::consumer_warps);
     smem.bias_ring.init(Traits::consumer_warps);
-    smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0));
+    smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0) +
+                        (Traits::has_finder ? Traits::loaders : 0));
+    FullBarrier::init(&smem.tile_wanted, 1);
     if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
@@ -49,8 +52,15 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 0 && elect_one_sync()) Producer<Traits>{args, smem}.run();
-    if (warp == 1) clear_empty_tiles<Traits>(args);
+    if (warp == 1) {
+      clear_empty_tiles<Traits>(args);
+    } else if (Traits::has_finder && warp == 2) {
+      if (elect_one_sync()) find_tiles<Traits>(args, smem);
+    } else if constexpr (Traits::is_paged) {
+      Producer<Traits>{args, smem}.run_over_cache(warp == 3);
+    } else if (warp == 0 && elect_one_sync()) {
+      Producer<Traits>{args, smem}.run();
+    }
   } else if (!Traits::draws_ahead || warpgroup <= Traits::consumers) {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
     consume<Traits>(args, smem, warpgroup - 1);

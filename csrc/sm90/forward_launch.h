@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <numeric>
 
 #include "flash_attn/instance.h"
 #include "host/tensor_map.h"
@@ -21,24 +22,33 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   constexpr int columns_v = box_columns<Traits::head_dim_v>;
   const AttentionShape& shape = params.shape;
   const TensorExtent queries = query_extent(shape, params.sequences);
-  const TensorExtent keys = key_extent(shape, params.sequences);
-  const TensorExtent values = value_extent(shape, params.sequences);
+  const TensorExtent keys = in_pages(key_extent(shape, params.sequences), params.paged);
+  const TensorExtent values = in_pages(value_extent(shape, params.sequences), params.paged);
+  // Without pages, whose size is 0 then, all of the tile.
+  const int key_rows =
+      Traits::is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
   const TensorExtent outputs = output_extent(shape, params.sequences);
   const bool scales_scores =
       (Traits::has_modifiers || Traits::has_bias) && has_score_modifiers(params.score);
   const std::int64_t num_tiles = plan.schedule.grid_size();
+  char* workspace = static_cast<char*>(params.workspace);
   ForwardArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
-      .k_map = make_tensor_map(params.k, params.dtype, keys, {Traits::block_n, columns}),
-      .v_map = make_tensor_map(params.v, params.dtype, values, {Traits::block_n, columns_v}),
+      .k_map = make_tensor_map(params.k, params.dtype, keys, {key_rows, columns}),
+      .v_map = make_tensor_map(params.v, params.dtype, values, {key_rows, columns_v}),
       .out_map = make_tensor_map(params.out, params.dtype, outputs, {64, columns_v}),
       .bias_map = {},
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
+      .key_box_rows = key_rows,
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
       .num_tiles = num_tiles,
       .num_places = count_places(plan.schedule),
+      .splits = {.num_splits = plan.num_splits,
+                 .rows = query_rows(params),
+                 .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
+                 .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset)},
       .tickets = nullptr,
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
@@ -50,13 +60,12 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   if (plan.table.used) {
     arguments.tickets = arguments.table.tickets;  // which the kernel that makes the table zeroes
   } else if (Traits::is_sparse) {
-    arguments.tickets =
-        reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.tickets_offset);
+    arguments.tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset);
     check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
   }
-  launch_early<&forward_kernel<Tag>>(std::min<std::int64_t>(num_tiles, plan.num_ctas),
-                                     Traits::threads, sizeof(typename Traits::SharedStorage),
-                                     stream, arguments);
+  launch_early<&forward_kernel<Tag>>(
+      std::min<std::int64_t>(num_tiles * plan.num_splits, plan.num_ctas), Traits::threads,
+      sizeof(typename Traits::SharedStorage), stream, arguments);
 }
 
 template <class Tag>

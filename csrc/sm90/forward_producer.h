@@ -1,16 +1,19 @@
 // The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V
-// and a bias, in the order in which the consumers want them.
+// and a bias, in the order in which the consumers want them. In some kernels another one finds
+// them, and of pages two warps load K and V.
 #pragma once
 
+#include "shared/tile_parts.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_epilogue.h"
 #include "sm90/forward_traits.h"
+#include "sm90/page_load.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// Tile `id` and what it visits; false where there is none.
+// Tile `id` and what it, or a split of it, visits; false where there is none.
 template <class Traits, class Item>
-CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, Item& item) {
+CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item& item) {
   ForwardParams const& params = args.params;
   TileWork work;
   if (Traits::is_sparse && args.table.counts == nullptr) id = longest_first(args.schedule, id);
@@ -33,6 +36,14 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, Item& item) {
     item.range.begin = list.begin;
     item.range.end = list.end;
   }
+  if constexpr (Traits::can_split) {
+    const int blocks = max(0, item.range.end - item.range.begin);
+    const int splits = args.splits.num_splits;
+    const int begin = item.range.begin;
+    item.split = split;
+    item.range.begin = begin + first_step_of_part(blocks, split, splits);
+    item.range.end = begin + first_step_of_part(blocks, split + 1, splits);
+  }
   return true;
 }
 
@@ -44,28 +55,39 @@ struct TileWalk {
   int* tickets;
   int round = 0;
 
+  // Takes the splits before it from a number: which split it is in.
+  CUTE_DEVICE int take_splits(unsigned& number, std::int64_t of_a_split) const {
+    if constexpr (!Traits::can_split) return 0;
+    const unsigned split = number / static_cast<unsigned>(of_a_split);
+    number -= split * static_cast<unsigned>(of_a_split);
+    return static_cast<int>(split);
+  }
+
   // False at the end.
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
+    const std::int64_t splits = Traits::can_split ? args.splits.num_splits : 1;
     for (;;) {
-      int id;
+      int id, split;
       if (tickets != nullptr) {
         // As unsigned, because every CTA draws once in vain.
-        const auto ticket = static_cast<unsigned>(atomicAdd(tickets, 1));
-        if (ticket >= args.num_tiles) return false;
+        auto ticket = static_cast<unsigned>(atomicAdd(tickets, 1));
+        if (ticket >= args.num_tiles * splits) return false;
+        split = take_splits(ticket, args.num_tiles);
         id = static_cast<int>(ticket);
       } else {
         // As unsigned, which the last round of the largest grid stays within.
         const unsigned first = static_cast<unsigned>(round) * gridDim.x;
-        if (first >= args.num_places) return false;
+        if (first >= args.num_places * splits) return false;
         // Every other round runs backwards: with long tiles first, who had the longest of one round
         // gets the shortest of the next.
-        const unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
         ++round;
-        if (place >= args.num_places) continue;
+        if (place >= args.num_places * splits) continue;
+        split = take_splits(place, args.num_places);
         id = block_at(args.schedule, static_cast<int>(place));
       }
-      if (id >= 0 && find_tile<Traits>(args, id, item)) return true;
+      if (id >= 0 && find_tile<Traits>(args, id, split, item)) return true;
     }
   }
 };
@@ -76,8 +98,40 @@ CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
   TileWalk<Traits> walk{args, nullptr};
   std::remove_reference_t<decltype(Traits::SharedStorage::work[0])> item;
   while (walk.next(item)) {
-    if (item.range.empty()) write_empty_output<Traits>(args, item.work, threadIdx.x % 32);
+    if (item.range.empty()) write_empty_output<Traits>(args, item, threadIdx.x % 32);
   }
+}
+
+// Tells the CTA of one tile after the other that sees a key, and in the end that there is none.
+template <class Traits>
+struct TileAnnouncer {
+  ForwardArguments const& args;
+  typename Traits::SharedStorage& smem;
+  TileWalk<Traits> walk{args, args.tickets};
+  RingPlace<Traits::work_stages> place{};
+
+  // False at the end.
+  CUTE_DEVICE bool announce_next() {
+    wait_empty(smem.work_ring, place);
+    auto& item = smem.work[place.stage];
+    bool found;
+    do {
+      found = walk.next(item);
+    } while (found && item.range.empty());
+    if (!found) item.work.tile = no_tile;
+    FullBarrier::arrive(&smem.work_ring.full[place.stage]);
+    place.advance();
+    return found;
+  }
+};
+
+// One thread, where to find a tile takes longer than a load may wait. It does so when the producer
+// asks and not before, so that who is done first gets the tile.
+template <class Traits>
+CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
+  TileAnnouncer<Traits> tiles{args, smem};
+  for (RingPlace<1> wanted; tiles.announce_next(); wanted.advance())
+    FullBarrier::wait(&smem.tile_wanted, wanted.lap);
 }
 
 template <class Traits>
@@ -86,35 +140,34 @@ struct Producer {
   static constexpr int block_n = Traits::block_n;
   static constexpr int head_dim = Traits::head_dim;
   static constexpr int head_dim_v = Traits::head_dim_v;
+  using KeySpan = std::conditional_t<Traits::is_paged, PagedSpan, RowSpan>;
 
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
-  TileWalk<Traits> walk{args, args.tickets};
+  TileAnnouncer<Traits> tiles{args, smem};  // of no use where another thread finds them
   RingPlace<Traits::q_stages> q_place{};
   RingPlace<Traits::stages> k_place{}, v_place{};
   RingPlace<Traits::bias_stages> bias_place{};
   RingPlace<Traits::work_stages> work_place{};
 
-  // Tells the consumers of the next tile that sees a key: its stage, or -1 when there is none, of
-  // which they are told as well.
-  CUTE_DEVICE int next_tile() {
-    const int stage = work_place.stage;
-    wait_empty(smem.work_ring, work_place);
-    auto& item = smem.work[stage];
-    bool found;
-    do {
-      found = walk.next(item);
-    } while (found && item.range.empty());
-    if (!found) item.work.tile = no_tile;
-    FullBarrier::arrive(&smem.work_ring.full[stage]);
-    work_place.advance();
-    return found ? stage : -1;
+  // One thread, of the warps that load pages.
+  CUTE_DEVICE static bool leads() { return !Traits::is_paged || threadIdx.x % 32 == 0; }
+
+  CUTE_DEVICE void want_next_tile() {
+    if constexpr (Traits::has_finder) {
+      EmptyBarrier::arrive(&smem.tile_wanted);
+    } else {
+      tiles.announce_next();
+    }
   }
 
   CUTE_DEVICE void load_queries(TileWork const& work) {
     Sequence const& sequence = work.sequence;
     wait_empty(smem.q_ring, q_place);
-    std::uint64_t* full = &smem.q_ring.full[q_place.stage];
+    const int stage = q_place.stage;
+    q_place.advance();
+    if (!leads()) return;
+    std::uint64_t* full = &smem.q_ring.full[stage];
     FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes);
     CUTE_UNROLL
     for (int part = 0; part < Traits::consumers; ++part) {
@@ -123,38 +176,48 @@ struct Producer {
       const bool exists = tile_query + 64 * part < sequence.seqlen_q;
       const int query = exists ? tile_query + 64 * part : tile_query;
       load_tile<64, head_dim>(
-          args.q_map, full, smem.q + (q_place.stage * Traits::consumers + part) * 64 * head_dim,
+          args.q_map, full, smem.q + (stage * Traits::consumers + part) * 64 * head_dim,
           {sequence.batch_q, work.head, sequence.row_q + query, sequence.seqlen_q - query});
     }
-    q_place.advance();
   }
 
-  CUTE_DEVICE RowSpan keys_of(TileWork const& work, int block) const {
+  // Where keys and values of a block lie.
+  CUTE_DEVICE KeySpan keys_of(TileWork const& work, int block) const {
     AttentionShape const& shape = args.params.shape;
     Sequence const& sequence = work.sequence;
     const int key = block * block_n;
-    return {.batch = sequence.batch_k,
-            .head = work.head / (shape.num_heads_q / shape.num_heads_k),
-            .row = sequence.row_k + key,
-            .rows = sequence.seqlen_k - key};
+    const int head = work.head / (shape.num_heads_q / shape.num_heads_k);
+    if constexpr (Traits::is_paged) {
+      return find_span<block_n>(KeyRows::of(args.params.paged, sequence), head, args.key_box_rows,
+                                key, sequence.seqlen_k, args.params.errors);
+    } else {
+      return {.batch = sequence.batch_k,
+              .head = head,
+              .row = sequence.row_k + key,
+              .rows = sequence.seqlen_k - key};
+    }
   }
 
   // announce(stage): what the consumers shall find with the tile.
   template <int kColumns, class Element, class Announce>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
-                             RingPlace<Traits::stages>& place, Element* tiles, RowSpan const& keys,
+                             RingPlace<Traits::stages>& place, Element* tiles, KeySpan const& keys,
                              int last_box, Announce announce) {
     wait_empty(ring, place);
     announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
-    FullBarrier::arrive_and_expect_tx(full, block_n * kColumns * int(sizeof(Element)));
-    load_tile<block_n, kColumns>(map, full, tiles + place.stage * block_n * kColumns, keys,
-                                 last_box);
+    Element* tile = tiles + place.stage * block_n * kColumns;
+    if constexpr (Traits::is_paged) {
+      load_pages<block_n, kColumns>(map, full, tile, keys, args.key_box_rows, last_box);
+    } else {
+      FullBarrier::arrive_and_expect_tx(full, block_n * kColumns * int(sizeof(Element)));
+      load_tile<block_n, kColumns>(map, full, tile, keys, last_box);
+    }
     place.advance();
   }
 
   // K of a block, or of a position in the tile's list; where its values lie.
-  CUTE_DEVICE RowSpan load_k(int tile, int position) {
+  CUTE_DEVICE KeySpan load_k(int tile, int position) {
     int block = position;
     VisitedKeys visited{};
     if constexpr (Traits::is_sparse) {
@@ -163,9 +226,12 @@ struct Producer {
       block = visit.block;
       visited = {block, visit.pieces, visits.window.is_interior(block)};
     }
-    const RowSpan keys = keys_of(smem.work[tile].work, block);
+    const KeySpan keys = keys_of(smem.work[tile].work, block);
     load_keys<head_dim>(args.k_map, smem.k_ring, k_place, smem.k, keys, head_dim, [&](int stage) {
       if constexpr (Traits::is_sparse) smem.visited[stage] = visited;
+      if constexpr (Traits::is_paged) {
+        if (leads()) smem.misses_keys[stage] = keys.misses_keys;
+      }
     });
     if constexpr (Traits::has_bias) load_bias_tile(smem.work[tile].work, block);
     return keys;
@@ -184,27 +250,54 @@ struct Producer {
   }
 
   // Columns of O that are made of what a box without values holds are not stored.
-  CUTE_DEVICE void load_v(RowSpan const& values) {
+  CUTE_DEVICE void load_v(KeySpan const& values) {
     load_keys<head_dim_v>(args.v_map, smem.v_ring, v_place, smem.v, values, args.last_v_box,
                           [](int) {});
   }
 
+  // Over a cache, in pages or not: what each of the two loading warps does. To start a tile's boxes
+  // takes a warp as long as its products take, so that K and V have one each.
+  CUTE_DEVICE void run_over_cache(bool loads_values) {
+    for (;; work_place.advance()) {
+      wait_full(smem.work_ring, work_place);
+      const int tile = work_place.stage;
+      TileWork const& work = smem.work[tile].work;
+      if (work.tile == no_tile) break;
+      const BlockRange range = smem.work[tile].range;
+      if (!loads_values) load_queries(work);
+      CUTE_NO_UNROLL
+      for (int block = range.end - 1; block >= range.begin; --block) {
+        if (loads_values) {
+          load_v(keys_of(work, block));
+        } else {
+          load_k(tile, block);
+        }
+      }
+      if (!leads()) continue;
+      if (!loads_values) want_next_tile();
+      EmptyBarrier::arrive(&smem.work_ring.empty[tile]);
+    }
+  }
+
   CUTE_DEVICE void run() {
-    int next = next_tile();
-    while (next >= 0) {
-      const int tile = next;
+    if constexpr (!Traits::has_finder) tiles.announce_next();
+    for (;; work_place.advance()) {
+      wait_full(smem.work_ring, work_place);
+      const int tile = work_place.stage;
+      if (smem.work[tile].work.tile == no_tile) break;
       const BlockRange range = smem.work[tile].range;
       load_queries(smem.work[tile].work);
-      RowSpan keys = load_k(tile, range.end - 1);
+      KeySpan keys = load_k(tile, range.end - 1);
       CUTE_NO_UNROLL
       for (int position = range.end - 2; position >= range.begin; --position) {
-        const RowSpan values = keys;
+        const KeySpan values = keys;
         keys = load_k(tile, position);
         load_v(values);
       }
-      // Before there is room for the last values: finding a tile takes as long as a step.
-      next = next_tile();
+      // Before there is room for the last values: to find a tile takes as long as a step.
+      want_next_tile();
       load_v(keys);
+      if constexpr (Traits::has_finder) EmptyBarrier::arrive(&smem.work_ring.empty[tile]);
     }
   }
 };

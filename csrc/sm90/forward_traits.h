@@ -18,6 +18,7 @@ namespace flash_attn_cuda::sm90 {
 struct WorkItem {
   TileWork work;
   BlockRange range;  // the key blocks that it visits, or the positions of its list
+  int split;         // of the tile's keys, in kernels that can split them
 };
 
 // The same of a kernel for block-sparse masks.
@@ -49,6 +50,9 @@ struct ForwardTraits {
   // dropout there are no registers for it, and calls without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool is_paged = has(feature::paged_kv);
+  static constexpr bool can_split = has(feature::split_kv);
+  static_assert(!can_split || (!is_sparse && !has(feature::dropout)));
   static constexpr bool has_bias = has(feature::bias);
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
@@ -66,6 +70,11 @@ struct ForwardTraits {
   // scores of one step beside the probabilities of another: here products and softmax alternate.
   static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
   static constexpr bool overlaps_softmax = ctas_per_sm == 1;
+
+  // A thread of its own finds tiles for the producer where that takes long, beside lists, where
+  // tiles are short, or whole warps load.
+  static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
+  static constexpr int loaders = is_paged ? 2 : 1;
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
@@ -134,8 +143,10 @@ struct ForwardTraits {
     Ring<stages> v_ring;
     Ring<bias_stages> bias_ring;
     Ring<work_stages> work_ring;
+    std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k
+    bool misses_keys[is_paged ? stages : 1];      // of those: the block table has not all pages
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };
 

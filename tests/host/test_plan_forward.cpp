@@ -257,13 +257,87 @@ TEST(features_choose_among_sm90_kernels_and_fall_back) {
   CHECK_EQ(sm90_chosen([](auto& p) { p.score.softcap = 20.0f; }), "sm90_hd128_dropout");
   CHECK_EQ(sm90_chosen([](auto& p) { p.score.alibi_slopes = &some_float; }), "sm90_hd128_dropout");
   CHECK_EQ(sm90_chosen([](auto& p) { p.dropout.threshold = 1; }), "sm90_hd128_dropout");
-  const auto paged = [](auto& p) { p.paged.block_table = &some_int; };
-  CHECK_EQ(sm90_chosen(paged), "hd128_cache");
+  const auto paged = [](int page_size, std::int64_t page_stride = 1 << 20) {
+    return [=](auto& p) {
+      p.paged = {.block_table = &some_int,
+                 .table_stride = 8,
+                 .max_pages = 8,
+                 .page_size = page_size,
+                 .num_pages = 9};
+      p.k.batch_stride = p.v.batch_stride = page_stride;
+    };
+  };
+  for (const int page_size : {8, 16, 24, 256, 1000})
+    CHECK_EQ(sm90_chosen(paged(page_size)), "sm90_hd128_cache");
+  for (const int page_size : {1, 7, 12, 100})
+    CHECK_EQ(sm90_chosen(paged(page_size)), "hd128_cache");
+  // What TMA steps along is pages, not sequences.
+  CHECK_EQ(sm90_chosen(paged(16, 0)), "hd128_cache");
+  const auto padded = [&](auto& p) {
+    paged(16)(p);
+    p.sequences.leftpad_k = &some_int;
+  };
+  CHECK_EQ(sm90_chosen(padded), "hd128_cache");
   AttentionShape few = training;
   few.seqlen_q = 16;
   CHECK_EQ(sm90_chosen(nothing, few), "hd128_decode");
   few.seqlen_q = 17;
   CHECK_EQ(sm90_chosen(nothing, few), "sm90_hd128");
+}
+
+TEST(few_tiles_over_a_cache_share_its_keys) {
+  AttentionShape shape = training;
+  shape.batch_size = 1;
+  shape.seqlen_q = 200;
+  shape.seqlen_k = 1 << 15;
+  const auto planned = [&](int num_splits, bool batch_invariant = false, int page_size = 0,
+                           Window window = {}) {
+    auto params = with_tensors(call<ForwardParams>(shape, window));
+    params.sequences.seqused_k = &some_int;
+    params.split = {.num_splits = num_splits, .batch_invariant = batch_invariant};
+    if (page_size > 0) {
+      params.paged = {.block_table = &some_int,
+                      .table_stride = shape.seqlen_k / page_size,
+                      .max_pages = shape.seqlen_k / page_size,
+                      .page_size = page_size,
+                      .num_pages = 7};
+    }
+    return sm90_plan(params);
+  };
+  const auto row = [](const ForwardPlan& plan) { return std::string(plan.instance->name); };
+  const std::int64_t tiles = 2 * shape.num_heads_q;
+  CHECK(tiles * 2 <= 132);
+  for (const int page_size : {0, 64}) {
+    const ForwardPlan plan = planned(0, false, page_size);
+    CHECK_EQ(row(plan), "sm90_hd128_cache");
+    CHECK_EQ(plan.schedule.grid_size(), tiles);
+    CHECK(plan.num_splits * tiles * 10 >= 132 * 9);
+    CHECK(plan.num_splits * tiles <= 4 * 132);
+    CHECK(plan.workspace_bytes >= sizeof(float) * 200 * shape.num_heads_q * 129 * plan.num_splits);
+    CHECK_EQ(planned(7, false, page_size).num_splits, 7);
+    for (const ForwardPlan& whole : {planned(1, false, page_size), planned(0, true, page_size)}) {
+      CHECK_EQ(whole.num_splits, 1);
+      CHECK_EQ(whole.workspace_bytes, std::size_t{0});
+      CHECK_EQ(row(whole), page_size > 0 ? "sm90_hd128_cache" : "sm90_hd128");
+    }
+  }
+  CHECK_EQ(planned(100000).num_splits, shape.seqlen_k / planned(0).instance->config.block_n);
+  // Keys of a tile that are too few to share.
+  CHECK_EQ(row(planned(0, false, 0, {.left = 4000, .right = 0})), "sm90_hd128_cache");
+  CHECK_EQ(row(planned(0, false, 0, {.left = 400, .right = 0})), "sm90_hd128");
+  const int block_n = planned(7).instance->config.block_n;
+  CHECK_EQ(planned(100, false, 64, {.left = 400, .right = 100}).num_splits,
+           (400 + 100 + 128 + block_n - 1) / block_n);
+  // Tiles enough to fill the device, however many splits are asked for.
+  shape.batch_size = 8;
+  for (const int num_splits : {0, 3}) {
+    CHECK_EQ(row(planned(num_splits)), "sm90_hd128");
+    CHECK_EQ(planned(num_splits, false, 64).num_splits, 1);
+    CHECK_EQ(planned(num_splits, false, 64).workspace_bytes, std::size_t{0});
+  }
+  shape.batch_size = 1;
+  shape.seqlen_k = 1000;
+  CHECK_EQ(row(planned(0)), "sm90_hd128");
 }
 
 TEST(heads_follow_each_other_only_where_rounds_even_out_their_tiles) {

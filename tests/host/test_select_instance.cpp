@@ -80,7 +80,15 @@ TEST(sm90_rows_run_on_suitable_calls_only) {
   limited.smem_per_block = a100.smem_per_block;
   CHECK_EQ(selected(sm90_forward_table(), needs, limited), "hd64");
   needs.features = feature::paged_kv;
-  CHECK_EQ(selected(sm90_forward_table(), needs), "hd64_cache");
+  CHECK_EQ(selected(sm90_forward_table(), needs), "hd64_cache");  // 64 columns are one box of two
+  needs.head_dim = needs.head_dim_v = 72;
+  CHECK_EQ(selected(sm90_forward_table(), needs), "sm90_hd128_cache");
+  needs.features |= feature::softcap;
+  CHECK_EQ(selected(sm90_forward_table(), needs), "sm90_hd128_cache_modifiers");
+  const InstanceList<ForwardInstance> pages_alone(
+      {sm90_instance("paged", 128, 128, 0, feature::paged_kv)});
+  needs.features = 0;
+  CHECK_ERROR(selected(pages_alone, needs), "no compiled forward kernel");
 }
 
 TEST(a_row_for_short_sequences_is_passed_over_by_others) {

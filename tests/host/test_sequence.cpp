@@ -2,12 +2,15 @@
 // from device memory with everything that can be wrong about them, tiles of work, and pages.
 #include "shared/sequence.h"
 
+#include <algorithm>
+#include <numeric>
 #include <random>
 #include <set>
 #include <tuple>
 
 #include "check.h"
 #include "fixtures.h"
+#include "shared/page_boxes.h"
 #include "shared/paged_kv.h"
 #include "shared/tile_work.h"
 
@@ -308,6 +311,41 @@ TEST(rows_of_a_paged_cache_are_where_the_table_says) {
         CHECK_EQ(place.offset(view, 1), offset);
       } else {
         CHECK(errors == error(DeviceCheck::block_table, sequence.batch_k, page, num_pages - 1));
+      }
+    }
+  }
+}
+
+TEST(boxes_of_a_tile_lie_in_one_page_each) {
+  std::mt19937 random(10);
+  const int table[] = {3, 0, -2, 6, 2, 9, 1, 5};
+  for (const int page_size : {8, 24, 64, 128, 1000}) {
+    const PagedKvParams paged{.block_table = table,
+                              .table_stride = 8,
+                              .max_pages = 8,
+                              .page_size = page_size,
+                              .num_pages = 7};
+    const KeyRows rows = KeyRows::of(paged, Sequence{});
+    for (const int tile_rows : {64, 128}) {
+      const int box_rows = std::gcd(page_size, tile_rows);
+      for (int round = 0; round < 50; ++round) {
+        const int seqlen_k = 1 + static_cast<int>(random() % (8 * page_size));
+        const int tile = static_cast<int>(random() % (1 + (seqlen_k - 1) / tile_rows));
+        for (int index = 0; index < tile_rows / box_rows; ++index) {
+          const int key = tile * tile_rows + index * box_rows;
+          DeviceErrors errors{};
+          const PageBox box = find_box(rows, index, box_rows, tile * tile_rows, seqlen_k, &errors);
+          const bool has_keys = key < seqlen_k;
+          const int first = has_keys ? key : seqlen_k - 1;
+          const int page = table[first / page_size];
+          CHECK_EQ(box.rows, has_keys ? std::min(box_rows, seqlen_k - key) : 1);
+          CHECK_EQ(box.place.exists(), page >= 0 && page < 7);
+          CHECK_EQ(errors.check != 0, !box.place.exists());
+          if (!box.place.exists()) continue;
+          CHECK_EQ(box.place.batch, page);
+          CHECK_EQ(box.place.row, first % page_size);
+          CHECK(box.place.row + box.rows <= page_size);
+        }
       }
     }
   }

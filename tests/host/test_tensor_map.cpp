@@ -282,6 +282,19 @@ TEST(a_thread_without_a_context_gets_that_of_its_device) {
 
 // The extents of a call
 
+TEST(a_paged_cache_has_an_entry_for_each_page) {
+  const int table = 0;
+  const PagedKvParams paged{
+      .block_table = &table, .table_stride = 3, .max_pages = 3, .page_size = 48, .num_pages = 11};
+  const TensorExtent pages = in_pages(extent, paged);
+  CHECK_EQ(pages.batch_size, 11);
+  CHECK_EQ(pages.rows, 48);
+  CHECK_EQ(pages.num_heads, extent.num_heads);
+  CHECK_EQ(pages.head_dim, extent.head_dim);
+  CHECK_EQ(in_pages(extent, {}).batch_size, extent.batch_size);
+  CHECK_EQ(in_pages(extent, {}).rows, extent.rows);
+}
+
 TEST(packed_tensors_are_one_batch_entry) {
   const AttentionShape shape{.batch_size = 7,
                              .seqlen_q = 100,
