@@ -6,7 +6,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from build_tools.kernel_table import Family
+from build_tools.kernel_row import Family
 
 VARIABLE = "FLASH_ATTN_CUDA_ARCHS"
 WITHOUT_A_GPU = "80;90a"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from build_tools import archs, generate_units, jobs, ninja_build, row_filter, toolchain
-from build_tools.kernel_table import ALL_ROWS, KernelRow
+from build_tools.kernel_row import KernelRow
+from build_tools.kernel_table import ALL_ROWS
 from build_tools.toolchain import REPO, Nvcc, ToolchainError
 
 ARCHIVE_NAME = "libflash_attn_cuda_kernels.a"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, Flag
 
-from build_tools.kernel_table import ALL_ROWS, KernelRow
+from build_tools.kernel_row import KernelRow
+from build_tools.kernel_table import ALL_ROWS
 
 VARIABLE = "FLASH_ATTN_CUDA_ROWS"
 

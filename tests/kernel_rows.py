@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from build_tools.kernel_table import BackwardRow, Dtype, Family, Feature, ForwardRow, Kind, Mask
+from build_tools.kernel_row import BackwardRow, Dtype, Family, Feature, ForwardRow, Kind, Mask
 
 ROW = ForwardRow(
     family=Family.sm80,

@@ -28,7 +28,8 @@ from kernel_rows import (
 
 from build_tools import archs, generate_units, jobs, toolchain
 from build_tools.archs import Arch, ArchError
-from build_tools.kernel_table import ALL_ROWS, Dtype, Family, Feature, ForwardRow, KernelRow
+from build_tools.kernel_row import Dtype, Family, Feature, ForwardRow, KernelRow
+from build_tools.kernel_table import ALL_ROWS
 
 REPO = Path(__file__).resolve().parents[1]
 

@@ -12,10 +12,7 @@ import pytest
 from kernel_rows import SM80_FIELDS
 
 from build_tools import generate_units
-from build_tools.kernel_table import (
-    ALL_ROWS,
-    BACKWARD_ROWS,
-    FORWARD_ROWS,
+from build_tools.kernel_row import (
     BackwardRow,
     Dtype,
     Family,
@@ -26,6 +23,7 @@ from build_tools.kernel_table import (
     Mask,
     Pass,
 )
+from build_tools.kernel_table import ALL_ROWS, BACKWARD_ROWS, FORWARD_ROWS
 
 REPO = Path(__file__).resolve().parents[1]
 

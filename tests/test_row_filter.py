@@ -17,7 +17,8 @@ from kernel_rows import (
     TABLE,
 )
 
-from build_tools.kernel_table import ALL_ROWS, Pass
+from build_tools.kernel_row import Pass
+from build_tools.kernel_table import ALL_ROWS
 from build_tools.row_filter import RowFilterError, select_rows
 
 
