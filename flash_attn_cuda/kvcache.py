@@ -82,8 +82,8 @@ def flash_attn_with_kvcache(
             block_table[b, r // page_size].
         rotary_interleaved: rotate elements (0, 1), (2, 3), ... rather than (0, rotary_dim / 2),
             (1, rotary_dim / 2 + 1), ...
-        num_splits: parts that the keys of a sequence are divided into, to occupy the device; 0
-            chooses.
+        num_splits: parts that the keys of a sequence are divided into, at most, to occupy the
+            device; 0 chooses.
         return_softmax_lse: also return softmax_lse.
         cu_seqlens_q: (batch + 1,): sequences of queries are packed, as in flash_attn_varlen_func.
         max_seqlen_q: an upper bound of their lengths: an integer, a 0-d tensor, which is not read,

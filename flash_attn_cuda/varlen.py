@@ -106,8 +106,8 @@ def flash_attn_varlen_func(
         seqused_k: (batch,), int32: only the first so many keys of a sequence are there, leftpad_k
             included.
         leftpad_k: (batch,), int32: rows before the first key of a sequence.
-        num_splits: parts that the keys of a sequence are divided into, to occupy the device in a
-            forward without a backward; 0 chooses.
+        num_splits: parts that the keys of a sequence are divided into, at most, to occupy the
+            device in a forward without a backward; 0 chooses.
         batch_invariant: split keys at fixed lengths, so that a sequence's results are the same bits
             whatever else is in the batch; num_splits is not used then.
         attn_mask: as in flash_attn_func, where seqlen_q and seqlen_k are max_seqlen_q and

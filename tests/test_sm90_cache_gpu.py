@@ -34,6 +34,11 @@ pytestmark = pytest.mark.gpu
 PAGE_SIZES = (8, 16, 24, 48, 64, 128, 192, 256, 1024)
 
 
+def cache_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> KvCacheCase:
+    """A case of one combination of values, as `pairwise` gives them."""
+    return make_cache_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
+
+
 @pytest.mark.parametrize(
     "fields",
     pairwise(
@@ -50,18 +55,14 @@ PAGE_SIZES = (8, 16, 24, 48, 64, 128, 192, 256, 1024)
     ids=str,
 )
 def test_shapes(check: Check, fields: dict[str, Any]) -> None:
-    heads, mask = fields.pop("heads"), fields.pop("mask")
-    case = make_cache_case(
-        num_heads_q=heads[0], num_heads_k=heads[1], capacity=1100, **mask, **fields
-    )
-    check(case, backward=False)
+    check(cache_case(capacity=1100, **fields), backward=False)
     check_device_errors()
 
 
 @CAUSAL
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_with_what_the_cache_has_besides(check: Check, page_size: int, causal: bool) -> None:
-    """Appended keys, rotation, entries out of order, a sink, narrower values."""
+    """Appended keys, rotation, entries out of order, a sink, narrower values, modified scores."""
     case = make_cache_case(
         cached=(300, 0, 37),
         seqlens_q=90,
@@ -131,10 +132,8 @@ def test_the_same_bits_as_a_dense_cache(page_size: int, causal: bool) -> None:
 )
 def test_splits(fields: dict[str, Any]) -> None:
     """Splits without keys, rows that see none of a split's, and sequences without any."""
-    heads, mask, splits = (fields.pop(name) for name in ("heads", "mask", "num_splits"))
-    case = make_cache_case(
-        num_heads_q=heads[0], num_heads_k=heads[1], capacity=2048, **mask, **fields
-    )
+    splits = fields.pop("num_splits")
+    case = cache_case(capacity=2048, **fields)
     skip_without_row(case)
     check_cache(case, num_splits=splits)
     check_device_errors()
