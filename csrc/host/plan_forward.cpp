@@ -91,14 +91,6 @@ bool prefers_decode(const ForwardParams& params) {
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 
-// sm90 kernels read the words of a tile at once.
-bool has_aligned_bits(const PairBits& bits) {
-  constexpr int words = list_tile / 32;
-  return reinterpret_cast<std::uintptr_t>(bits.data) % (words * sizeof(*bits.data)) == 0 &&
-         bits.row_stride % words == 0 && bits.head_stride % words == 0 &&
-         bits.batch_stride % words == 0;
-}
-
 // sm90 kernels load boxes that lie in one page and begin where the swizzle of shared memory does.
 bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {
   constexpr int swizzled_rows = 8;
@@ -113,7 +105,7 @@ bool suits_sm90(const ForwardParams& params) {
          tma_can_move(params.q, queries) && tma_can_move(params.out, queries) &&
          tma_can_move(params.k, keys) && tma_can_move(params.v, keys) &&
          tma_can_load_bias(params.score.bias, params.shape) &&
-         has_aligned_bits(params.sparsity.bits);
+         tma_can_load_bits(params.sparsity.bits, params.shape);
 }
 
 // Of sm90 rows.

@@ -43,21 +43,31 @@ struct MapSpec {
   std::array<cuuint32_t, kRank> box;
 };
 
+// A row of a box that TMA loads fills a row of the swizzle, or is 16 bytes and needs none.
+CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns) {
+  switch (box_columns) {
+    case 64:
+      return CU_TENSOR_MAP_SWIZZLE_128B;
+    case 32:
+      return CU_TENSOR_MAP_SWIZZLE_64B;
+    default:
+      return CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
+}
+
 template <std::size_t kRank>
 CUtensorMap encode_map(const MapSpec<kRank>& spec, Dtype dtype) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encode();
   CUtensorMap map{};
   std::array<cuuint32_t, kRank> element_strides;
   element_strides.fill(1);
-  constexpr int columns_of_128_bytes = 64;
+  const auto swizzle = swizzle_of(spec.box[0]);
   const auto try_encode = [&] {
     return encode(
         &map,
         dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
-        element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-        spec.box[0] == columns_of_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : CU_TENSOR_MAP_SWIZZLE_64B,
+        element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = try_encode();
@@ -190,6 +200,26 @@ CUtensorMap make_bias_map(const PairTensor& tensor, Dtype dtype, const TensorBox
                    dim(stride_bytes(tensor.batch_stride, tensor.batch_size))},
        .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1}},
       dtype);
+}
+
+PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape) {
+  constexpr int elements = 2;  // of a word
+  return {.data = bits.data,
+          .batch_size = bits.batch_stride == 0 ? 1 : shape.batch_size,
+          .num_heads = bits.head_stride == 0 ? 1 : shape.num_heads_q,
+          .rows = bits.rows,
+          .columns = elements * bits.words,
+          .batch_stride = elements * bits.batch_stride,
+          .head_stride = elements * bits.head_stride,
+          .row_stride = elements * bits.row_stride};
+}
+
+bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape) {
+  return bits.data == nullptr || tma_can_move(pair_tensor(bits, shape));
+}
+
+CUtensorMap make_bits_map(const PairTensor& tensor, const TensorBox& box) {
+  return make_bias_map(tensor, Dtype::bf16, box);
 }
 
 }  // namespace flash_attn_cuda

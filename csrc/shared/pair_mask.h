@@ -58,74 +58,11 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
   }
 }
 
-// The words that a thread of a wgmma accumulator needs to hide pairs: loaded while the scores are
-// multiplied, because they may come from far away. A word has the bits of 32 keys.
+// A word has the bits of 32 keys.
 template <int kWords>
 struct PairWords {
   std::uint32_t words[kWords];
 };
-
-// Where the words of a thread's two rows are.
-struct PairRows {
-  const std::uint32_t* words[2];  // null without bits
-
-  template <class Coords>
-  CUTE_DEVICE static PairRows of(const HeadBits& bits, Coords const& coords, int query_begin) {
-    using namespace cute;
-    if (bits.data == nullptr) return {nullptr, nullptr};
-    return {bits.words(query_begin + get<0>(coords(0, 0)), 0),
-            bits.words(query_begin + get<0>(coords(1, 0)), 0)};
-  }
-};
-
-// Of a block of a whole tile's keys, those of row 0 and of row 1 in turn, where a piece has bits
-// that are wanted. A row's lie side by side at a multiple of 16 bytes (has_aligned_bits).
-template <int kKeys>
-CUTE_DEVICE void load_pair_words(const PairRows& rows, Pieces pieces, int query_begin,
-                                 int key_begin, PairWords<2 * kKeys / 32>& loaded) {
-  static_assert(kKeys == list_tile);
-  const int query_half = query_begin / list_piece % 2;
-  const bool is_by_bits = pieces.at(query_half, 0) == PieceState::by_bits ||
-                          pieces.at(query_half, 1) == PieceState::by_bits;
-  if (!is_by_bits || rows.words[0] == nullptr) return;
-  CUTE_UNROLL
-  for (int row = 0; row < 2; ++row) {
-    const uint4 words = __ldg(reinterpret_cast<uint4 const*>(rows.words[row] + key_begin / 32));
-    loaded.words[row] = words.x;
-    loaded.words[2 + row] = words.y;
-    loaded.words[4 + row] = words.z;
-    loaded.words[6 + row] = words.w;
-  }
-}
-
-// Of the accumulator they were loaded for, of which a thread has (j, j + 1) of every eight columns.
-// Without bits a piece that wants them is hidden.
-template <int kWords, class Scores, class Coords>
-CUTE_DEVICE void hide_pairs_by_words(Scores& scores, Coords const& coords, Pieces pieces,
-                                     bool has_bits, PairWords<kWords> const& loaded,
-                                     int query_begin, int key_begin, float hidden) {
-  using namespace cute;
-  constexpr int columns_of_word = 8;
-  constexpr int words_of_piece = 2 * list_piece / 32;
-  static_assert(decltype(size(scores))::value == kWords * columns_of_word);
-  const int first = get<1>(coords(0, 0));
-  CUTE_UNROLL
-  for (int begin = 0; begin < kWords; begin += words_of_piece) {
-    const int key = key_begin + begin / words_of_piece * list_piece;
-    const PieceState state = pieces.at(query_begin / list_piece % 2, key / list_piece % 2);
-    if (state == PieceState::visible) continue;
-    const std::uint32_t used = state == PieceState::by_bits && has_bits ? ~0u : 0u;
-    CUTE_UNROLL
-    for (int i = begin; i < begin + words_of_piece; ++i) {
-      const std::uint32_t seen = (loaded.words[i] & used) >> first;
-      CUTE_UNROLL
-      for (int column = 0; column < columns_of_word; ++column) {
-        const int bit = column / 2 * 8 + column % 2;
-        if ((seen >> bit & 1) == 0) scores(i % 2, i / 2 * columns_of_word + column) = hidden;
-      }
-    }
-  }
-}
 
 // For S^T of a piece, whose rows are the 16 keys of a warp, of which a thread holds `first_key` and
 // the eighth behind it, and whose columns are the queries (i, i + 1) of every eight: the words of

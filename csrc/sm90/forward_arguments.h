@@ -22,6 +22,7 @@ struct ForwardArguments {
   CUtensorMap v_map;
   CUtensorMap out_map;
   CUtensorMap bias_map;  // of a kernel for biases
+  CUtensorMap bits_map;  // of a kernel for block-sparse masks, where there are bits
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;

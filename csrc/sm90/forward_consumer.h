@@ -12,7 +12,6 @@
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
 #include "shared/paged_kv.h"
-#include "shared/pair_mask.h"
 #include "shared/score_modifiers.h"
 #include "sm90/forward_dropout.h"
 #include "sm90/forward_epilogue.h"
@@ -32,6 +31,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   RingPlace<Traits::q_stages> q_place;
   RingPlace<Traits::stages> k_place, v_place;
   RingPlace<Traits::bias_stages> bias_place;
+  [[maybe_unused]] RingPlace<1> bits_place;
   [[maybe_unused]] RingPlace<Traits::word_stages> word_place;
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
@@ -59,7 +59,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       std::conditional_t<Traits::shifts_rows, RowShifts<Traits::rows_per_thread>, NoShifts>;
   [[maybe_unused]] VisitedKeys visited{};  // whose scores are made, where there are lists
   [[maybe_unused]] bool misses_keys = false;
-  [[maybe_unused]] PairWords<2 * block_n / 32> visible_pairs{};
+  [[maybe_unused]] SeenPairs seen{};  // of it
 
   // Products run while other code does; finish_.. waits for them and gives the buffer back.
   auto start_scores = [&]() {
@@ -103,20 +103,21 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
-    [[maybe_unused]] PairRows pair_rows{};
-    if constexpr (Traits::is_sparse) {
-      pair_rows = PairRows::of(HeadBits::of(params.sparsity.bits, sequence.index, work.head), tScS,
-                               query_begin);
-    }
-    // What the block is of which the scores are multiplied, and meanwhile, because it takes as
-    // long, its bits. Behind the products, so that whose turn is next does not wait for it.
+    // What the block is of which the scores are multiplied, and what of it is seen. Behind the
+    // products, so that whose turn is next does not wait for it.
     auto look_up_block = [&]() {
       if constexpr (Traits::is_paged) misses_keys = smem.misses_keys[k_place.stage];
       if constexpr (Traits::is_sparse) {
-        visited = smem.visited[k_place.stage];
-        const int key_begin = visited.block * block_n;
-        if (visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) return;
-        load_pair_words<block_n>(pair_rows, visited.pieces, query_begin, key_begin, visible_pairs);
+        visited = smem.sparse.visited[k_place.stage];
+        if (visited.shows_all(warpgroup)) return;
+        seen = {};
+        if (!wants_bits(params.sparsity.bits, visited.pieces, warpgroup)) return;
+        auto& ring = smem.sparse.bits_ring[warpgroup];
+        wait_full(ring, bits_place);
+        seen = read_mask_bits(smem.sparse.bits[warpgroup], visited.pieces, warpgroup, tScS);
+        __syncwarp();
+        release(ring, bits_place);
+        bits_place.advance();
       }
     };
 
@@ -125,7 +126,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       bool is_interior = range.is_interior(block);
       if constexpr (Traits::is_sparse) {
         block = visited.block;
-        is_interior = visited.is_in_window;
+        is_interior = visited.shows_all(warpgroup) || visited.is_in_window;
       }
       const int key_begin = block * block_n;
       [[maybe_unused]] Shifts row_shifts{};
@@ -148,9 +149,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         bias_place.advance();
       }
       if constexpr (Traits::is_sparse) {
-        if (!visited.pieces.template show_all<64, block_n>(query_begin, key_begin)) {
-          hide_pairs_by_words(scores, tScS, visited.pieces, pair_rows.words[0] != nullptr,
-                              visible_pairs, query_begin, key_begin, -INFINITY);
+        if (!visited.shows_all(warpgroup)) {
+          hide_unseen_pairs(scores, visited.pieces, warpgroup, seen, -INFINITY);
         }
       }
       if constexpr (Traits::is_paged) {

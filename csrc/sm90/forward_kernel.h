@@ -28,15 +28,19 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
 
   const bool draws = Traits::draws_ahead && args.params.dropout.threshold > 0;
+  const bool has_bits = Traits::is_sparse && args.params.sparsity.bits.data != nullptr;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
     smem.k_ring.init(Traits::consumer_warps);
     smem.v_ring.init(Traits::consumer_warps);
     smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0) +
-                        (Traits::has_finder ? Traits::loaders : 0));
+                        (Traits::has_finder ? Traits::loaders : 0) + (has_bits ? 1 : 0));
     FullBarrier::init(&smem.tile_wanted, 1);
     if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
+    if constexpr (Traits::is_sparse) {
+      for (auto& ring : smem.sparse.bits_ring) ring.init(4);
+    }
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
     prefetch_tma_descriptor(&args.k_map);
@@ -58,8 +62,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
     } else if constexpr (Traits::is_paged) {
       Producer<Traits>{args, smem}.run_over_cache(warp == 3);
-    } else if (warp == 0 && elect_one_sync()) {
-      Producer<Traits>{args, smem}.run();
+    } else if (warp == 0) {
+      if (elect_one_sync()) Producer<Traits>{args, smem}.run();
+    } else if constexpr (Traits::is_sparse) {
+      if (has_bits && elect_one_sync()) load_bits<Traits>(args, smem);
     }
   } else if (!Traits::draws_ahead || warpgroup <= Traits::consumers) {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();

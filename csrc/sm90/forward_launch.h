@@ -38,6 +38,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .v_map = make_tensor_map(params.v, params.dtype, values, {key_rows, columns_v}),
       .out_map = make_tensor_map(params.out, params.dtype, outputs, {64, columns_v}),
       .bias_map = {},
+      .bits_map = {},
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
@@ -56,6 +57,10 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   if constexpr (Traits::has_bias) {
     arguments.bias_map = make_bias_map(pair_tensor(params.score.bias, shape), params.dtype,
                                        {Traits::block_m, box_keys});
+  }
+  if (Traits::is_sparse && params.sparsity.bits.data != nullptr) {
+    arguments.bits_map = make_bits_map(pair_tensor(params.sparsity.bits, shape),
+                                       {MaskBits::queries, MaskBits::elements});
   }
   if (plan.table.used) {
     arguments.tickets = arguments.table.tickets;  // which the kernel that makes the table zeroes

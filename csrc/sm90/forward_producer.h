@@ -134,6 +134,37 @@ CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::Share
     FullBarrier::wait(&smem.tile_wanted, wanted.lap);
 }
 
+// One thread, beside lists with bits: one block after the other, those of each warpgroup that wants
+// some.
+template <class Traits>
+CUTE_DEVICE void load_bits(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
+  PairBits const& bits = args.params.sparsity.bits;
+  RingPlace<Traits::work_stages> work_place;
+  RingPlace<1> places[Traits::consumers];
+  for (;; work_place.advance()) {
+    wait_full(smem.work_ring, work_place);
+    auto const& item = smem.work[work_place.stage];
+    TileWork const& work = item.work;
+    if (work.tile == no_tile) break;
+    CUTE_NO_UNROLL
+    for (int position = item.range.end - 1; position >= item.range.begin; --position) {
+      const Visit visit = item.visits.list.at(position);
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::consumers; ++part) {
+        if (!wants_bits(bits, visit.pieces, part)) continue;
+        auto& ring = smem.sparse.bits_ring[part];
+        wait_empty(ring, places[part]);
+        FullBarrier::arrive_and_expect_tx(&ring.full[0], sizeof(MaskBits));
+        load_mask_bits(args.bits_map, &ring.full[0], smem.sparse.bits[part], bits,
+                       work.sequence.index, work.head, work.tile * Traits::block_m + 64 * part,
+                       visit.block * Traits::block_n);
+        places[part].advance();
+      }
+    }
+    EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
+  }
+}
+
 template <class Traits>
 struct Producer {
   static constexpr int block_m = Traits::block_m;
@@ -219,16 +250,23 @@ struct Producer {
   // K of a block, or of a position in the tile's list; where its values lie.
   CUTE_DEVICE KeySpan load_k(int tile, int position) {
     int block = position;
-    VisitedKeys visited{};
+    [[maybe_unused]] VisitedKeys visited{};
     if constexpr (Traits::is_sparse) {
       auto const& visits = smem.work[tile].visits;
       const Visit visit = visits.list.at(position);
       block = visit.block;
-      visited = {block, visit.pieces, visits.window.is_interior(block)};
+      const bool is_in_window = visits.window.is_interior(block);
+      unsigned hides_from = 0;
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::consumers; ++part) {
+        const bool shows_all = visit.pieces.template show_all<64, block_n>(64 * part, 0);
+        if (!is_in_window || !shows_all) hides_from |= 1u << part;
+      }
+      visited = {block, visit.pieces, hides_from, is_in_window};
     }
     const KeySpan keys = keys_of(smem.work[tile].work, block);
     load_keys<head_dim>(args.k_map, smem.k_ring, k_place, smem.k, keys, head_dim, [&](int stage) {
-      if constexpr (Traits::is_sparse) smem.visited[stage] = visited;
+      if constexpr (Traits::is_sparse) smem.sparse.visited[stage] = visited;
       if constexpr (Traits::is_paged) {
         if (leads()) smem.misses_keys[stage] = keys.misses_keys;
       }

@@ -10,6 +10,7 @@
 #include "sm90/copy.h"
 #include "sm90/dropout_bits.h"
 #include "sm90/gemm.h"
+#include "sm90/mask_bits.h"
 #include "sm90/pipeline.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -28,10 +29,13 @@ struct SparseWorkItem : WorkItem {
 };
 
 // What the producer tells the consumers of a block of a list.
-struct VisitedKeys {
+struct alignas(16) VisitedKeys {
   int block;
   Pieces pieces;
-  bool is_in_window;  // which hides no pair
+  unsigned hides_from;  // bit w: the list or the window some pair from warpgroup w
+  bool is_in_window;    // the window none
+
+  CUTE_DEVICE bool shows_all(int warpgroup) const { return (hides_from >> warpgroup & 1) == 0; }
 };
 
 template <class Tag>
@@ -127,6 +131,14 @@ struct ForwardTraits {
   };
   struct Nothing {};
 
+  // One buffer for bits: the next ones are wanted a step later at the earliest.
+  static_assert(!is_sparse || (block_m == list_tile && block_n == list_tile));
+  struct SparseBlocks {
+    MaskBits bits[consumers];
+    Ring<1> bits_ring[consumers];  // each warpgroup is at a step of its own
+    VisitedKeys visited[stages];   // of the blocks in k
+  };
+
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
   using ValueLayout = TileLayout<Element, block_n, head_dim_v, stages>;
@@ -145,8 +157,9 @@ struct ForwardTraits {
     Ring<work_stages> work_ring;
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
-    VisitedKeys visited[is_sparse ? stages : 1];  // of the blocks in k
-    bool misses_keys[is_paged ? stages : 1];      // of those: the block table has not all pages
+    bool misses_keys[is_paged ? stages
+                              : 1];  // of the blocks in k: the block table has not all pages
+    std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };
 
