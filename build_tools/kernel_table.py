@@ -339,12 +339,14 @@ def sm90_backward_rows(
     """A tile for what most calls ask for, and those for what stands between the products.
 
     Up to head_dim 128 a softcap has rows of its own: its weights take registers that make the
-    others slower.
+    others slower, and decisions about dropout make it slower even where none are wanted.
     """
     tiles = {"": (block_m, Feature.deterministic)}
     if head_dim <= 128:
+        tiles["alibi"] = (block_m, Feature.alibi | Feature.deterministic)
         tiles["dropout"] = (block_m, BACKWARD_DROPOUT & ~Feature.softcap)
-        tiles["softcap"] = (64, BACKWARD_DROPOUT)
+        tiles["softcap"] = (64, BACKWARD_MODIFIERS)
+        tiles["softcap_dropout"] = (64, BACKWARD_DROPOUT)
     else:
         tiles["dropout"] = (block_m, BACKWARD_DROPOUT)
     for variant, (rows, features) in tiles.items():
@@ -362,8 +364,8 @@ def sm90_backward_rows(
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 12, "dropout": 12}),
-    *sm90_backward_rows(96, spills={"": 4, "softcap": 60}),
-    *sm90_backward_rows(128, spills={"": 24, "dropout": 48, "softcap": 68}),
+    *sm90_backward_rows(96, spills={"": 4, "softcap_dropout": 60}),
+    *sm90_backward_rows(128, spills={"": 24, "dropout": 48, "softcap": 80, "softcap_dropout": 68}),
     *sm90_backward(
         192,
         head_dim_v=128,

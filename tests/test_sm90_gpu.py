@@ -15,7 +15,7 @@ import families
 import logits
 import pytest
 import torch
-from cases import Alibi, AttentionCase
+from cases import DTYPE_NAMES, Alibi, AttentionCase
 from harness import (
     ON_CPU,
     Check,
@@ -255,6 +255,26 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
                 row = row_name(64, "short" if is_short else "")
                 assert families.planned(case)["instance"] == row
             check(case, backward=False)
+
+
+@DTYPES
+@pytest.mark.parametrize("features", MASKS)
+def test_low_tiles(features: dict[str, Any], dtype: torch.dtype, check: Check) -> None:
+    """Of calls that leave SMs idle anyway, in the row that is there for caches."""
+    for head_dim in (64, 40):
+        case = make_case(
+            seqlen_q=scaled(700, 70),
+            seqlen_k=scaled(1500, 150),
+            num_heads_k=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            **features,
+        )
+        if not ON_CPU:
+            sees_few = -1 not in features.get("window", (-1, -1))
+            name = row_name(64, "" if sees_few else "cache", dtype=DTYPE_NAMES[dtype])
+            assert families.planned(case)["instance"] == name
+        check(case, backward=False)
 
 
 # -- numbers that are hard on a softmax ------------------------------------------------------------

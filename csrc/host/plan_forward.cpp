@@ -126,14 +126,34 @@ int most_keys_of_tile(const Window& window, const AttentionShape& shape, int row
   return static_cast<int>(std::min<std::int64_t>(keys, shape.seqlen_k));
 }
 
+// Of a tile that may be split or lower than others: with less it does not matter.
+constexpr int least_keys = 1024;
+
 // Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.
 bool wants_splits(const ForwardParams& params, const Window& window, const DeviceInfo& device) {
   if (params.split.num_splits == 1 || params.split.batch_invariant) return false;
   const std::int64_t tiles = most_sm90_tiles(params);
   if (params.split.num_splits > 1) return tiles < device.num_sms;
-  constexpr int least_keys = 1024;
   return 2 * tiles <= device.num_sms &&
          most_keys_of_tile(window, params.shape, sm90_tile_rows) >= least_keys;
+}
+
+// The plain row of a narrow head has tiles of more queries than that over caches. If those of fewer
+// need no more rounds of the device, each round is shorter.
+bool wants_lower_tiles(const ForwardParams& params, const Window& window,
+                       const ForwardConfig& plain, const ForwardConfig& lower,
+                       const DeviceInfo& device) {
+  const AttentionShape& shape = params.shape;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  if (is_packed || params.split.batch_invariant || plain.block_m <= lower.block_m ||
+      most_keys_of_tile(window, shape, lower.block_m) < least_keys)
+    return false;
+  const auto rounds = [&](int tile_rows) {
+    const std::int64_t tiles =
+        std::int64_t{ceil_div(shape.seqlen_q, tile_rows)} * shape.batch_size * shape.num_heads_q;
+    return ceil_div(tiles, std::int64_t{device.num_sms});
+  };
+  return rounds(lower.block_m) <= rounds(plain.block_m);
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
@@ -154,13 +174,15 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
       return select_instance(instances, request, device);
   }
   request.kind = ForwardKind::tiles;
-  if (wants_splits(params, window, device)) {
-    KernelRequest splitting = request;
-    splitting.features |= feature::split_kv;
-    const ForwardInstance* found = find_instance(instances, splitting, device);
-    if (found != nullptr && found->config.family == KernelFamily::sm90) return *found;
-  }
-  return select_instance(instances, request, device);
+  const ForwardInstance& plain = select_instance(instances, request, device);
+  if (plain.config.family != KernelFamily::sm90) return plain;
+  request.features |= feature::split_kv;
+  const ForwardInstance* over_cache = find_instance(instances, request, device);
+  const bool prefers_cache_row =
+      over_cache != nullptr && over_cache->config.family == KernelFamily::sm90 &&
+      (wants_splits(params, window, device) ||
+       wants_lower_tiles(params, window, plain.config, over_cache->config, device));
+  return prefers_cache_row ? *over_cache : plain;
 }
 
 // Keys of a split whose bits must not depend on anything but the sequence.

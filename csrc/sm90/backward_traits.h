@@ -124,10 +124,11 @@ struct BackwardTraits {
   // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
-  // With weights beside P, or a bias added at head_dim 128, there are no registers to keep P for dV
-  // while dS is made.
+  // With weights beside P, but for a narrow head, or a bias added at head_dim 128, there are no
+  // registers to keep P for dV while dS is made; with dropout it is not the same P.
   static constexpr bool keeps_probabilities =
-      !has_weights && !marks_dropped && !(has_bias && head_dim == 128);
+      !has(feature::dropout) && !(has(feature::alibi) && !has_weights) &&
+      !(has_weights && head_dim > 96) && !(has_bias && head_dim == 128);
 
   // Where a step has parts there are none either for the next scores beside dK.
   static constexpr bool starts_scores_early = score_parts == 1;

@@ -177,6 +177,7 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd128_sparse", 128, 128, 0, feature::block_sparse),
         sm90_instance("sm90_hd64_bias", 64, 128, 0, feature::bias),
         sm90_instance("sm90_hd128_bias", 128, 128, 0, feature::bias),
+        sm90_instance("sm90_hd64_cache", 64, 128, 0, feature::paged_kv | feature::split_kv),
         sm90_instance("sm90_hd128_cache", 128, 128, 0, feature::paged_kv | feature::split_kv),
         sm90_instance("sm90_hd128_cache_modifiers", 128, 128, 0,
                       feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv),

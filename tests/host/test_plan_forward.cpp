@@ -340,6 +340,36 @@ TEST(few_tiles_over_a_cache_share_its_keys) {
   CHECK_EQ(row(planned(0)), "sm90_hd128");
 }
 
+TEST(tiles_are_low_where_that_needs_no_more_rounds) {
+  AttentionShape shape = training;
+  shape.batch_size = 1;
+  shape.num_heads_q = shape.num_heads_k = 32;
+  shape.head_dim = shape.head_dim_v = 64;
+  shape.seqlen_k = 1 << 15;
+  const auto chosen = [&](int seqlen_q, auto change) {
+    shape.seqlen_q = seqlen_q;
+    auto params = with_tensors(call<ForwardParams>(shape));
+    params.split.num_splits = 1;
+    change(params);
+    const ForwardPlan plan = sm90_plan(params);
+    CHECK_EQ(plan.num_splits, 1);
+    return std::string(plan.instance->name);
+  };
+  // 3 and 4 tiles of 32 heads on 132 SMs; 3 and 5, which are two rounds; 8 and 11, two and three.
+  CHECK_EQ(chosen(512, nothing), "sm90_hd64_cache");
+  CHECK_EQ(chosen(513, nothing), "sm90_hd64");
+  CHECK_EQ(chosen(1400, nothing), "sm90_hd64");
+  CHECK_EQ(chosen(512, [](auto& p) { p.split.batch_invariant = true; }), "sm90_hd64");
+  CHECK_EQ(chosen(512, [](auto& p) { p.sequences.cu_seqlens_q = &some_int; }), "sm90_hd64");
+  shape.seqlen_k = 1000;  // too few to matter
+  CHECK_EQ(chosen(512, nothing), "sm90_hd64");
+  shape.seqlen_k = 1024;
+  shape.num_heads_q = shape.num_heads_k = 48;  // two rounds of either
+  CHECK_EQ(chosen(600, nothing), "sm90_hd64_cache");
+  shape.head_dim = shape.head_dim_v = 128;
+  CHECK_EQ(chosen(600, nothing), "sm90_hd128");
+}
+
 TEST(heads_follow_each_other_only_where_rounds_even_out_their_tiles) {
   AttentionShape shape = training;
   shape.head_dim = shape.head_dim_v = 64;

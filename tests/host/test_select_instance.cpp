@@ -80,7 +80,7 @@ TEST(sm90_rows_run_on_suitable_calls_only) {
   limited.smem_per_block = a100.smem_per_block;
   CHECK_EQ(selected(sm90_forward_table(), needs, limited), "hd64");
   needs.features = feature::paged_kv;
-  CHECK_EQ(selected(sm90_forward_table(), needs), "hd64_cache");  // 64 columns are one box of two
+  CHECK_EQ(selected(sm90_forward_table(), needs), "sm90_hd64_cache");
   needs.head_dim = needs.head_dim_v = 72;
   CHECK_EQ(selected(sm90_forward_table(), needs), "sm90_hd128_cache");
   needs.features |= feature::softcap;
