@@ -365,7 +365,9 @@ def sm90_backward_rows(
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 12, "dropout": 12}),
     *sm90_backward_rows(96, spills={"": 4, "softcap_dropout": 60}),
-    *sm90_backward_rows(128, spills={"": 24, "dropout": 48, "softcap": 80, "softcap_dropout": 68}),
+    *sm90_backward_rows(
+        128, spills={"": 24, "dropout": 48, "alibi": 28, "softcap": 92, "softcap_dropout": 68}
+    ),
     *sm90_backward(
         192,
         head_dim_v=128,

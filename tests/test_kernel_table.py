@@ -387,6 +387,24 @@ def test_a_softcap_alone_pays_for_its_weights_on_sm90(head_dim) -> None:
         )
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_sm90_backward_pays_for_dropout_only_where_it_drops(head_dim) -> None:
+    both = Feature.softcap | Feature.alibi
+    for features, variant in (
+        (Feature.alibi, "alibi"),
+        (Feature.softcap, "softcap"),
+        (both, "softcap"),
+    ):
+        assert chosen_sm90_backward_row(head_dim, features).variant == variant
+    for features, variant in (
+        (Feature(0), "dropout"),
+        (Feature.alibi, "dropout"),
+        (Feature.softcap, "softcap_dropout"),
+        (both, "softcap_dropout"),
+    ):
+        assert chosen_sm90_backward_row(head_dim, features | Feature.dropout).variant == variant
+
+
 @pytest.mark.parametrize("row", SM90_BACKWARD_ROWS, ids=lambda row: row.name)
 def test_sm90_backward_tiles_are_what_the_kernel_takes(row) -> None:
     """Two warpgroups of 64 keys each, or, where dK and dV of as many fill one each, of the same."""

@@ -236,7 +236,7 @@ def test_gradients_of_shared_tiles_repeat(head_dim: int) -> None:
 
 @HEAD_DIM
 def test_bits_at_any_address(head_dim: int) -> None:
-    """Hopper kernels read words of bits four at a time, and leave others to the sm80 ones."""
+    """Hopper kernels load bits by TMA, and leave what it cannot move to the sm80 ones."""
     of = make_case(batch=1, seqlen_q=150, seqlen_k=300, head_dim=head_dim)
     skip_without_masked_row(MaskedCase(of, RandomMask(given="sparsity")))
     mask = torch.rand(of.seqlen_q, of.seqlen_k, device=DEVICE) < 0.5

@@ -169,7 +169,7 @@ def test_many_tiles_of_few_blocks(
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_causal_tiles(check: Check, head_dim: int) -> None:
     """From one key block to 16, the long ones first, and beyond the row for short sequences."""
-    size = scaled(2000, 200)
+    size = scaled(2000, 200)  # at head_dim 64 two full rounds, which lower tiles would exceed
     case = make_case(
         batch=1,
         seqlen_q=size,
@@ -255,6 +255,36 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
                 row = row_name(64, "short" if is_short else "")
                 assert families.planned(case)["instance"] == row
             check(case, backward=False)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("seqlens", "features"),
+    [
+        ((1500, 662), {"causal": True}),  # of a tile's warpgroups the first sees nothing
+        ((1500, 662), {"window": (64, 0)}),
+        ((1500, 662), {"window": (300, 100)}),
+        ((1374, 900), {"causal": True}),  # of the last tile's two have no queries
+        ((1374, 900), {"window": (130, -1)}),
+    ],
+)
+def test_warpgroups_that_see_other_blocks(
+    seqlens: tuple[int, int], features: dict[str, Any], dtype: torch.dtype, check: Check
+) -> None:
+    for head_dim in (64, 128, 256):
+        seqlen_q, seqlen_k = (scaled(n, n // 10) for n in seqlens)
+        case = make_case(
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads_k=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            **features,
+        )
+        if not ON_CPU:
+            name = row_name(head_dim, dtype=DTYPE_NAMES[dtype])
+            assert families.planned(case)["instance"] == name
+        check(case, backward=False)
 
 
 @DTYPES

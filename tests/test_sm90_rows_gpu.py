@@ -232,6 +232,8 @@ def backward_launches() -> list[tuple[Case, str]]:
         (replace(base, causal=False), sm90(64)),
         (replace(base, head_dim=128, deterministic=True), sm90(128)),
         (replace(base, softcap=3.0), sm90(64, "softcap")),
+        (replace(base, softcap=3.0, dropout_p=0.5), sm90(64, "softcap_dropout")),
+        (replace(base, alibi=Alibi.per_head), sm90(64, "alibi")),
         (replace(base, dropout_p=0.5), sm90(64, "dropout")),
         (replace(base, alibi=Alibi.per_batch, head_dim=192), sm90(192, "dropout")),
         (replace(base, dropout_p=0.5, head_dim=256), sm90(256, "dropout")),

@@ -217,8 +217,12 @@ int choose_splits(const ForwardParams& params, const Window& window,
     return decodes ? ceil_div(shape.seqlen_k, invariant_split_keys) : 1;
 
   // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
-  // than an uneven last round.
-  if (config.family == KernelFamily::sm90 && ctas >= device.num_sms) return 1;
+  // than an uneven last round. Rows for caches also have lower tiles, which is another reason to
+  // run one.
+  const bool splits_alone = params.paged.block_table == nullptr;
+  if (config.family == KernelFamily::sm90 &&
+      (ctas >= device.num_sms || (splits_alone && !wants_splits(params, window, device))))
+    return 1;
   const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);
   const int steps = ceil_div(keys, keys_per_step);

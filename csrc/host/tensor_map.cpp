@@ -189,7 +189,7 @@ bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape) {
   return bias.data == nullptr || (!bias.is_fp32 && tma_can_move(pair_tensor(bias, shape)));
 }
 
-CUtensorMap make_bias_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box) {
+CUtensorMap make_pair_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box) {
   if (tensor.batch_size == 0 || tensor.rows == 0 || tensor.columns == 0) return {};
   return encode_map<4>(
       {.base = static_cast<char*>(const_cast<void*>(tensor.data)),
@@ -219,7 +219,7 @@ bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape) {
 }
 
 CUtensorMap make_bits_map(const PairTensor& tensor, const TensorBox& box) {
-  return make_bias_map(tensor, Dtype::bf16, box);
+  return make_pair_map(tensor, Dtype::bf16, box);
 }
 
 }  // namespace flash_attn_cuda

@@ -11,7 +11,7 @@ namespace flash_attn_cuda {
 // or, of a bias, keys.
 struct TensorBox {
   int rows;     // at most 256
-  int columns;  // 64 (128-byte swizzle) or 32 (64-byte swizzle), or 8
+  int columns;  // 64 (128-byte swizzle), 32 (64-byte swizzle) or 8 (none)
 };
 
 struct TensorExtent {
@@ -63,7 +63,7 @@ bool tma_can_move(const PairTensor& tensor);
 bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape);
 
 // A map with coordinates (column, row, head, batch); the last two are 0 where the stride is.
-CUtensorMap make_bias_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box);
+CUtensorMap make_pair_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box);
 
 // A mask's bits: (batch or 1, heads or 1, rows, words), in elements of 16 bits. Whether TMA can
 // read them, if there are any, and a map with coordinates like those of a bias.

@@ -42,10 +42,10 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   if constexpr (Traits::has_bias) {
     constexpr TensorBox box{.rows = Traits::block_m, .columns = box_keys};
     const BiasParams& bias = params.score.bias;
-    arguments.bias_map = make_bias_map(pair_tensor(bias, params.shape), params.dtype, box);
+    arguments.bias_map = make_pair_map(pair_tensor(bias, params.shape), params.dtype, box);
     if (params.dbias.data != nullptr && !params.dbias.is_summed) {
       arguments.dbias_map =
-          make_bias_map(pair_tensor(params.dbias, bias, params.shape), params.dtype, box);
+          make_pair_map(pair_tensor(params.dbias, bias, params.shape), params.dtype, box);
     }
   }
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.

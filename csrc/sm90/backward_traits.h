@@ -124,11 +124,14 @@ struct BackwardTraits {
   // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
-  // With weights beside P, but for a narrow head, or a bias added at head_dim 128, there are no
-  // registers to keep P for dV while dS is made; with dropout it is not the same P.
-  static constexpr bool keeps_probabilities =
-      !has(feature::dropout) && !(has(feature::alibi) && !has_weights) &&
-      !(has_weights && head_dim > 96) && !(has_bias && head_dim == 128);
+  // P stays in registers for dV while dS is made, but where there are none for it: beside a
+  // softcap's weights, unless the head is narrow, and a bias added at head_dim 128. Beside the
+  // code for ALiBi alone, or for dropout, ptxas serializes the products then (C7512).
+  static constexpr bool lacks_registers =
+      (has_weights && head_dim > 96) || (has_bias && head_dim == 128);
+  static constexpr bool would_serialize =
+      has(feature::dropout) || (has(feature::alibi) && !has_weights);
+  static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
 
   // Where a step has parts there are none either for the next scores beside dK.
   static constexpr bool starts_scores_early = score_parts == 1;

@@ -4,13 +4,15 @@
 // still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
 // "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
 // another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
-// and leaves the tensor cores to the other three meanwhile.
+// and leaves the tensor cores to the other three meanwhile. Blocks that only other queries of the
+// tile see it drops, and takes its turns all the same.
 #pragma once
 
 #include "shared/block_range.h"
 #include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
+#include "shared/own_range.h"
 #include "shared/paged_kv.h"
 #include "shared/score_modifiers.h"
 #include "sm90/forward_dropout.h"
@@ -82,15 +84,32 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     release(smem.v_ring, v_place);
     v_place.advance();
   };
+  // A block that these queries do not see, and others of the tile do.
+  auto drop_block = [&]() {
+    wait_full(smem.k_ring, k_place);
+    __syncwarp();
+    release(smem.k_ring, k_place);
+    k_place.advance();
+    wait_full(smem.v_ring, v_place);
+    __syncwarp();
+    release(smem.v_ring, v_place);
+    v_place.advance();
+  };
 
   if constexpr (Traits::overlaps_softmax) turns.open();
   for (;; work_place.advance(), q_place.advance()) {
     wait_full(smem.work_ring, work_place);
     TileWork const& work = smem.work[work_place.stage].work;
-    const BlockRange range = smem.work[work_place.stage].range;
     if (work.tile == no_tile) break;
+    const BlockRange of_tile = smem.work[work_place.stage].range;
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
+    BlockRange range = of_tile;
+    if (Traits::drops_blocks && !params.window.is_full()) {
+      range = own_range(band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+                        query_begin, min(query_begin + 64, sequence.seqlen_q) - 1,
+                        sequence.seqlen_k, block_n, of_tile);
+    }
     [[maybe_unused]] ScoreModifiers modifiers{};
     [[maybe_unused]] DropoutMask dropout{};
     if constexpr (Traits::has_modifiers) {
@@ -126,7 +145,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       bool is_interior = range.is_interior(block);
       if constexpr (Traits::is_sparse) {
         block = visited.block;
-        is_interior = visited.shows_all(warpgroup) || visited.is_in_window;
+        is_interior = visited.is_in_window;
       }
       const int key_begin = block * block_n;
       [[maybe_unused]] Shifts row_shifts{};
@@ -186,7 +205,16 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     auto keep_probabilities = [&]() { convert_into(a_operand_view(tSrS), tOrP); };
 
     wait_full(smem.q_ring, q_place);
+    if constexpr (Traits::drops_blocks) {
+      for (int block = of_tile.end - 1; block >= range.end; --block) {
+        if (Traits::overlaps_softmax && block < of_tile.end - 1) turns.take_and_pass();
+        drop_block();
+      }
+    }
+    const bool has_turn = Traits::overlaps_softmax && range.end < of_tile.end;
+    if (has_turn) turns.take();
     start_scores();
+    if (has_turn) turns.pass();
     look_up_block();
     finish_scores(Int<0>{}, range.end - 1 == range.begin);
     scores_to_probabilities(range.end - 1);
@@ -215,6 +243,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     start_output(range.end - range.begin > 1);
     finish_output();
+    if constexpr (Traits::drops_blocks) {
+      // Read again, because a register for it would be kept all the tile long.
+      const int first_of_tile = smem.work[work_place.stage].range.begin;
+      for (int block = range.begin - 1; block >= first_of_tile; --block) {
+        if constexpr (Traits::overlaps_softmax) turns.take_and_pass();
+        drop_block();
+      }
+    }
     write_output<Traits>(args, sequence, smem.work[work_place.stage].split, work.head, query_begin,
                          output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();

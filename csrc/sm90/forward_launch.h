@@ -55,7 +55,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
   if constexpr (Traits::has_bias) {
-    arguments.bias_map = make_bias_map(pair_tensor(params.score.bias, shape), params.dtype,
+    arguments.bias_map = make_pair_map(pair_tensor(params.score.bias, shape), params.dtype,
                                        {Traits::block_m, box_keys});
   }
   if (Traits::is_sparse && params.sparsity.bits.data != nullptr) {

@@ -1,6 +1,6 @@
 // The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V
 // and a bias, in the order in which the consumers want them. In some kernels another one finds
-// them, and of pages two warps load K and V.
+// them, of pages two warps load K and V, and beside lists a thread loads a mask's bits.
 #pragma once
 
 #include "shared/tile_parts.h"

@@ -32,8 +32,8 @@ struct SparseWorkItem : WorkItem {
 struct alignas(16) VisitedKeys {
   int block;
   Pieces pieces;
-  unsigned hides_from;  // bit w: the list or the window some pair from warpgroup w
-  bool is_in_window;    // the window none
+  unsigned hides_from;  // bit w: the list or the window hides some pair of warpgroup w
+  bool is_in_window;    // the window hides no pair
 
   CUTE_DEVICE bool shows_all(int warpgroup) const { return (hides_from >> warpgroup & 1) == 0; }
 };
@@ -80,6 +80,12 @@ struct ForwardTraits {
   static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
   static constexpr int loaders = is_paged ? 2 : 1;
 
+  // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
+  // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
+  // saves.
+  static constexpr bool drops_blocks =
+      !is_sparse && !is_paged && !has_bias && !has_modifiers && !has_dropout;
+
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
   // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
@@ -103,7 +109,7 @@ struct ForwardTraits {
   static constexpr int stage_bytes = key_bytes + value_bytes;
   // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
   static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
-  static constexpr int smem_reserved = 2048;  // barriers and work
+  static constexpr int smem_reserved = 2048;  // barriers and work; bits are small
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
   static constexpr int most_stages = ctas_per_sm == 2 ? 3 : 4;
   static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));

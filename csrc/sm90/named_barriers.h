@@ -30,6 +30,10 @@ struct Turns {
     if (warpgroup == kWarpgroups - 1) pass();
   }
   CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup)); }
+  CUTE_DEVICE void take_and_pass() const {
+    take();
+    pass();
+  }
   CUTE_DEVICE void pass() const {
     const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(threads, barrier(next));

@@ -8,6 +8,7 @@
 #include "host/normalize_window.h"
 #include "host/plan_steps.h"
 #include "shared/block_range.h"
+#include "shared/own_range.h"
 #include "shared/tile_scheduler.h"
 
 using namespace host_tests;
@@ -50,6 +51,36 @@ void check_ranges(const Band& band, int own_length, int other_length, int own_ti
         CHECK(visible != Visible::none);
       }
       CHECK_EQ(range.is_interior(index), is_inside && is_whole && visible == Visible::all);
+    }
+  }
+}
+
+// Parts of a tile, of which the last may have no queries: they have a block each, theirs hold all
+// that they see, and interior ones nothing hidden.
+template <class Sees>
+void check_parts(const Band& band, int own_length, int other_length, int own_tile, int parts,
+                 int block, Sees sees) {
+  const int own_part = own_tile / parts;
+  for (int tile = 0; tile < own_length; tile += own_tile) {
+    const int tile_last = std::min(tile + own_tile, own_length) - 1;
+    const BlockRange whole = block_range(band, tile, tile_last, other_length, block);
+    if (whole.empty()) continue;
+    for (int first = tile; first < tile + own_tile; first += own_part) {
+      const int last = std::min(first + own_part, own_length) - 1;
+      const BlockRange own = own_range(band, first, last, other_length, block, whole);
+      CHECK(own.begin >= whole.begin && own.begin < own.end && own.end <= whole.end);
+      for (int index = whole.begin; index < whole.end; ++index) {
+        const int other_first = index * block;
+        const int other_last = std::min(other_first + block, other_length) - 1;
+        const Visible visible =
+            first > last ? Visible::none : visibility(first, last, other_first, other_last, sees);
+        const bool is_inside = index >= own.begin && index < own.end;
+        const bool is_whole = other_first + block <= other_length;
+        CHECK(is_inside || visible == Visible::none);
+        if (is_inside && own.end - own.begin > 1 && (index == own.begin || index + 1 == own.end))
+          CHECK(visible != Visible::none);
+        if (is_inside) CHECK_EQ(own.is_interior(index), is_whole && visible == Visible::all);
+      }
     }
   }
 }
@@ -125,6 +156,11 @@ TEST(ranges_hold_what_is_visible_from_either_side) {
           const auto key_is_seen_by = [&](int key, int query) {
             return query_sees_key(query, key);
           };
+          for (const auto& [tile, parts, block] :
+               {std::tuple{4, 2, 2}, {4, 2, 1}, {6, 3, 4}, {6, 3, 1}, {6, 2, 2}}) {
+            check_parts(band_from_queries(window, seqlen_q, seqlen_k), seqlen_q, seqlen_k, tile,
+                        parts, block, query_sees_key);
+          }
           for (const auto& [tile, block] : {std::pair{4, 2}, {2, 4}, {4, 4}, {3, 5}}) {
             check_ranges(band_from_queries(window, seqlen_q, seqlen_k), seqlen_q, seqlen_k, tile,
                          block, query_sees_key);

@@ -352,12 +352,15 @@ TEST(tiles_are_low_where_that_needs_no_more_rounds) {
     params.split.num_splits = 1;
     change(params);
     const ForwardPlan plan = sm90_plan(params);
+    CHECK_EQ(plan.workspace_bytes == 0, !plan.table.used);
     CHECK_EQ(plan.num_splits, 1);
     return std::string(plan.instance->name);
   };
   // 3 and 4 tiles of 32 heads on 132 SMs; 3 and 5, which are two rounds; 8 and 11, two and three.
   CHECK_EQ(chosen(512, nothing), "sm90_hd64_cache");
   CHECK_EQ(chosen(513, nothing), "sm90_hd64");
+  const auto any_splits = [](auto& p) { p.split.num_splits = 0; };
+  CHECK_EQ(chosen(384, any_splits), "sm90_hd64_cache");  // 96 tiles, which leave 36 SMs idle
   CHECK_EQ(chosen(1400, nothing), "sm90_hd64");
   CHECK_EQ(chosen(512, [](auto& p) { p.split.batch_invariant = true; }), "sm90_hd64");
   CHECK_EQ(chosen(512, [](auto& p) { p.sequences.cu_seqlens_q = &some_int; }), "sm90_hd64");

@@ -207,7 +207,7 @@ TEST(of_gradients_of_a_bias_sm90_rows_write_whole_vectors) {
   }
 }
 
-TEST(sm90_forwards_read_four_words_of_bits_at_once) {
+TEST(sm90_forwards_load_bits_that_tma_can_move) {
   alignas(16) static std::uint32_t words[8];
   const auto with_bits = [](std::uint32_t* data, std::int64_t row_stride) {
     return chosen<ForwardParams>(both(lists, [=](auto& p) {
@@ -223,6 +223,7 @@ TEST(sm90_forwards_read_four_words_of_bits_at_once) {
   CHECK_EQ(with_bits(words + 4, 132), "sm90_hd128_sparse");
   CHECK_EQ(with_bits(words + 1, 128), "hd128_masked");
   CHECK_EQ(with_bits(words, 130), "hd128_masked");
+  CHECK_EQ(with_bits(words, 0), "hd128_masked");
 }
 
 TEST(gradients_with_lists_or_a_bias_have_no_fixed_order) {

@@ -54,10 +54,10 @@ CUresult CUDAAPI encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t given
   encoded = {.type = type,
              .rank = given_rank,
              .base = reinterpret_cast<std::int64_t>(base),
-             .sizes = numbers(sizes, rank),
-             .strides = numbers(strides, rank - 1),
-             .box = numbers(box, rank),
-             .steps = numbers(steps, rank),
+             .sizes = numbers(sizes, given_rank),
+             .strides = numbers(strides, given_rank - 1),
+             .box = numbers(box, given_rank),
+             .steps = numbers(steps, given_rank),
              .interleave = interleave,
              .swizzle = swizzle,
              .fill = fill};
@@ -169,6 +169,36 @@ TEST(a_row_of_a_box_is_as_wide_as_the_swizzle) {
     CHECK_EQ(map.box[0], columns);
     CHECK_EQ(map.box[1], 80);
   }
+}
+
+TEST(bits_of_a_mask_are_rows_of_16_bytes) {
+  const AttentionShape shape{.batch_size = 3,
+                             .seqlen_q = 200,
+                             .seqlen_k = 300,
+                             .num_heads_q = 6,
+                             .num_heads_k = 2,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  alignas(16) static std::uint32_t words[4];
+  PairBits bits{.data = words,
+                .batch_stride = 2400,
+                .head_stride = 0,
+                .row_stride = 12,
+                .rows = 200,
+                .words = 12};
+  CHECK(tma_can_load_bits(bits, shape));
+  make_pair_map(pair_tensor(bits, shape), Dtype::bf16, {64, 8});
+  CHECK_EQ(encoded.rank, 4u);
+  CHECK_EQ(encoded.swizzle, CU_TENSOR_MAP_SWIZZLE_NONE);
+  CHECK(encoded.sizes == (std::vector<std::int64_t>{24, 200, 1, 3}));
+  CHECK(encoded.strides == (std::vector<std::int64_t>{2, 48, 16, 9600}));
+  CHECK(encoded.box == (std::vector<std::int64_t>{8, 64, 1, 1}));
+  bits.row_stride = 0;
+  CHECK(!tma_can_load_bits(bits, shape));
+  bits.row_stride = -12;
+  CHECK(!tma_can_load_bits(bits, shape));
+  bits.data = nullptr;
+  CHECK(tma_can_load_bits(bits, shape));
 }
 
 TEST(a_load_ends_where_its_sequence_ends) {
