@@ -10,7 +10,8 @@ document: packed documents in one sequence with a mask, against flash_attn_varle
 bias: a bias with a gradient, against torch's memory-efficient kernels.
 sink: against the same call without.
 
-bf16, random normal data, medians of interleaved runs; what is compared is timed in one process.
+bf16, random normal data, medians of interleaved runs; what is compared is timed in one process, and
+ratios are medians over its rounds, so that a change of clocks between them does not count.
 Backward is timed alone, without the forward. `report.py masks.json --markdown` prints the table of
 a saved run.
 """
@@ -134,7 +135,8 @@ def measure_pass(
             "peak_bytes": measurement.peak_bytes,
             "tflops": timing and timing.teraflops(group.case, which) * entrant.density,
         }
-    add_ratios(rows, timed)
+    timings = {e.name: m.timing for e, m in zip(timed, measured, strict=True)}
+    add_ratios(rows, timed, timings)
     return rows
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from backends import TensorOrder
-from feature_tables import Column, Row, number, quotient
+from feature_tables import Column, Row, number
 from mask_entrants import Entrant
-from metrics import Pass
+from metrics import Pass, Timing
 from runner import Status
 from torch import Tensor
 
@@ -37,15 +37,22 @@ COLUMNS = (
 )
 
 
-def add_ratios(rows: dict[str, Row], entrants: Sequence[Entrant]) -> None:
+def add_ratios(
+    rows: dict[str, Row], entrants: Sequence[Entrant], timings: dict[str, Timing | None]
+) -> None:
     """Of times, to those of the reference and of the peer, and what the targets say."""
+
+    def time_over(above: str | None, below: str | None) -> float | None:
+        numerator, denominator = timings.get(above or ""), timings.get(below or "")
+        return numerator.over(denominator) if numerator and denominator else None
+
     for entrant in entrants:
         row = rows[entrant.name]
         for figure, name in (("reference_ms", entrant.reference), ("peer_ms", entrant.peer)):
             row[figure] = rows[name]["median_ms"] if name else None
         row["reference"], row["peer"] = entrant.reference, entrant.peer
-        row["time_ratio"] = quotient(row["median_ms"], row["reference_ms"])
-        row["speedup"] = quotient(row["peer_ms"], row["median_ms"])
+        row["time_ratio"] = time_over(entrant.name, entrant.reference)
+        row["speedup"] = time_over(entrant.peer, entrant.name)
         row["targets"] = [target.judge(row) for target in entrant.targets]
         row["check"] = row["error"] = None
 

@@ -59,6 +59,7 @@ class Timing:
     low_ms: float  # first quartile
     high_ms: float  # third quartile
     samples: int
+    of_rounds: tuple[float, ...] = ()  # a sample of each round, in their order
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:
@@ -67,13 +68,25 @@ class Timing:
             low_ms=quantile(samples_ms, 0.25),
             high_ms=quantile(samples_ms, 0.75),
             samples=len(samples_ms),
+            of_rounds=tuple(samples_ms),
         )
 
     def divided_by(self, count: int) -> Timing:
         """Of one of `count` equal parts of a call."""
         return Timing(
-            self.median_ms / count, self.low_ms / count, self.high_ms / count, self.samples
+            self.median_ms / count,
+            self.low_ms / count,
+            self.high_ms / count,
+            self.samples,
+            tuple(sample / count for sample in self.of_rounds),
         )
+
+    def over(self, other: Timing) -> float:
+        """Time over that of what was timed in the same rounds: the median of the rounds' ratios, in
+        which clocks that change from round to round are above and below the stroke.
+        """
+        ratios = [a / b for a, b in zip(self.of_rounds, other.of_rounds, strict=True)]
+        return quantile(ratios, 0.5)
 
     def teraflops(self, case: AttentionCase | VarlenCase, which: Pass) -> float:
         """10^12 operations per second."""

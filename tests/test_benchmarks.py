@@ -63,6 +63,17 @@ def test_quantiles_interpolate():
     assert quantile([0.0, 10.0], 0.25) == 2.5
 
 
+def test_ratios_are_of_what_ran_in_the_same_round():
+    slow_and_fast_clocks = Timing.of([2.2, 2.2, 1.1, 1.1])
+    other = Timing.of([2.0, 2.0, 1.0, 1.0])
+    assert slow_and_fast_clocks.over(other) == pytest.approx(1.1)
+    one_change_apart = Timing.of([2.2, 1.1, 1.1, 1.1])  # the quotient of the medians is 0.73
+    assert one_change_apart.over(other) == pytest.approx(1.1)
+    assert one_change_apart.divided_by(2).over(other) == pytest.approx(0.55)
+    with pytest.raises(ValueError, match="zip"):
+        Timing.of([1.0]).over(other)
+
+
 def test_timing_is_the_median_not_the_mean():
     timing = Timing.of([1.0, 1.0, 1.0, 1.0, 1000.0])
     assert (timing.median_ms, timing.low_ms, timing.high_ms, timing.samples) == (1.0, 1.0, 1.0, 5)

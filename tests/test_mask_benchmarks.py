@@ -127,7 +127,7 @@ def fake_measure(milliseconds: dict[str, float]):
 
     def measure(subjects, **_options):
         return [
-            Measurement(Status.ok, timing=Timing(*[milliseconds[s.name]] * 3, samples=5))
+            Measurement(Status.ok, timing=Timing.of([milliseconds[s.name]] * 5))
             if s.name in milliseconds
             else Measurement(Status.unsupported, "no such thing")
             for s in subjects
