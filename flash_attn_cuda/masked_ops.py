@@ -340,6 +340,7 @@ class MaskedGradientsCall(MaskedArguments, _Incoming):
             bias=self.bias,
             wants_dbias=self.wants_dbias,
             sink=self.sink,
+            wants_softmax_d=False,
             **extension_lengths(self),
             **extension_options(self),
         )

@@ -346,7 +346,10 @@ def test_the_gradient_of_a_sink(extension: Any, make: Any, with_dlse: bool) -> N
     assert (dsink - expected).abs().le(1e-5 * terms).all(), (dsink, expected)
     other = backward(extension, **given, **saved, softmax_lse=strided(lse), sink=sink)
     assert torch.equal(other[5], dsink)
-    without = backward(extension, **given, **saved, softmax_lse=lse)
+    saved["softmax_lse"] = lse
+    unseen = backward(extension, **given, **saved, sink=sink, wants_softmax_d=False)
+    assert unseen[3].shape == (0,) and torch.equal(unseen[5], dsink)
+    without = backward(extension, **given, **saved)
     assert without[5].shape == (0,)
     # dk, but of the key head whose gradients are nan
     assert torch.equal(without[1][..., :-1, :], results[1][..., :-1, :])

@@ -35,7 +35,8 @@ std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArgum
     grad_k.written().zero_();
     grad_v.written().zero_();
   }
-  at::Tensor softmax_d = allocate_softmax_d(q);
+  at::Tensor softmax_d;
+  if (given.wants_softmax_d) softmax_d = allocate_softmax_d(q);
   run_backward_call({.call = std::move(call),
                      .dout = given.dout,
                      .out = given.out,
@@ -48,6 +49,7 @@ std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArgum
                      .dbias = given.dbias,
                      .dsink = given.dsink},
                     softmax_d);
+  if (!given.wants_softmax_d) softmax_d = allocate({0}, at::kFloat, given.dout);
   return {grad_q.finish(), grad_k.finish(), grad_v.finish(), std::move(softmax_d)};
 }
 

@@ -41,6 +41,7 @@ struct BackwardArguments {
   const OptionalTensor& dlse;
   at::Tensor dbias = {};  // as in GradientViews
   at::Tensor dsink = {};
+  bool wants_softmax_d = true;
 };
 
 // softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q), for
@@ -52,7 +53,8 @@ at::Tensor allocate_softmax_d(const at::Tensor& q);
 void run_backward_call(const BackwardInputs& inputs, const GradientViews& gradients,
                        const at::Tensor& softmax_d);
 
-// Checks what is given and runs the call: [dq, dk, dv, softmax_d], FlashAttention-2's outputs.
+// Checks what is given and runs the call: [dq, dk, dv, softmax_d], FlashAttention-2's outputs; the
+// last is empty where it is not wanted.
 std::vector<at::Tensor> backward_outputs(AttentionCall call, const BackwardArguments& given);
 
 }  // namespace flash_attn_cuda::binding

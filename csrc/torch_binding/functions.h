@@ -88,7 +88,7 @@ std::vector<at::Tensor> masked_bwd(
     double softmax_scale, bool is_causal, std::int64_t window_left, std::int64_t window_right,
     double softcap, bool deterministic, const OptionalTensor& rng_state, const OptionalTensor& dlse,
     const OptionalTensor& block_columns, const OptionalTensor& mask_bits,
-    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink);
+    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink, bool wants_softmax_d);
 
 std::vector<at::Tensor> fwd_kvcache(
     const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,

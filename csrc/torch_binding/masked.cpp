@@ -72,7 +72,8 @@ std::vector<at::Tensor> masked_bwd(
     double softmax_scale, bool is_causal, std::int64_t window_left, std::int64_t window_right,
     double softcap, bool deterministic, const OptionalTensor& rng_state, const OptionalTensor& dlse,
     const OptionalTensor& block_columns, const OptionalTensor& mask_bits,
-    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink) {
+    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink,
+    bool wants_softmax_d) {
   AttentionCall call = checked_call({.q = q,
                                      .k = k,
                                      .v = v,
@@ -99,16 +100,18 @@ std::vector<at::Tensor> masked_bwd(
   at::Tensor dbias, dsink;
   if (wants_dbias) dbias = allocate_bias_gradient(call);
   if (sink.has_value()) dsink = allocate(sink->sizes(), at::kFloat, q);
-  std::vector<at::Tensor> results = backward_outputs(std::move(call), {.dout = dout,
-                                                                       .out = out,
-                                                                       .softmax_lse = softmax_lse,
-                                                                       .dq = std::nullopt,
-                                                                       .dk = std::nullopt,
-                                                                       .dv = std::nullopt,
-                                                                       .rng_state = rng_state,
-                                                                       .dlse = dlse,
-                                                                       .dbias = dbias,
-                                                                       .dsink = dsink});
+  std::vector<at::Tensor> results =
+      backward_outputs(std::move(call), {.dout = dout,
+                                         .out = out,
+                                         .softmax_lse = softmax_lse,
+                                         .dq = std::nullopt,
+                                         .dk = std::nullopt,
+                                         .dv = std::nullopt,
+                                         .rng_state = rng_state,
+                                         .dlse = dlse,
+                                         .dbias = dbias,
+                                         .dsink = dsink,
+                                         .wants_softmax_d = wants_softmax_d});
   results.push_back(wants_dbias ? std::move(dbias) : allocate({0}, at::kFloat, q));
   results.push_back(sink.has_value() ? std::move(dsink) : allocate({0}, at::kFloat, q));
   return results;

@@ -141,13 +141,14 @@ void define_masked(py::module& module) {
       "masked_bwd(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q,\n"
       "    seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, alibi_slopes, p_dropout,\n"
       "    softmax_scale, is_causal, window_left, window_right, softcap, deterministic,\n"
-      "    rng_state, dlse, block_columns, mask_bits, bias, wants_dbias, sink=None)\n"
+      "    rng_state, dlse, block_columns, mask_bits, bias, wants_dbias, sink=None,\n"
+      "    wants_softmax_d=True)\n"
       "    -> [dq, dk, dv, softmax_d, dbias, dsink]\n\n"
       "The backward of masked_fwd, whose softmax_lse has the sink already. block_columns: int32\n"
       "(B, H, Tk, 2 + Tq), which tiles of queries visit a tile of keys; not with deterministic.\n"
       "dbias: in the shape of bias, summed over what that is shared by, and then fp32, else of\n"
       "the bias's dtype; empty without wants_dbias; not with softcap. dsink: fp32 (heads_q), the\n"
-      "gradient of `sink`; empty without.",
+      "gradient of `sink`; empty without. softmax_d: empty where it is not wanted.",
       py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
       py::arg("softmax_lse"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
       py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("max_seqlen_q"),
@@ -155,7 +156,7 @@ void define_masked(py::module& module) {
       py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
       py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("rng_state"),
       py::arg("dlse"), py::arg("block_columns"), py::arg("mask_bits"), py::arg("bias"),
-      py::arg("wants_dbias"), py::arg("sink") = py::none());
+      py::arg("wants_dbias"), py::arg("sink") = py::none(), py::arg("wants_softmax_d") = true);
 }
 
 void define_inference(py::module& module) {
