@@ -219,9 +219,9 @@ int choose_splits(const ForwardParams& params, const Window& window,
   // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
   // than an uneven last round. Rows for caches also have lower tiles, which is another reason to
   // run one.
-  const bool splits_alone = params.paged.block_table == nullptr;
+  const bool has_pages = params.paged.block_table != nullptr;
   if (config.family == KernelFamily::sm90 &&
-      (ctas >= device.num_sms || (splits_alone && !wants_splits(params, window, device))))
+      (ctas >= device.num_sms || (!has_pages && !wants_splits(params, window, device))))
     return 1;
   const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);

@@ -163,8 +163,7 @@ struct ForwardTraits {
     Ring<work_stages> work_ring;
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
-    bool misses_keys[is_paged ? stages
-                              : 1];  // of the blocks in k: the block table has not all pages
+    bool misses_keys[is_paged ? stages : 1];  // of the blocks in k: pages are not in the table
     std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };

@@ -44,9 +44,8 @@ struct SeenPairs {
 // The columns j, j + 1, j + 8, j + 9, .. of 32, j even and less than 8, that a thread has of a
 // wgmma accumulator.
 struct ThreadColumns {
-  std::uint32_t own;  // their bits of a word
-  std::uint32_t
-      gather;  // what its own bits are multiplied by to lie side by side in the upper byte
+  std::uint32_t own;     // their bits of a word
+  std::uint32_t gather;  // own bits times this have them side by side in the upper byte
 
   CUTE_DEVICE explicit ThreadColumns(int first)
       : own(0x03030303u << first), gather((1u << 24 | 1u << 18 | 1u << 12 | 1u << 6) >> first) {}
