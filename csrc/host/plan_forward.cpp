@@ -108,13 +108,10 @@ bool suits_sm90(const ForwardParams& params) {
          tma_can_load_bits(params.sparsity.bits, params.shape);
 }
 
-// Of sm90 rows.
-constexpr int sm90_tile_rows = 128;
-
-// Tiles of the whole call, at most.
-std::int64_t most_sm90_tiles(const ForwardParams& params) {
+// Tiles of the whole call in an sm90 row, at most.
+std::int64_t most_tiles(const ForwardParams& params, const ForwardConfig& row) {
   const AttentionShape& shape = params.shape;
-  const std::int64_t tiles = ceil_div(shape.seqlen_q, sm90_tile_rows);
+  const std::int64_t tiles = ceil_div(shape.seqlen_q, row.block_m);
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   return (is_packed ? tiles + shape.batch_size : tiles * shape.batch_size) * shape.num_heads_q;
 }
@@ -130,12 +127,14 @@ int most_keys_of_tile(const Window& window, const AttentionShape& shape, int row
 constexpr int least_keys = 1024;
 
 // Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.
-bool wants_splits(const ForwardParams& params, const Window& window, const DeviceInfo& device) {
+// `row`: that which could split.
+bool wants_splits(const ForwardParams& params, const Window& window, const ForwardConfig& row,
+                  const DeviceInfo& device) {
   if (params.split.num_splits == 1 || params.split.batch_invariant) return false;
-  const std::int64_t tiles = most_sm90_tiles(params);
+  const std::int64_t tiles = most_tiles(params, row);
   if (params.split.num_splits > 1) return tiles < device.num_sms;
   return 2 * tiles <= device.num_sms &&
-         most_keys_of_tile(window, params.shape, sm90_tile_rows) >= least_keys;
+         most_keys_of_tile(window, params.shape, row.block_m) >= least_keys;
 }
 
 // The plain row of a narrow head has tiles of more queries than that over caches. If those of fewer
@@ -143,17 +142,14 @@ bool wants_splits(const ForwardParams& params, const Window& window, const Devic
 bool wants_lower_tiles(const ForwardParams& params, const Window& window,
                        const ForwardConfig& plain, const ForwardConfig& lower,
                        const DeviceInfo& device) {
-  const AttentionShape& shape = params.shape;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   if (is_packed || params.split.batch_invariant || plain.block_m <= lower.block_m ||
-      most_keys_of_tile(window, shape, lower.block_m) < least_keys)
+      most_keys_of_tile(window, params.shape, lower.block_m) < least_keys)
     return false;
-  const auto rounds = [&](int tile_rows) {
-    const std::int64_t tiles =
-        std::int64_t{ceil_div(shape.seqlen_q, tile_rows)} * shape.batch_size * shape.num_heads_q;
-    return ceil_div(tiles, std::int64_t{device.num_sms});
+  const auto rounds = [&](const ForwardConfig& row) {
+    return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
   };
-  return rounds(lower.block_m) <= rounds(plain.block_m);
+  return rounds(lower) <= rounds(plain);
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
@@ -180,7 +176,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
   const ForwardInstance* over_cache = find_instance(instances, request, device);
   const bool prefers_cache_row =
       over_cache != nullptr && over_cache->config.family == KernelFamily::sm90 &&
-      (wants_splits(params, window, device) ||
+      (wants_splits(params, window, over_cache->config, device) ||
        wants_lower_tiles(params, window, plain.config, over_cache->config, device));
   return prefers_cache_row ? *over_cache : plain;
 }
@@ -221,7 +217,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   // run one.
   const bool has_pages = params.paged.block_table != nullptr;
   if (config.family == KernelFamily::sm90 &&
-      (ctas >= device.num_sms || (!has_pages && !wants_splits(params, window, device))))
+      (ctas >= device.num_sms || (!has_pages && !wants_splits(params, window, config, device))))
     return 1;
   const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);
