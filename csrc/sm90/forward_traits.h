@@ -109,7 +109,7 @@ struct ForwardTraits {
   static constexpr int stage_bytes = key_bytes + value_bytes;
   // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
   static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
-  static constexpr int smem_reserved = 2048;  // barriers and work; bits are small
+  static constexpr int smem_reserved = 2048;  // barriers and work; a mask's bits fit beside
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
   static constexpr int most_stages = ctas_per_sm == 2 ? 3 : 4;
   static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
