@@ -2,6 +2,7 @@
 // for boundary blocks only.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <cute/tensor.hpp>
 
@@ -32,12 +33,25 @@ struct ScoreMask {
     }
   }
 
+  // The same where nothing but the sequence's end hides keys.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void apply_end(Scores& scores, Coords const& coords, int key_begin,
+                             float hidden) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      if (key_begin + get<1>(coords(0, col)) < seqlen_k) continue;
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = hidden;
+    }
+  }
+
   // The same for the columns that a thread holds of a wgmma accumulator, (j, j + 1) of every eight:
   // how many of them lie in front of a bound is a little arithmetic, and a bit for each of 32 makes
-  // one instruction an element of what would be four.
+  // one instruction an element of what would be four. Queries from query_end on see nothing.
   template <class Scores, class Coords>
   CUTE_DEVICE void apply_by_bits(Scores& scores, Coords const& coords, int query_begin,
-                                 int key_begin, float hidden) const {
+                                 int key_begin, float hidden, int query_end = INT_MAX) const {
     using namespace cute;
     constexpr int columns = decltype(size<1>(scores))::value;
     constexpr int bits = 32;
@@ -45,7 +59,9 @@ struct ScoreMask {
     const int first = get<1>(coords(0, 0));
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
-      const Visible keys = visible(query_begin + get<0>(coords(row, 0)), key_begin);
+      const int query = query_begin + get<0>(coords(row, 0));
+      Visible keys = visible(query, key_begin);
+      if (query >= query_end) keys.end = 0;
       CUTE_UNROLL
       for (int begin = 0; begin < columns; begin += bits) {
         const int origin = first + begin / bits * keys_of_bits;
@@ -56,19 +72,6 @@ struct ScoreMask {
           if ((seen >> i & 1) == 0) scores(row, begin + i) = hidden;
         }
       }
-    }
-  }
-
-  // Rows `count` and further, whatever their columns.
-  template <class Scores, class Coords>
-  CUTE_DEVICE static void hide_rows_from(int count, Scores& scores, Coords const& coords,
-                                         float hidden) {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      if (get<0>(coords(row, 0)) < count) continue;
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) scores(row, col) = hidden;
     }
   }
 

@@ -259,8 +259,7 @@ struct ScoreMath {
     const int seqlen_k = tile.sequence.seqlen_k;
     const ScoreMask<Traits::config.mask> mask{
         .band = band_from_keys(call.params.window, seqlen_q, seqlen_k), .seqlen_k = seqlen_q};
-    mask.apply_by_bits(scores, coords, tile.key_begin, tile.query_begin, -INFINITY);
-    mask.hide_rows_from(seqlen_k - tile.key_begin, scores, coords, -INFINITY);
+    mask.apply_by_bits(scores, coords, tile.key_begin, tile.query_begin, -INFINITY, seqlen_k);
   }
 
   // A score is scale_log2 * S in powers of two.
