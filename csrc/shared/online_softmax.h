@@ -31,6 +31,18 @@ CUTE_DEVICE float fast_exp2(float x) {
   return y;
 }
 
+CUTE_DEVICE float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+CUTE_DEVICE float fast_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Above this magnitude of row_max * scale its rounding error (2^-8 and more) no longer vanishes in
 // P, and far above it would overflow exp2. The warp then subtracts the row maximum from the scores
 // before it multiplies, as the textbook does.
@@ -55,9 +67,13 @@ struct Denominator {
     return {sum * factor + fast_exp2(sink_log2 - reference), reference, shrink * factor};
   }
 
+  // What makes the output of the numerator. A sum that is not 0 has about 1 in it, of the score
+  // that the reference is: approximate functions do.
+  CUTE_DEVICE float inverse() const { return is_zero() ? 0.0f : shrink * fast_inverse(sum); }
+
   CUTE_DEVICE float lse() const {
     constexpr float ln2 = 0.693147180559945f;
-    return is_zero() ? -INFINITY : offset * ln2 + logf(sum);
+    return is_zero() ? -INFINITY : (offset + fast_log2(sum)) * ln2;
   }
 };
 
@@ -133,12 +149,14 @@ struct OnlineSoftmax {
   CUTE_DEVICE void normalize_softmax_lse(Output& o, float (&lse)[kRows], float sink,
                                          float o_scale = 1.0f) {
     using namespace cute;
+    const bool has_sink = __any_sync(0xffffffffu, sink != -INFINITY);  // a branch of all lanes
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const float sum = quad_reduce(row_sum[row], [](float a, float b) { return a + b; });
       const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
-      const Denominator total = Denominator{sum, offset}.with_sink(sink);
-      const float inverse = total.is_zero() ? 0.0f : o_scale * total.shrink / total.sum;
+      Denominator total{sum, offset};
+      if (has_sink) total = total.with_sink(sink);
+      const float inverse = total.inverse() * o_scale;
       lse[row] = total.lse();
       CUTE_UNROLL
       for (int col = 0; col < size<1>(o); ++col) o(row, col) *= inverse;

@@ -238,10 +238,10 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       } else {
         if (thread == 0) wait_stores();
         sync_output(warpgroup);
-        store_gradient<Traits, typename Traits::ValueLayout>(args.dv_map, item, key_begin, dv_mma,
-                                                             tGrdV, smem.dv, warpgroup, thread);
-        store_gradient<Traits, typename Traits::KeyLayout>(args.dk_map, item, key_begin, dk_mma,
-                                                           tGrdK, smem.dk, warpgroup, thread);
+        store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, tGrdV,
+                                                   smem.dv, warpgroup, thread);
+        store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, tGrdK,
+                                                 smem.dk, warpgroup, thread);
       }
     }
     __syncwarp();

@@ -51,21 +51,19 @@ CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
 }
 
 // The same -> dk or dv, through `tiles`, shared memory of all key warpgroups.
-template <class Traits, class Layout, class Mma, class Accumulator>
+template <class Traits, int kColumns, class Mma, class Accumulator>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
                                 Mma const& mma, Accumulator const& accumulator,
                                 typename Traits::Element* tiles, int warpgroup, int thread) {
-  using Element = typename Traits::Element;
-  constexpr int columns = decltype(size<1>(Layout{}))::value;
   Sequence const& sequence = item.work.sequence;
-  auto tile = smem_tile<Layout>(tiles)(_, _, warpgroup);
-  fragment_to_shared(mma, convert_fragment<Element>(accumulator), tile, thread);
+  auto* tile = tiles + warpgroup * 64 * kColumns;
+  accumulator_to_shared<kColumns>(mma, accumulator, tile, thread);
   tma_store_fence();
   sync_output(warpgroup);
   const int rows = sequence.rows_k - key_begin;
   if (thread == 0 && rows > 0) {
-    store_tile<64, columns>(map, tiles + warpgroup * 64 * columns,
-                            {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
+    store_tile<64, kColumns>(map, tile,
+                             {sequence.batch_k, item.head_k, sequence.row_k + key_begin, rows});
   }
 }
 

@@ -9,16 +9,6 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// An accumulator of `mma`, or what has been made of one -> its tile in shared memory, by all
-// threads of the warpgroup.
-template <class Mma, class Fragment, class Tile>
-CUTE_DEVICE void fragment_to_shared(Mma const& mma, Fragment const& fragment, Tile&& tile,
-                                    int thread) {
-  using StoreMatrix = Copy_Atom<SM90_U32x4_STSM_N, typename Fragment::value_type>;
-  auto copy = make_tiled_copy_C(StoreMatrix{}, mma).get_thread_slice(thread);
-  cute::copy(StoreMatrix{}, copy.retile_S(fragment), copy.partition_D(tile));
-}
-
 // The left operand of a product, (64, kColumns) in 16 bits, -> columns from first_column on of a
 // tile of TileLayout<Element, 64, n>, n a multiple of 64, by all threads of the warpgroup. What
 // copy atoms do as well, at a tenth of their address arithmetic: a row of 128 bytes is eight
@@ -42,6 +32,25 @@ CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::
                  "r"(registers(4 * i)), "r"(registers(4 * i + 1)), "r"(registers(4 * i + 2)),
                  "r"(registers(4 * i + 3))
                  : "memory");
+  }
+}
+
+// An accumulator of `mma`, in 16 bits -> a tile of TileLayout<Element, 64, kColumns>; each warp
+// writes 16 of its rows.
+template <int kColumns, class Element, class Mma, class Accumulator>
+CUTE_DEVICE void accumulator_to_shared([[maybe_unused]] Mma const& mma,
+                                       Accumulator const& accumulator, Element* tile,
+                                       [[maybe_unused]] int thread) {
+  if constexpr (kColumns % 64 == 0) {
+    auto fragment = make_tensor_like<Element>(a_operand_view(accumulator));
+    convert_into(a_operand_view(accumulator), fragment);
+    operand_to_shared<kColumns>(fragment, tile);
+  } else {
+    using StoreMatrix = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+    auto copy = make_tiled_copy_C(StoreMatrix{}, mma).get_thread_slice(thread);
+    auto target = smem_tile<TileLayout<Element, 64, kColumns, 1>>(tile)(_, _, _0{});
+    cute::copy(StoreMatrix{}, copy.retile_S(convert_fragment<Element>(accumulator)),
+               copy.partition_D(target));
   }
 }
 

@@ -4,7 +4,8 @@
 // still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
 // "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
 // another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
-// and leaves the tensor cores to the other three meanwhile. Blocks that only other queries of the
+// and leaves the tensor cores to the other three meanwhile; there the last few keys of a sequence
+// have a step of their own, as wide as they are. Blocks that only other queries of the
 // tile see it drops, and takes its turns all the same.
 #pragma once
 
@@ -31,7 +32,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   const Turns<Traits::consumers> turns{warpgroup};
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::q_stages> q_place;
-  RingPlace<Traits::stages> k_place, v_place;
+  // Where nothing overlaps, K and V of a step lie in the same place of their rings.
+  RingPlace<Traits::stages> k_place, own_v_place;
+  auto& v_place = Traits::overlaps_softmax ? own_v_place : k_place;
   RingPlace<Traits::bias_stages> bias_place;
   [[maybe_unused]] RingPlace<1> bits_place;
   [[maybe_unused]] RingPlace<Traits::word_stages> word_place;
@@ -63,20 +66,21 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   [[maybe_unused]] bool misses_keys = false;
   [[maybe_unused]] SeenPairs seen{};  // of it
 
-  // Products run while other code does; finish_.. waits for them and gives the buffer back.
-  auto start_scores = [&]() {
+  // Products run while other code does; finish_.. waits for them and gives the buffer back. Of a
+  // block in shared memory a product takes as many keys as its instructions, or its P, have.
+  auto start_scores = [&](auto& mma, auto& accumulator) {
     wait_full(smem.k_ring, k_place);
     auto q = tSrQ(_, _, _, q_place.stage * Traits::consumers + warpgroup);
-    start_product(scores_mma, q, tSrK(_, _, _, k_place.stage), tSrS, false);
+    start_product(mma, q, tSrK(_, _, _, k_place.stage), accumulator, false);
   };
-  auto start_output = [&](bool add) {
+  auto start_output = [&](auto& probabilities, bool add) {
     wait_full(smem.v_ring, v_place);
-    start_product(output_mma, tOrP, tOrV(_, _, _, v_place.stage), tOrO, add);
+    start_product(output_mma, probabilities, tOrV(_, _, _, v_place.stage), tOrO, add);
   };
-  auto finish_scores = [&](auto products_left, bool last_of_tile) {
-    wait_products<products_left>(tSrS);
+  auto finish_scores = [&](auto& accumulator, auto products_left, bool last_of_tile) {
+    wait_products<products_left>(accumulator);
     release(smem.k_ring, k_place);
-    k_place.advance();
+    if (Traits::overlaps_softmax) k_place.advance();
     if (last_of_tile) release(smem.q_ring, q_place);
   };
   auto finish_output = [&]() {
@@ -89,7 +93,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     wait_full(smem.k_ring, k_place);
     __syncwarp();
     release(smem.k_ring, k_place);
-    k_place.advance();
+    if (Traits::overlaps_softmax) k_place.advance();
     wait_full(smem.v_ring, v_place);
     __syncwarp();
     release(smem.v_ring, v_place);
@@ -140,6 +144,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       }
     };
 
+    auto mask_of_sequence = [&]() {
+      return ScoreMask<Traits::config.mask>{
+          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+          .seqlen_k = sequence.seqlen_k};
+    };
+
     // S of `block` -> P for the next product; true if O has to be rescaled before it.
     auto scores_to_probabilities = [&](int block) {
       bool is_interior = range.is_interior(block);
@@ -179,10 +189,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         }
       }
       if (!is_interior) {
-        const ScoreMask<Traits::config.mask> mask{
-            .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-            .seqlen_k = sequence.seqlen_k};
-        mask.apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
+        mask_of_sequence().apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
       }
       [[maybe_unused]] ThreadWords<Traits> kept{};
       if constexpr (Traits::draws_ahead) {
@@ -206,46 +213,78 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
     wait_full(smem.q_ring, q_place);
     if constexpr (Traits::drops_blocks) {
+      CUTE_NO_UNROLL
       for (int block = of_tile.end - 1; block >= range.end; --block) {
         if (Traits::overlaps_softmax && block < of_tile.end - 1) turns.take_and_pass();
         drop_block();
       }
     }
-    const bool has_turn = Traits::overlaps_softmax && range.end < of_tile.end;
-    if (has_turn) turns.take();
-    start_scores();
-    if (has_turn) turns.pass();
-    look_up_block();
-    finish_scores(Int<0>{}, range.end - 1 == range.begin);
-    scores_to_probabilities(range.end - 1);
-    keep_probabilities();
-    for (int block = range.end - 2; block >= range.begin; --block) {
-      if constexpr (!Traits::overlaps_softmax) {
-        start_output(block < range.end - 2);
-        finish_output();
-        start_scores();
-        look_up_block();
-        finish_scores(Int<0>{}, block == range.begin);
-        if (scores_to_probabilities(block)) softmax.rescale_o(output);
-        keep_probabilities();
-      } else {
+    if constexpr (Traits::overlaps_softmax) {
+      const bool has_turn = range.end < of_tile.end;
+      if (has_turn) turns.take();
+      start_scores(scores_mma, tSrS);
+      if (has_turn) turns.pass();
+      look_up_block();
+      finish_scores(tSrS, Int<0>{}, range.end - 1 == range.begin);
+      scores_to_probabilities(range.end - 1);
+      keep_probabilities();
+      for (int block = range.end - 2; block >= range.begin; --block) {
         turns.take();
-        start_scores();
-        start_output(block < range.end - 2);
+        start_scores(scores_mma, tSrS);
+        start_output(tOrP, block < range.end - 2);
         turns.pass();
         look_up_block();
-        finish_scores(Int<1>{}, block == range.begin);
+        finish_scores(tSrS, Int<1>{}, block == range.begin);
         const bool rescales = scores_to_probabilities(block);
         finish_output();
         if (rescales) softmax.rescale_o(output);
         keep_probabilities();
       }
+      start_output(tOrP, range.end - range.begin > 1);
+      finish_output();
+    } else {
+      // This warp. What it makes of other rows goes nowhere: their scores will do as P.
+      const bool has_queries = query_begin + first_row_of_warp(thread) < sequence.seqlen_q;
+      int block = range.end - 1;
+      bool has_output = false;
+      if (sequence.seqlen_k - block * block_n <= Traits::narrow_keys) {
+        typename Traits::NarrowScoresMma narrow_mma;
+        auto tNrS = partition_fragment_C(narrow_mma, Shape<_64, Int<Traits::narrow_keys>>{});
+        auto tNrP = make_tensor_like<Element>(a_operand_view(tNrS));
+        start_scores(narrow_mma, tNrS);
+        finish_scores(tNrS, Int<0>{}, block == range.begin);
+        if (has_queries) {
+          auto narrow_scores = rows_cols_view(tNrS);
+          const int key_begin = block * block_n;
+          if (params.window.is_full()) {
+            mask_of_sequence().apply_end(narrow_scores, tScS, key_begin, -INFINITY);
+          } else {
+            mask_of_sequence().apply(narrow_scores, tScS, query_begin, key_begin, -INFINITY);
+          }
+          softmax.softmax(narrow_scores);
+        }
+        convert_into(a_operand_view(tNrS), tNrP);
+        start_output(tNrP, false);
+        finish_output();
+        has_output = true;
+        --block;
+      }
+      for (; block >= range.begin; --block) {
+        start_scores(scores_mma, tSrS);
+        finish_scores(tSrS, Int<0>{}, block == range.begin);
+        if (has_queries) {
+          if (scores_to_probabilities(block) && has_output) softmax.rescale_o(output);
+        }
+        keep_probabilities();
+        start_output(tOrP, has_output);
+        finish_output();
+        has_output = true;
+      }
     }
-    start_output(range.end - range.begin > 1);
-    finish_output();
     if constexpr (Traits::drops_blocks) {
       // Read again, because a register for it would be kept all the tile long.
       const int first_of_tile = smem.work[work_place.stage].range.begin;
+      CUTE_NO_UNROLL
       for (int block = range.begin - 1; block >= first_of_tile; --block) {
         if constexpr (Traits::overlaps_softmax) turns.take_and_pass();
         drop_block();

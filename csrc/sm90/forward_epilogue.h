@@ -58,6 +58,11 @@ CUTE_DEVICE void write_split(ForwardArguments const& args, Sequence const& seque
   }
 }
 
+// Of the warpgroup's 64; the same in all lanes, said so that the compiler knows.
+CUTE_DEVICE int first_row_of_warp(int thread) {
+  return __shfl_sync(0xffffffffu, thread / 32, 0) * 16;
+}
+
 // Rows that are the sequence's but do not attend get out 0 and lse -inf, those beyond are left
 // alone. `output`: this thread's (rows, columns) of the 64 rows from query_begin on.
 template <class Traits, class Mma, class Accumulator>
@@ -73,8 +78,11 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
   // One split has the sink, and so their combination.
   const bool has_sink = !Traits::can_split || split == 0;
-  softmax.normalize_softmax_lse(output, lse, has_sink ? sink_of(params.score, head) : -INFINITY,
-                                o_scale);
+  const bool has_rows = query_begin + first_row_of_warp(thread) < sequence.rows_q;
+  if (has_rows) {
+    softmax.normalize_softmax_lse(output, lse, has_sink ? sink_of(params.score, head) : -INFINITY,
+                                  o_scale);
+  }
 
   const int lane = thread % 32;
   const int quad_lane = lane % 4;
@@ -104,13 +112,13 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   if constexpr (Traits::stores_tiles) {
     if (thread == 0) wait_stores();
     sync_output(warpgroup);
-    auto sO = smem_tile<typename Traits::OutputLayout>(smem.o)(_, _, warpgroup);
-    fragment_to_shared(mma, convert_fragment<Element>(tOrO), sO, thread);
+    Element* tile = smem.o + warpgroup * 64 * Traits::head_dim_v;
+    if (has_rows) accumulator_to_shared<Traits::head_dim_v>(mma, tOrO, tile, thread);
     tma_store_fence();
     sync_output(warpgroup);
     if (thread == 0 && query_begin < sequence.rows_q) {
       store_tile<64, Traits::head_dim_v>(
-          args.out_map, smem.o + warpgroup * 64 * Traits::head_dim_v,
+          args.out_map, tile,
           {sequence.batch_q, head, sequence.row_q + query_begin, sequence.rows_q - query_begin},
           args.last_v_box);
     }

@@ -75,6 +75,10 @@ struct ForwardTraits {
   static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
   static constexpr bool overlaps_softmax = ctas_per_sm == 1;
 
+  // There sequences are short and their ends count: if the last block has no more keys than these,
+  // it is a narrow step, and a warp without queries leaves scores alone.
+  static constexpr int narrow_keys = 16;
+
   // A thread of its own finds tiles for the producer where that takes long, beside lists, where
   // tiles are short, or whole warps load.
   static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
@@ -85,6 +89,7 @@ struct ForwardTraits {
   // saves.
   static constexpr bool drops_blocks =
       !is_sparse && !is_paged && !has_bias && !has_modifiers && !has_dropout;
+  static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
   // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
@@ -98,6 +103,7 @@ struct ForwardTraits {
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
+  using NarrowScoresMma = SharedMma<Element, narrow_keys, head_dim>;
   using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
   static constexpr int rows_per_thread = 2;
 
@@ -148,7 +154,6 @@ struct ForwardTraits {
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
   using ValueLayout = TileLayout<Element, block_n, head_dim_v, stages>;
-  using OutputLayout = TileLayout<Element, 64, head_dim_v, consumers>;
 
   struct SharedStorage {
     alignas(1024) Element q[q_stages * block_m * head_dim];
