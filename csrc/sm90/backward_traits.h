@@ -152,8 +152,8 @@ struct BackwardTraits {
   using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, score_queries>;
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
-  // At a time, for its registers.
-  static constexpr int dq_columns = head_dim % 64 == 0 && !is_tight ? 64 : 32;
+  // At a time, for its registers: the fewer, the more often dS is read.
+  static constexpr int dq_columns = head_dim == 96 ? 96 : (is_tight ? 32 : 64);
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
   using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
                                    TransposedMma<Element, dq_columns, 64>>;
@@ -177,7 +177,7 @@ struct BackwardTraits {
   // addresses: there dK and dV leave through shared memory of their own instead, while the next
   // tile begins, if there is room.
   static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
-  static constexpr bool stores_tiles = key_stages == 1 && head_dim <= 128 && !has_bias;
+  static constexpr bool stores_tiles = head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
   using ValueLayout = TileLayout<Element, 64, head_dim_v, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
