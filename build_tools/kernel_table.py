@@ -100,9 +100,11 @@ def sm90_forward(
     )
 
 
-def sm90_alibi(head_dim: int) -> Iterator[ForwardRow]:
+def sm90_alibi(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
     """Without the warps that draw for dropout; softcap is no faster without them."""
-    return sm90_forward(head_dim, block_m=128, block_n=128, variant="alibi", features=Feature.alibi)
+    return sm90_forward(
+        head_dim, block_m=128, block_n=128, variant="alibi", features=Feature.alibi, **options
+    )
 
 
 def sm90_dropout(head_dim: int, *, block_n: int, **options: Any) -> Iterator[ForwardRow]:
@@ -188,16 +190,16 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_alibi(96),
     *sm90_dropout(96, block_n=128),
     *sm90_forward(128, block_m=128, block_n=128),
-    *sm90_alibi(128),
-    *sm90_dropout(128, block_n=128),
-    *sm90_cache_forward(128, block_n=128),
+    *sm90_alibi(128, allowed_spill_bytes=12),
+    *sm90_dropout(128, block_n=128, allowed_spill_bytes=20),
+    *sm90_cache_forward(128, block_n=128, spills={"cache_modifiers": 12}),
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_dropout(192, block_n=96, allowed_spill_bytes=64),
+    *sm90_dropout(192, block_n=96, allowed_spill_bytes=68),
     *sm90_forward(256, block_m=128, block_n=64),
     *sm90_dropout(256, block_n=64, allowed_spill_bytes=80),
-    *sm90_cache_forward(256, block_n=64, spills={"cache_modifiers": 104}),
+    *sm90_cache_forward(256, block_n=64, spills={"cache_modifiers": 116}),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
     *sm90_bias_forward(64, allowed_spill_bytes=4),
@@ -363,8 +365,8 @@ def sm90_backward_rows(
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 12, "dropout": 12}),
-    *sm90_backward_rows(96, spills={"": 4, "softcap_dropout": 60}),
+    *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 12}),
+    *sm90_backward_rows(96, spills={"": 12, "dropout": 16, "softcap": 8, "softcap_dropout": 72}),
     *sm90_backward_rows(
         128, spills={"": 24, "dropout": 48, "alibi": 28, "softcap": 92, "softcap_dropout": 68}
     ),
@@ -374,10 +376,10 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_m=64,
         block_n=128,
         features=Feature.deterministic,
-        allowed_spill_bytes=176,
+        allowed_spill_bytes=180,
     ),
     *sm90_backward_rows(192, block_n=64),
-    *sm90_backward_rows(256, block_n=64, spills={"": 52, "dropout": 188}),
+    *sm90_backward_rows(256, block_n=64, spills={"": 52, "dropout": 192}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=152),
     *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=176),
     *sm90_masked_backward(64, "bias", Feature.bias),

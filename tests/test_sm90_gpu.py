@@ -259,6 +259,45 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
+    "features", [{}, {"causal": True}, {"window": (70, 3)}, {"window": (5, -1)}], ids=str
+)
+def test_the_ends_of_short_sequences(
+    features: dict[str, Any], dtype: torch.dtype, check: Check
+) -> None:
+    """Up to 16 keys of a last block have a step of their own, and warps without queries leave
+    scores alone.
+    """
+    for seqlen_q, seqlen_k in (
+        *((n, n) for n in (1, 16, 17, 65, 80, 81, 144, 197, 257)),
+        (70, 133),
+        (130, 72),
+        (33, 208),
+        (200, 1),
+    ):
+        case = make_case(
+            seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=2, dtype=dtype, **features
+        )
+        check(case)
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_ends_of_short_packed_sequences(causal: bool, dtype: torch.dtype, check: Check) -> None:
+    """Of them a part is used: rows behind get out 0."""
+    lengths = (5, 64, 197, 80, 0, 129, 250)
+    case = make_varlen_case(
+        lengths_q=lengths,
+        used_q=(5, 20, 130, 65, 0, 1, 193),
+        used_k=(1, 64, 68, 80, 0, 17, 208),
+        num_heads_k=2,
+        dtype=dtype,
+        causal=causal,
+    )
+    check(case)
+
+
+@DTYPES
+@pytest.mark.parametrize(
     ("seqlens", "features"),
     [
         ((1500, 662), {"causal": True}),  # of a tile's warpgroups the first sees nothing

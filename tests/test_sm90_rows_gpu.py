@@ -105,7 +105,7 @@ def test_short_sequences_have_a_row() -> None:
     most, most_full = most_short_seqlen(causal=True), most_short_seqlen(causal=False)
     for seqlen, features, variant in (
         (most_full, {}, "short"),
-        (most_full + 1, {}, ""),
+        (most_full + 128, {}, ""),
         (most_full, {"window": (20, -1)}, "short"),
         (most_full, {"dropout_p": 0.1}, "dropout"),
         (min(1024, most), {"causal": True}, "short"),
@@ -121,6 +121,16 @@ def test_short_sequences_have_a_row() -> None:
         assert families.planned(dense)["instance"] == row_name(64, variant), str(dense)
         packed = make_varlen_case(lengths_q=(seqlen, 90, 0, 90), **features)
         assert families.planned(packed)["instance"] == row_name(64, variant), str(packed)
+    # Longer ones too, if they have enough tiles and would fill little of the last ones.
+    for seqlen, heads, variant in (
+        (257, 64, "short"),
+        (384, 64, ""),
+        (577, 64, "short"),
+        (577, 4, ""),
+        (700, 64, ""),
+    ):
+        dense = make_case(seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads)
+        assert families.planned(dense)["instance"] == row_name(64, variant), str(dense)
     wider = make_case(seqlen_q=1024, seqlen_k=1024, head_dim=72, causal=True)
     assert families.planned(wider)["instance"] == row_name(96)
 

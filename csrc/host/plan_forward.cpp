@@ -152,6 +152,32 @@ bool wants_lower_tiles(const ForwardParams& params, const Window& window,
   return rounds(lower) <= rounds(plain);
 }
 
+// Pairs of a head for which steps of so many queries and keys take time.
+std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys) {
+  const std::int64_t padded_queries = std::int64_t{ceil_div(shape.seqlen_q, queries)} * queries;
+  const std::int64_t padded_keys = std::int64_t{ceil_div(shape.seqlen_k, keys)} * keys;
+  return padded_queries * padded_keys;
+}
+
+// The row for short sequences has smaller steps, in which warps without queries do little. That
+// makes it the faster one for somewhat longer sequences too, where their ends would fill little of
+// the plain row's steps (docs/forward_sm90.md).
+bool wants_smaller_steps(const ForwardParams& params, const Window& window,
+                         const ForwardConfig& plain, const ForwardConfig& short_row,
+                         const DeviceInfo& device) {
+  constexpr int longest = 1024;
+  constexpr int warpgroup_rows = 64;
+  constexpr double share_that_pays = 0.835;
+  const AttentionShape& shape = params.shape;
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  if (!window.is_full() || is_packed || params.split.batch_invariant ||
+      std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
+      most_tiles(params, plain) < device.num_sms)
+    return false;
+  return padded_pairs(shape, warpgroup_rows, short_row.block_n) <=
+         share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n);
+}
+
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
                                        const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
@@ -172,6 +198,12 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
   request.kind = ForwardKind::tiles;
   const ForwardInstance& plain = select_instance(instances, request, device);
   if (plain.config.family != KernelFamily::sm90) return plain;
+  KernelRequest short_request = request;
+  short_request.seqlen = 1;
+  const ForwardInstance* short_row = find_instance(instances, short_request, device);
+  if (short_row != nullptr && short_row != &plain &&
+      wants_smaller_steps(params, window, plain.config, short_row->config, device))
+    return *short_row;
   request.features |= feature::split_kv;
   const ForwardInstance* over_cache = find_instance(instances, request, device);
   const bool prefers_cache_row =

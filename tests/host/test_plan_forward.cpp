@@ -64,6 +64,36 @@ TEST(the_window_chooses_the_row_and_the_direction) {
   CHECK(!plan(decode, causal).schedule.longest_first);
 }
 
+TEST(sequences_whose_ends_fill_little_of_a_step_get_smaller_ones) {
+  ForwardInstance narrow = sm90_instance("short", 64, 128, 1280, 0, 256);
+  narrow.config.block_n = 64;
+  const InstanceList<ForwardInstance> rows({narrow, sm90_instance("plain", 64, 192)});
+  AttentionShape shape = training;
+  shape.batch_size = 16;
+  shape.head_dim = shape.head_dim_v = 64;
+  const auto chosen = [&](int seqlen_q, int seqlen_k, const auto& change) {
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = seqlen_k;
+    ForwardParams params = with_tensors(call<ForwardParams>(shape));
+    change(params);
+    return std::string(plan_forward(params, h200, rows).instance->name);
+  };
+  const auto as_it_is = [](ForwardParams&) {};
+  for (const int seqlen : {197, 256, 257, 320, 400, 448, 577, 640, 800})
+    CHECK_EQ(chosen(seqlen, seqlen, as_it_is), "short");
+  for (const int seqlen : {384, 512, 700, 1000, 1024, 1025, 1345})
+    CHECK_EQ(chosen(seqlen, seqlen, as_it_is), "plain");
+  CHECK_EQ(chosen(77, 1024, as_it_is), "short");
+  CHECK_EQ(chosen(77, 1025, as_it_is), "plain");
+  CHECK_EQ(chosen(1025, 77, as_it_is), "plain");
+  CHECK_EQ(chosen(257, 257, [](ForwardParams& params) { params.split.batch_invariant = true; }),
+           "plain");
+  CHECK_EQ(chosen(257, 257, [](ForwardParams& params) { params.window = {300, 300}; }), "short");
+  CHECK_EQ(chosen(577, 577, [](ForwardParams& params) { params.window.left = 20; }), "plain");
+  shape.batch_size = 1;  // 64 tiles: fewer than SMs
+  CHECK_EQ(chosen(577, 577, as_it_is), "plain");
+}
+
 TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
   // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB: 12 heads, and 16
   // divide 64.
