@@ -97,6 +97,8 @@ def many_tile_cases() -> Iterator[Case]:
             many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
         )
         yield replace(many, seqlen_q=longest_full + 10, num_heads_q=100, num_heads_k=100)
+        # The plain row at head_dim 64 as well, of whose steps these leave nothing empty.
+        yield replace(many, seqlen_q=380, seqlen_k=256, num_heads_q=100, num_heads_k=100)
         # Backward: idle warps finish dq, and CTAs share the last tiles.
         yield replace(many, seqlen_q=400, seqlen_k=800, num_heads_q=40, num_heads_k=20)
         # Backward: a CTA takes all key tiles of a head, and then of another.

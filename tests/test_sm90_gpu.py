@@ -7,6 +7,7 @@ under test the sizes are small, and what asks for kernels is skipped.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -143,6 +144,8 @@ def test_many_tiles_for_every_cta(check: Check, head_dim: int, mask: dict[str, A
     [
         ((300, 60), {}),  # one key block each
         ((300, 200), {}),  # two or three
+        ((380, 120), {}),  # the same of the plain row at head_dim 64, whose steps these fill
+        ((380, 250), {}),
         ((700, 150), {"causal": True}),  # most tiles see no key
         ((500, 300), {"window": (64, 0)}),  # the first do not
         ((300, 500), {"window": (0, 0)}),
@@ -187,15 +190,19 @@ def test_long_causal_tiles(check: Check, head_dim: int) -> None:
 def test_as_many_tiles_as_sms_and_one_more_or_less(
     check: Check, head_dim: int, causal: bool
 ) -> None:
-    """One tile a head: the last round has one CTA's work, or lacks one's."""
+    """One tile a head: the last round has one CTA's work, or lacks one's. At head_dim 64 that is so
+    of longer sequences for the plain row.
+    """
     sms = 8 if ON_CPU else torch.cuda.get_device_properties(0).multi_processor_count
-    for tiles in (1, 2, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms, 2 * sms + 1, 3 * sms + 1):
+    tiles = (1, 2, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms, 2 * sms + 1, 3 * sms + 1)
+    seqlens = ((70, 260), (190, 380)) if head_dim == 64 else ((70, 260),)
+    for heads, (seqlen_q, seqlen_k) in itertools.product(tiles, seqlens):
         case = make_case(
             batch=1,
-            seqlen_q=70,
-            seqlen_k=260,
-            num_heads_q=tiles,
-            num_heads_k=tiles,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads_q=heads,
+            num_heads_k=heads,
             head_dim=head_dim,
             causal=causal,
         )
@@ -257,26 +264,39 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
             check(case, backward=False)
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (64, torch.float16), (40, torch.bfloat16)]
+)
 @pytest.mark.parametrize(
     "features", [{}, {"causal": True}, {"window": (70, 3)}, {"window": (5, -1)}], ids=str
 )
 def test_the_ends_of_short_sequences(
-    features: dict[str, Any], dtype: torch.dtype, check: Check
+    features: dict[str, Any], head_dim: int, dtype: torch.dtype, check: Check
 ) -> None:
     """Up to 16 keys of a last block have a step of their own, and warps without queries leave
     scores alone.
     """
     for seqlen_q, seqlen_k in (
-        *((n, n) for n in (1, 16, 17, 65, 80, 81, 144, 197, 257)),
+        *((n, n) for n in (16, 17, 65, 80, 81, 144, 197, 257)),
         (70, 133),
         (130, 72),
         (33, 208),
         (200, 1),
     ):
         case = make_case(
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=2, dtype=dtype, **features
+            batch=scaled(6, 1),
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads_q=scaled(12, 4),
+            num_heads_k=scaled(6, 2),
+            head_dim=head_dim,
+            dtype=dtype,
+            **features,
         )
+        if not ON_CPU:
+            is_longer = seqlen_k > 256 and features == {"window": (5, -1)}
+            row = row_name(64, "" if is_longer else "short", dtype=DTYPE_NAMES[dtype])
+            assert families.planned(case)["instance"] == row
         check(case)
 
 

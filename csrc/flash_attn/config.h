@@ -46,8 +46,8 @@ struct ForwardConfig {
   int block_m;    // queries per tile; decode: rows, of queries and heads together
   int block_n;    // keys per step; decode: of one warp
   int num_warps;  // sm90: those that multiply; four more load
-  // The longest sequences, in queries or keys, that it is chosen for, under a right bound and
-  // without. Both 0: any call.
+  // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
+  // and without; for some that are longer a plan may (host/plan_forward.cpp). Both 0: any call.
   int most_causal_seqlen;
   int most_full_seqlen;
   FeatureSet features;

@@ -161,13 +161,14 @@ std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys) {
 
 // The row for short sequences has smaller steps, in which warps without queries do little. That
 // makes it the faster one for somewhat longer sequences too, where their ends would fill little of
-// the plain row's steps (docs/forward_sm90.md).
+// the plain row's steps (docs/forward_sm90.md). As with lower tiles, the bits of such a call may
+// depend on the number of its heads.
 bool wants_smaller_steps(const ForwardParams& params, const Window& window,
                          const ForwardConfig& plain, const ForwardConfig& short_row,
                          const DeviceInfo& device) {
   constexpr int longest = 1024;
   constexpr int warpgroup_rows = 64;
-  constexpr double share_that_pays = 0.835;
+  constexpr double share_that_pays = 0.835;  // 577 and 640 have 0.833
   const AttentionShape& shape = params.shape;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   if (!window.is_full() || is_packed || params.split.batch_invariant ||
@@ -199,7 +200,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
   const ForwardInstance& plain = select_instance(instances, request, device);
   if (plain.config.family != KernelFamily::sm90) return plain;
   KernelRequest short_request = request;
-  short_request.seqlen = 1;
+  short_request.seqlen = 1;  // whatever the length
   const ForwardInstance* short_row = find_instance(instances, short_request, device);
   if (short_row != nullptr && short_row != &plain &&
       wants_smaller_steps(params, window, plain.config, short_row->config, device))

@@ -33,19 +33,6 @@ struct ScoreMask {
     }
   }
 
-  // The same where nothing but the sequence's end hides keys.
-  template <class Scores, class Coords>
-  CUTE_DEVICE void apply_end(Scores& scores, Coords const& coords, int key_begin,
-                             float hidden) const {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      if (key_begin + get<1>(coords(0, col)) < seqlen_k) continue;
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = hidden;
-    }
-  }
-
   // The same for the columns that a thread holds of a wgmma accumulator, (j, j + 1) of every eight:
   // how many of them lie in front of a bound is a little arithmetic, and a bit for each of 32 makes
   // one instruction an element of what would be four. Queries from query_end on see nothing.
@@ -72,6 +59,19 @@ struct ScoreMask {
           if ((seen >> i & 1) == 0) scores(row, begin + i) = hidden;
         }
       }
+    }
+  }
+
+  // apply() where nothing but the sequence's end hides keys.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void apply_end(Scores& scores, Coords const& coords, int key_begin,
+                             float hidden) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      if (key_begin + get<1>(coords(0, col)) < seqlen_k) continue;
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = hidden;
     }
   }
 

@@ -6,9 +6,10 @@
 // (backward_dispatcher.h), and two warps finish dq (backward_finish.h), one of which first sums a
 // sink's gradient and clears tiles that no query sees; one warpgroup for dQ (backward_dq.h); and
 // two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg gives
-// the registers of the others. Shared memory: K block_n x head_dim and V block_n x head_dim_v,
-// twice or, up to head_dim 128, with dK and dV on their way out; Q block_m x head_dim, dO block_m x
-// head_dim_v and dS block_n x block_m, in two buffers each; a bias like dS (backward_traits.h).
+// the registers of the others. Shared memory: K block_n x head_dim and V block_n x head_dim_v, at
+// head_dim 64 twice; up to 128 as much for dK and dV on their way out; Q block_m x head_dim, dO
+// block_m x head_dim_v and dS block_n x block_m, in two buffers each; a bias like dS
+// (backward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

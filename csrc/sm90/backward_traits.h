@@ -174,8 +174,8 @@ struct BackwardTraits {
   static constexpr int added_stages = 4;  // steps of which dQ has been added
   // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. At 96 they
   // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
-  // addresses: there dK and dV leave through shared memory of their own instead, while the next
-  // tile begins, if there is room.
+  // addresses. Where there is room, dK and dV leave through shared memory of their own, while the
+  // next tile begins: at 64 that fills it.
   static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
   static constexpr bool stores_tiles = head_dim <= 128 && !has_bias;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;

@@ -10,7 +10,7 @@
 namespace flash_attn_cuda::sm90 {
 
 // The left operand of a product, (64, kColumns) in 16 bits, -> columns from first_column on of a
-// tile of TileLayout<Element, 64, n>, n a multiple of 64, by all threads of the warpgroup. What
+// tile of TileLayout<Element, 64, n>, n a multiple of 64; each warp writes 16 rows. What
 // copy atoms do as well, at a tenth of their address arithmetic: a row of 128 bytes is eight
 // chunks, chunk c of row r lies in place c ^ r % 8, and the lane's chunks of four stores differ in
 // bits that the first leaves alone.
@@ -35,8 +35,8 @@ CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::
   }
 }
 
-// An accumulator of `mma`, in 16 bits -> a tile of TileLayout<Element, 64, kColumns>; each warp
-// writes 16 of its rows.
+// An accumulator of `mma`, in 16 bits -> a tile of TileLayout<Element, 64, kColumns>; here too each
+// warp writes 16 rows.
 template <int kColumns, class Element, class Mma, class Accumulator>
 CUTE_DEVICE void accumulator_to_shared([[maybe_unused]] Mma const& mma,
                                        Accumulator const& accumulator, Element* tile,

@@ -4,8 +4,8 @@
 // still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
 // "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
 // another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
-// and leaves the tensor cores to the other three meanwhile; there the last few keys of a sequence
-// have a step of their own, as wide as they are. Blocks that only other queries of the
+// and leaves the tensor cores to the other three meanwhile; there a last block of few keys is a
+// step of its own, of narrower products. Blocks that only other queries of the
 // tile see it drops, and takes its turns all the same.
 #pragma once
 
@@ -243,7 +243,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       start_output(tOrP, range.end - range.begin > 1);
       finish_output();
     } else {
-      // This warp. What it makes of other rows goes nowhere: their scores will do as P.
+      // A warp without any multiplies as well, and nobody reads its O: it takes its scores for P.
       const bool has_queries = query_begin + first_row_of_warp(thread) < sequence.seqlen_q;
       int block = range.end - 1;
       bool has_output = false;
