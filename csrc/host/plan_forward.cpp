@@ -329,6 +329,12 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
     // order of rounds evens out; a left bound alone has not been tried.
     const bool has_left_bound = window.left != Window::unbounded;
     if (!draws && !has_left_bound) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
+    // Short steps leave out what queries a tile lacks.
+    const int last_rows = shape.seqlen_q - (num_tiles - 1) * config.block_m;
+    if (is_even && instance.ctas_per_sm > 1 && num_tiles > 1 && 4 * last_rows <= 3 * config.block_m)
+      end_with_low_tiles(
+          plan.schedule, group, plan.num_ctas,
+          device.l2_bytes / 2 / std::max<std::int64_t>(1, bytes_per_key * shape.seqlen_k) * group);
     if (is_sparse && !is_packed) plan.tickets_offset = workspace.add_bytes(sizeof(int));
   }
   plan.num_splits = choose_splits(params, window, instance, plan.schedule.grid_size(), device);

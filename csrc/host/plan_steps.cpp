@@ -127,4 +127,13 @@ void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool 
   }
 }
 
+void end_with_low_tiles(TileSchedule& schedule, int heads_per_group, int num_ctas,
+                        std::int64_t most_heads) {
+  const std::int64_t in_last_round = schedule.grid_size() % num_ctas;
+  const std::int64_t heads =
+      ceil_div(2 * in_last_round, std::int64_t{heads_per_group}) * heads_per_group;
+  if (heads > 0 && heads <= std::min<std::int64_t>(most_heads, schedule.num_batch_heads))
+    schedule.least_last_heads = static_cast<int>(heads);
+}
+
 }  // namespace flash_attn_cuda

@@ -62,4 +62,10 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
 // (docs/forward_sm90.md). is_even: as far as the host knows.
 void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even);
 
+// Where the last tile of each head is a low one, and the grid is no whole rounds of num_ctas: the
+// low tiles of the last heads, at most most_heads, end it, for all CTAs that take part in the last
+// round one in it and one in the round before. Up to then CTAs had as many low ones as high ones.
+void end_with_low_tiles(TileSchedule& schedule, int heads_per_group, int num_ctas,
+                        std::int64_t most_heads);
+
 }  // namespace flash_attn_cuda

@@ -19,7 +19,8 @@ FAC_HOST_DEVICE constexpr int last_section(const TileSchedule& schedule) {
   const int heads = schedule.num_batch_heads;
   const int per_section = schedule.heads_per_section;
   if (heads <= per_section) return 0;
-  return schedule.places_per_section > 0 ? heads / per_section - 1 : (heads - 1) / per_section;
+  return schedule.places_per_section > 0 ? heads / per_section - 1
+                                         : (heads - schedule.least_last_heads) / per_section;
 }
 
 FAC_HOST_DEVICE constexpr TileCoord tile_coord(const TileSchedule& schedule, int block_id) {

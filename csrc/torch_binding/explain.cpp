@@ -114,6 +114,7 @@ py::dict describe(const TileSchedule& schedule) {
                   "num_batch_heads"_a = schedule.num_batch_heads,
                   "heads_per_section"_a = schedule.heads_per_section,
                   "places_per_section"_a = schedule.places_per_section,
+                  "least_last_heads"_a = schedule.least_last_heads,
                   "longest_first"_a = schedule.longest_first);
 }
 

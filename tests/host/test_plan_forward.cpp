@@ -94,6 +94,29 @@ TEST(sequences_whose_ends_fill_little_of_a_step_get_smaller_ones) {
   CHECK_EQ(chosen(577, 577, as_it_is), "plain");
 }
 
+TEST(low_last_tiles_of_short_steps_end_the_grid) {
+  ForwardInstance narrow = sm90_instance("short", 64, 128, 1280, 0, 256);
+  narrow.config.block_n = 64;
+  narrow.ctas_per_sm = 2;
+  const InstanceList<ForwardInstance> rows({narrow, sm90_instance("plain", 64, 192)});
+  AttentionShape shape = training;
+  shape.batch_size = 256;
+  shape.num_heads_q = shape.num_heads_k = 12;
+  shape.head_dim = shape.head_dim_v = 64;
+  const auto last_heads = [&](int tokens, const char* row) {
+    shape.seqlen_q = shape.seqlen_k = tokens;
+    const ForwardPlan result = plan_forward(with_tensors(call<ForwardParams>(shape)), h200, rows);
+    CHECK_EQ(std::string(result.instance->name), row);
+    return result.schedule.least_last_heads;
+  };
+  CHECK_EQ(last_heads(197, "short"), 144);  // 72 tiles are left for the last round
+  CHECK_EQ(last_heads(250, "short"), 1);    // hardly lower than the others
+  CHECK_EQ(last_heads(65, "short"), 1);     // one tile a head
+  CHECK_EQ(last_heads(512, "plain"), 1);
+  shape.batch_size = 264;  // no tile is left
+  CHECK_EQ(last_heads(197, "short"), 1);
+}
+
 TEST(a_section_holds_the_heads_whose_keys_and_values_fill_half_of_l2) {
   // K and V of a head: 2 * 4096 * 128 * 2 bytes = 2 MiB; half of L2 is 25 MiB: 12 heads, and 16
   // divide 64.

@@ -107,6 +107,40 @@ TEST(tiles_of_equal_length_go_head_by_head) {
   }
 }
 
+TEST(low_tiles_of_the_last_heads_end_a_grid) {
+  // 3,072 heads of two tiles on 264 CTAs: 23 rounds, and 72 tiles are left.
+  TileSchedule schedule{.num_tiles = 2, .num_heads = 12, .num_batch_heads = 3072};
+  end_with_low_tiles(schedule, 1, 264, 143);
+  CHECK_EQ(schedule.least_last_heads, 1);  // more than may be
+  end_with_low_tiles(schedule, 1, 264, 144);
+  CHECK_EQ(schedule.least_last_heads, 144);
+  std::set<std::pair<int, int>> seen;
+  for (int cta = 0; cta < 264; ++cta) {
+    const auto tiles = walk(schedule, cta, 264);
+    for (const TileCoord& coord : tiles)
+      CHECK(seen.insert({coord.tile, coord.batch * 12 + coord.head}).second);
+    const auto low = std::count_if(tiles.begin(), tiles.end(), [](auto& c) { return c.tile == 1; });
+    CHECK_EQ(static_cast<int>(tiles.size()), cta < 264 - 72 ? 23 : 24);
+    if (tiles.size() == 24) CHECK_EQ(low, 13);
+    if (tiles.size() == 23) CHECK(low == 11 || low == 12);
+  }
+  CHECK_EQ(static_cast<std::int64_t>(seen.size()), schedule.grid_size());
+
+  // Whole groups of heads, not more than there are, and nothing where rounds are whole.
+  schedule = {.num_tiles = 2, .num_heads = 12, .num_batch_heads = 3072};
+  end_with_low_tiles(schedule, 5, 264, 1000);
+  CHECK_EQ(schedule.least_last_heads, 145);
+  schedule = {.num_tiles = 3, .num_heads = 100, .num_batch_heads = 100};
+  end_with_low_tiles(schedule, 1, 264, 1000);
+  CHECK_EQ(schedule.least_last_heads, 72);
+  schedule = {.num_tiles = 3, .num_heads = 50, .num_batch_heads = 50};
+  end_with_low_tiles(schedule, 1, 264, 1000);
+  CHECK_EQ(schedule.least_last_heads, 1);
+  schedule = {.num_tiles = 2, .num_heads = 132, .num_batch_heads = 264};
+  end_with_low_tiles(schedule, 1, 264, 1000);
+  CHECK_EQ(schedule.least_last_heads, 1);
+}
+
 TEST(few_rounds_are_one_section) {
   CHECK_EQ(in_rounds(16, 57, 1, 132).heads_per_section, 57);  // 6.9 rounds
   CHECK_EQ(in_rounds(16, 57, 1, 132).places_per_section, 0);
