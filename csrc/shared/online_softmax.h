@@ -3,20 +3,27 @@
 //
 // The reference maximum of a row is allowed to lag: it moves, and O and the row sum are rescaled,
 // only when some score of the warp rises more than 2^kMaxLag above it. Numerator, row sum and LSE
-// share the same reference, so the result is exact; what grows is the range of P, to 2^8, which
-// fp16 and bf16 hold without loss. Random scores move it a few times in a sequence, so the block's
-// row reductions and the multiplication of O (one FMUL per element) leave the loop's usual path.
+// share the same reference, so the result is exact; what grows is the range of P, which fp16 and
+// bf16 hold without loss up to 2^15. Random scores move it a few times in a sequence, so the
+// block's row reductions and the multiplication of O (one FMUL per element) leave the loop's usual
+// path.
+//
+// softmax_to_pairs() does not even look for a maximum once it has one: that a score has risen too
+// far shows in its sums.
 #pragma once
 
-#include <type_traits>
+#include <cutlass/numeric_conversion.h>
 
+#include <cstdint>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "shared/layout_views.h"
 
 namespace flash_attn_cuda {
 
-inline constexpr float kMaxLag = 8.0f;  // in powers of two
+inline constexpr float kMaxLag = 8.0f;          // in powers of two
+inline constexpr float kLargestSum = 32768.0f;  // of what a lane has of a row of one block
 
 // A row is spread over the four lanes of a quad.
 template <class Op>
@@ -84,6 +91,7 @@ struct RowShifts {
   float of_row[kRows];
 
   CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
+  CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
 };
 
 template <int kRows>
@@ -94,8 +102,8 @@ struct OnlineSoftmax {
       row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
   float row_sum[kRows];   // this lane's part of the row
-  float rescale[kRows];   // for rescale_o: what the last move of the reference asks for
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
+  bool needs_maximum = true;  // some row of the warp has no reference yet, or it shifts
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
     CUTE_UNROLL
@@ -110,37 +118,46 @@ struct OnlineSoftmax {
   // reference moved.
   template <class Scores, class Output>
   CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
-    using namespace cute;
-    NoShifts none;
-    follow_maximum(
-        scores,
-        [&](int row, float factor) {
-          CUTE_UNROLL
-          for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
-        },
-        none);
-    exponentiate(scores, none);
-  }
-
-  // The two halves, for a kernel whose O is not at hand while it works on the scores: whether O has
-  // to be rescaled before this block adds to it, the same in all lanes of the warp. row_shifts:
-  // what all scores of a row lack.
-  template <class Scores, class Shifts = NoShifts>
-  CUTE_DEVICE bool softmax(Scores& scores, Shifts row_shifts = {}) {
-    const bool moved =
-        follow_maximum(scores, [&](int row, float factor) { rescale[row] = factor; }, row_shifts);
-    exponentiate(scores, row_shifts);
-    return moved;
+    softmax(scores, [&](int row, float factor) { multiply_row(o, row, factor); });
   }
 
   template <class Output>
-  CUTE_DEVICE void rescale_o(Output& o) const {
+  CUTE_DEVICE static void multiply_row(Output& o, int row, float factor) {
     using namespace cute;
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
+    for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
+  }
+
+  // The same, but what becomes of O is up to rescale(row, factor).
+  template <class Scores, class Rescale>
+  CUTE_DEVICE void softmax(Scores& scores, Rescale rescale) {
+    NoShifts none;
+    follow_maximum(scores, rescale, none);
+    exponentiate(scores);
+  }
+
+  // The same, for a kernel with registers for scores and P: P in 16 bits, `pairs` of neighbouring
+  // columns in the order in which wgmma has the scores. row_shifts: what all scores of a row lack;
+  // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns.
+  //
+  // Without a look at the maximum. If a sum says that a reference was too low, what was made of the
+  // scores may be inf, but they are there still, and the block is done again.
+  template <class Element, class Scores, class Pairs, class Shifts, class Rescale, class Drop>
+  CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
+                                    Rescale rescale, Drop drop) {
+    using namespace cute;
+    bool follows = needs_maximum;
+    float sums[kRows];
+    do {
+      if (follows) follow_maximum(scores, rescale, row_shifts);
+      exponentiate_pairs<Element>(scores, pairs, row_shifts, drop, sums);
+      bool too_large = false;
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(o); ++col) o(row, col) *= rescale[row];
-    }
+      for (int row = 0; row < kRows; ++row) too_large |= !(sums[row] <= kLargestSum);
+      follows = !follows && __any_sync(0xffffffffu, too_large);
+    } while (follows);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
   }
 
   // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.
@@ -167,7 +184,7 @@ struct OnlineSoftmax {
   // Moves the references if these scores rise too far above them, and then tells what of each row
   // was computed with the old one to be multiplied by: rescale_row(row, factor).
   template <class Scores, class RescaleRow, class Shifts>
-  CUTE_DEVICE bool follow_maximum(Scores& scores, RescaleRow rescale_row, Shifts& row_shifts) {
+  CUTE_DEVICE void follow_maximum(Scores& scores, RescaleRow& rescale_row, Shifts& row_shifts) {
     using namespace cute;
     float block_max[kRows];
     bool moves = false;
@@ -181,23 +198,56 @@ struct OnlineSoftmax {
       if constexpr (!std::is_same_v<Shifts, NoShifts>) block_max[row] += row_shifts[row];
       moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
     }
-    if (!__any_sync(0xffffffffu, moves || shifts)) return false;
+    if (!__any_sync(0xffffffffu, moves || shifts)) return;
     move_reference(block_max, rescale_row);
     if (shifts) subtract_reference(scores, row_shifts);
-    return true;
   }
 
-  template <class Scores, class Shifts>
-  CUTE_DEVICE void exponentiate(Scores& scores, Shifts row_shifts) {
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(Scores& scores) {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      float offset = row_offset[row];
-      if constexpr (!std::is_same_v<Shifts, NoShifts>) offset -= row_shifts[row] * scale_log2;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - offset);
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_offset[row]);
         row_sum[row] += scores(row, col);
+      }
+    }
+  }
+
+  template <class Element, class Scores, class Pairs, class Shifts, class Drop>
+  CUTE_DEVICE void exponentiate_pairs(Scores const& scores, Pairs& pairs, Shifts const& row_shifts,
+                                      Drop& drop, float (&sums)[kRows]) const {
+    using namespace cute;
+    static_assert(kRows == 2 && decltype(size<1>(scores))::value % 4 == 0);
+    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    float offset[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      offset[row] = row_offset[row];
+      if constexpr (!std::is_same_v<Shifts, NoShifts>) offset[row] -= row_shifts[row] * scale_log2;
+      sums[row] = 0.0f;
+    }
+    CUTE_UNROLL
+    for (int tile = 0; tile < size<1>(scores) / 4; ++tile) {
+      float p[kRows][4];
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int col = 0; col < 4; ++col) {
+          p[row][col] = fast_exp2(scores(row, 4 * tile + col) * scale_log2 - offset[row]);
+          sums[row] += p[row][col];
+        }
+      }
+      drop(tile, p);
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const auto pair = convert({p[row][2 * half], p[row][2 * half + 1]});
+          pairs(4 * tile + 2 * half + row) = reinterpret_cast<std::uint32_t const&>(pair);
+        }
       }
     }
   }
@@ -214,6 +264,7 @@ struct OnlineSoftmax {
       too_large |= moved[row] != -INFINITY && fabsf(moved[row] * scale_log2) > kLargestOffset;
     }
     shifts = __any_sync(0xffffffffu, too_large);
+    bool is_unset = shifts;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const bool unset = shifts || moved[row] == -INFINITY;
@@ -223,11 +274,13 @@ struct OnlineSoftmax {
       const float change =
           shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
       const float factor = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
+      is_unset |= moved[row] == -INFINITY;
       row_max[row] = moved[row];
       row_offset[row] = offset;
       row_sum[row] *= factor;
       rescale_row(row, factor);
     }
+    needs_maximum = __any_sync(0xffffffffu, is_unset);
   }
 
   template <class Scores, class Shifts>

@@ -1,7 +1,6 @@
 // A consumer warpgroup of a forward CTA: S, P and O of 64 query rows of every tile, in registers.
 //
-// The scores of a block are multiplied together with P V of the block before it, and while P V
-// still runs the warpgroup is already in the softmax of the new scores (Shah et al.,
+// The scores of a block are multiplied together with P V of the block before it (Shah et al.,
 // "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
 // another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
 // and leaves the tensor cores to the other three meanwhile; there a last block of few keys is a
@@ -54,6 +53,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_n>>{});
   auto tOrO = partition_fragment_C(output_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
+  auto pairs = recast<std::uint32_t>(tOrP);
   auto scores = rows_cols_view(tSrS);
   auto output = rows_cols_view(tOrO);
   // This thread's (rows, columns) of S -> (query, key)
@@ -150,8 +150,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
           .seqlen_k = sequence.seqlen_k};
     };
 
-    // S of `block` -> P for the next product; true if O has to be rescaled before it.
-    auto scores_to_probabilities = [&](int block) {
+    // What comes between the scores of `block` and their softmax; returns what rows of them lack.
+    auto modify_and_mask = [&](int block) {
       bool is_interior = range.is_interior(block);
       if constexpr (Traits::is_sparse) {
         block = visited.block;
@@ -191,25 +191,39 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       if (!is_interior) {
         mask_of_sequence().apply_by_bits(scores, tScS, query_begin, key_begin, -INFINITY);
       }
-      [[maybe_unused]] ThreadWords<Traits> kept{};
-      if constexpr (Traits::draws_ahead) {
-        if (params.dropout.threshold > 0) {
+      return row_shifts;
+    };
+
+    [[maybe_unused]] KeptPairs<Traits> kept;
+    auto decide_dropout = [&]([[maybe_unused]] int block) {
+      if constexpr (Traits::has_dropout) {
+        if (params.dropout.threshold == 0) return;
+        if constexpr (Traits::draws_ahead) {
           kept = take_words<Traits>(smem, warpgroup, thread, word_place);
           word_place.advance();
+        } else {
+          kept = KeptPairs<Traits>::draw(dropout, [&](int tile) {
+            const auto place = tScS(0, 4 * tile);
+            return int2{query_begin + get<0>(place), block * block_n + get<1>(place)};
+          });
         }
       }
-      const bool rescales = softmax.softmax(scores, row_shifts);
-      if constexpr (Traits::draws_ahead) {
-        if (params.dropout.threshold > 0) drop_by_words<Traits>(scores, kept);
-      } else if constexpr (Traits::has_dropout) {
-        if (params.dropout.threshold > 0) {
-          for_each_decision(dropout, scores, tScS, query_begin, key_begin,
-                            [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
-        }
-      }
-      return rescales;
     };
-    auto keep_probabilities = [&]() { convert_into(a_operand_view(tSrS), tOrP); };
+
+    // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
+    auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
+    auto has_no_o = [](int, float) {};
+    auto scores_to_probabilities = [&](Shifts const& row_shifts, auto rescale) {
+      if constexpr (Traits::has_dropout) {
+        if (params.dropout.threshold > 0) {
+          auto drop = [&](int tile, float (&p)[2][4]) { drop_pairs(kept, tile, p); };
+          softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, drop);
+          return;
+        }
+      }
+      auto keep_all = [](int, float (&)[2][4]) {};
+      softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, keep_all);
+    };
 
     wait_full(smem.q_ring, q_place);
     if constexpr (Traits::drops_blocks) {
@@ -226,8 +240,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       if (has_turn) turns.pass();
       look_up_block();
       finish_scores(tSrS, Int<0>{}, range.end - 1 == range.begin);
-      scores_to_probabilities(range.end - 1);
-      keep_probabilities();
+      const auto row_shifts = modify_and_mask(range.end - 1);
+      decide_dropout(range.end - 1);
+      scores_to_probabilities(row_shifts, has_no_o);
       for (int block = range.end - 2; block >= range.begin; --block) {
         turns.take();
         start_scores(scores_mma, tSrS);
@@ -235,10 +250,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         turns.pass();
         look_up_block();
         finish_scores(tSrS, Int<1>{}, block == range.begin);
-        const bool rescales = scores_to_probabilities(block);
-        finish_output();
-        if (rescales) softmax.rescale_o(output);
-        keep_probabilities();
+        const auto row_shifts = modify_and_mask(block);
+        decide_dropout(block);
+        finish_output();  // P is free
+        scores_to_probabilities(row_shifts, rescale_o);
       }
       start_output(tOrP, range.end - range.begin > 1);
       finish_output();
@@ -261,7 +276,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
           } else {
             mask_of_sequence().apply(narrow_scores, tScS, query_begin, key_begin, -INFINITY);
           }
-          softmax.softmax(narrow_scores);
+          softmax.softmax(narrow_scores, has_no_o);
         }
         convert_into(a_operand_view(tNrS), tNrP);
         start_output(tNrP, false);
@@ -273,9 +288,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         start_scores(scores_mma, tSrS);
         finish_scores(tSrS, Int<0>{}, block == range.begin);
         if (has_queries) {
-          if (scores_to_probabilities(block) && has_output) softmax.rescale_o(output);
+          modify_and_mask(block);
+          softmax.softmax(scores, [&](int row, float factor) {
+            if (has_output) rescale_o(row, factor);
+          });
         }
-        keep_probabilities();
+        convert_into(a_operand_view(tSrS), tOrP);
         start_output(tOrP, has_output);
         finish_output();
         has_output = true;
@@ -295,7 +313,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     __syncwarp();
     release(smem.work_ring, work_place);
   }
-  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
+  if (Traits::stores_tiles && Traits::stores(thread))
+    wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

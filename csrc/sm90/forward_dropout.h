@@ -94,17 +94,41 @@ CUTE_DEVICE ThreadWords<Traits> take_words(typename Traits::SharedStorage& smem,
   return kept;
 }
 
-// Zeroes what is dropped of a thread's (rows, columns). Bits in their order, so that one
-// instruction makes predicates of seven.
-template <class Traits, class Scores>
-CUTE_DEVICE void drop_by_words(Scores& scores, ThreadWords<Traits> const& kept) {
+// Zero unless a bit is set. A product under a predicate, because a selection is the ALU's, which
+// drawing, packing and making predicates share, at half its rate while tensor cores are busy.
+CUTE_DEVICE void zero_unless(std::uint32_t bit, float& p) {
+  asm("{ .reg .pred dropped; setp.eq.u32 dropped, %1, 0; @dropped mul.f32 %0, %0, 0f00000000; }"
+      : "+f"(p)
+      : "r"(bit));
+}
+
+// What dropout keeps of a thread's scores of one step.
+template <class Traits>
+using KeptPairs = std::conditional_t<Traits::draws_ahead, ThreadWords<Traits>,
+                                     DropoutDecisions<Traits::block_n / 16, false>>;
+
+// Zeroes what is dropped of p[row][column] of its share of 16 columns. Bits in their order, so that
+// one instruction makes predicates of seven.
+template <class Traits>
+CUTE_DEVICE void drop_pairs(ThreadWords<Traits> const& kept, int tile, float (&p)[2][4]) {
   using Words = typename Traits::Words;
+  const int word = tile / Words::tiles_per_word;
   CUTE_UNROLL
-  for (int word = 0; word < Words::words; ++word) {
+  for (int i = 0; i < 8; ++i) {
+    const int bit = tile % Words::tiles_per_word * 8 + i;
+    zero_unless(kept.words[word] & 1u << bit,
+                p[Words::row_of(bit)][Words::column_of(word, bit) % 4]);
+  }
+}
+
+template <int kTiles>
+CUTE_DEVICE void drop_pairs(DropoutDecisions<kTiles, false> const& kept, int tile,
+                            float (&p)[2][4]) {
+  CUTE_UNROLL
+  for (int row = 0; row < 2; ++row) {
     CUTE_UNROLL
-    for (int bit = 0; bit < 32; ++bit) {
-      float& p = scores(Words::row_of(bit), Words::column_of(word, bit));
-      if ((kept.words[word] >> bit & 1) == 0) p = 0.0f;
+    for (int column = 0; column < 4; ++column) {
+      if (!kept.keeps(tile, row, column)) p[row][column] = 0.0f;
     }
   }
 }
