@@ -9,25 +9,26 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The left operand of a product, (64, kColumns) in 16 bits, -> columns from first_column on of a
-// tile of TileLayout<Element, 64, n>, n a multiple of 64; each warp writes 16 rows. What
-// copy atoms do as well, at a tenth of their address arithmetic: a row of 128 bytes is eight
-// chunks, chunk c of row r lies in place c ^ r % 8, and the lane's chunks of four stores differ in
-// bits that the first leaves alone.
-template <int kColumns, class Fragment>
+// The left operand of a product, kColumns in 16 bits, -> columns from first_column on of a tile of
+// TileLayout<Element, kRows, n>, n a multiple of 64; each warp writes 16 rows, of a tile of 64 or
+// of one of its own. What copy atoms do as well, at a tenth of their address arithmetic: a row of
+// 128 bytes is eight chunks, chunk c of row r lies in place c ^ r % 8, and the lane's chunks of
+// four stores differ in bits that the first leaves alone.
+template <int kColumns, int kRows = 64, class Fragment>
 CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::value_type* tile,
                                    int first_column = 0) {
   static_assert(kColumns % 16 == 0 && sizeof(typename Fragment::value_type) == 2);
+  static_assert(kRows == 64 || kRows == 16);
   const unsigned lane = threadIdx.x % 32;
   // Each lane has the address of one row of the four 8 x 8 matrices that a store writes: rows 0 and
   // 8 of chunk 0, then of chunk 1.
-  const unsigned row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const unsigned row = threadIdx.x % (2 * kRows) / 32 * 16 + lane % 16;
   const unsigned first = cast_smem_ptr_to_uint(tile) + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
   auto registers = recast<std::uint32_t>(fragment);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
     const int column = first_column / 16 + i;
-    const unsigned address = (first ^ (column % 4 * 32)) + column / 4 * (64 * 128);
+    const unsigned address = (first ^ (column % 4 * 32)) + column / 4 * (kRows * 128);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(registers(4 * i)), "r"(registers(4 * i + 1)), "r"(registers(4 * i + 2)),
                  "r"(registers(4 * i + 3))
@@ -35,17 +36,18 @@ CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::
   }
 }
 
-// An accumulator of `mma`, in 16 bits -> a tile of TileLayout<Element, 64, kColumns>; here too each
-// warp writes 16 rows.
-template <int kColumns, class Element, class Mma, class Accumulator>
+// An accumulator of `mma`, in 16 bits -> a tile of TileLayout<Element, kRows, kColumns>; here too
+// each warp writes 16 rows.
+template <int kColumns, int kRows = 64, class Element, class Mma, class Accumulator>
 CUTE_DEVICE void accumulator_to_shared([[maybe_unused]] Mma const& mma,
                                        Accumulator const& accumulator, Element* tile,
                                        [[maybe_unused]] int thread) {
   if constexpr (kColumns % 64 == 0) {
     auto fragment = make_tensor_like<Element>(a_operand_view(accumulator));
     convert_into(a_operand_view(accumulator), fragment);
-    operand_to_shared<kColumns>(fragment, tile);
+    operand_to_shared<kColumns, kRows>(fragment, tile);
   } else {
+    static_assert(kRows == 64);
     using StoreMatrix = Copy_Atom<SM90_U32x4_STSM_N, Element>;
     auto copy = make_tiled_copy_C(StoreMatrix{}, mma).get_thread_slice(thread);
     auto target = smem_tile<TileLayout<Element, 64, kColumns, 1>>(tile)(_, _, _0{});

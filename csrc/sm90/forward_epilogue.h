@@ -78,7 +78,8 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
   // One split has the sink, and so their combination.
   const bool has_sink = !Traits::can_split || split == 0;
-  const bool has_rows = query_begin + first_row_of_warp(thread) < sequence.rows_q;
+  const int first_row = first_row_of_warp(thread);
+  const bool has_rows = query_begin + first_row < sequence.rows_q;
   if (has_rows) {
     softmax.normalize_softmax_lse(output, lse, has_sink ? sink_of(params.score, head) : -INFINITY,
                                   o_scale);
@@ -110,16 +111,22 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     }
   }
   if constexpr (Traits::stores_tiles) {
-    if (thread == 0) wait_stores();
-    sync_output(warpgroup);
-    Element* tile = smem.o + warpgroup * 64 * Traits::head_dim_v;
-    if (has_rows) accumulator_to_shared<Traits::head_dim_v>(mma, tOrO, tile, thread);
+    constexpr int stored_rows = Traits::stored_rows;
+    const bool is_own = stored_rows == 16;  // a tile of the warp's
+    const auto sync = [&]() { is_own ? __syncwarp() : sync_output(warpgroup); };
+    const bool stores = Traits::stores(thread);
+    const int first_stored = query_begin + (is_own ? first_row : 0);
+    Element* tile = smem.o + (64 * warpgroup + first_stored - query_begin) * Traits::head_dim_v;
+    if (is_own && !has_rows) return;
+    if (stores) wait_stores();
+    sync();
+    if (has_rows) accumulator_to_shared<Traits::head_dim_v, stored_rows>(mma, tOrO, tile, thread);
     tma_store_fence();
-    sync_output(warpgroup);
-    if (thread == 0 && query_begin < sequence.rows_q) {
-      store_tile<64, Traits::head_dim_v>(
+    sync();
+    if (stores && first_stored < sequence.rows_q) {
+      store_tile<stored_rows, Traits::head_dim_v>(
           args.out_map, tile,
-          {sequence.batch_q, head, sequence.row_q + query_begin, sequence.rows_q - query_begin},
+          {sequence.batch_q, head, sequence.row_q + first_stored, sequence.rows_q - first_stored},
           args.last_v_box);
     }
   } else {

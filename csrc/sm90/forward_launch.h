@@ -36,7 +36,8 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
       .k_map = make_tensor_map(params.k, params.dtype, keys, {key_rows, columns}),
       .v_map = make_tensor_map(params.v, params.dtype, values, {key_rows, columns_v}),
-      .out_map = make_tensor_map(params.out, params.dtype, outputs, {64, columns_v}),
+      .out_map =
+          make_tensor_map(params.out, params.dtype, outputs, {Traits::stored_rows, columns_v}),
       .bias_map = {},
       .bits_map = {},
       .params = params,

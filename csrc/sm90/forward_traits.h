@@ -130,6 +130,10 @@ struct ForwardTraits {
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
   static constexpr bool stores_tiles =
       q_stages * query_bytes + stages * stage_bytes + output_bytes <= smem_for_tiles;
+  // Rows that a thread stores: a warpgroup's, or a warp's, which then waits for nobody. Where tiles
+  // are long the fewer stores are the cheaper ones.
+  static constexpr int stored_rows = ctas_per_sm == 2 ? 16 : 64;
+  CUTE_DEVICE static bool stores(int thread) { return thread % (2 * stored_rows) == 0; }
   static constexpr int work_stages = 2;  // the tile in hand and the next
 
   // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
