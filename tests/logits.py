@@ -21,6 +21,22 @@ def falling_maximum(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k.flip(1)
 
 
+def steep_steps(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """From the last keys to the first, scores rise by little, much and more than fp32 can follow.
+
+    In every third row they do not, and in every third by a hundredth of it.
+    """
+    rises = torch.tensor([0.0, 6.0, 9.0, 30.0, 200.0, 1.0, 0.0, 500.0, -20.0, 12.0])
+    levels = rises.to(k.device).cumsum(0)
+    from_the_end = torch.arange(k.shape[1] - 1, -1, -1, device=k.device)
+    shares = torch.tensor([1.0, 0.0, 0.01], device=q.device)
+    q, k = q / 4, k / 4
+    of_keys = levels[(from_the_end // 31).clamp(max=len(rises) - 1)] * q.shape[3] ** 0.5 / 8
+    q[..., 0] = (8 * shares[torch.arange(q.shape[1], device=q.device) % 3, None]).to(q.dtype)
+    k[..., 0] = of_keys[:, None].to(k.dtype)
+    return q, k
+
+
 def all_very_negative(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.abs() * 16, -k.abs() * 16
 
@@ -39,6 +55,7 @@ ALL = (
     spread_logits,
     rising_maximum,
     falling_maximum,
+    steep_steps,
     all_very_negative,
     one_key_takes_all,
     constant,

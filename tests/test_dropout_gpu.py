@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import logits
 import pytest
 import reference
 import torch
@@ -21,9 +22,11 @@ from harness import (
     make_case,
     make_varlen_case,
     run_forward_backward,
+    run_reference,
     scaled,
     skip_without_row,
 )
+from tolerance import assert_close
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
@@ -127,6 +130,17 @@ def test_results_with_the_mask(check: Check, head_dim: int, heads: tuple[int, in
             causal=causal,
         )
         check(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_results_where_scores_rise_steeply(head_dim: int) -> None:
+    """A block of scores is done again if its reference was too low, with the same decisions."""
+    case = make_case(seqlen_q=200, seqlen_k=301, head_dim=head_dim, dropout_p=0.3)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    q, k = logits.steep_steps(inputs.q, inputs.k)
+    inputs = replace(inputs, q=q, k=k)
+    assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
 
 
 def test_all_features_at_once(check: Check) -> None:
