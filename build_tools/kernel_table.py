@@ -177,7 +177,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
         block_m=128,
         block_n=64,
         variant="short",
-        most_causal_seqlen=1280,
+        most_causal_seqlen=1088,
         most_full_seqlen=256,
         allowed_spill_bytes=8,
     ),
@@ -393,7 +393,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_4,
         **DOUBLE_BUFFERED,
-        spills={"ordered": 4, "dropout": 88},
+        spills={"ordered": 4, "dropout": 112},
     ),
     *sm80_backward_small(
         64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED

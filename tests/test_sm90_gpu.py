@@ -254,7 +254,7 @@ def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> Non
 def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
     """Their bound and their average say which row serves; either is right."""
     for causal in (False, True):
-        most = scaled(1280 if ON_CPU else most_short_seqlen(causal=causal), 200)
+        most = scaled(1088 if ON_CPU else most_short_seqlen(causal=causal), 200)
         for longest, is_short in ((most, True), (most + 1, False)):
             lengths = (longest, 0, 130)
             case = make_varlen_case(lengths_q=lengths, num_heads_k=1, causal=causal)
@@ -262,6 +262,26 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
                 row = row_name(64, "short" if is_short else "")
                 assert families.planned(case)["instance"] == row
             check(case, backward=False)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("num_heads_k", [10, 2])
+@pytest.mark.parametrize("seqlen", [197, 257])
+def test_low_tiles_end_a_grid_of_short_steps(seqlen: int, num_heads_k: int, check: Check) -> None:
+    """Tiles of the last heads come in another order, where some are left for a last round."""
+    grids = (
+        make_case(
+            batch=batch,
+            seqlen_q=seqlen,
+            seqlen_k=seqlen,
+            num_heads_q=10,
+            num_heads_k=num_heads_k,
+            head_dim=64,
+        )
+        for batch in range(20, 60)
+    )
+    case = next(c for c in grids if families.planned(c)["schedule"]["least_last_heads"] > 1)
+    check(case, backward=False)
 
 
 @pytest.mark.parametrize(

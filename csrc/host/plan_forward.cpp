@@ -152,11 +152,13 @@ bool wants_lower_tiles(const ForwardParams& params, const Window& window,
   return rounds(lower) <= rounds(plain);
 }
 
-// Pairs of a head for which steps of so many queries and keys take time.
-std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys) {
+// Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
+// the end of a sequence are a step of as many.
+std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, int narrow_keys) {
   const std::int64_t padded_queries = std::int64_t{ceil_div(shape.seqlen_q, queries)} * queries;
-  const std::int64_t padded_keys = std::int64_t{ceil_div(shape.seqlen_k, keys)} * keys;
-  return padded_queries * padded_keys;
+  const int end = shape.seqlen_k % keys;
+  const int last_step = end == 0 ? 0 : end <= narrow_keys ? narrow_keys : keys;
+  return padded_queries * (shape.seqlen_k - end + last_step);
 }
 
 // The row for short sequences has smaller steps, in which warps without queries do little. That
@@ -168,15 +170,16 @@ bool wants_smaller_steps(const ForwardParams& params, const Window& window,
                          const DeviceInfo& device) {
   constexpr int longest = 1024;
   constexpr int warpgroup_rows = 64;
-  constexpr double share_that_pays = 0.835;  // 577 and 640 have 0.833
+  constexpr int narrow_keys = 16;           // of ForwardTraits
+  constexpr double share_that_pays = 0.78;  // 577 has 0.77, 800 0.805
   const AttentionShape& shape = params.shape;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   if (!window.is_full() || is_packed || params.split.batch_invariant ||
       std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
       most_tiles(params, plain) < device.num_sms)
     return false;
-  return padded_pairs(shape, warpgroup_rows, short_row.block_n) <=
-         share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n);
+  return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_keys) <=
+         share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n, 0);
 }
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,

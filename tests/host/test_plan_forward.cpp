@@ -79,9 +79,9 @@ TEST(sequences_whose_ends_fill_little_of_a_step_get_smaller_ones) {
     return std::string(plan_forward(params, h200, rows).instance->name);
   };
   const auto as_it_is = [](ForwardParams&) {};
-  for (const int seqlen : {197, 256, 257, 320, 400, 448, 577, 640, 800})
+  for (const int seqlen : {197, 256, 257, 320, 400, 448, 577, 769})
     CHECK_EQ(chosen(seqlen, seqlen, as_it_is), "short");
-  for (const int seqlen : {384, 512, 700, 1000, 1024, 1025, 1345})
+  for (const int seqlen : {384, 512, 640, 700, 800, 1000, 1024, 1025, 1345})
     CHECK_EQ(chosen(seqlen, seqlen, as_it_is), "plain");
   CHECK_EQ(chosen(77, 1024, as_it_is), "short");
   CHECK_EQ(chosen(77, 1025, as_it_is), "plain");
