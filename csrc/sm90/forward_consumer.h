@@ -1,10 +1,11 @@
 // A consumer warpgroup of a forward CTA: S, P and O of 64 query rows of every tile, in registers.
 //
-// The scores of a block are multiplied together with P V of the block before it (Shah et al.,
-// "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that one multiplies while
-// another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does one after the other,
-// and leaves the tensor cores to the other three meanwhile; there a last block of few keys is a
-// step of its own, of narrower products. Blocks that only other queries of the
+// The scores of a block are multiplied together with P V of the block before it, and while P V
+// still runs the warpgroup is already in the softmax of the new scores, where it has registers for
+// two P (Shah et al., "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that
+// one multiplies while another exponentiates (section 3.1). Of two CTAs on an SM a warpgroup does
+// one after the other, and leaves the tensor cores to the other three meanwhile; there a last block
+// of few keys is a step of its own, of narrower products. Blocks that only other queries of the
 // tile see it drops, and takes its turns all the same.
 #pragma once
 
@@ -53,7 +54,6 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_n>>{});
   auto tOrO = partition_fragment_C(output_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
-  auto pairs = recast<std::uint32_t>(tOrP);
   auto scores = rows_cols_view(tSrS);
   auto output = rows_cols_view(tOrO);
   // This thread's (rows, columns) of S -> (query, key)
@@ -213,7 +213,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
     auto has_no_o = [](int, float) {};
-    auto scores_to_probabilities = [&](Shifts const& row_shifts, auto rescale) {
+    auto scores_to_probabilities = [&](auto& target, Shifts const& row_shifts, auto rescale) {
+      auto pairs = recast<std::uint32_t>(target);
       if constexpr (Traits::has_dropout) {
         if (params.dropout.threshold > 0) {
           auto drop = [&](int tile, float (&p)[2][4]) { drop_pairs(kept, tile, p); };
@@ -242,20 +243,56 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       finish_scores(tSrS, Int<0>{}, range.end - 1 == range.begin);
       const auto row_shifts = modify_and_mask(range.end - 1);
       decide_dropout(range.end - 1);
-      scores_to_probabilities(row_shifts, has_no_o);
-      for (int block = range.end - 2; block >= range.begin; --block) {
+      scores_to_probabilities(tOrP, row_shifts, has_no_o);
+      // S of a block beside P V of the one before it, then S -> the next P. Inline, because as a
+      // function it would have its registers in memory.
+      auto step = [&](int block, auto& probabilities,
+                      auto& next_probabilities) __attribute__((always_inline)) {
         turns.take();
         start_scores(scores_mma, tSrS);
-        start_output(tOrP, block < range.end - 2);
+        start_output(probabilities, block < range.end - 2);
         turns.pass();
         look_up_block();
         finish_scores(tSrS, Int<1>{}, block == range.begin);
         const auto row_shifts = modify_and_mask(block);
         decide_dropout(block);
-        finish_output();  // P is free
-        scores_to_probabilities(row_shifts, rescale_o);
+        if constexpr (Traits::alternates_probabilities) {
+          bool moved = false;
+          float factors[2] = {1.0f, 1.0f};
+          scores_to_probabilities(next_probabilities, row_shifts, [&](int row, float factor) {
+            moved = true;
+            factors[row] = factor;
+          });
+          finish_output();
+          warpgroup_fence_operand(probabilities);  // which the product has read until now
+          if (moved) {
+            CUTE_UNROLL
+            for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
+          }
+        } else {
+          finish_output();  // the registers of P are free
+          scores_to_probabilities(next_probabilities, row_shifts, rescale_o);
+        }
+      };
+      int block = range.end - 2;
+      if constexpr (Traits::alternates_probabilities) {
+        auto tOrOtherP = make_tensor_like(tOrP);
+        for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
+          if (block < range.begin) {
+            start_output(tOrP, range.end - range.begin > 1);
+            break;
+          }
+          step(block--, tOrP, tOrOtherP);
+          if (block < range.begin) {
+            start_output(tOrOtherP, true);
+            break;
+          }
+          step(block--, tOrOtherP, tOrP);
+        }
+      } else {
+        for (; block >= range.begin; --block) step(block, tOrP, tOrP);
+        start_output(tOrP, range.end - range.begin > 1);
       }
-      start_output(tOrP, range.end - range.begin > 1);
       finish_output();
     } else {
       // A warp without any multiplies as well, and nobody reads its O: it takes its scores for P.
