@@ -199,7 +199,7 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm90_dropout(192, block_n=96, allowed_spill_bytes=68),
     *sm90_forward(256, block_m=128, block_n=64),
     *sm90_dropout(256, block_n=64, allowed_spill_bytes=80),
-    *sm90_cache_forward(256, block_n=64, spills={"cache_modifiers": 116}),
+    *sm90_cache_forward(256, block_n=64, spills={"cache": 28, "cache_modifiers": 116}),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
     *sm90_bias_forward(64, allowed_spill_bytes=4),

@@ -244,19 +244,19 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       const auto row_shifts = modify_and_mask(range.end - 1);
       decide_dropout(range.end - 1);
       scores_to_probabilities(tOrP, row_shifts, has_no_o);
-      // S of a block beside P V of the one before it, then S -> the next P. Inline, because as a
-      // function it would have its registers in memory.
-      auto step = [&](int block, auto& probabilities,
-                      auto& next_probabilities) __attribute__((always_inline)) {
-        turns.take();
-        start_scores(scores_mma, tSrS);
-        start_output(probabilities, block < range.end - 2);
-        turns.pass();
-        look_up_block();
-        finish_scores(tSrS, Int<1>{}, block == range.begin);
-        const auto row_shifts = modify_and_mask(block);
-        decide_dropout(block);
-        if constexpr (Traits::alternates_probabilities) {
+      if constexpr (Traits::alternates_probabilities) {
+        // S of a block beside P V of the one before it, then S -> the next P. Inline, because as a
+        // function it would have its registers in memory.
+        auto step = [&](int block, auto& probabilities,
+                        auto& next_probabilities) __attribute__((always_inline)) {
+          turns.take();
+          start_scores(scores_mma, tSrS);
+          start_output(probabilities, block < range.end - 2);
+          turns.pass();
+          look_up_block();
+          finish_scores(tSrS, Int<1>{}, block == range.begin);
+          const auto row_shifts = modify_and_mask(block);
+          decide_dropout(block);
           bool moved = false;
           float factors[2] = {1.0f, 1.0f};
           scores_to_probabilities(next_probabilities, row_shifts, [&](int row, float factor) {
@@ -269,13 +269,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
             CUTE_UNROLL
             for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
           }
-        } else {
-          finish_output();  // the registers of P are free
-          scores_to_probabilities(next_probabilities, row_shifts, rescale_o);
-        }
-      };
-      int block = range.end - 2;
-      if constexpr (Traits::alternates_probabilities) {
+        };
+        int block = range.end - 2;
         auto tOrOtherP = make_tensor_like(tOrP);
         for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
           if (block < range.begin) {
@@ -290,7 +285,18 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
           step(block--, tOrOtherP, tOrP);
         }
       } else {
-        for (; block >= range.begin; --block) step(block, tOrP, tOrP);
+        for (int block = range.end - 2; block >= range.begin; --block) {
+          turns.take();
+          start_scores(scores_mma, tSrS);
+          start_output(tOrP, block < range.end - 2);
+          turns.pass();
+          look_up_block();
+          finish_scores(tSrS, Int<1>{}, block == range.begin);
+          const auto row_shifts = modify_and_mask(block);
+          decide_dropout(block);
+          finish_output();  // P is free
+          scores_to_probabilities(tOrP, row_shifts, rescale_o);
+        }
         start_output(tOrP, range.end - range.begin > 1);
       }
       finish_output();

@@ -101,10 +101,11 @@ struct ForwardTraits {
   static constexpr int consumer_registers =
       ctas_per_sm == 2 ? 104 : (draws_ahead ? 200 : (consumers == 3 ? 160 : 232));
 
-  // With registers for two P the next one is made while P V still reads this one. Where there is
-  // more to do with scores, ptxas finds no room for them.
-  static constexpr bool alternates_probabilities =
-      overlaps_softmax && consumer_registers == 232 && !has_dropout && !(has_modifiers && is_paged);
+  // With registers for two P the next one is made while P V still reads this one. Modified scores
+  // gain nothing by it, or find no room (C7514 in pages), and at d = 256 only those over pages do.
+  static constexpr bool alternates_probabilities = overlaps_softmax && consumer_registers == 232 &&
+                                                   !has_modifiers && !has_dropout &&
+                                                   (head_dim < 256 || is_paged);
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
