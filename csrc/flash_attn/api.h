@@ -42,7 +42,7 @@ struct TileSchedule {
   // rounded up to whole rounds; the places behind its tiles are empty. The last section then also
   // takes the heads that are left over, and has no empty places. 0: a place for each tile.
   int places_per_section = 0;
-  int least_last_heads = 1;  // that the last section has, where each tile has a place
+  int least_last_heads = 1;  // with a place for each tile: of the last section, or more
 
   std::int64_t grid_size() const { return static_cast<std::int64_t>(num_tiles) * num_batch_heads; }
 };

@@ -63,8 +63,8 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
 void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even);
 
 // Where the last tile of each head is a low one, and the grid is no whole rounds of num_ctas: the
-// low tiles of the last heads, at most most_heads, end it, for all CTAs that take part in the last
-// round one in it and one in the round before. Up to then CTAs had as many low ones as high ones.
+// low tiles of the last heads, at most most_heads, end it. As rounds go forth and back, who takes
+// part in the last round then has a low one in it and another in the round before.
 void end_with_low_tiles(TileSchedule& schedule, int heads_per_group, int num_ctas,
                         std::int64_t most_heads);
 

@@ -1,6 +1,6 @@
 // Dropout in a forward CTA: warps that do not multiply draw the decisions of the next step, as
 // words of bits in the layout of the consumers' scores, and leave them in shared memory. To a
-// consumer, which a step waits for, a decision is then a predicate and a selection.
+// consumer, which a step waits for, a decision is then a predicate and a product.
 //
 // Every consumer warpgroup has a ring of its own: its buffer is full when all drawing warps have
 // published their parts of a step, and empty when the four warps have read theirs. Drawing warps

@@ -59,6 +59,7 @@ struct ForwardTraits {
   static_assert(!can_split || (!is_sparse && !has(feature::dropout)));
   static constexpr bool has_bias = has(feature::bias);
   static constexpr bool has_dropout = has(feature::dropout);
+  static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
 
   // Up to head dim 128 a warpgroup of its own draws dropout's decisions, a warp on each of the SM's
@@ -101,8 +102,9 @@ struct ForwardTraits {
   static constexpr int consumer_registers =
       ctas_per_sm == 2 ? 104 : (draws_ahead ? 200 : (consumers == 3 ? 160 : 232));
 
-  // With registers for two P the next one is made while P V still reads this one. Modified scores
-  // gain nothing by it, or find no room (C7514 in pages), and at d = 256 only those over pages do.
+  // With registers for two P the next one is made while P V still reads this one. Rows with
+  // modified scores gain nothing by it, or find no room (C7514 in pages), and at d = 256 only those
+  // over pages gain.
   static constexpr bool alternates_probabilities = overlaps_softmax && consumer_registers == 232 &&
                                                    !has_modifiers && !has_dropout &&
                                                    (head_dim < 256 || is_paged);
