@@ -22,9 +22,8 @@ def falling_maximum(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def steep_steps(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """From the last keys to the first, scores rise by little, much and more than fp32 can follow.
-
-    In every third row they do not, and in every third by a hundredth of it.
+    """From the last keys to the first, scores rise by little, much and more than fp32 can follow:
+    so in a third of the rows, in another not at all, and in the third by a hundredth of it.
     """
     rises = torch.tensor([0.0, 6.0, 9.0, 30.0, 200.0, 1.0, 0.0, 500.0, -20.0, 12.0])
     levels = rises.to(k.device).cumsum(0)

@@ -9,6 +9,7 @@
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 #include "shared/block_lists.h"
+#include "shared/narrow_step.h"
 
 namespace flash_attn_cuda {
 
@@ -153,7 +154,7 @@ bool wants_lower_tiles(const ForwardParams& params, const Window& window,
 }
 
 // Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
-// the end of a sequence are a step of as many.
+// the end of a sequence are a step of as many; 0: none are.
 std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, int narrow_keys) {
   const std::int64_t padded_queries = std::int64_t{ceil_div(shape.seqlen_q, queries)} * queries;
   const int end = shape.seqlen_k % keys;
@@ -170,7 +171,6 @@ bool wants_smaller_steps(const ForwardParams& params, const Window& window,
                          const DeviceInfo& device) {
   constexpr int longest = 1024;
   constexpr int warpgroup_rows = 64;
-  constexpr int narrow_keys = 16;           // of ForwardTraits
   constexpr double share_that_pays = 0.78;  // 577 has 0.77, 800 0.805
   const AttentionShape& shape = params.shape;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
@@ -178,7 +178,7 @@ bool wants_smaller_steps(const ForwardParams& params, const Window& window,
       std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
       most_tiles(params, plain) < device.num_sms)
     return false;
-  return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_keys) <=
+  return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_step_keys) <=
          share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n, 0);
 }
 

@@ -158,7 +158,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         is_interior = visited.is_in_window;
       }
       const int key_begin = block * block_n;
-      [[maybe_unused]] Shifts row_shifts{};
+      Shifts row_shifts{};
       if constexpr (Traits::has_modifiers) {
         if (has_score_modifiers(params.score)) {
           if constexpr (Traits::shifts_rows) {

@@ -5,6 +5,7 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
+#include "shared/narrow_step.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
@@ -78,7 +79,7 @@ struct ForwardTraits {
 
   // There sequences are short and their ends count: if the last block has no more keys than these,
   // it is a narrow step, and a warp without queries leaves scores alone.
-  static constexpr int narrow_keys = 16;
+  static constexpr int narrow_keys = narrow_step_keys;
 
   // A thread of its own finds tiles for the producer where that takes long, beside lists, where
   // tiles are short, or whole warps load.

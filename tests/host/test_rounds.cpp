@@ -126,19 +126,15 @@ TEST(low_tiles_of_the_last_heads_end_a_grid) {
   }
   CHECK_EQ(static_cast<std::int64_t>(seen.size()), schedule.grid_size());
 
-  // Whole groups of heads, not more than there are, and nothing where rounds are whole.
-  schedule = {.num_tiles = 2, .num_heads = 12, .num_batch_heads = 3072};
-  end_with_low_tiles(schedule, 5, 264, 1000);
-  CHECK_EQ(schedule.least_last_heads, 145);
-  schedule = {.num_tiles = 3, .num_heads = 100, .num_batch_heads = 100};
-  end_with_low_tiles(schedule, 1, 264, 1000);
-  CHECK_EQ(schedule.least_last_heads, 72);
-  schedule = {.num_tiles = 3, .num_heads = 50, .num_batch_heads = 50};
-  end_with_low_tiles(schedule, 1, 264, 1000);
-  CHECK_EQ(schedule.least_last_heads, 1);
-  schedule = {.num_tiles = 2, .num_heads = 132, .num_batch_heads = 264};
-  end_with_low_tiles(schedule, 1, 264, 1000);
-  CHECK_EQ(schedule.least_last_heads, 1);
+  const auto last_heads = [](int tiles, int heads, int group) {
+    TileSchedule grid{.num_tiles = tiles, .num_heads = heads, .num_batch_heads = heads};
+    end_with_low_tiles(grid, group, 264, 1000);
+    return grid.least_last_heads;
+  };
+  CHECK_EQ(last_heads(2, 3072, 5), 145);  // whole groups of heads
+  CHECK_EQ(last_heads(3, 100, 1), 72);
+  CHECK_EQ(last_heads(3, 50, 1), 1);   // more than there are
+  CHECK_EQ(last_heads(2, 264, 1), 1);  // rounds are whole
 }
 
 TEST(few_rounds_are_one_section) {
