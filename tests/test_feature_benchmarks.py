@@ -98,20 +98,26 @@ def test_varlen_groups():
 
 def test_feature_groups():
     groups = feature_cost.groups()
-    for seqlen, names in (
-        (4096, {v.name for v in feature_cost.variants(True)}),
-        (8192, {"plain", "deterministic"}),
+    every = {v.name for v in feature_cost.variants(True)}
+    order = {"plain", "deterministic"}
+    for seqlen, head_dims, names in (
+        (4096, (64, 128), every),
+        (4096, (256,), order),
+        (8192, (64, 128, 256), order),
     ):
-        of_length = [group for group in groups if group.plain.seqlen_q == seqlen]
+        of_length = [
+            group
+            for group in groups
+            if group.plain.seqlen_q == seqlen and group.plain.head_dim in head_dims
+        ]
         assert {(g.plain.head_dim, g.plain.causal) for g in of_length} == {
-            (head_dim, causal) for head_dim in (64, 128) for causal in (False, True)
+            (head_dim, causal) for head_dim in head_dims for causal in (False, True)
         }
-        assert all(
-            names <= {v.name.replace("1024,1024", "1024,0") for v in g.variants} for g in of_length
-        )
         for group in of_length:
+            assert {v.name.replace("1024,1024", "1024,0") for v in group.variants} == names
             assert group.plain.batch * seqlen == 16_384
             assert group.plain.num_heads_q * group.plain.head_dim == 2048
+    assert len(groups) == 4 + 2 + 6
     assert len(feature_cost.groups(quick=True)) == 1
 
 
