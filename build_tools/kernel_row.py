@@ -150,6 +150,7 @@ class BackwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
+    ctas_per_tile: int = 1
     warps_m_scores: int = 0
     warps_n_dkdv: int = 0
     warps_m_dq: int = 0

@@ -83,6 +83,28 @@ def test_features(check: Check, part: int) -> None:
         check(shaped_case(**choice, batch=1))
 
 
+# Of pairs of CTAs: the second one's half of a query tile or of a key tile may not exist, and the
+# boxes of K that one has of the other's keys may have no column.
+HEAD_DIMS_OF_192 = ((136, 136), (152, 152), (168, 136), (184, 184), (192, 128), (192, 72))
+HEAD_DIMS_OF_256 = ((200, 200), (232, 200), (248, 248), (256, 256))
+PAIRS: dict[str, tuple[Any, ...]] = {
+    "head_dims": (*HEAD_DIMS_OF_192, (192, 192), *HEAD_DIMS_OF_256),
+    "dtype": (torch.bfloat16, torch.float16),
+    "seqlen_q": (1, 31, 32, 33, 64, 97, 160),
+    "seqlen_k": (1, 63, 64, 65, 128, 129, 192, 193, 330),
+    "heads": ((2, 2), (4, 1)),
+    "mask": MASKS,
+    "deterministic": (False, True),
+}
+
+
+@FOUR_PARTS
+def test_two_ctas_a_tile(check: Check, part: int) -> None:
+    for choice in pairwise(PAIRS, seed=7)[part :: 4 * scaled(1, 4)]:
+        head_dim, value_dim = choice.pop("head_dims")
+        check(shaped_case(**choice, head_dim=head_dim, head_dim_v=value_dim))
+
+
 @EVERY_HEAD_DIM
 def test_scales(check: Check, head_dim: int) -> None:
     for scale in (0.0, -0.0, 5.0, -0.3):

@@ -62,6 +62,8 @@ struct BackwardConfig {
   int block_m;    // queries per step
   int block_n;    // keys per tile
   int num_warps;  // sm90: those that hold dK and dV; eight more load and multiply dQ
+  // sm90: 1, or 2 that share the keys of a tile and the columns of dQ, with a row's warps each.
+  int ctas_per_tile = 1;
   // sm80: warps along the first mode of each product; the others lie along its second mode.
   int warps_m_scores;  // S and dP (block_m x block_n): warps along queries
   int warps_n_dkdv;    // dK and dV (block_n x head_dim): warps along keys

@@ -87,7 +87,7 @@ struct LeastSection {
 
 LeastSection least_section(const BackwardParams& params, const BackwardConfig& config, bool is_even,
                            int tiles_per_head, const DeviceInfo& device) {
-  const std::int64_t sms = device.num_sms;
+  const std::int64_t sms = device.num_sms / config.ctas_per_tile;  // as many tiles at a time
   // One CTA has an SM to itself, and two tiles for each even out a causal grid.
   const LeastSection usual{.tiles = is_even ? 0 : 2 * sms, .parts_of_l2 = 2};
   if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr) return usual;
@@ -109,9 +109,9 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
 // How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split
 // costs an fp32 partial of dK and dV, and all partials together stay within the size of dQ in fp32,
 // which most calls need as well.
-int choose_dkdv_splits(const AttentionShape& shape, std::int64_t key_tiles,
-                       const DeviceInfo& device) {
-  const std::int64_t ctas = key_tiles * shape.num_heads_k;
+int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config,
+                       std::int64_t key_tiles, const DeviceInfo& device) {
+  const std::int64_t ctas = key_tiles * shape.num_heads_k * config.ctas_per_tile;
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
   if (ctas == 0) return 1;
 
@@ -265,7 +265,9 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
 
   BackwardPlan plan;
   plan.instance = &instance;
-  if (config.family == KernelFamily::sm90) plan.num_ctas = device.num_sms;
+  const int ctas_per_tile = config.ctas_per_tile;
+  if (config.family == KernelFamily::sm90)
+    plan.num_ctas = std::max(1, device.num_sms / ctas_per_tile) * ctas_per_tile;
   plan.q_tiles = count_query_tiles(shape, config.block_m, is_packed);
   plan.tiles_descend = tiles_descend;
   WorkspaceLayout workspace;
@@ -285,7 +287,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   plan.dkdv_splits =
       params.sequences.leftpad_k != nullptr
           ? 1
-          : choose_dkdv_splits(shape, grid_batches * std::int64_t{key_tiles}, device);
+          : choose_dkdv_splits(shape, config, grid_batches * std::int64_t{key_tiles}, device);
   const bool is_even = window.is_full() && !is_packed && params.sparsity.lists.data == nullptr;
   const LeastSection section = least_section(params, config, is_even, key_tiles, device);
   const std::int64_t bytes_per_query =
@@ -302,7 +304,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                                  .parts_of_l2 = section.parts_of_l2},
                                 device);
   const std::int64_t heads_per_tile = group / plan.dkdv_splits;
-  plan.sweeps = instance.writes_dq &&
+  plan.sweeps = instance.writes_dq && ctas_per_tile == 1 &&
                 pays_to_sweep(params, plan.schedule,
                               heads_per_tile * shape.seqlen_q * bytes_per_query, device);
   if (plan.sweeps) {

@@ -64,7 +64,9 @@ inline std::int64_t count_tickets(const BackwardPlan& plan) {
   return plan.schedule.grid_size() + plan.shared_tiles.more_tickets();
 }
 inline unsigned launched_ctas(const BackwardPlan& plan) {
-  return static_cast<unsigned>(std::min<std::int64_t>(count_tickets(plan), plan.num_ctas));
+  const int per_tile = plan.instance->config.ctas_per_tile;
+  return static_cast<unsigned>(
+      std::min<std::int64_t>(count_tickets(plan) * per_tile, plan.num_ctas));
 }
 
 // What backward_scores.h leaves out of dS.

@@ -68,21 +68,32 @@ bool can_launch_early() {
 }
 
 // launch_kernel of a kernel that calls wait_for_earlier_kernels, and may start before they end.
+// cluster: thread blocks that reach each other's shared memory.
 template <auto kKernel, class Argument>
 void launch_early(std::int64_t grid, int threads, std::size_t smem_bytes, Stream stream,
-                  const Argument& argument) {
+                  const Argument& argument, int cluster = 1) {
   if (grid == 0) return;
   allow_shared_memory<kKernel>(smem_bytes);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (can_launch_early<kKernel>()) {
+    cudaLaunchAttribute& early = attributes[num_attributes++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& clusters = attributes[num_attributes++];
+    clusters.id = cudaLaunchAttributeClusterDimension;
+    clusters.val.clusterDim.x = static_cast<unsigned>(cluster);
+    clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = can_launch_early<kKernel>() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   void* arguments[] = {const_cast<Argument*>(&argument)};
   check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments),
              "kernel launch");

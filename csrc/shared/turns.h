@@ -29,19 +29,20 @@ struct Turns {
   }
 
 #if defined(__CUDACC__)
-  // Both by all threads that add; sync() is their barrier.
-  template <class Sync>
+  // Both by all threads that add; sync() is their barrier. Where kShares CTAs add the columns of a
+  // key tile's dQ, each counts.
+  template <int kShares = 1, class Sync>
   __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread,
                        Sync sync) const {
     if (thread == 0) {
-      const int turn = turn_of(adders, tile);
+      const int additions = kShares * turn_of(adders, tile);
       int done;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
                      : "=r"(done)
                      : "l"(counters + counter)
                      : "memory");
-      } while (done != turn);
+      } while (done < additions);
     }
     sync();
   }

@@ -5,6 +5,7 @@
 
 #include "sm90/backward_arguments.h"
 #include "sm90/backward_traits.h"
+#include "sm90/cta_pair.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -16,6 +17,14 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .tile = item.work.tile,
           .range = item.range,
           .end_head = item.end_head};
+}
+
+// The first of a tile's keys whose dK and dV are this CTA's.
+template <class Traits>
+CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
+  const int key = item.work.tile * Traits::block_n;
+  if constexpr (Traits::in_pairs) return key + rank_in_pair() * Traits::cta_keys;
+  return key;
 }
 
 // What of an item's steps is part `part`; false where it is nothing.
@@ -144,6 +153,7 @@ struct BackwardDispatcher {
   typename Traits::SharedStorage& smem;
   RingPlace<Traits::work_stages> next_place{};
   RingPlace<Traits::added_stages> added_place{};
+  RingPlace<Traits::drawn_stages> drawn_place{};
   unsigned sweep_id = 0;  // the next tile of the sweep, if any are left
   int sweep_left = 0;
 
@@ -151,6 +161,8 @@ struct BackwardDispatcher {
   CUTE_DEVICE unsigned draw() {
     if constexpr (!Traits::writes_dq) {
       return static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
+    } else if constexpr (Traits::in_pairs) {
+      return draw_in_pair();
     } else {
       if (sweep_left == 0) {
         sweep_left = args.call.sweep_tiles;
@@ -159,6 +171,26 @@ struct BackwardDispatcher {
       --sweep_left;
       return sweep_id++;
     }
+  }
+
+  // The same for both CTAs of a pair: one draws, and tells the other.
+  CUTE_DEVICE unsigned draw_in_pair() {
+    auto& ring = smem.from_peer.drawn_ring;
+    std::uint32_t* drawn = &smem.from_peer.drawn[drawn_place.stage];
+    std::uint64_t* full = &ring.full[drawn_place.stage];
+    std::uint32_t ticket;
+    if (rank_in_pair() == 0) {
+      ticket = static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
+      wait_empty(ring, drawn_place);
+      send_to_peer(drawn, ticket, full);
+    } else {
+      FullBarrier::arrive_and_expect_tx(full, sizeof(ticket));
+      wait_full(ring, drawn_place);
+      ticket = *const_cast<std::uint32_t volatile*>(drawn);
+      arrive_at_peer(&ring.empty[drawn_place.stage]);
+    }
+    drawn_place.advance();
+    return ticket;
   }
 
   // Tells the others of the next tile that a query sees, or that there is none.

@@ -8,6 +8,7 @@
 #include "sm90/backward_arguments.h"
 #include "sm90/backward_finish.h"
 #include "sm90/backward_traits.h"
+#include "sm90/cta_pair.h"
 #include "sm90/named_barriers.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -72,7 +73,10 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   RingPlace<Traits::ds_stages> ds_place;
   RingPlace<Traits::added_stages> added_place;
 
-  auto sK = transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
+  // Of a pair each CTA makes its columns of dQ, of both CTAs' keys.
+  const int first_column = Traits::in_pairs ? rank_in_pair() * Traits::cta_columns : 0;
+  constexpr int columns = Traits::cta_columns;
+  auto sK = transposed(smem_tile<typename Traits::DqKeyLayout>(smem.k + 64 * first_column));
   // (queries, keys, ds_stages * parts)
   auto sdS = [&] {
     auto tiles = smem_tile<typename Traits::ScoresLayout>(smem.ds);
@@ -103,7 +107,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
         step = smem.ds_steps[ds_place.stage];
       }
       const std::int64_t index = sum_of<Traits>(call, item, step);
-      float* sums = call.dq_accum + index * (block_m * head_dim);
+      float* sums = call.dq_accum + index * (block_m * head_dim) + first_column * 64;
       const bool is_started = !Traits::writes_dq || item.added_before.holds(step.tile);
       const bool is_unfinished = !Traits::writes_dq || item.added_after.holds(step.tile);
       if constexpr (!Traits::is_sparse) wait_full(smem.ds_ring, ds_place);
@@ -111,13 +115,22 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
         write_bias_gradient<Traits>(args, smem, ds_place.stage, item, step, thread);
       const auto wait_for_turn = [&] {
         if (!call.turns.used()) return;
-        call.turns.wait(index, adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
-                        item.work.tile, thread, sync_dq);
+        call.turns.template wait<Traits::ctas_per_tile>(
+            index, adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
+            item.work.tile, thread, sync_dq);
       };
+      // Kept from step to step, the addresses of two CTAs' keys take more registers than there are.
+      const auto step_k = [&] {
+        if constexpr (Traits::in_pairs) {
+          return with_new_addresses(tQrK);
+        } else {
+          return tQrK;
+        }
+      }();
       CUTE_UNROLL
       for (int m = 0; m < block_m / 64; ++m) {
         CUTE_UNROLL
-        for (int n = 0; n < head_dim / dq_columns; ++n) {
+        for (int n = 0; n < columns / dq_columns; ++n) {
           const bool is_first = m == 0 && n == 0;
           const bool resumes = is_started && !is_unfinished;
           if (resumes) {
@@ -128,16 +141,27 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
             start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_place.stage, part)),
-                          tQrK(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ,
+                          step_k(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ,
                           part > 0 || resumes);
           }
+          if constexpr (Traits::in_pairs) {
+            auto tQrdSOfPeer = share.partition_fragment_A(
+                transposed(smem_tile<typename Traits::ScoresLayout>(smem.from_peer.ds)));
+            auto tQrKOfPeer = with_new_addresses(share.partition_fragment_B(
+                transposed(smem_tile<typename Traits::DqKeyLayout>(smem.from_peer.k))));
+            start_product(mma, tQrdSOfPeer(_, m, _, ds_place.stage), tQrKOfPeer(_, n, _, 0), tQrdQ,
+                          true);
+          }
           wait_products<0>(tQrdQ);
-          if (m + 1 == block_m / 64 && n + 1 == head_dim / dq_columns) {
+          if (m + 1 == block_m / 64 && n + 1 == columns / dq_columns) {
             if constexpr (Traits::has_bias) {
               if (thread == 0) wait_stores();
               __syncwarp();
             }
             release(smem.ds_ring, ds_place);
+            if constexpr (Traits::in_pairs) {
+              if (threadIdx.x % 32 == 0) arrive_at_peer(&smem.ds_ring.empty[ds_place.stage]);
+            }
             ds_place.advance();
             // With the tile's last product, not its last addition.
             if (threadIdx.x % 32 == 0 && left == 1)
@@ -145,8 +169,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           }
           if (is_first && !resumes) wait_for_turn();
           if (!is_unfinished) {
-            write_query_gradient<Traits>(call, sequence, step, 64 * m, n * dq_columns, tQrdQ,
-                                         thread);
+            write_query_gradient<Traits>(call, sequence, step, 64 * m,
+                                         first_column + n * dq_columns, tQrdQ, thread);
           } else if (is_started) {
             DqAccumulator<128>::add(sums, tQrdQ, thread);
           } else {

@@ -20,6 +20,7 @@
 #include "sm90/backward_finish.h"
 #include "sm90/backward_producer.h"
 #include "sm90/backward_separate_keys.h"
+#include "sm90/cta_pair.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -87,9 +88,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   if (threadIdx.x == 0) {
     smem.key_ring.init(Traits::key_warps + Traits::dq_warps);
     smem.value_ring.init(Traits::key_warps);
-    smem.q_ring.init(Traits::key_warps);
-    smem.dout_ring.init(Traits::key_warps);
-    smem.ds_ring.init(Traits::dq_warps, Traits::separate ? 4 : Traits::key_warps);
+    smem.q_ring.init(Traits::ctas_per_tile * Traits::key_warps);
+    smem.dout_ring.init(Traits::ctas_per_tile * Traits::key_warps);
+    smem.ds_ring.init(Traits::ctas_per_tile * Traits::dq_warps,
+                      Traits::separate ? 4 : Traits::key_warps);
+    if constexpr (Traits::in_pairs) smem.from_peer.drawn_ring.init(1);
     smem.weights_ring.init(4, 4);
     smem.work_ring.init(1 + Traits::key_warps + Traits::dq_warps);
     smem.added_ring.init(1, Traits::dq_warps);
@@ -103,7 +106,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
   }
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  __syncthreads();
+  if constexpr (Traits::in_pairs) {
+    sync_pair();
+  } else {
+    __syncthreads();
+  }
 
   // The same in all lanes, said so that the compiler knows.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -134,6 +141,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
       sum_only_key_gradients<Traits>(args, smem);
     }
   }
+  if constexpr (Traits::in_pairs) sync_pair();
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -9,38 +9,54 @@
 
 #include "sm90/backward_results.h"
 #include "sm90/backward_scores.h"
+#include "sm90/cta_pair.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// dS^T of 64 keys and a part of a step's queries -> the buffer that the dQ warpgroup reads next,
-// and, with the last part, word of it. announce(stage): what that shall find with it.
+// What a warp has stored of dS^T, 16 keys, to both CTAs' dQ warpgroups: each one's barrier counts
+// its own CTA's warps and the bytes that the other one sends. A buffer is empty when both have read
+// it.
+template <class Traits>
+CUTE_DEVICE void publish_in_pair(typename Traits::SharedStorage& smem,
+                                 RingPlace<Traits::ds_stages> const& place) {
+  if (threadIdx.x % 32 != 0) return;
+  constexpr int size = 16 * Traits::block_m;
+  constexpr int bytes = size * int(sizeof(typename Traits::Element));
+  const int first = (place.stage * 4 + threadIdx.x % 128 / 32) * size;
+  std::uint64_t* full = &smem.ds_ring.full[place.stage];
+  FullBarrier::arrive_and_expect_tx(full, bytes);
+  copy_to_peer(smem.from_peer.ds + first, smem.ds + first, bytes, full);
+}
+
+// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next, and word of it. announce(stage):
+// what that shall find with it.
 template <class Traits, class Fragment, class Announce>
 CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
-                                 RingPlace<Traits::ds_stages>& place, int key_part, int query_part,
+                                 RingPlace<Traits::ds_stages>& place, int part,
                                  Fragment const& tGrdS, Announce announce) {
   constexpr int block_m = Traits::block_m;
-  constexpr int queries = Traits::score_queries;
-  if (query_part == 0) {
-    wait_empty(smem.ds_ring, place);
-    announce(place.stage);
-  }
-  auto* scores = smem.ds + Traits::part_tile(place.stage, key_part) * 64 * block_m;
+  wait_empty(smem.ds_ring, place);
+  announce(place.stage);
+  auto* scores = smem.ds + Traits::part_tile(place.stage, part) * 64 * block_m;
   if constexpr (Traits::has_bias) {
     operand_to_transposed_box<block_m>(tGrdS, scores);
   } else {
-    operand_to_shared<queries>(tGrdS, scores, query_part * queries);
+    operand_to_shared<block_m>(tGrdS, scores);
   }
-  if (query_part + 1 < Traits::score_parts) return;
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  publish(smem.ds_ring, place);
+  if constexpr (Traits::in_pairs) {
+    publish_in_pair<Traits>(smem, place);
+  } else {
+    publish(smem.ds_ring, place);
+  }
   place.advance();
 }
 
 // Passes a step's buffers on, unread and, of dS, unwritten.
 template <class Traits>
 CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem, RingPlace<Traits::stages>& q_place,
-                           RingPlace<Traits::stages>& dout_place,
+                           RingPlace<Traits::dout_stages>& dout_place,
                            RingPlace<Traits::ds_stages>& ds_place) {
   wait_full(smem.q_ring, q_place);
   release(smem.q_ring, q_place);
@@ -58,21 +74,19 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
                                    typename Traits::SharedStorage& smem, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
-  constexpr int queries = Traits::score_queries;
-  constexpr int parts = Traits::score_parts;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place, dout_place;
+  RingPlace<Traits::stages> q_place;
+  RingPlace<Traits::dout_stages> dout_place;
   RingPlace<Traits::ds_stages> ds_place;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages * parts)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, ..)
-  // (queries, head_dim, stages * parts), (queries, head_dim_v, ..)
-  auto sQ = row_parts<queries>(smem_tile<typename Traits::QueryLayout>(smem.q));
-  auto sdO = row_parts<queries>(smem_tile<typename Traits::OutputLayout>(smem.dout));
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
+  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
 
   typename Traits::ScoresMma scores_mma;
   typename Traits::KeyGradientMma dk_mma;
@@ -84,8 +98,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   auto tSrdO = scores_share.partition_fragment_B(sdO);
   auto tGrQ = dk_mma.get_thread_slice(thread).partition_fragment_B(transposed(sQ));
   auto tGrdO = dv_mma.get_thread_slice(thread).partition_fragment_B(transposed(sdO));
-  auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<queries>>{});
-  auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<queries>>{});
+  auto tSrS = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
+  auto tSrdP = partition_fragment_C(scores_mma, Shape<_64, Int<block_m>>{});
   auto tGrdK = partition_fragment_C(dk_mma, Shape<_64, Int<Traits::head_dim>>{});
   auto tGrdV = partition_fragment_C(dv_mma, Shape<_64, Int<Traits::head_dim_v>>{});
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
@@ -94,10 +108,10 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   auto& weights = weights_beside<Traits>(tGrP, own_weights);
 
   // Products run until they are waited for; then their buffer is given back.
-  auto start_scores = [&](int part = 0) {
-    if (part == 0) wait_full(smem.q_ring, q_place);
+  auto start_scores = [&]() {
+    wait_full(smem.q_ring, q_place);
     start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
-                  tSrQ(_, _, _, q_place.stage * parts + part), tSrS, false);
+                  tSrQ(_, _, _, q_place.stage), tSrS, false);
   };
 
   for (;; work_place.advance()) {
@@ -107,7 +121,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
     // Of the scores that are made.
-    auto score_tile = [&](Step const& step, int part) {
+    auto score_tile = [&](Step const& step) {
       if constexpr (Traits::announces) {
         VisitedQueries const& visited = smem.visited[q_place.stage];
         return ScoreTile{.sequence = item.work.sequence,
@@ -119,7 +133,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       } else {
         return ScoreTile{.sequence = item.work.sequence,
                          .head = step.head,
-                         .query_begin = step.tile * block_m + part * queries,
+                         .query_begin = step.tile * block_m,
                          .key_begin = key_begin,
                          .is_interior = has_all_keys && item.range.is_interior(step.tile)};
       }
@@ -135,50 +149,39 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     }
     start_scores();
     for (int index = 0;; ++index, step.advance(item)) {
-      CUTE_UNROLL
-      for (int part = 0; part < parts; ++part) {
-        const auto excluded = math.excluded_pairs(score_tile(step, part));
-        wait_products<0>(tSrS);
-        if constexpr (Traits::has_bias) {
-          const int box = Traits::part_tile(q_place.stage, warpgroup);
-          add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
-                                       call.params.score.softmax_scale, tSrS);
-        }
-        math.probabilities(score_tile(step, part), excluded,
-                           smem.lse_log2[q_place.stage] + part * queries, tSrS, tGrP, weights);
-
-        if (index == 0 && part == 0) wait_full(smem.value_ring, key_place);  // it follows K
-        if (part == 0) wait_full(smem.dout_ring, dout_place);
-        const int dout_part = dout_place.stage * parts + part;
-        start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
-                      tSrdO(_, _, _, dout_part), tSrdP, false);
-        auto start_dv = [&]() {
-          start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_part), tGrdV, index > 0 || part > 0);
-        };
-        if constexpr (!Traits::marks_dropped) start_dv();
-        wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
-        math.gradients(weights, smem.softmax_d[dout_place.stage] + part * queries, tSrdP);
-        convert_into(a_operand_view(tSrdP), tGrdS);
-        publish_dscores<Traits>(smem, ds_place, warpgroup, part, tGrdS, [&](int stage) {
-          if constexpr (Traits::is_sparse) {
-            if (warpgroup == 0 && thread == 0)
-              smem.ds_steps[stage] = smem.visited[q_place.stage].step;
-          }
-        });
-
-        if constexpr (Traits::marks_dropped) {
-          zero_negative<Element>(tGrP);
-          start_dv();
-        }
-        start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_place.stage * parts + part), tGrdK,
-                      index > 0 || part > 0);
-        if (part + 1 < parts) {
-          static_assert(parts == 1 || !Traits::starts_scores_early);
-          wait_products<0>(tGrdV);
-          wait_products<0>(tGrdK);
-          start_scores(part + 1);
-        }
+      const auto excluded = math.excluded_pairs(score_tile(step));
+      wait_products<0>(tSrS);
+      if constexpr (Traits::has_bias) {
+        const int box = Traits::part_tile(q_place.stage, warpgroup);
+        add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
+                                     call.params.score.softmax_scale, tSrS);
       }
+      math.probabilities(score_tile(step), excluded, smem.lse_log2[q_place.stage], tSrS, tGrP,
+                         weights);
+
+      if (index == 0) wait_full(smem.value_ring, key_place);  // it follows K
+      wait_full(smem.dout_ring, dout_place);
+      start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
+                    tSrdO(_, _, _, dout_place.stage), tSrdP, false);
+      auto start_dv = [&]() {
+        start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+      };
+      if constexpr (!Traits::marks_dropped) start_dv();
+      wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
+      math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
+      convert_into(a_operand_view(tSrdP), tGrdS);
+      publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS, [&](int stage) {
+        if constexpr (Traits::is_sparse) {
+          if (warpgroup == 0 && thread == 0)
+            smem.ds_steps[stage] = smem.visited[q_place.stage].step;
+        }
+      });
+
+      if constexpr (Traits::marks_dropped) {
+        zero_negative<Element>(tGrP);
+        start_dv();
+      }
+      start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
       wait_products<1>(tGrdV);
       release(smem.dout_ring, dout_place);
       dout_place.advance();
@@ -199,15 +202,9 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         start_scores();
         continue;
       }
-      if constexpr (Traits::starts_scores_early) {
-        start_scores();
-        wait_products<1>(tGrdK);
-        release(smem.q_ring, last_place);
-      } else {
-        wait_products<0>(tGrdK);
-        release(smem.q_ring, last_place);
-        start_scores();
-      }
+      start_scores();
+      wait_products<1>(tGrdK);
+      release(smem.q_ring, last_place);
     }
     release(smem.key_ring, key_place);
     key_place.advance();

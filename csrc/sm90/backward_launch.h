@@ -17,21 +17,22 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   using Traits = BackwardTraits<Tag>;
   constexpr int columns = box_columns<Traits::head_dim>;
   constexpr int columns_v = box_columns<Traits::head_dim_v>;
+  constexpr int rows = Traits::block_m / Traits::ctas_per_tile;
   const TensorExtent queries = query_extent(params.shape, params.sequences);
   const TensorExtent outputs = output_extent(params.shape, params.sequences);
   const TensorExtent keys = key_extent(params.shape, params.sequences);
   const TensorExtent values = value_extent(params.shape, params.sequences);
   const auto key_map = [&](const TensorView& view) {
-    return make_tensor_map(view, params.dtype, keys, {64, columns});
+    return make_tensor_map(view, params.dtype, keys, {64, Traits::key_box_columns});
   };
   const auto value_map = [&](const TensorView& view) {
     return make_tensor_map(view, params.dtype, values, {64, columns_v});
   };
   BackwardKernelArguments arguments{
-      .q_map = make_tensor_map(params.q, params.dtype, queries, {Traits::block_m, columns}),
+      .q_map = make_tensor_map(params.q, params.dtype, queries, {rows, columns}),
       .k_map = key_map(params.k),
       .v_map = value_map(params.v),
-      .dout_map = make_tensor_map(params.dout, params.dtype, outputs, {Traits::block_m, columns_v}),
+      .dout_map = make_tensor_map(params.dout, params.dtype, outputs, {rows, columns_v}),
       .dk_map = key_map(params.dk),
       .dv_map = value_map(params.dv),
       .bias_map = {},
@@ -51,7 +52,8 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
   arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
   launch_early<&backward_kernel<Tag>>(launched_ctas(plan), Traits::threads,
-                                      sizeof(typename Traits::SharedStorage), stream, arguments);
+                                      sizeof(typename Traits::SharedStorage), stream, arguments,
+                                      Traits::ctas_per_tile);
 }
 
 template <class Tag>

@@ -15,7 +15,8 @@ struct BackwardProducer {
   BackwardKernelArguments const& args;
   typename Traits::SharedStorage& smem;
   RingPlace<Traits::key_stages> key_place{};
-  RingPlace<Traits::stages> q_place{}, dout_place{};
+  RingPlace<Traits::stages> q_place{};
+  RingPlace<Traits::dout_stages> dout_place{};
   RingPlace<Traits::work_stages> work_place{};
 
   CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
@@ -27,38 +28,51 @@ struct BackwardProducer {
     FullBarrier::arrive_and_expect_tx(full_v, Traits::value_bytes);
     // A part without keys is read from the tile's first row, and its scores are hidden.
     const auto part_keys = [&](int part) {
-      const int key = (item.work.tile * Traits::key_parts + part) * 64;
+      const int key = item.work.tile * Traits::block_n + part * 64;
       const int row = key < sequence.seqlen_k ? key : item.work.tile * Traits::block_n;
       return RowSpan{sequence.batch_k, item.head_k, sequence.row_k + row, sequence.seqlen_k - row};
     };
+    const int first_part = Traits::in_pairs ? rank_in_pair() : 0;
+    constexpr int box = Traits::key_box_columns;
+    const int last_box =
+        Traits::in_pairs ? (args.call.params.shape.head_dim - 1) / box * box : head_dim;
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
-      load_tile<64, head_dim>(args.k_map, full_k,
-                              smem.k + Traits::part_tile(key_place.stage, part) * 64 * head_dim,
-                              part_keys(part));
+      load_tile<64, head_dim, box>(
+          args.k_map, full_k, smem.k + Traits::part_tile(key_place.stage, part) * 64 * head_dim,
+          part_keys(first_part + part), last_box);
+    }
+    if constexpr (Traits::in_pairs) {
+      constexpr int columns = Traits::cta_columns;
+      load_tile<64, columns>(args.k_map, full_k, smem.from_peer.k, part_keys(first_part ^ 1),
+                             last_box, 64, first_part * columns);
     }
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
       load_tile<64, head_dim_v>(args.v_map, full_v,
                                 smem.v + Traits::part_tile(key_place.stage, part) * 64 * head_dim_v,
-                                part_keys(part));
+                                part_keys(first_part + part));
     }
     key_place.advance();
   }
 
   // A tile of q or dout, and its rows of one statistic.
   // announce(stage): what the key warpgroups shall find with it, besides bytes of loads.
-  template <int kColumns, int kMoreBytes = 0, class Element, class Announce>
-  CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<Traits::stages>& ring,
-                                RingPlace<Traits::stages>& place, Element* tiles,
-                                RowSpan const& queries, float const* source, float (*rows)[block_m],
-                                Announce announce) {
+  template <int kColumns, int kMoreBytes = 0, int kStages, class Element, class Announce>
+  CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<kStages>& ring,
+                                RingPlace<kStages>& place, Element* tiles, RowSpan const& queries,
+                                float const* source, float (*rows)[block_m], Announce announce) {
     wait_empty(ring, place);
     announce(place.stage);
     std::uint64_t* full = &ring.full[place.stage];
     constexpr int bytes = block_m * kColumns * int(sizeof(Element));
     FullBarrier::arrive_and_expect_tx(full, bytes + Traits::row_bytes + kMoreBytes);
-    load_tile<block_m, kColumns>(map, full, tiles + place.stage * block_m * kColumns, queries);
+    Element* tile = tiles + place.stage * block_m * kColumns;
+    if constexpr (Traits::in_pairs) {
+      load_half_for_pair<block_m, kColumns>(map, full, tile, queries);
+    } else {
+      load_tile<block_m, kColumns>(map, full, tile, queries);
+    }
     SM90_BULK_COPY_G2S::copy(source, full, rows[place.stage], Traits::row_bytes);
     place.advance();
   }

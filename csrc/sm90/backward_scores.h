@@ -65,7 +65,7 @@ CUTE_DEVICE void zero_negative(Fragment& fragment) {
 
 template <class Traits>
 struct ScoreMath {
-  static constexpr int queries = Traits::score_queries;  // of a tile of scores
+  static constexpr int queries = Traits::block_m;  // of a tile of scores
   using Element = typename Traits::Element;
   static constexpr bool drops = Traits::has(feature::dropout);
   using Decisions = DropoutDecisions<queries / 16, true>;

@@ -10,7 +10,7 @@ namespace flash_attn_cuda::sm90 {
 // Between the same thread of the two warpgroups: what one holds of P, 16 bytes at a time.
 template <class Traits, class Fragment>
 CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
-                              RingPlace<Traits::ds_stages>& place, Fragment const& weights) {
+                              RingPlace<Traits::ds_stages> const& place, Fragment const& weights) {
   wait_empty(smem.weights_ring, place);
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
@@ -18,12 +18,11 @@ CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
     smem.weights[place.stage][i][threadIdx.x % 128] = vectors(i);
   __syncwarp();
   publish(smem.weights_ring, place);
-  place.advance();
 }
 
 template <class Traits, class Fragment>
 CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
-                                 RingPlace<Traits::ds_stages>& place, Fragment& weights) {
+                                 RingPlace<Traits::ds_stages> const& place, Fragment& weights) {
   wait_full(smem.weights_ring, place);
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
@@ -31,7 +30,15 @@ CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
     vectors(i) = smem.weights[place.stage][i][threadIdx.x % 128];
   __syncwarp();
   release(smem.weights_ring, place);
-  place.advance();
+}
+
+// A buffer of Q or dO, which both CTAs of a pair write.
+template <class Traits, int kStages>
+CUTE_DEVICE void release_queries(Ring<kStages>& ring, RingPlace<kStages> const& place) {
+  release(ring, place);
+  if constexpr (Traits::in_pairs) {
+    if (threadIdx.x % 32 == 0) arrive_at_peer(&ring.empty[place.stage]);
+  }
 }
 
 // S, P and dV.
@@ -45,12 +52,13 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place, dout_place;
-  RingPlace<Traits::ds_stages> weights_place;
+  RingPlace<Traits::stages> q_place;
+  RingPlace<Traits::dout_stages> dout_place;
 
-  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);         // (64, head_dim, key_stages)
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);       // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
+  auto sdO =
+      smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, dout_stages)
   typename Traits::ScoresMma scores_mma;
   typename Traits::ValueGradientMma gradient_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
@@ -73,7 +81,7 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
     wait_full(smem.work_ring, work_place);
     BackwardWorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
-    const int key_begin = item.work.tile * Traits::block_n;
+    const int key_begin = first_own_key<Traits>(item);
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
 
     wait_full(smem.key_ring, key_place);
@@ -90,22 +98,22 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
       wait_products<0>(tSrS);
       math.probabilities(score_tile, excluded, smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
       __syncwarp();
-      release(smem.q_ring, q_place);
+      release_queries<Traits>(smem.q_ring, q_place);
+      send_weights<Traits>(smem, q_place, weights);
       q_place.advance();
-      send_weights<Traits>(smem, weights_place, weights);
 
       wait_full(smem.dout_ring, dout_place);
       start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
-      const RingPlace<Traits::stages> last_place = dout_place;
+      const RingPlace<Traits::dout_stages> last_place = dout_place;
       dout_place.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdV);
-        release(smem.dout_ring, last_place);
+        release_queries<Traits>(smem.dout_ring, last_place);
         break;
       }
       start_scores();
       wait_products<1>(tGrdV);
-      release(smem.dout_ring, last_place);
+      release_queries<Traits>(smem.dout_ring, last_place);
     }
     release(smem.key_ring, key_place);
     key_place.advance();
@@ -133,12 +141,13 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   const ScoreMath<Traits> math(call);
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place, dout_place;
-  RingPlace<Traits::ds_stages> weights_place, ds_place;
+  RingPlace<Traits::stages> q_place;
+  RingPlace<Traits::dout_stages> dout_place;
 
-  auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);       // (64, head_dim_v, key_stages)
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);       // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
+  auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, key_stages)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
+  auto sdO =
+      smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, dout_stages)
   typename Traits::ScoresMma scores_mma;
   typename Traits::KeyGradientMma gradient_mma;
   auto scores_share = scores_mma.get_thread_slice(thread);
@@ -160,20 +169,21 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
     wait_full(smem.work_ring, work_place);
     BackwardWorkItem const& item = smem.work[work_place.stage];
     if (item.work.tile == no_tile) break;
-    const int key_begin = item.work.tile * Traits::block_n;
+    const int key_begin = first_own_key<Traits>(item);
 
     wait_full(smem.value_ring, key_place);
     start_dprobabilities();
     const int steps = item.steps();
     for (int index = 0;; ++index) {
-      receive_weights<Traits>(smem, weights_place, weights);
+      receive_weights<Traits>(smem, q_place, weights);
       wait_products<0>(tSrdP);
       math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
       __syncwarp();
-      release(smem.dout_ring, dout_place);
+      release_queries<Traits>(smem.dout_ring, dout_place);
       dout_place.advance();
       convert_into(a_operand_view(tSrdP), tGrdS);
-      publish_dscores<Traits>(smem, ds_place, 0, 0, tGrdS, [](int) {});
+      auto ds_place = q_place;  // as many buffers, a step each
+      publish_dscores<Traits>(smem, ds_place, 0, tGrdS, [](int) {});
 
       wait_full(smem.q_ring, q_place);
       start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
@@ -181,12 +191,12 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
       q_place.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdK);
-        release(smem.q_ring, last_place);
+        release_queries<Traits>(smem.q_ring, last_place);
         break;
       }
       start_dprobabilities();
       wait_products<1>(tGrdK);
-      release(smem.q_ring, last_place);
+      release_queries<Traits>(smem.q_ring, last_place);
     }
     release(smem.key_ring, key_place);
     key_place.advance();

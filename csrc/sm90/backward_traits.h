@@ -81,21 +81,24 @@ struct BackwardTraits {
   static constexpr int head_dim_v = config.head_dim_v;
   static constexpr int key_warps = config.num_warps;  // those that hold dK and dV
   static constexpr int key_warpgroups = key_warps / 4;
-  static constexpr int key_parts = block_n / 64;
+  // Wide heads: a CTA of a pair holds half of a tile's keys and multiplies half of dQ's columns of
+  // all of them (cta_pair.h), so that dQ is added half as often.
+  static constexpr int ctas_per_tile = config.ctas_per_tile;
+  static constexpr bool in_pairs = ctas_per_tile == 2;
+  static constexpr int cta_keys = block_n / ctas_per_tile;
+  static constexpr int cta_columns = head_dim / ctas_per_tile;
+  static constexpr int key_parts = cta_keys / 64;
   // One warpgroup holds dV and another dK of the same keys, where not both of its own.
   static constexpr bool separate = key_parts < key_warpgroups;
   static constexpr int dq_warps = 4;
+  // Of dO; of a pair's widest heads one is all that there is room for.
+  static constexpr int dout_stages = in_pairs && head_dim_v > 192 ? 1 : 2;
   static constexpr int threads = 128 * (2 + key_warpgroups);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::dropout);
   // A softcap's slope makes weights of their own of P (backward_scores.h).
   static constexpr bool has_weights = has(feature::softcap);
-
-  // Queries whose scores are made at a time: half of a step's where dK and dV leave no registers
-  // for more.
-  static constexpr int score_queries = !separate && head_dim + head_dim_v > 256 ? 32 : block_m;
-  static constexpr int score_parts = block_m / score_queries;
 
   static constexpr bool is_sparse = has(feature::block_sparse);
   static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
@@ -133,55 +136,57 @@ struct BackwardTraits {
       has(feature::dropout) || (has(feature::alibi) && !has_weights);
   static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
 
-  // Where a step has parts there are none either for the next scores beside dK.
-  static constexpr bool starts_scores_early = score_parts == 1;
-
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
   // needs more where dK and dV take most of them, at the expense of dQ's columns, and so do wider
   // dK and dV.
   static constexpr int producer_registers = 32;
-  static constexpr bool is_tight = (is_sparse && head_dim == 128) || score_parts > 1;
-  static constexpr int dq_registers = is_tight ? 48 : (head_dim == 96 ? 80 : 64);
+  static constexpr bool is_tight = is_sparse && head_dim == 128;
+  static constexpr int dq_registers = is_tight ? 48 : (cta_columns == 96 ? 80 : 64);
   static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
   using Element = ElementOf<config.dtype>;
-  using ScoresMma = SharedMma<Element, score_queries, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
+  using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
   template <int kColumns>
-  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, score_queries>;
+  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, block_m>;
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
   // At a time, for its registers: the fewer, the more often dS is read.
-  static constexpr int dq_columns = head_dim == 96 ? 96 : (is_tight ? 32 : 64);
+  static constexpr int dq_columns = cta_columns == 96 ? 96 : (is_tight ? 32 : 64);
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
   using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
                                    TransposedMma<Element, dq_columns, 64>>;
-  static_assert(head_dim % dq_columns == 0);
+  static_assert(cta_columns % dq_columns == 0);
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
-  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
-  static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
+  static constexpr int key_bytes =
+      (cta_keys * head_dim + (in_pairs ? 64 * cta_columns : 0)) * int(sizeof(Element));
+  static constexpr int value_bytes = cta_keys * head_dim_v * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
   // Of a buffer's tiles of 64 keys, that of a part in a stage.
   CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
     return stage * key_parts + part;
   }
-  static constexpr int stages = 2;     // of Q, dO and a bias
+  static constexpr int stages = 2;     // of Q and a bias
   static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
+  static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other
   // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. At 96 they
   // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
   // addresses. Where there is room, dK and dV leave through shared memory of their own, while the
   // next tile begins: at 64 that fills it.
   static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
   static constexpr bool stores_tiles = head_dim <= 128 && !has_bias;
-  using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts>;
+  // In boxes of which a CTA's columns of dQ are whole ones.
+  static constexpr int key_box_columns = box_columns<cta_columns>;
+  using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts, key_box_columns>;
+  using DqKeyLayout = TileLayout<Element, 64, cta_columns, key_stages * key_parts>;
   using ValueLayout = TileLayout<Element, 64, head_dim_v, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
-  using OutputLayout = TileLayout<Element, block_m, head_dim_v, stages>;  // of dO
+  using OutputLayout = TileLayout<Element, block_m, head_dim_v, dout_stages>;  // of dO
   using ScoresLayout =
       std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
                          TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
@@ -191,12 +196,21 @@ struct BackwardTraits {
 
   static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
 
+  // What a CTA of a pair has of the other one.
+  struct FromPeer {
+    alignas(1024) Element k[64 * cta_columns];           // its keys, this CTA's columns of dQ
+    alignas(1024) Element ds[ds_stages * 64 * block_m];  // of its keys
+    Ring<drawn_stages> drawn_ring;  // "full" of the CTA that reads, "empty" of the one that draws
+    std::uint32_t drawn[drawn_stages];
+  };
+  struct Nothing {};
+
   struct SharedStorage {
-    alignas(1024) Element k[key_stages * block_n * head_dim];
-    alignas(1024) Element v[key_stages * block_n * head_dim_v];
+    alignas(1024) Element k[key_stages * cta_keys * head_dim];
+    alignas(1024) Element v[key_stages * cta_keys * head_dim_v];
     alignas(1024) Element q[stages * block_m * head_dim];
-    alignas(1024) Element dout[stages * block_m * head_dim_v];
-    alignas(1024) Element ds[ds_stages * block_n * block_m];  // dS^T: keys x queries, or dS
+    alignas(1024) Element dout[dout_stages * block_m * head_dim_v];
+    alignas(1024) Element ds[ds_stages * cta_keys * block_m];  // dS^T: keys x queries, or dS
     // dK and dV on their way out.
     alignas(tile_alignment(stores_tiles)) Element dk[stores_tiles ? block_n * head_dim : 8];
     alignas(tile_alignment(stores_tiles)) Element dv[stores_tiles ? block_n * head_dim_v : 8];
@@ -204,11 +218,11 @@ struct BackwardTraits {
     alignas(128)
         uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
-    alignas(128) float softmax_d[stages][block_m];
+    alignas(128) float softmax_d[dout_stages][block_m];
     Ring<key_stages> key_ring;    // K, and what says that K and V are read
     Ring<key_stages> value_ring;  // V
     Ring<stages> q_ring;          // with lse_log2 and bias
-    Ring<stages> dout_ring;       // with softmax_d
+    Ring<dout_stages> dout_ring;  // with softmax_d
     Ring<ds_stages> ds_ring;
     Ring<ds_stages> weights_ring;
     Ring<work_stages> work_ring;
@@ -219,16 +233,18 @@ struct BackwardTraits {
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds
     int parts_done[key_warpgroups];                  // of the tile, those before this one
+    [[no_unique_address]] std::conditional_t<in_pairs, FromPeer, Nothing> from_peer;
   };
 
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
+  static_assert(separate == in_pairs, "nobody has needed one without the other");
+  static_assert(!in_pairs || (key_stages == 1 && block_m == 64 && cta_keys == 64));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);
   static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
-  static_assert(score_parts == 1 || (!has_modifiers && !is_sparse && !has_bias));
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
-  static_assert(instruction_columns<ScoresMma> == score_queries, "instructions as wide as a part");
+  static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");
   static_assert(sizeof(SharedStorage) <= smem_limit);
 };
 

@@ -19,14 +19,14 @@ using namespace cute;
 template <int kColumns>
 inline constexpr int box_columns = kColumns % 64 == 0 ? 64 : 32;
 
-template <class Element, int kColumns>
-using SwizzleAtom =
-    std::conditional_t<box_columns<kColumns> == 64, GMMA::Layout_K_SW128_Atom<Element>,
-                       GMMA::Layout_K_SW64_Atom<Element>>;
+template <class Element, int kBoxColumns>
+using SwizzleAtom = std::conditional_t<kBoxColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                                       GMMA::Layout_K_SW64_Atom<Element>>;
 
 // (rows, columns, stages): boxes of all rows, one after the other.
-template <class Element, int kRows, int kColumns, int kStages>
-using TileLayout = decltype(tile_to_shape(SwizzleAtom<Element, kColumns>{},
+template <class Element, int kRows, int kColumns, int kStages,
+          int kBoxColumns = box_columns<kColumns>>
+using TileLayout = decltype(tile_to_shape(SwizzleAtom<Element, kBoxColumns>{},
                                           Shape<Int<kRows>, Int<kColumns>, Int<kStages>>{}));
 
 template <class Layout, class Element>
@@ -45,21 +45,6 @@ CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
 }
 
-// The same memory as parts of kRows rows each: (kRows, columns, parts of all stages).
-template <int kRows, class SmemTensor>
-CUTE_DEVICE auto row_parts(SmemTensor const& tile) {
-  constexpr int rows = decltype(size<0>(tile))::value;
-  constexpr int columns = decltype(size<1>(tile))::value;
-  constexpr int stages = decltype(size<2>(tile))::value;
-  if constexpr (rows == kRows) {
-    return tile;
-  } else {
-    using Parts = Layout<Shape<Int<kRows>, Int<columns>, Shape<Int<rows / kRows>, Int<stages>>>,
-                         Stride<_1, Int<rows>, Stride<Int<kRows>, Int<rows * columns>>>>;
-    return make_tensor(tile.data(), composition(tile.layout(), Parts{}));
-  }
-}
-
 // Rows [row, row + rows) of one head and batch entry, rows > 0: calls with a box that has none
 // ended now and then in an illegal access.
 struct RowSpan {
@@ -72,15 +57,16 @@ struct RowSpan {
 // Starts the load of a tile whose first row is span.row, or of box_rows of its rows, those from
 // `tile` on, by one thread. Rows beyond the span and columns beyond the tensor become zeros and are
 // not read; the barrier counts them all. A box beyond last_box, the last one with a column of the
-// tensor, gets that one's columns.
-template <int kRows, int kColumns, class Element>
+// tensor, gets that one's columns. first_column: of the tensor, that of the tile's first box.
+template <int kRows, int kColumns, int kBoxColumns = box_columns<kColumns>, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
-                           RowSpan const& span, int last_box = kColumns, int box_rows = kRows) {
+                           RowSpan const& span, int last_box = kColumns, int box_rows = kRows,
+                           int first_column = 0) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   const int rows = min(span.rows, box_rows);
   CUTE_UNROLL
-  for (int column = 0; column < kColumns; column += box_columns<kColumns>) {
-    const int first = column == 0 ? 0 : min(column, last_box);
+  for (int column = 0; column < kColumns; column += kBoxColumns) {
+    const int first = column == 0 ? first_column : min(first_column + column, last_box);
     SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, first, box_rows - rows,
                            span.row + rows, span.head, span.batch);
   }

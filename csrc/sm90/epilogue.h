@@ -9,15 +9,14 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The left operand of a product, kColumns in 16 bits, -> columns from first_column on of a tile of
-// TileLayout<Element, kRows, n>, n a multiple of 64; each warp writes 16 rows, of a tile of 64 or
-// of one of its own. What copy atoms do as well, at a tenth of their address arithmetic: a row of
+// The left operand of a product, kColumns in 16 bits, -> a tile of TileLayout<Element, kRows,
+// kColumns>, kColumns a multiple of 64; each warp writes 16 rows, of a tile of 64 or of one of its
+// own. What copy atoms do as well, at a tenth of their address arithmetic: a row of
 // 128 bytes is eight chunks, chunk c of row r lies in place c ^ r % 8, and the lane's chunks of
 // four stores differ in bits that the first leaves alone.
 template <int kColumns, int kRows = 64, class Fragment>
-CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::value_type* tile,
-                                   int first_column = 0) {
-  static_assert(kColumns % 16 == 0 && sizeof(typename Fragment::value_type) == 2);
+CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::value_type* tile) {
+  static_assert(kColumns % 64 == 0 && sizeof(typename Fragment::value_type) == 2);
   static_assert(kRows == 64 || kRows == 16);
   const unsigned lane = threadIdx.x % 32;
   // Each lane has the address of one row of the four 8 x 8 matrices that a store writes: rows 0 and
@@ -27,8 +26,7 @@ CUTE_DEVICE void operand_to_shared(Fragment const& fragment, typename Fragment::
   auto registers = recast<std::uint32_t>(fragment);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 16; ++i) {
-    const int column = first_column / 16 + i;
-    const unsigned address = (first ^ (column % 4 * 32)) + column / 4 * (kRows * 128);
+    const unsigned address = (first ^ (i % 4 * 32)) + i / 4 * (kRows * 128);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(registers(4 * i)), "r"(registers(4 * i + 1)), "r"(registers(4 * i + 2)),
                  "r"(registers(4 * i + 3))

@@ -48,6 +48,15 @@ template <class Fragment>
 inline constexpr bool lies_in_registers =
     !std::is_same_v<typename Fragment::engine_type::iterator, GMMA::DescriptorIterator>;
 
+// The same operand in shared memory, whose addresses the compiler makes anew here instead of
+// keeping them in registers from one step to the next.
+template <class Fragment>
+CUTE_DEVICE auto with_new_addresses(Fragment const& fragment) {
+  auto first = fragment.data();
+  asm volatile("" : "+r"(first.desc_.reg32_[0]));
+  return make_tensor(first, fragment.layout());
+}
+
 // Starts accumulator = A B^T, or += where `add`; a, b: (atom, atoms, k), or (atom, k) of one atom.
 // Until wait_products the accumulator, and A where it lies in registers, must be left alone.
 template <class Mma, class A, class B, class Accumulator>

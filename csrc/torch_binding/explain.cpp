@@ -101,6 +101,7 @@ py::dict describe(const ForwardConfig& config) {
 
 py::dict describe(const BackwardConfig& config) {
   py::dict result = common_config(config);
+  result["ctas_per_tile"] = config.ctas_per_tile;
   result["warps_m_scores"] = config.warps_m_scores;
   result["warps_n_dkdv"] = config.warps_n_dkdv;
   result["warps_m_dq"] = config.warps_m_dq;

@@ -108,9 +108,10 @@ inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKi
 
 inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, int block_m = 64,
                                                FeatureSet features = feature::deterministic) {
-  BackwardInstance instance = backward_instance(name, head_dim, MaskKind::windowed, block_m,
-                                                head_dim > 128 ? 64 : 128, features);
+  BackwardInstance instance =
+      backward_instance(name, head_dim, MaskKind::windowed, block_m, 128, features);
   instance.config.family = KernelFamily::sm90;
+  instance.config.ctas_per_tile = head_dim > 128 ? 2 : 1;
   instance.config.warps_m_scores = instance.config.warps_n_dkdv = instance.config.warps_m_dq = 0;
   instance.config.stages_q = instance.config.stages_do = 0;
   instance.smem_bytes = 200 * 1024;

@@ -677,6 +677,43 @@ TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
   CHECK_EQ(sm90_plan(with_tensors(call<BackwardParams>(training)), smaller).num_ctas, 114);
 }
 
+// What a call of wide heads gets, by the SMs of its GPU.
+TEST(two_ctas_draw_a_tile_of_wide_heads) {
+  AttentionShape shape = training;
+  shape.head_dim = shape.head_dim_v = 256;
+  const auto plan = [&](int num_sms, const Window& window = causal, bool deterministic = false) {
+    DeviceInfo device = h200;
+    device.num_sms = num_sms;
+    auto params = with_tensors(call<BackwardParams>(shape, window));
+    params.deterministic = deterministic;
+    return sm90_plan(params, device);
+  };
+  CHECK_EQ(plan(132).instance->config.ctas_per_tile, 2);
+  CHECK_EQ(plan(132).num_ctas, 132);
+  CHECK_EQ(plan(131).num_ctas, 130);                  // whole pairs
+  CHECK_EQ(plan(1).num_ctas, 2);                      // or one
+  CHECK_EQ(plan(132).schedule.grid_size(), 64 * 32);  // tiles, not CTAs
+  // Three quarters of a tile for each pair are five heads of ten tiles, two for each pair, in
+  // turns, 14; so many that 64 heads come out even.
+  shape.seqlen_q = shape.seqlen_k = 1280;
+  CHECK_EQ(plan(132).schedule.heads_per_section, 8);
+  CHECK_EQ(plan(132, causal, true).schedule.heads_per_section, 16);
+  // No sweeps, whatever fits L2.
+  shape.seqlen_q = shape.seqlen_k = 129;
+  shape.batch_size = 66;
+  shape.num_heads_q = shape.num_heads_k = 1;
+  CHECK(!plan(132).sweeps);
+  // Splits of the query heads fill the device twice, CTAs, not tiles.
+  shape = {.batch_size = 1,
+           .seqlen_q = 2048,
+           .seqlen_k = 1024,
+           .num_heads_q = 64,
+           .num_heads_k = 8,
+           .head_dim = 256,
+           .head_dim_v = 256};
+  CHECK_EQ(plan(132).dkdv_splits, 4);  // 8 tiles * 8 heads * 2 CTAs * 4 > 264
+}
+
 TEST(tiles_are_those_of_the_sm90_row) {
   AttentionShape shape = training;
   const auto tiles_of = [&](int head_dim) {
@@ -687,7 +724,7 @@ TEST(tiles_are_those_of_the_sm90_row) {
   };
   CHECK(tiles_of(64) == (std::pair{4096 / 128, 4 * 4096 / 128}));
   CHECK(tiles_of(128) == (std::pair{4096 / 128, 4 * 4096 / 64}));
-  CHECK(tiles_of(256) == (std::pair{4096 / 64, 4 * 4096 / 64}));
+  CHECK(tiles_of(256) == (std::pair{4096 / 128, 4 * 4096 / 64}));
 }
 
 TEST(sm90_kernels_run_on_hopper_gpus_with_the_shared_memory_they_need) {
