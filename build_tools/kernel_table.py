@@ -368,7 +368,9 @@ def sm90_backward_rows(
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
     *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 12}),
-    *sm90_backward_rows(96, spills={"": 12, "dropout": 16, "softcap": 8, "softcap_dropout": 72}),
+    *sm90_backward_rows(
+        96, spills={"": 12, "dropout": 16, "alibi": 8, "softcap": 8, "softcap_dropout": 72}
+    ),
     *sm90_backward_rows(
         128, spills={"": 24, "dropout": 48, "alibi": 28, "softcap": 92, "softcap_dropout": 68}
     ),
@@ -381,7 +383,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         features=Feature.deterministic,
     ),
     *sm90_backward_rows(192, ctas_per_tile=2),
-    *sm90_backward_rows(256, ctas_per_tile=2, spills={"": 52, "dropout": 192}),
+    *sm90_backward_rows(256, ctas_per_tile=2, spills={"": 164, "dropout": 304}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=152),
     *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=176),
     *sm90_masked_backward(64, "bias", Feature.bias),

@@ -59,7 +59,7 @@ def test_features(head_dim: int, features: dict[str, Any]) -> None:
     assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}), REPEATS)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     "features",
     [{}, {"dropout_p": 0.2}, {"num_heads_k": 1, "window": (100, 0)}],

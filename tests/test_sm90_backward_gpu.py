@@ -242,7 +242,8 @@ def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
     case = make_case(**{**sizes, "head_dim": head_dim, **fields})
     skip_without_row(case)
     if not ON_CPU:
-        assert families.planned(case, "backward")["sweeps"], str(case)
+        # Pairs of CTAs do not.
+        assert families.planned(case, "backward")["sweeps"] == (head_dim <= 128), str(case)
     return case
 
 
@@ -290,7 +291,7 @@ def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
         check(case)
 
 
-@EVERY_HEAD_DIM
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_sweeps_give_the_same_bits(head_dim: int) -> None:
     """Of dq as well, which has an order here that nobody asked for."""
     case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True)

@@ -181,8 +181,8 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
       convert_into(a_operand_view(tSrdP), tGrdS);
       auto ds_place = q_place;  // as many buffers, a step each
       publish_dscores<Traits>(smem, ds_place, 0, tGrdS, [](int) {});
-      // Behind the fence in there: an arrival may overtake a load of D whose number is not used yet,
-      // and where dO has one buffer the next D is there soon.
+      // Behind the fence in there: an arrival may overtake a load of D whose number is not used
+      // yet, and where dO has one buffer the next D is there soon.
       __syncwarp();
       release_queries<Traits>(smem.dout_ring, dout_place);
       dout_place.advance();
