@@ -29,7 +29,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   constexpr int block_n = Traits::block_n;
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
-  const Turns<Traits::consumers, Traits::takes_turns> turns{warpgroup};
+  const Turns<Traits::consumers> turns{warpgroup};
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::q_stages> q_place;
   // Where nothing overlaps, K and V of a step lie in the same place of their rings.

@@ -77,10 +77,6 @@ struct ForwardTraits {
   static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
   static constexpr bool overlaps_softmax = ctas_per_sm == 1;
 
-  // Where drawing warps come between the products of narrow heads anyway, waiting for a turn costs
-  // more than it gives.
-  static constexpr bool takes_turns = !(draws_ahead && head_dim == 64);
-
   // There sequences are short and their ends count: if the last block has no more keys than these,
   // it is a narrow step, and a warp without queries leaves scores alone.
   static constexpr int narrow_keys = narrow_step_keys;

@@ -14,8 +14,8 @@ enum class NamedBarrier : std::uint32_t {
 };
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
-// one before it has started its products. Without kTaken nobody waits.
-template <int kWarpgroups, bool kTaken = true>
+// one before it has started its products.
+template <int kWarpgroups>
 struct Turns {
   int warpgroup;
 
@@ -29,16 +29,14 @@ struct Turns {
   CUTE_DEVICE void open() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void take() const {
-    if constexpr (kTaken) cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup));
-  }
+  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup)); }
   CUTE_DEVICE void take_and_pass() const {
     take();
     pass();
   }
   CUTE_DEVICE void pass() const {
     const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
-    if constexpr (kTaken) cutlass::arch::NamedBarrier::arrive(threads, barrier(next));
+    cutlass::arch::NamedBarrier::arrive(threads, barrier(next));
   }
 };
 
