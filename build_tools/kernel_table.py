@@ -334,7 +334,6 @@ def sm80_backward_variants(
 def sm90_backward_rows(
     head_dim: int,
     *,
-    block_n: int = 128,
     block_m: int = 64,
     ctas_per_tile: int = 1,
     spills: Spills = NO_SPILLS,
@@ -356,7 +355,7 @@ def sm90_backward_rows(
         yield from sm90_backward(
             head_dim,
             block_m=rows,
-            block_n=block_n,
+            block_n=128,
             ctas_per_tile=ctas_per_tile,
             features=features,
             variant=variant,

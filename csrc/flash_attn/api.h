@@ -105,7 +105,7 @@ struct BackwardPlan {
   int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics of head h,
                     // tile t lie at index h * q_tiles + t, and so do sums of dQ, but in sweeps
   bool tiles_descend = false;  // a sequence's last key tile comes first
-  int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM
+  int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM, whole pairs
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
   DqPath dq_path = DqPath::converted;

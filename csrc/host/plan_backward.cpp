@@ -87,15 +87,15 @@ struct LeastSection {
 
 LeastSection least_section(const BackwardParams& params, const BackwardConfig& config, bool is_even,
                            int tiles_per_head, const DeviceInfo& device) {
-  const std::int64_t sms = device.num_sms / config.ctas_per_tile;  // as many tiles at a time
-  // One CTA has an SM to itself, and two tiles for each even out a causal grid.
-  const LeastSection usual{.tiles = is_even ? 0 : 2 * sms, .parts_of_l2 = 2};
+  const std::int64_t at_a_time = device.num_sms / config.ctas_per_tile;  // tiles
+  // One CTA has an SM to itself, and two tiles for each, or each pair, even out a causal grid.
+  const LeastSection usual{.tiles = is_even ? 0 : 2 * at_a_time, .parts_of_l2 = 2};
   if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr) return usual;
   // Key tiles of a head that wait for one another are better off with few beside them: under a mask
   // eight or so of a head at a time.
   if (params.deterministic) {
-    const std::int64_t tiles_of_heads = is_even ? 0 : sms / 8 * tiles_per_head;
-    return {.tiles = std::max(2 * sms, tiles_of_heads), .parts_of_l2 = 2};
+    const std::int64_t tiles_of_heads = is_even ? 0 : at_a_time / 8 * tiles_per_head;
+    return {.tiles = std::max(2 * at_a_time, tiles_of_heads), .parts_of_l2 = 2};
   }
   // Of lists two heads at a time: with one, a mask of documents takes 3 % longer, with four, what
   // random lists add to leaves L2.
@@ -103,7 +103,7 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
     return {.tiles = 2 * std::int64_t{tiles_per_head}, .parts_of_l2 = 4};
   // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
   // stays in L2.
-  return {.tiles = is_even ? 0 : 3 * sms / 4, .parts_of_l2 = 4};
+  return {.tiles = is_even ? 0 : 3 * at_a_time / 4, .parts_of_l2 = 4};
 }
 
 // How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split

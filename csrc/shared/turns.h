@@ -42,7 +42,7 @@ struct Turns {
                      : "=r"(done)
                      : "l"(counters + counter)
                      : "memory");
-      } while (done < additions);
+      } while (done < additions);  // the other CTA of this tile may have counted already
     }
     sync();
   }

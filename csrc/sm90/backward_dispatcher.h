@@ -1,6 +1,6 @@
-// The dispatcher of a backward CTA: one thread that draws the CTA's tiles, finds what their steps
-// are and tells the others, a little ahead, because it takes as long as a step or two; and counts
-// additions to dQ (backward_finish.h).
+// The dispatcher of a backward CTA: one thread that draws the CTA's or its pair's tiles, finds what
+// their steps are and tells the others, a little ahead, because it takes as long as a step or two;
+// and counts additions to dQ (backward_finish.h).
 #pragma once
 
 #include "sm90/backward_arguments.h"

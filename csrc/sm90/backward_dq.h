@@ -176,7 +176,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           } else {
             DqAccumulator<128>::store(sums, tQrdQ, thread);
           }
-          sums += 64 * dq_columns;
+          sums += 64 * dq_columns;  // pairs: of the only 64 queries
         }
       }
       // Where nobody counts as well: with a branch for it ptxas serialized the products (d = 64,

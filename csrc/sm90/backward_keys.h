@@ -86,7 +86,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages * parts)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, ..)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
-  auto sdO = smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, stages)
+  auto sdO =
+      smem_tile<typename Traits::OutputLayout>(smem.dout);  // (block_m, head_dim_v, dout_stages)
 
   typename Traits::ScoresMma scores_mma;
   typename Traits::KeyGradientMma dk_mma;

@@ -34,6 +34,7 @@ struct BackwardProducer {
     };
     const int first_part = Traits::in_pairs ? rank_in_pair() : 0;
     constexpr int box = Traits::key_box_columns;
+    // What is repeated of K beyond it meets zeros of Q, and such columns of dQ are not written.
     const int last_box =
         Traits::in_pairs ? (args.call.params.shape.head_dim - 1) / box * box : head_dim;
     CUTE_UNROLL

@@ -137,8 +137,8 @@ struct BackwardTraits {
   static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
-  // needs more where dK and dV take most of them, at the expense of dQ's columns, and so do wider
-  // dK and dV.
+  // needs more where dK and dV take most of them, at the expense of dQ's columns; 96 of those, all
+  // or a CTA's half, take more for dQ.
   static constexpr int producer_registers = 32;
   static constexpr bool is_tight = is_sparse && head_dim == 128;
   static constexpr int dq_registers = is_tight ? 48 : (cta_columns == 96 ? 80 : 64);
@@ -238,6 +238,7 @@ struct BackwardTraits {
 
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
   static_assert(separate == in_pairs, "nobody has needed one without the other");
+  static_assert(!separate || stages == ds_stages, "one place for Q, P and dS of a step");
   static_assert(!in_pairs || (key_stages == 1 && block_m == 64 && cta_keys == 64));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * 128);

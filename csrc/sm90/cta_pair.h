@@ -2,7 +2,7 @@
 // memory, where everything lies at the same address as in its own.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
+#include <cstdint>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/tensor.hpp>

@@ -698,11 +698,15 @@ TEST(two_ctas_draw_a_tile_of_wide_heads) {
   shape.seqlen_q = shape.seqlen_k = 1280;
   CHECK_EQ(plan(132).schedule.heads_per_section, 8);
   CHECK_EQ(plan(132, causal, true).schedule.heads_per_section, 16);
-  // No sweeps, whatever fits L2.
+  // No sweeps of what single CTAs would sweep.
   shape.seqlen_q = shape.seqlen_k = 129;
-  shape.batch_size = 66;
+  shape.batch_size = 132;
   shape.num_heads_q = shape.num_heads_k = 1;
   CHECK(!plan(132).sweeps);
+  BackwardInstance single = sm90_backward_instance("single", 256);
+  single.config.ctas_per_tile = 1;
+  const InstanceList<BackwardInstance> table({single});
+  CHECK(plan_backward(with_tensors(call<BackwardParams>(shape, causal)), h200, table).sweeps);
   // Splits of the query heads fill the device twice, CTAs, not tiles.
   shape = {.batch_size = 1,
            .seqlen_q = 2048,
