@@ -30,9 +30,9 @@ struct BackwardArguments {
                        // of them, in sweeps (CTAs, heads of a sweep, q_tiles_per_sequence)
   Turns turns;         // whose it is to add to a tile of dq_accum, where plan.takes_turns
   bool tiles_descend;  // a sequence's last key tile comes first
-  int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ, twice counted by
-                       // pairs of CTAs; beside lists, for
-                       // each head of the schedule, shared_tiles.parts for each key tile; or null
+  int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ, in pairs of CTAs
+                       // counted by both; beside lists, for each head of the schedule,
+                       // shared_tiles.parts for each key tile; or null
   DqPath dq_path;
   int sweep_tiles;    // key tiles that a CTA draws at once: 1, or all of a head
   int* tickets;       // CTAs, or tiles, that have started; strips of dQ drawn (backward_finish.h)

@@ -19,14 +19,6 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .end_head = item.end_head};
 }
 
-// The first of a tile's keys whose dK and dV are this CTA's.
-template <class Traits>
-CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
-  const int key = item.work.tile * Traits::block_n;
-  if constexpr (Traits::in_pairs) return key + rank_in_pair() * Traits::cta_keys;
-  return key;
-}
-
 // What of an item's steps is part `part`; false where it is nothing.
 template <class Traits>
 CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,

@@ -7,6 +7,12 @@
 
 namespace flash_attn_cuda::sm90 {
 
+// The first of a tile's keys whose dK and dV are this CTA's.
+template <class Traits>
+CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
+  return item.work.tile * Traits::block_n + rank_in_pair() * Traits::cta_keys;
+}
+
 // Between the same thread of the two warpgroups: what one holds of P, 16 bytes at a time.
 template <class Traits, class Fragment>
 CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
