@@ -1,7 +1,7 @@
 """The kernel table: every attention kernel this package compiles, one row each.
 
 Order is meaning: of the rows that cover a request the first one runs, so smaller head dims, of
-values too, come before larger ones and ``full`` before ``windowed``.
+values too, come before larger ones, and rows without a feature's code before those with it.
 """
 
 from __future__ import annotations

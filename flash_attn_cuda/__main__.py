@@ -63,15 +63,19 @@ def explain(given: argparse.Namespace) -> int:
         "block_sparse": given.block_sparse,
         "bias": given.bias,
     }
+    has_cache = given.cache or given.page_size > 0
+    num_splits = given.num_splits
+    if num_splits is None:  # what the public functions ask for by themselves
+        num_splits = 0 if has_cache else 1
     serving = {
         "page_size": given.page_size,
         "lengths_on_device": given.cache,
-        "num_splits": given.num_splits,
+        "num_splits": num_splits,
         "batch_invariant": given.batch_invariant,
     }
     extension = build_info.extension
     passes = [("forward", extension.explain_forward, {**call, **serving})]
-    if not given.cache and given.page_size == 0:
+    if not has_cache:
         training = {**call, "deterministic": given.deterministic}
         passes.append(("backward", extension.explain_backward, training))
     status = 0
@@ -113,7 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     call.add_argument("--packed", action="store_true", help="sequence lengths are totals of all")
     call.add_argument("--cache", action="store_true", help="attention over a KV cache")
     call.add_argument("--page-size", type=int, default=0, help="of a paged cache (0: not paged)")
-    call.add_argument("--num-splits", type=int, default=0, help="parts of the keys (0: automatic)")
+    call.add_argument(
+        "--num-splits",
+        type=int,
+        help="parts of the keys, 0: automatic (default: 0 over a cache, in pages or not, else 1)",
+    )
     call.add_argument("--batch-invariant", action="store_true")
     call.add_argument("--device", type=int, help="CUDA device index (default: the current one)")
     return parser

@@ -113,6 +113,7 @@ def test_compiled_rows_and_explain(
     printed = capsys.readouterr().out
     assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
     assert calls[0]["head_dim_v"] is None
+    assert calls[0]["num_splits"] == 1
     assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
     assert not any(calls[0][mask] or backward_calls[0][mask] for mask in ("block_sparse", "bias"))
 
@@ -121,6 +122,9 @@ def test_compiled_rows_and_explain(
     wanted = {"page_size": 16, "lengths_on_device": True, "window_left": 7, "num_splits": 3}
     assert calls[1].items() >= wanted.items()
     assert "backward" not in capsys.readouterr().out
+    for over_cache in (["--cache"], ["--page-size", "64"]):
+        main(["--explain", *over_cache])
+        assert calls[-1]["num_splits"] == 0
 
     for option, chosen in (("--block-sparse", "block_sparse"), ("--bias", "bias")):
         main(["--explain", option])

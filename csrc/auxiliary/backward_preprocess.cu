@@ -1,11 +1,12 @@
 // Before the backward's main kernel, one pass over O and dO (FlashAttention-2, Algorithm 2, line
 // 4):
 //   softmax_d = rowsum(dO * O) - dlse, so that dS = P * (dP - softmax_d) carries the gradient of
-//   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key and rows past the end, so
-//   that their P is exp2(-inf) = 0; zeros where key tiles will add all of dQ, where they count
-//   additions, where tiles count that have started and parts of them that have ended, and, where
-//   nothing follows that would write it, in dq of the query tiles that see no key; of a sink's
-//   gradient, the sum of exp(sink - lse) * -softmax_d over the rows of a block (sink_gradient.cu).
+//   LSE as well; lse_log2 = lse * log2(e), +inf for rows without a key, rows past the end and rows
+//   of which lse says too little (largest_lse), so that their P is exp2(-inf) = 0; zeros where key
+//   tiles will add all of dQ, where they count additions, where tiles count that have started and
+//   parts of them that have ended, and, where nothing follows that would write it, in dq of the
+//   query tiles that see no key; of a sink's gradient, the sum of exp(sink - lse) * -softmax_d over
+//   the rows of a block (sink_gradient.cu).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
 // cover it with 16 bytes each, or by so many more that a block's rows are of one tile.
 #include <bit>
@@ -25,6 +26,9 @@ namespace {
 
 constexpr int threads = preprocess_threads;
 constexpr float log2e = 1.44269504088896f;
+// From here on neighbouring numbers of fp32 are 2 apart, and P = exp(score - lse) is not known to
+// within a factor of e^2; further out it would come to infinity, and to NaN times a gradient of 0.
+constexpr float largest_lse = 16'777'216.0f;  // 2^24
 
 struct PreprocessArguments {
   BackwardParams params;
@@ -134,7 +138,7 @@ __global__ void __launch_bounds__(threads)
                            : 0.0f;
     const float softmax_d = lse == -INFINITY ? 0.0f : dot - dlse;
     args.softmax_d[row] = softmax_d;
-    args.lse_log2[row] = lse == -INFINITY ? INFINITY : lse * log2e;
+    args.lse_log2[row] = fabsf(lse) > largest_lse ? INFINITY : lse * log2e;
     if (params.softmax_d.data != nullptr && query < work.sequence.rows_q)
       row_of(params.softmax_d, work.sequence, head)[query] = softmax_d;
     if (args.sink_shares != nullptr)

@@ -52,7 +52,7 @@ struct BackwardInstance;
 
 // Packed sequences are read from a table that a small kernel makes of cu_seqlens before the main
 // one: checked bounds of every sequence, and the list of tiles, long sequences first
-// (shared/sequence_table.h). Its grids are upper bounds; what is beyond the list ends at once.
+// (auxiliary/sequence_table.cu). Grids are upper bounds; what is beyond the list has no work.
 struct SequenceTablePlan {
   bool used = false;
   int max_tiles = 0;           // entries of the tile list

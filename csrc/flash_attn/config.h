@@ -45,7 +45,7 @@ struct ForwardConfig {
   ForwardKind kind;
   int block_m;    // queries per tile; decode: rows, of queries and heads together
   int block_n;    // keys per step; decode: of one warp
-  int num_warps;  // sm90: those that multiply; four more load
+  int num_warps;  // sm90: those that multiply; others load, and may draw dropout's decisions
   // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
   // and without; for some that are longer a plan may (host/plan_forward.cpp). Both 0: any call.
   int most_causal_seqlen;

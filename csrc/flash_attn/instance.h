@@ -6,7 +6,7 @@
 namespace flash_attn_cuda {
 
 struct ForwardInstance {
-  const char* name;  // the tag type a profiler shows: fwd_sm80_bf16_hd128_full
+  const char* name;  // the tag type a profiler shows: fwd_sm80_bf16_hd128_windowed
   ForwardConfig config;
   int smem_bytes;
   void (*launch)(const ForwardPlan&, const ForwardParams&, Stream);

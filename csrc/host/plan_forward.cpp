@@ -15,8 +15,8 @@ namespace flash_attn_cuda {
 
 namespace {
 
-// Two CTAs share an SM, and four tiles for each even out a causal grid: on an H200 at seqlen 4096
-// and head_dim 128, sections of 4, 16 and 64 heads gave 333, 360 and 367 TFLOP/s.
+// Of a section of heads under a mask, for short tiles to fill the gaps that long ones leave
+// (docs/forward_sm80.md has what smaller sections cost).
 constexpr int tiles_per_sm = 8;
 // Where CTAs draw tile after tile, those of a section need not come out even.
 constexpr int drawn_tiles_per_sm = 2;
@@ -51,6 +51,12 @@ int most_queries(const ForwardParams& params) {
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   return is_packed && params.sequences.max_seqlen_q > 0 ? params.sequences.max_seqlen_q
                                                         : params.shape.seqlen_q;
+}
+
+// Keys of the longest sequence, as far as the host knows.
+int most_keys(const ForwardParams& params) {
+  const int bound = params.sequences.max_seqlen_k;
+  return bound > 0 ? std::min(bound, params.shape.seqlen_k) : params.shape.seqlen_k;
 }
 
 // Queries or keys, whichever are more, of the sequences that most of the work is in, about: of
@@ -246,7 +252,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   const bool decodes = config.kind == ForwardKind::decode;
   if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
   if (params.split.batch_invariant)
-    return decodes ? ceil_div(shape.seqlen_k, invariant_split_keys) : 1;
+    return decodes ? ceil_div(most_keys(params), invariant_split_keys) : 1;
 
   // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
   // than an uneven last round. Rows for caches also have lower tiles, which is another reason to

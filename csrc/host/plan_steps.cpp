@@ -47,20 +47,18 @@ void check_call(const AttentionShape& shape, float softmax_scale) {
 }
 
 int checked_tiles(int rows, int rows_per_row, int tile_rows) {
-  const std::int64_t tiles = ceil_div(std::int64_t{rows} * rows_per_row, std::int64_t{tile_rows});
-  if (tiles > max_grid) {
-    throw_error("tiles of ", tile_rows, " rows must be at most ", max_grid, ", got ", tiles);
+  const std::int64_t all_rows = std::int64_t{rows} * rows_per_row;
+  const std::int64_t most = max_grid - tile_rows;  // kernels number the rows of whole tiles
+  if (all_rows > most) {
+    throw_error("rows of queries and of the heads that share a key head must be at most ", most,
+                ", got ", rows, " * ", rows_per_row);
   }
-  return static_cast<int>(tiles);
+  return static_cast<int>(ceil_div(all_rows, std::int64_t{tile_rows}));
 }
 
 int most_packed_tiles(const AttentionShape& shape, int tiles, int rows) {
   const std::int64_t sequences = std::int64_t{shape.batch_size} + gap_sequences;
-  const std::int64_t most = tiles + std::min<std::int64_t>(sequences, rows);
-  if (most > max_grid) {
-    throw_error("tiles of all sequences must be at most ", max_grid, ", got up to ", most);
-  }
-  return static_cast<int>(most);
+  return static_cast<int>(tiles + std::min<std::int64_t>(sequences, rows));
 }
 
 std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan) {

@@ -22,7 +22,8 @@ constexpr Integer ceil_div(Integer dividend, Integer divisor) {
 // Throws Error naming the field, the rule and the value unless kernels can compute this call.
 void check_call(const AttentionShape& shape, float softmax_scale);
 
-// Tiles of `tile_rows` that `rows` * rows_per_row rows fill. Throws Error beyond max_grid.
+// Tiles of `tile_rows` that `rows` * rows_per_row rows fill. Throws Error where kernels could not
+// number the rows.
 int checked_tiles(int rows, int rows_per_row, int tile_rows);
 
 // What checked_tiles becomes when the rows are shared out to batch_size sequences, in the worst

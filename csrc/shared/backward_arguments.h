@@ -28,7 +28,7 @@ struct BackwardArguments {
   const float* softmax_d;    // same shape
   float* dq_accum;     // tiles of block_m * head_dim in fragment order: (num_heads_q, q_tiles)
                        // of them, in sweeps (CTAs, heads of a sweep, q_tiles_per_sequence)
-  Turns turns;         // whose it is to add to a tile of dq_accum, where plan.takes_turns
+  DqTurns turns;       // whose it is to add to a tile of dq_accum, where plan.takes_turns
   bool tiles_descend;  // a sequence's last key tile comes first
   int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ, in pairs of CTAs
                        // counted by both; beside lists, for each head of the schedule,

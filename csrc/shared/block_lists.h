@@ -181,16 +181,16 @@ FAC_HOST_DEVICE constexpr int early_ranks(const TileSchedule& schedule) {
   return (schedule.num_tiles + 31) / 32;
 }
 
-// The block of the schedule that is the `turn`'th to be worked on: its blocks, but those of the
+// The block of the schedule that is the `position`'th to be worked on: its blocks, but those of the
 // first ranks of every head before all others, because the longest tiles of a sparse mask can take
 // as long as all that a CTA does otherwise, and would end a section late in the grid.
-FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int turn) {
+FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int position) {
   const int ranks = early_ranks(schedule);
   const int early = ranks * schedule.num_batch_heads;
   const int section_size = schedule.num_tiles * schedule.heads_per_section;
-  if (turn < early) {
-    const int rank = turn / schedule.num_batch_heads;
-    const int batch_head = turn - rank * schedule.num_batch_heads;
+  if (position < early) {
+    const int rank = position / schedule.num_batch_heads;
+    const int batch_head = position - rank * schedule.num_batch_heads;
     const int section = batch_head / schedule.heads_per_section;
     const int first_head = section * schedule.heads_per_section;
     const int heads_left = schedule.num_batch_heads - first_head;
@@ -199,12 +199,12 @@ FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int tu
     return section * section_size + rank * heads_here + batch_head - first_head;
   }
   const int late_size = (schedule.num_tiles - ranks) * schedule.heads_per_section;
-  const int section = (turn - early) / late_size;
+  const int section = (position - early) / late_size;
   const int first_head = section * schedule.heads_per_section;
   const int heads_left = schedule.num_batch_heads - first_head;
   const int heads_here =
       heads_left < schedule.heads_per_section ? heads_left : schedule.heads_per_section;
-  return section * section_size + ranks * heads_here + turn - early - section * late_size;
+  return section * section_size + ranks * heads_here + position - early - section * late_size;
 }
 
 // Ranks of every head whose tiles a backward draws in parts (tile_parts.h): one that all queries

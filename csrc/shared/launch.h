@@ -11,8 +11,12 @@
 
 namespace flash_attn_cuda {
 
+// The runtime keeps its last error until somebody asks for it: whoever catches this one and goes on
+// must not meet it again behind a kernel of his own.
 inline void check_cuda(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());
+  throw Error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 // The current device's bit of a mask of devices that something is known of; 0: too many to know.

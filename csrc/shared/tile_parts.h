@@ -10,7 +10,7 @@ namespace flash_attn_cuda {
 
 // What a ticket stands for. Parts of one tile have neighbouring tickets, and places for their sums.
 struct TilePart {
-  int turn;  // in the order in which tiles are drawn
+  int position;  // in the order in which tiles are drawn
   int part;
   int first_place;  // of the tile's parts
   bool is_one_of_several;
@@ -20,10 +20,10 @@ struct TilePart {
     const int places = shared.count * shared.parts;
     if (place < 0 || place >= places) {
       const int passed = place < 0 ? 0 : places - shared.count;
-      return {.turn = ticket - passed, .part = 0, .first_place = 0, .is_one_of_several = false};
+      return {.position = ticket - passed, .part = 0, .first_place = 0, .is_one_of_several = false};
     }
     const int tile = place / shared.parts;
-    return {.turn = shared.first + tile,
+    return {.position = shared.first + tile,
             .part = place - tile * shared.parts,
             .first_place = tile * shared.parts,
             .is_one_of_several = shared.parts > 1};

@@ -17,7 +17,7 @@
 
 namespace flash_attn_cuda {
 
-struct Turns {
+struct DqTurns {
   int* counters = nullptr;     // (heads, query tiles): additions so far; null: nobody waits
   bool tiles_descend = false;  // CTAs start with a sequence's last key tile
 
@@ -93,7 +93,7 @@ inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& pa
   return reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.additions_offset);
 }
 
-inline Turns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
+inline DqTurns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
   return {.counters = plan.takes_turns ? addition_counters(plan, params) : nullptr,
           .tiles_descend = plan.tiles_descend};
 }

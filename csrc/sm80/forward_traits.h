@@ -43,7 +43,7 @@ struct ForwardTraits {
     alignas(128) Element k[block_n * head_dim];
     alignas(128) Element v[block_n * head_dim];
     TileWork work;     // what the CTA does
-    BlockRange range;  // the key blocks that it visits, or the positions of `list`
+    BlockRange range;  // the key blocks that it visits, or the positions in the list
     std::conditional_t<is_sparse, SparseVisits<block_n>, AllVisits> visits;
   };
 

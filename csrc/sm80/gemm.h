@@ -1,5 +1,4 @@
-// mma.sync m16n8k16 products of shared-memory tiles. With copy.h, the only file that knows sm80
-// instructions.
+// mma.sync m16n8k16 products of shared-memory tiles.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>

@@ -179,7 +179,7 @@ struct BackwardDispatcher {
       FullBarrier::arrive_and_expect_tx(full, sizeof(ticket));
       wait_full(ring, drawn_place);
       ticket = *const_cast<std::uint32_t volatile*>(drawn);
-      arrive_at_peer(&ring.empty[drawn_place.stage]);
+      arrive_at_peer_after_loads(&ring.empty[drawn_place.stage]);
     }
     drawn_place.advance();
     return ticket;
@@ -198,7 +198,7 @@ struct BackwardDispatcher {
       bool exists;
       if constexpr (Traits::shares_tiles) {
         const auto part = TilePart::of(args.call.shared_tiles, ticket);
-        found = find_tile<Traits>(args, part.turn, item, exists) &&
+        found = find_tile<Traits>(args, part.position, item, exists) &&
                 find_part<Traits>(args.call, part, item);
       } else {
         found = find_tile<Traits>(args, ticket, item, exists);

@@ -191,6 +191,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     __syncwarp();
     if constexpr (Traits::is_sparse) {
       wait_empty(smem.added_ring, added_place);
+      __syncwarp();
       publish(smem.added_ring, added_place);
       added_place.advance();
     }

@@ -7,10 +7,8 @@
 // sink's gradient and clears tiles that no query sees; one warpgroup for dQ (backward_dq.h); and
 // two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg gives
 // the registers of the others. Above head_dim 128 two CTAs share a tile (cta_pair.h), and each has
-// half of its keys. Shared memory: K block_n x head_dim and V block_n x head_dim_v, at
-// head_dim 64 twice; up to 128 as much for dK and dV on their way out; Q block_m x head_dim, dO
-// block_m x head_dim_v and dS block_n x block_m, in two buffers each (dO of head_dim 256: one); a
-// bias like dS; above 128 P, and what comes from the other CTA (backward_traits.h).
+// half of its keys. What lies in shared memory, and how often: SharedStorage of
+// backward_traits.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

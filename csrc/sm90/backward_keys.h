@@ -59,12 +59,15 @@ CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem, RingPlace<Trait
                            RingPlace<Traits::dout_stages>& dout_place,
                            RingPlace<Traits::ds_stages>& ds_place) {
   wait_full(smem.q_ring, q_place);
+  __syncwarp();
   release(smem.q_ring, q_place);
   q_place.advance();
   wait_full(smem.dout_ring, dout_place);
+  __syncwarp();
   release(smem.dout_ring, dout_place);
   dout_place.advance();
   wait_empty(smem.ds_ring, ds_place);
+  __syncwarp();
   publish(smem.ds_ring, ds_place);
   ds_place.advance();
 }

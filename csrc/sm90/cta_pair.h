@@ -31,6 +31,14 @@ CUTE_DEVICE void arrive_at_peer(std::uint64_t const* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_peer(barrier)) : "memory");
 }
 
+// The same behind this thread's loads of what the other CTA writes once it knows. It takes a fence
+// of the whole GPU, so it is not for every step.
+CUTE_DEVICE void arrive_at_peer_after_loads(std::uint64_t const* barrier) {
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_peer(barrier))
+      : "memory");
+}
+
 // Starts a copy of shared memory to `target` in the other CTA, whose barrier counts the bytes.
 CUTE_DEVICE void copy_to_peer(void* target, void const* source, int bytes, std::uint64_t* barrier) {
   asm volatile(

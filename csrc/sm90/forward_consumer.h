@@ -29,7 +29,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   constexpr int block_n = Traits::block_n;
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
-  const Turns<Traits::consumers> turns{warpgroup};
+  const PingPong<Traits::consumers> turns{warpgroup};
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::q_stages> q_place;
   // Where nothing overlaps, K and V of a step lie in the same place of their rings.
@@ -138,7 +138,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         auto& ring = smem.sparse.bits_ring[warpgroup];
         wait_full(ring, bits_place);
         seen = read_mask_bits(smem.sparse.bits[warpgroup], visited.pieces, warpgroup, tScS);
-        __syncwarp();
+        finish_reads();
         release(ring, bits_place);
         bits_place.advance();
       }
@@ -173,7 +173,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         wait_full(smem.bias_ring, bias_place);
         add_bias<Traits::block_m, block_n>(smem.bias + bias_place.stage * Traits::block_m * block_n,
                                            64 * warpgroup, params.score.softmax_scale, tSrS);
-        __syncwarp();
+        finish_reads();
         release(smem.bias_ring, bias_place);
         bias_place.advance();
       }

@@ -10,13 +10,13 @@ namespace flash_attn_cuda::sm90 {
 enum class NamedBarrier : std::uint32_t {
   first_turn = 0,    // + w: warpgroup w may start its products
   first_output = 3,  // + w: the buffer for warpgroup w's results is free; they are in there
-  dq = 6,            // whose turn it is to add dQ has come; all of dQ is added
+  dq = 6,            // whose turn it is to add dQ has come
 };
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
 // one before it has started its products.
 template <int kWarpgroups>
-struct Turns {
+struct PingPong {
   int warpgroup;
 
   static constexpr int threads = 2 * 128;  // those that pass the turn on and those that take it

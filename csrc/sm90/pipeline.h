@@ -57,6 +57,14 @@ CUTE_DEVICE void wait_full(Ring<kStages>& ring, RingPlace<kStages> const& place)
   FullBarrier::wait(&ring.full[place.stage], place.lap);
 }
 
+// Between reads by ordinary loads (not by wgmma) of what TMA fills and its release: an arrival does
+// not wait for a warp's loads, and TMA may overwrite what they have not read yet. A proxy fence
+// does.
+CUTE_DEVICE void finish_reads() {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+}
+
 template <int kStages>
 CUTE_DEVICE void release(Ring<kStages>& ring, RingPlace<kStages> const& place) {
   if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.empty[place.stage]);

@@ -46,6 +46,7 @@ struct AttentionCall {
   at::Tensor seqused_q, seqused_k, leftpad_k;  // int32 (batch)
   at::Tensor alibi_slopes;                     // fp32 (heads_q) or (batch, heads_q)
   int max_seqlen_q = 0;                        // of packed sequences, an upper bound; 0: not known
+  int max_seqlen_k = 0;
   CacheTensors cache;
   MaskTensors masks;
   CallOptions options;

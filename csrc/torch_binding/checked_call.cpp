@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "torch_binding/to_params.h"
 
@@ -26,6 +27,8 @@ std::int64_t set_packed_sequences(const CallArguments& given, bool is_paged, Att
   check_max_seqlen("max_seqlen_k", given.max_seqlen_k);
   if (given.max_seqlen_q.has_value())
     call.max_seqlen_q = useful_bound(*given.max_seqlen_q, given.q.size(0));
+  if (given.max_seqlen_k.has_value())
+    call.max_seqlen_k = useful_bound(*given.max_seqlen_k, std::numeric_limits<int>::max());
   if (!given.cu_seqlens_k.has_value()) return batch;
 
   const std::int64_t batch_k = checked_num_sequences("cu_seqlens_k", *given.cu_seqlens_k, given.q);

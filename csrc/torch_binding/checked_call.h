@@ -42,7 +42,7 @@ struct CallArguments {
 
 AttentionCall checked_call(const CallArguments& given);
 
-// AttentionCall::max_seqlen_q of a checked bound.
+// A bound of AttentionCall of a checked one.
 int useful_bound(std::int64_t max_seqlen, std::int64_t total);
 
 // q, k and v where kernels can address them; pages stay where they are.

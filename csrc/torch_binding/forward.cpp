@@ -81,6 +81,7 @@ ForwardResults run_forward_call(const AttentionCall& call, TensorView out,
     params.dropout.rng = draw_rng(device);
     params.dropout.rng_state = results.rng_state.mutable_data_ptr<std::int64_t>();
   }
+  if (extras.append != nullptr) run_append(*extras.append, stream);
   run_forward(plan, params, stream);
   if (extras.wants_probabilities && call.options.p_dropout > 0.0)
     results.probabilities = probabilities_of(params, results, call.q, extras, stream);

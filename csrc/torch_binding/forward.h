@@ -11,6 +11,7 @@ namespace flash_attn_cuda::binding {
 
 struct ForwardExtras {
   SplitParams split;
+  const AppendParams* append = nullptr;  // to the cache, before; when nothing more can be refused
   // S_dmask (batch, heads_q, rows, columns) of a call with dropout.
   bool wants_probabilities = false;
   std::int64_t rows = 0;

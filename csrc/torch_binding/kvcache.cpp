@@ -2,7 +2,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 
@@ -138,12 +137,14 @@ void check_may_be_written(const char* name, const at::Tensor& cache) {
   }
 }
 
-// Writes the new keys into the cache; the call's q becomes the rotated one.
-void append(AttentionCall& call, const NewKeys& keys, const Rotary& rotary,
-            const CacheLengths& lengths, std::int64_t capacity) {
+// What writes the new keys into the cache, if there is anything to do; the call's q becomes the
+// rotated one.
+std::optional<AppendParams> prepare_append(AttentionCall& call, const NewKeys& keys,
+                                           const Rotary& rotary, const CacheLengths& lengths,
+                                           std::int64_t capacity) {
   const bool writes = keys.k.defined() && keys.k.numel() > 0;
   const bool rotates_q = rotary.cos.defined() && call.q.numel() > 0;
-  if (!writes && !rotates_q) return;
+  if (!writes && !rotates_q) return std::nullopt;
 
   AppendParams params{
       .dtype = dtype_of(call.q),
@@ -183,7 +184,7 @@ void append(AttentionCall& call, const NewKeys& keys, const Rotary& rotary,
     params.q = input_view(q);
     params.q_rotated = output_view(call.q);
   }
-  run_append(params, c10::cuda::getCurrentCUDAStream(device).stream());
+  return params;
 }
 
 }  // namespace
@@ -253,10 +254,12 @@ std::vector<at::Tensor> fwd_kvcache(
 
   OutputTensor output("out", out, output_sizes(call), q);
   call.q = with_kernel_layout(q);
-  append(call, keys, rotary, lengths, capacity);
+  const at::Tensor given_q = call.q;  // read by what appends
+  const auto to_append = prepare_append(call, keys, rotary, lengths, capacity);
   ForwardResults results =
       run_forward_call(call, output.view(),
                        {.split = {.num_splits = splits, .batch_invariant = batch_invariant},
+                        .append = to_append.has_value() ? &*to_append : nullptr,
                         .names = {.seqused_k = "cache_seqlens", .leftpad_k = "cache_leftpad"}});
   return {output.finish(), std::move(results.softmax_lse)};
 }

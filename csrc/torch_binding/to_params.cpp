@@ -120,6 +120,7 @@ SequenceParams sequence_params(const AttentionCall& call) {
           .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
           .seqlen_k_new = cache.seqlen_k_new,
           .max_seqlen_q = call.max_seqlen_q,
+          .max_seqlen_k = call.max_seqlen_k,
           .num_kv_batches = cache.kv_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0};
 }
 
@@ -190,7 +191,11 @@ PagedKvParams paged_params(const AttentionCall& call) {
 
 std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table) {
   constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
-  if (!block_table.defined()) return k_cache.size(1);
+  if (!block_table.defined()) {
+    TORCH_CHECK_VALUE(k_cache.size(1) <= largest, "k_cache: must have at most ", largest,
+                      " rows, got ", k_cache.size(1));
+    return k_cache.size(1);
+  }
   const std::int64_t pages = block_table.size(1);
   const std::int64_t page_size = k_cache.size(1);
   TORCH_CHECK_VALUE(pages <= largest / page_size, "block_table: pages * page_size must be at most ",

@@ -16,6 +16,7 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** funct
 cudaError_t CUDARTAPI cudaGetDevice(int*) { return cudaErrorInitializationError; }
 cudaError_t CUDARTAPI cudaSetDevice(int) { return cudaErrorInitializationError; }
 
+cudaError_t CUDARTAPI cudaGetLastError() { return cudaErrorInitializationError; }
 const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "made-up failure"; }
 
 }  // extern "C"

@@ -10,7 +10,9 @@ using namespace two_devices;
 
 TEST(a_failure_is_reported_and_not_remembered) {
   CHECK_ERROR(device_info(0), "device count: made-up failure");
+  CHECK_EQ(errors_taken.load(), 1);  // nobody who goes on finds it
   CHECK_EQ(device_info(0).compute_capability, 90);
+  CHECK_EQ(errors_taken.load(), 1);
 }
 
 TEST(each_device_has_its_own_attributes) {

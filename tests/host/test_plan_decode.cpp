@@ -269,6 +269,15 @@ TEST(batch_invariant_splits_have_a_fixed_length) {
       }
     }
   }
+  auto packed = packed_call<ForwardParams>(decoding);
+  packed.split.batch_invariant = true;
+  packed.shape.seqlen_k = 65536;  // of all sequences
+  CHECK_EQ(plan(packed).num_splits, 128);
+  for (const auto& [longest, splits] : {std::pair{4096, 8}, {4097, 9}, {100'000, 128}}) {
+    packed.sequences.max_seqlen_k = longest;
+    CHECK_EQ(plan(packed).num_splits, splits);
+    CHECK_EQ(plan(packed).keys_per_split, 512);
+  }
   params.shape.seqlen_q = 512;  // no decode kernel: nothing is split, so nothing can differ
   params.paged.block_table = &some_int;
   CHECK_EQ(std::string(plan(params).instance->name), "hd128_cache");

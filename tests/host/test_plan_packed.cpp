@@ -281,8 +281,12 @@ TEST(lists_beyond_the_grid_are_refused) {
   params.shape.num_heads_q = 3 * 64;  // rows of a decode tile: 64 to a query
   params.sequences.max_seqlen_q = 1;
   params.split.batch_invariant = true;
-  CHECK_ERROR(forward(params), "tiles of 16 rows must be at most 2147483647, got 4000000000");
-  params.shape.num_heads_q = 3 * 32;
-  CHECK_ERROR(forward(params),
-              "tiles of all sequences must be at most 2147483647, got up to 3000000000");
+  const std::string rule =
+      "rows of queries and of the heads that share a key head must be at most ";
+  CHECK_ERROR(forward(params), rule + "2147483631, got 1000000000 * 64");
+  params.shape.num_heads_q = 3 * 2;
+  params.sequences.max_seqlen_k = 1;
+  CHECK_ERROR(forward(params), "batch_size * heads * tiles must be at most 2147483647");
+  params.shape.num_heads_q = params.shape.num_heads_k = 1;
+  CHECK_EQ(forward(params).table.max_tiles, 62'500'000 + max_seqlen);
 }

@@ -133,12 +133,12 @@ TEST(first_ranks_of_every_head_come_before_the_sections) {
                                     .heads_per_section = per_section};
         const int early_ranks = (tiles + 31) / 32;
         std::set<int> blocks;
-        for (int turn = 0; turn < tiles * heads; ++turn) {
-          const int block = longest_first(schedule, turn);
+        for (int position = 0; position < tiles * heads; ++position) {
+          const int block = longest_first(schedule, position);
           CHECK(block >= 0 && block < tiles * heads);
           blocks.insert(block);
           const bool is_early = tile_coord(schedule, block).tile < early_ranks;
-          CHECK_EQ(is_early, turn < early_ranks * heads);
+          CHECK_EQ(is_early, position < early_ranks * heads);
         }
         CHECK_EQ(static_cast<int>(blocks.size()), tiles * heads);
       }
@@ -158,17 +158,17 @@ TEST(tickets_are_the_parts_of_shared_tiles_and_all_other_tiles) {
           const std::int64_t tickets = tiles + shared.more_tickets();
           for (int ticket = 0; ticket < tickets; ++ticket) {
             const TilePart part = TilePart::of(shared, ticket);
-            CHECK(part.turn >= 0 && part.turn < tiles);
-            const bool is_shared = part.turn >= first && part.turn < first + count;
+            CHECK(part.position >= 0 && part.position < tiles);
+            const bool is_shared = part.position >= first && part.position < first + count;
             CHECK_EQ(part.is_one_of_several, parts > 1 && is_shared);
             CHECK(part.part >= 0 && part.part < (part.is_one_of_several ? parts : 1));
             if (part.is_one_of_several) {
-              CHECK_EQ(TilePart::of(shared, ticket - part.part).turn, part.turn);
+              CHECK_EQ(TilePart::of(shared, ticket - part.part).position, part.position);
               const int place = part.first_place + part.part;
               CHECK(place >= 0 && place < shared.places());
               CHECK(places.insert(place).second);
             }
-            seen.insert({part.turn, part.part});
+            seen.insert({part.position, part.part});
           }
           CHECK_EQ(static_cast<std::int64_t>(seen.size()), tickets);
         }
@@ -185,7 +185,7 @@ TEST(parts_of_first_ranks_are_those_of_the_longest_tiles) {
       const SharedTiles shared{.first = 0, .count = ranks_in_parts(schedule) * heads, .parts = 4};
       for (int ticket = 0; ticket < tiles * heads + shared.more_tickets(); ++ticket) {
         const TilePart part = TilePart::of(shared, ticket);
-        const int rank = tile_coord(schedule, longest_first(schedule, part.turn)).tile;
+        const int rank = tile_coord(schedule, longest_first(schedule, part.position)).tile;
         CHECK_EQ(part.is_one_of_several, rank < (tiles + 63) / 64);
       }
     }

@@ -33,7 +33,7 @@ struct Addition {
 using Program = std::vector<Addition>;
 
 Program program_of(const BackwardPlan& plan, const BackwardParams& params,
-                   const SequenceTable& table, const Turns& turns, int ticket) {
+                   const SequenceTable& table, const DqTurns& turns, int ticket) {
   TileWork work;
   if (!find_work(plan.schedule, table, params, ticket, work)) return {};
   const AttentionShape& shape = params.shape;
@@ -58,7 +58,7 @@ Program program_of(const BackwardPlan& plan, const BackwardParams& params,
 std::vector<Program> programs_of(const BackwardPlan& plan, const BackwardParams& params,
                                  const SequenceTable& table = {}) {
   static int counters;  // never written here
-  const Turns turns{.counters = &counters, .tiles_descend = plan.tiles_descend};
+  const DqTurns turns{.counters = &counters, .tiles_descend = plan.tiles_descend};
   std::vector<Program> programs;
   for (int ticket = 0; ticket < plan.schedule.grid_size(); ++ticket)
     programs.push_back(program_of(plan, params, table, turns, ticket));
@@ -261,7 +261,7 @@ TEST(the_key_tiles_that_visit_a_query_tile_are_its_adders) {
 
 TEST(turns_number_the_adders_from_the_first_that_starts) {
   const BlockRange adders{.begin = 3, .end = 7, .interior_begin = 3, .interior_end = 3};
-  const Turns up{.tiles_descend = false}, down{.tiles_descend = true};
+  const DqTurns up{.tiles_descend = false}, down{.tiles_descend = true};
   for (int tile = 3; tile < 7; ++tile) {
     CHECK_EQ(up.turn_of(adders, tile), tile - 3);
     CHECK_EQ(down.turn_of(adders, tile), 6 - tile);
@@ -280,7 +280,7 @@ TEST(turns_are_used_when_asked_for_and_there_are_queries) {
   alignas(256) static char workspace[1];
   params.workspace = workspace;
   BackwardPlan plan = plan_backward(params, h200, small_tiles());
-  const Turns turns = turns_of(plan, params);
+  const DqTurns turns = turns_of(plan, params);
   CHECK(turns.used());
   CHECK(turns.tiles_descend);
   CHECK_EQ(reinterpret_cast<char*>(turns.counters) - workspace,

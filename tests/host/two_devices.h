@@ -9,6 +9,7 @@
 namespace two_devices {
 inline std::atomic<int> count_queries = 0;
 inline std::atomic<int> attribute_queries = 0;
+inline std::atomic<int> errors_taken = 0;
 }  // namespace two_devices
 
 extern "C" {
@@ -40,6 +41,11 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       return cudaErrorInvalidValue;
   }
   return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaGetLastError() {
+  ++two_devices::errors_taken;
+  return cudaErrorInitializationError;
 }
 
 const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "made-up failure"; }
