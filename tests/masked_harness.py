@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,33 @@ def run_masked(
         for name, gradient in zip(leaves, gradients, strict=True):
             setattr(result, f"d{name}", gradient)
     return result
+
+
+def check_filled_rows(case: MaskedCase, fill: float) -> None:
+    """Rows of a bias that hold one large negative number, as where other code hides all keys of a
+    padding query: their output is the mean of the values, and they have no gradient, as if they saw
+    no key.
+    """
+    inputs = case.make_inputs()
+    heads, queries = inputs.bias.shape[1:3]
+    places = torch.arange(heads * queries, device=inputs.bias.device).view(1, heads, queries, 1)
+    rows = (places % 7 == 3) | (places // 64 % 5 == 2)  # some here and there, and some together
+    filled, hidden = (
+        run_masked(case, replace(inputs, bias=inputs.bias.masked_fill(rows, value)))
+        for value in (fill, -torch.inf)
+    )
+    assert all(x.isfinite().all() for x in (filled.out, filled.dq, filled.dk, filled.dv))
+    rounding = 2.0 * torch.finfo(case.of.dtype).eps
+    for name in ("dq", "dk", "dv", "dbias"):
+        torch.testing.assert_close(
+            getattr(filled, name), getattr(hidden, name), rtol=rounding, atol=1e-3, msg=name
+        )
+    mean = inputs.of.v.float().mean(1, keepdim=True)  # (batch, 1, key heads, head_dim_v)
+    mean = mean.repeat_interleave(heads // mean.shape[2], 2).expand_as(filled.out)
+    of_rows = rows.squeeze(-1).transpose(1, 2).expand(filled.out.shape[:3])  # (batch, Sq, heads)
+    torch.testing.assert_close(
+        filled.out[of_rows].float(), mean[of_rows], rtol=2e-2, atol=2e-2, msg="out"
+    )
 
 
 def masked_reference(

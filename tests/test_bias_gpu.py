@@ -10,7 +10,13 @@ import torch
 from cases import Alibi
 from harness import bits, make_case, make_varlen_case, scaled
 from masked_cases import OWN, MaskedCase, RandomBias, RandomMask
-from masked_harness import CheckMask, masked_reference, run_masked, skip_without_masked_row
+from masked_harness import (
+    CheckMask,
+    check_filled_rows,
+    masked_reference,
+    run_masked,
+    skip_without_masked_row,
+)
 from pairwise import pairwise
 from tolerance import assert_close
 from torch.nn.functional import scaled_dot_product_attention
@@ -151,6 +157,18 @@ def test_large_values(fill: float) -> None:
             actual[name], y, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert not actual["dbias"][hidden].any()
+
+
+@HEAD_DIM
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, "least"])
+def test_filled_rows(fill: float | str, dtype: torch.dtype, head_dim: int) -> None:
+    of = make_case(
+        seqlen_q=200, seqlen_k=333, num_heads_q=4, num_heads_k=2, head_dim=head_dim, dtype=dtype
+    )
+    case = MaskedCase(of, None, RandomBias("hq", fp32=True))
+    skip_without_masked_row(case)
+    check_filled_rows(case, torch.finfo(torch.float32).min if fill == "least" else float(fill))
 
 
 @HEAD_DIM

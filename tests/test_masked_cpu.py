@@ -21,7 +21,7 @@ from masked_cases import (
     masked_dense,
     masked_varlen,
 )
-from masked_harness import masked_reference, run_masked
+from masked_harness import check_filled_rows, masked_reference, run_masked
 from pairwise import pairwise
 from reference import attention_with_gradients
 from tolerance import assert_close
@@ -162,6 +162,14 @@ def test_a_bias_of_minus_infinity_hides() -> None:
     expected = scaled_dot_product_attention(q, k, v, bias, enable_gqa=True).transpose(1, 2)
     rows = [i for i in range(40) if i != 3]
     torch.testing.assert_close(actual.out[:, rows], expected[:, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, "least"])
+def test_rows_filled_with_a_large_number(fill: float | str, dtype: torch.dtype) -> None:
+    base = {**BASE, "dtype": dtype}
+    case = masked_dense(None, RandomBias("hq", fp32=True), seqlen_q=90, seqlen_k=133, **base)
+    check_filled_rows(case, torch.finfo(torch.float32).min if fill == "least" else float(fill))
 
 
 @pytest.mark.parametrize("wanted", [("bias",), ("sink",), ("bias", "sink"), ("q",), ("k", "bias")])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import DEVICE, ON_CPU, assert_same_bits, assert_same_up_to_one_rounding, bits, scaled
 from masked_cases import RandomBias, expand_blocks
-from masked_harness import CheckMask, run_masked, skip_without_masked_row
+from masked_harness import CheckMask, check_filled_rows, run_masked, skip_without_masked_row
 from repeats import Load
 from sm90 import CAUSAL, DTYPES, MASKS, runs_sm90_kernels
 from sm90_bias import HEAD_DIM, OWN, assert_right, bias_case, with_bias
@@ -195,6 +195,14 @@ def test_large_values(fill: float | str, head_dim: int, dtype: torch.dtype) -> N
             actual[name], y, rtol=rounding, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert not actual["dbias"][hidden].any()
+
+
+@HEAD_DIM
+@pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, "least"])
+def test_filled_rows(fill: float | str, head_dim: int) -> None:
+    case = bias_case("hq", (200, 336), head_dim=head_dim, dtype=torch.bfloat16)
+    skip_without_masked_row(case)
+    check_filled_rows(case, torch.finfo(torch.bfloat16).min if fill == "least" else float(fill))
 
 
 @HEAD_DIM

@@ -119,7 +119,7 @@ def attention_backward(
                 dout_tile = lanes.query_tile(dout, m_block)
                 scores = torch.bmm(q_tile, k_tile.mT)
                 slope = problem.modify(scores, lanes, m_block, n_block)
-                probs = scores.sub_(_finite_lse(lanes.row_tile(lse, m_block))).exp_()
+                probs = scores.sub_(_telling_lse(lanes.row_tile(lse, m_block))).exp_()
                 dprobs = torch.bmm(dout_tile, v_tile.mT)
                 dropped = problem.dropped(lanes, m_block, n_block)
                 if dropped is None:
@@ -163,7 +163,7 @@ def probabilities(
             for n_block in problem.key_blocks():
                 scores = torch.bmm(q_tile, lanes.key_tile(k, n_block).mT)
                 problem.modify(scores, lanes, m_block, n_block)
-                tile = scores.sub_(_finite_lse(lanes.row_tile(lse, m_block))).exp_()
+                tile = scores.sub_(_telling_lse(lanes.row_tile(lse, m_block))).exp_()
                 dropped = problem.dropped(lanes, m_block, n_block)
                 if dropped is not None:
                     tile = torch.where(dropped, -tile, tile)
@@ -179,6 +179,8 @@ def _has_lists_within_a_group(q: Tensor, k: Tensor, options: AttentionOptions) -
     return visibility is not None and visibility.differs_by_head and q.shape[2] != k.shape[2]
 
 
-def _finite_lse(lse: Tensor) -> Tensor:
-    """lse with +inf, which makes every probability 0, for rows that see no key."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
+def _telling_lse(lse: Tensor) -> Tensor:
+    """lse with +inf, which makes every probability 0, for rows that see no key, and for those whose
+    own is so large that neighbouring numbers are 2 apart and say nothing of a probability.
+    """
+    return lse.masked_fill(lse.abs() > 2.0 / torch.finfo(lse.dtype).eps, math.inf)
