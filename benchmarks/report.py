@@ -1,6 +1,7 @@
 """Benchmark results as JSON, CSV, text, Markdown and a plot.
 
-python benchmarks/report.py results.json --markdown      # the README's tables
+python benchmarks/report.py results.json --markdown      # all backends
+python benchmarks/report.py results.json --ratios        # ours and its ratio: the README's table
 python benchmarks/report.py results.json --csv results.csv --plot results.png
 """
 
@@ -28,6 +29,7 @@ from metrics import geometric_mean  # noqa: E402
 from runner import Result  # noqa: E402
 
 SCHEMA = 1
+OURS = "ours"
 Row = dict[str, Any]
 
 
@@ -218,6 +220,26 @@ def markdown(document: Row) -> str:
     return f"{table}\n\n{origin}\n\n{summary}\n"
 
 
+def ratio_table(document: Row) -> str:
+    """Our TFLOP/s, a stroke and the ratio to the baseline, a line per pass, head dim and mask."""
+    lengths, lines = table_rows(document)
+    header = ["pass", "D", "mask", *(f"S = {length}" for length in lengths)]
+    body = []
+    for (which, dtype, head_dims, mask, backend), ours in lines.items():
+        if backend != OURS:
+            continue
+        baseline = lines.get((which, dtype, head_dims, mask, document["baseline"]), {})
+        cells = [
+            f"{three_digits(ours[length])} / {ours[length] / baseline[length]:.2f}"
+            if length in ours and length in baseline
+            else three_digits(ours.get(length))
+            for length in lengths
+        ]
+        body.append([which, head_dims, mask, *cells])
+    rows = (header, ["---"] * len(header), *body)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
 def three_digits(value: float | None) -> str:
     if value is None:
         return ""
@@ -299,6 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path, help="JSON of bench.py, features.py or mask_speed.py")
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument("--ratios", action="store_true", help="the same of ours over the baseline")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
@@ -307,12 +330,16 @@ def main(arguments: list[str] | None = None) -> int:
         found = document.get("schema")
         raise SystemExit(f"{options.results}: schema must be {SCHEMA}, got {found}")
     if "benchmark" in document:  # written by features.py or mask_speed.py
-        if options.csv or options.plot:
-            raise SystemExit(f"{options.results}: --csv and --plot are for results of bench.py")
+        if options.csv or options.plot or options.ratios:
+            what = "--csv, --plot and --ratios are for results of bench.py"
+            raise SystemExit(f"{options.results}: {what}")
         show_features(document, as_markdown=options.markdown)
         return 0
     write_outputs(document, json_path=None, csv_path=options.csv, plot_path=options.plot)
-    print(markdown(document) if options.markdown else "\n".join(summary_lines(document)))
+    if options.ratios:
+        print(ratio_table(document))
+    else:
+        print(markdown(document) if options.markdown else "\n".join(summary_lines(document)))
     return 0
 
 

@@ -354,6 +354,32 @@ def test_report_prints_a_table_from_saved_results(outputs, capsys):
     assert "ours / sdpa_math geomean" in text
 
 
+def test_report_prints_ratios_to_the_baseline(outputs, capsys):
+    assert report.main([str(outputs / "r.json"), "--ratios"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| pass | D | mask | S = 16 | S = 32 |"
+    assert len(lines) == 2 + 2 * 2
+    rows = json.loads((outputs / "r.json").read_text())["results"]
+    wanted = ("ours", "backward", True, 32)
+    (ours,) = (
+        row
+        for row in rows
+        if (row["backend"], row["pass"], row["causal"], row["seqlen_q"]) == wanted
+    )
+    (line,) = (line for line in lines if line.startswith("| backward | 16 | causal |"))
+    assert line.endswith(f"{report.three_digits(ours['tflops'])} / {ours['ratio']:.2f} |")
+
+
+def test_every_result_file_is_described():
+    folder = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+    described = (folder / "README.md").read_text()
+    names = [path.name for path in folder.glob("*.json")]
+    assert names
+    for name in names:
+        stem = "`_" + name.rpartition("_")[2]  # a row's second file is named by its end
+        assert f"`{name}`" in described or f"{stem}`" in described, name
+
+
 def test_report_draws_the_saved_results(outputs, tmp_path):
     pytest.importorskip("matplotlib")
     assert report.main([str(outputs / "r.json"), "--plot", str(tmp_path / "r.png")]) == 0

@@ -379,7 +379,7 @@ def test_each_benchmark_runs_saves_and_prints(name, tiny, tmp_path, capsys):
     assert report.main([str(path), "--markdown"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(rows)
-    with pytest.raises(SystemExit, match="--csv and --plot are for results of"):
+    with pytest.raises(SystemExit, match="--ratios are for results of"):
         report.main([str(path), "--csv", str(tmp_path / "x.csv")])
 
 
