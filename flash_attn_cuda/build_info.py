@@ -30,7 +30,7 @@ BUILT_WITH = re.compile(rb"flash_attn_cuda built with ([ -~]+)\0")
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """One compiled kernel: a row of the instance table for one dtype."""
+    """One compiled kernel: a row of the kernel table for one dtype."""
 
     name: str
     pass_name: str  # "forward" or "backward"

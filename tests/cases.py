@@ -161,7 +161,7 @@ class AttentionCase(Features):
         return times * (query_rows + key_rows) * columns * self.dtype.itemsize
 
 
-# The head dims with rows of their own in the instance table, every other one that needs no padding,
+# The head dims with rows of their own in the kernel table, every other one that needs no padding,
 # and three that do or that other libraries' tests name: 59 and 111 are padded in Python.
 BUCKET_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*range(8, 257, 8), 59, 111)

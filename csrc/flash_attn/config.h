@@ -1,4 +1,4 @@
-// The vocabulary of the instance table: what a compiled kernel was built for. Plain C++, included
+// The vocabulary of the kernel table: what a compiled kernel was built for. Plain C++, included
 // by every layer.
 #pragma once
 

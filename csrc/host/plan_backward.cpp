@@ -132,7 +132,8 @@ int keys_to_finish_beside(int head_dim, const Window& window) {
   return head_dim <= 64 && !window.is_full() ? std::numeric_limits<int>::max() : 768;
 }
 
-// That a query sees, about: of some queries, or, of packed sequences, of one of average length.
+// Keys that a query sees, about: of some queries, or, of packed sequences, of one of average
+// length.
 int average_keys(const BackwardParams& params, const Window& window) {
   int seqlen_q = params.shape.seqlen_q;
   int seqlen_k = params.shape.seqlen_k;

@@ -1,4 +1,5 @@
-// Everything a backward kernel derives from its row of the instance table.
+// Everything a backward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
 #pragma once
 
 #include "flash_attn/api.h"

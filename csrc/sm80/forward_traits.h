@@ -1,4 +1,5 @@
-// Everything a forward kernel derives from its row of the instance table.
+// Everything a forward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
 #pragma once
 
 #include "shared/block_lists.h"

@@ -1,7 +1,8 @@
-// The dQ warpgroup of a backward CTA: dQ = dS K of every step, added to the fp32 sums in global
-// memory, or stored there, or written as dq where no other key tile adds to it any more, straight
-// from registers, 16 bytes a thread, which costs wgmma next to nothing; through
-// shared memory it would cost a quarter of the kernel (docs/backward_sm90.md).
+// The dQ warpgroup of a backward CTA: dQ = dS K of every step. Of the key tiles that a query tile
+// sees the first one stores its part in global memory, in fp32, those in the middle add theirs, and
+// the last one writes dq, where an order is known; else all add. Straight from registers, 16 bytes
+// a thread, that costs wgmma next to nothing; through shared memory it would cost a quarter of the
+// kernel (docs/backward_sm90.md).
 #pragma once
 
 #include "shared/dq_accumulator.h"

@@ -1,4 +1,5 @@
-// Everything a backward kernel derives from its row of the instance table.
+// Everything a backward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
 #pragma once
 
 #include "shared/block_lists.h"
@@ -45,7 +46,7 @@ struct SparseBackwardWorkItem : BackwardWorkItem {
   CUTE_DEVICE int steps() const { return num_steps; }
 };
 
-// One of them after the other.
+// One of the steps of a tile: a query tile of one query head. They follow one another.
 struct Step {
   int head;
   int tile;
@@ -65,7 +66,7 @@ struct Step {
   }
 };
 
-// One of them, as the producer tells the key warpgroups with the queries.
+// A step as the producer tells the key warpgroups of it, with the queries.
 struct VisitedQueries {
   Step step;
   Pieces pieces;      // what a list says
@@ -88,7 +89,8 @@ struct BackwardTraits {
   static constexpr int cta_keys = block_n / ctas_per_tile;
   static constexpr int cta_columns = head_dim / ctas_per_tile;
   static constexpr int key_parts = cta_keys / 64;
-  // One warpgroup holds dV and another dK of the same keys, where not both of its own.
+  // Of wide heads one warpgroup holds dV, another dK of the same 64 keys; else each both of its
+  // own.
   static constexpr bool separate = key_parts < key_warpgroups;
   static constexpr int dq_warps = 4;
   // Of dO; of a pair's widest heads one is all that there is room for.
@@ -108,9 +110,8 @@ struct BackwardTraits {
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // It writes dq where it knows that no other key tile adds to it any more; beside lists that is
-  // not known without reading them all. Its idle warps may turn sums of dQ into dq
-  // (backward_finish.h).
+  // The kernel writes dq where no other key tile adds to it any more; beside lists that is not
+  // known without reading them all. Its idle warps may turn sums of dQ into dq (backward_finish.h).
   static constexpr bool writes_dq = !is_sparse;
   static constexpr bool finishes_dq = can_finish_dq(config);
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {

@@ -1,4 +1,5 @@
-// Everything a forward kernel derives from its row of the instance table.
+// Everything a forward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
 #pragma once
 
 #include <algorithm>
@@ -116,8 +117,8 @@ struct ForwardTraits {
   using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
   static constexpr int rows_per_thread = 2;
 
-  // As many buffers as fit; the next tile's queries get one before keys get a third, and a bias its
-  // two before either.
+  // Buffers: as many as fit. The next tile's queries get one before keys get a third, and a bias
+  // its two before either.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
