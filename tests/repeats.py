@@ -1,13 +1,21 @@
-"""The same call many times, while the device is busy with other things."""
+"""The same call many times, while the device is busy with other things.
+
+FLASH_ATTN_CUDA_TEST_REPEATS=1000 in the environment repeats that often instead of 200 times.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from cases import AttentionCase, VarlenCase
 from harness import ON_CPU, bits, make_case, run_forward_backward, scaled, skip_without_row
+from reference import AttentionResult
 from torch import Tensor
+
+REPEATS = int(os.environ.get("FLASH_ATTN_CUDA_TEST_REPEATS", scaled(200, 2)))
 
 
 class Load:
@@ -37,6 +45,20 @@ def reordered(x: Tensor, y: Tensor) -> Tensor:
     """Where x is what a sum in fp32, rounded to y, may be in another order."""
     allowed = torch.finfo(y.dtype).eps * y.float().abs() + 2.0**-16 * y.float().abs().max()
     return (x.float() - y.float()).abs() <= allowed
+
+
+def assert_same_forward(run: Callable[[], AttentionResult], repeats: int, name: str) -> None:
+    """out and lse bit for bit, compared on the device."""
+    first = run()
+    different = []
+    load = Load()
+    for _ in range(repeats):
+        load.push()
+        result = run()
+        pairs = ((result.out, first.out), (result.lse, first.lse))
+        different.append(torch.stack([(bits(x) != bits(y)).sum() for x, y in pairs]))
+    counts = torch.stack(different).sum(0).tolist()
+    assert counts == [0, 0], f"{name}: elements of out and lse that differed in {repeats} runs"
 
 
 def assert_repeatable(case: AttentionCase | VarlenCase, repeats: int) -> None:

@@ -1,13 +1,11 @@
 """deterministic=True: the same bits in every run, while the device is busy with other things. The
 forward is bitwise repeatable in any case.
-
-FLASH_ATTN_CUDA_TEST_REPEATS=1000 in the environment repeats that often instead of 200 times.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from cases import Alibi
 from harness import (
     ON_CPU,
     Check,
-    assert_same_bits,
     make_case,
     make_varlen_case,
     run_forward,
@@ -24,11 +21,12 @@ from harness import (
     scaled,
     skip_without_row,
 )
-from repeats import Load, assert_repeatable, crowded_case, reordered
+from masked_cases import MaskedCase, RandomBias, RandomMask
+from masked_harness import run_masked, skip_without_masked_row
+from repeats import REPEATS, assert_repeatable, assert_same_forward, crowded_case, reordered
 
 pytestmark = pytest.mark.gpu
 
-REPEATS = int(os.environ.get("FLASH_ATTN_CUDA_TEST_REPEATS", scaled(200, 2)))
 BUCKETS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 
 
@@ -125,11 +123,26 @@ def test_the_forward_always_gives_the_same_bits(head_dim: int) -> None:
     for case in cases:
         skip_without_row(case, backward=False)
         inputs = case.make_inputs()
-        first = run_forward(case, inputs)
-        load = Load()
-        for _ in range(scaled(50, 2)):
-            load.push()
-            assert_same_bits(run_forward(case, inputs), first, str(case))
+        assert_same_forward(partial(run_forward, case, inputs), REPEATS // 4 + 1, str(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [(None, RandomBias("bhq")), (None, RandomBias("q")), (RandomMask(0.5, 1, "hq"), None)],
+    ids=["bias", "shared_bias", "bits"],
+)
+def test_what_comes_beside_the_keys_is_read_in_time(
+    mask: RandomMask | None, bias: RandomBias | None, head_dim: int
+) -> None:
+    """Tiles of a bias and of a mask's bits, which the next one follows into the same memory."""
+    of = crowded_case(seqlen_k=scaled(4096, 160), head_dim=head_dim, deterministic=False)
+    case = MaskedCase(of, mask, bias)
+    skip_without_masked_row(case, backward=False)
+    inputs = case.make_inputs()
+    assert_same_forward(
+        partial(run_masked, case, inputs, backward=False), REPEATS // 2 + 1, str(case)
+    )
 
 
 @pytest.mark.cuda_only
