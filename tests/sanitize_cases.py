@@ -75,6 +75,21 @@ def row_cases() -> Iterator[Case]:
         yield replace(prefill, page_size=7, **EVERYTHING, sink=torch.bfloat16)
 
 
+def spare_row_cases() -> Iterator[VarlenCase]:
+    """With slopes for each sequence, of which those rows have none."""
+    for dtype, head_dim in row_kinds():
+        yield VarlenCase(
+            dtype=dtype,
+            head_dim=head_dim,
+            lengths_q=(70, 0, 1),
+            lengths_k=(33, 5, 140),
+            num_heads_q=2,
+            num_heads_k=1,
+            causal=True,
+            alibi=Alibi.per_batch,
+        )
+
+
 def many_tile_cases() -> Iterator[Case]:
     """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
     block or several, with tiles that see no key between others, packed, with features; the rows for

@@ -4,7 +4,6 @@ are too small.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from public_calls import lengths, normal
 from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
-from varlen_cases import VarlenInputs
+from varlen_cases import in_longer_buffers
 
 from flash_attn_cuda import (
     check_device_errors,
@@ -34,23 +33,6 @@ from flash_attn_cuda import (
 pytestmark = pytest.mark.gpu
 
 LENGTHS_Q, LENGTHS_K = (70, 0, 1, 129), (130, 20, 0, 65)
-
-
-def nan_behind(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """x with `rows` more of NaN."""
-    shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
-    return torch.cat([x, x.new_full(shape, torch.nan)], dim)
-
-
-def in_longer_buffers(inputs: VarlenInputs, rows_q: int, rows_k: int) -> VarlenInputs:
-    return replace(
-        inputs,
-        q=nan_behind(inputs.q, rows_q),
-        dout=nan_behind(inputs.dout, rows_q),
-        dlse=nan_behind(inputs.dlse, rows_q, 1),
-        k=nan_behind(inputs.k, rows_k),
-        v=nan_behind(inputs.v, rows_k),
-    )
 
 
 # -- cu_seqlens that end before the rows do --------------------------------------------------------

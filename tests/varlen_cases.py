@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -34,6 +34,23 @@ class VarlenInputs:
         """By the names of the arguments of varlen functions and references."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
         return {name: getattr(self, name) for name in names}
+
+
+def nan_behind(x: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """x with `rows` more of NaN."""
+    shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
+    return torch.cat([x, x.new_full(shape, torch.nan)], dim)
+
+
+def in_longer_buffers(inputs: VarlenInputs, rows_q: int, rows_k: int) -> VarlenInputs:
+    return replace(
+        inputs,
+        q=nan_behind(inputs.q, rows_q),
+        dout=nan_behind(inputs.dout, rows_q),
+        dlse=nan_behind(inputs.dlse, rows_q, 1),
+        k=nan_behind(inputs.k, rows_k),
+        v=nan_behind(inputs.v, rows_k),
+    )
 
 
 @dataclass(frozen=True)
