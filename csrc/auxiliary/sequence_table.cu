@@ -119,9 +119,10 @@ __device__ Sequence make_sequence(const SequenceTableRequest& request, int index
   return sequence;
 }
 
-// Rows of the tensors that belong to no sequence.
-__device__ Sequence make_gap(int index, bool packed_q, int2 q, bool packed_k, int2 k) {
-  return {.index = index,
+// Rows of the tensors that belong to no sequence. Their index is one that exists: kernels read what
+// each sequence has of its own, such as slopes, before they see that there is nothing to do.
+__device__ Sequence make_gap(bool packed_q, int2 q, bool packed_k, int2 k) {
+  return {.index = 0,
           .batch_q = 0,
           .batch_k = 0,
           .row_q = q.x,
@@ -184,9 +185,9 @@ __global__ void __launch_bounds__(threads)
       sequence = make_sequence(request, index, q, k);
     } else if (index == batch_size) {
       // previous: the end of the last sequence, as this is the last round or the one after it
-      sequence = make_gap(index, packed_q, {q.x, total_q}, packed_k, {k.x, total_k});
+      sequence = make_gap(packed_q, {q.x, total_q}, packed_k, {k.x, total_k});
     } else if (index == batch_size + 1) {
-      sequence = make_gap(index, packed_q, {0, first_q}, packed_k, {0, first_k});
+      sequence = make_gap(packed_q, {0, first_q}, packed_k, {0, first_k});
     }
     const bool exists = index < entries;
     int q_tiles = exists ? query_tiles(args, sequence) : 0;

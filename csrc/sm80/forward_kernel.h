@@ -258,12 +258,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreModifiers modifiers{};
-  if constexpr (Traits::has_modifiers) {
-    if (!range.empty()) {  // rows between sequences belong to none that has slopes
-      modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
-                                     sequence.seqlen_k - sequence.seqlen_q);
-    }
-  }
+  if constexpr (Traits::has_modifiers)
+    modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
+                                   sequence.seqlen_k - sequence.seqlen_q);
   [[maybe_unused]] DropoutMask dropout{};
   if constexpr (Traits::has(feature::dropout)) {
     const RngState rng = read_rng(params.dropout.rng);

@@ -120,8 +120,8 @@ SequenceParams sequence_params(const AttentionCall& call) {
           .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
           .seqlen_k_new = cache.seqlen_k_new,
           .max_seqlen_q = call.max_seqlen_q,
-          .max_seqlen_k = call.max_seqlen_k,
-          .num_kv_batches = cache.kv_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0};
+          .num_kv_batches = cache.kv_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0,
+          .max_seqlen_k = call.max_seqlen_k};
 }
 
 ScoreParams score_params(const AttentionCall& call) {
