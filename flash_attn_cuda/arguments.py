@@ -24,7 +24,20 @@ from .checks import check_dropout_p, check_softcap, check_tensor, refuse_gradien
 WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
 
-UNLIMITED = (-1, -1)  # the window_size that hides nothing
+
+class _Window(NamedTuple):
+    """A type of its own, so that `is` works while a compiler is tracing too: a plain tuple cannot
+    be compared there with a caller's that holds a symbol.
+    """
+
+    left: int
+    right: int
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))  # what a signature shows
+
+
+UNLIMITED = _Window(-1, -1)  # the window_size that hides nothing
 
 
 class Options(NamedTuple):
@@ -58,7 +71,7 @@ class Options(NamedTuple):
 
 
 # What nearly every call wants, full and causal: making one would be a tenth of a small call's time.
-_PLAIN = tuple(Options(0.0, None, causal, -1, -1, 0.0, None, False) for causal in (False, True))
+_FULL, _CAUSAL = (Options(0.0, None, causal, -1, -1, 0.0, None, False) for causal in (False, True))
 
 
 def make_options(
@@ -74,7 +87,7 @@ def make_options(
     causal = bool(causal)
     if not (dropout_p or softcap or deterministic) and alibi_slopes is None:
         if window_size is UNLIMITED and softmax_scale is None:
-            return _PLAIN[causal]
+            return _CAUSAL if causal else _FULL
     else:
         check_dropout_p(dropout_p)
         check_softcap(softcap)

@@ -164,6 +164,23 @@ def test_compile_with_dynamic_shapes_and_other_arguments() -> None:
         torch.testing.assert_close(x, y)
 
 
+class Windowed(torch.nn.Module):
+    def forward(self, q: Tensor, left: int) -> Tensor:
+        return flash_attn_func(q, q, q, window_size=(left, 0))
+
+
+def test_windows_of_symbols() -> None:
+    torch._dynamo.reset()
+    q = make_inputs()[0]
+    compiled = torch.compile(Windowed(), fullgraph=True, backend="aot_eager")
+    for left in (3, 4, 5, -1):
+        torch.testing.assert_close(compiled(q, left), Windowed()(q, left))
+    sizes = {"q": None, "left": torch.export.Dim.DYNAMIC}
+    for strict in (False, True):
+        program = torch.export.export(Windowed(), (q, 3), dynamic_shapes=sizes, strict=strict)
+        torch.testing.assert_close(program.module()(q, 5), Windowed()(q, 5))
+
+
 class Module(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_func(q, k, v, causal=True)
