@@ -19,7 +19,14 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from . import build_info
-from .checks import check_dropout_p, check_softcap, check_tensor, refuse_gradients
+from .checks import (
+    MAX_INT32,
+    as_number,
+    check_dropout_p,
+    check_softcap,
+    check_tensor,
+    refuse_gradients,
+)
 
 WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
@@ -85,6 +92,8 @@ def make_options(
 ) -> Options:
     """The options of a public function. TypeError and ValueError name the argument."""
     causal = bool(causal)
+    if not (type(dropout_p) is type(softcap) is float):
+        dropout_p, softcap = as_number("dropout_p", dropout_p), as_number("softcap", softcap)
     if not (dropout_p or softcap or deterministic) and alibi_slopes is None:
         if window_size is UNLIMITED and softmax_scale is None:
             return _CAUSAL if causal else _FULL
@@ -92,30 +101,42 @@ def make_options(
         check_dropout_p(dropout_p)
         check_softcap(softcap)
         check_slopes_have_no_gradient(alibi_slopes)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
     left, right = window_bounds(window_size)
     return Options(
-        *(float(dropout_p or 0.0), softmax_scale, causal, left, right, float(softcap or 0.0)),
+        *(float(dropout_p), softmax_scale, causal, left, right, float(softcap)),
         *(alibi_slopes, bool(deterministic)),
     )
 
 
 def window_bounds(window_size: WindowSize) -> tuple[int, int]:
     """(left, right) of a sequence or tensor of two integers; -1 where it says None."""
+    if window_size is UNLIMITED:
+        return UNLIMITED
     if isinstance(window_size, Tensor):
         window_size = window_size.tolist()
     try:
         left, right = window_size
-        return _bound(left), _bound(right)
+        left, right = _bound(left), _bound(right)
     except (TypeError, ValueError) as error:
         raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
+    # While a compiler is tracing, a comparison would bind symbols to this call's numbers.
+    if is_compiling() or (-1 <= left <= MAX_INT32 and -1 <= right <= MAX_INT32):
+        return left, right
+    return max(-1, min(left, MAX_INT32)), max(-1, min(right, MAX_INT32))
 
 
 def _bound(value: Any) -> int:
+    if type(value) is int:
+        return value
     if value is None:
         return -1
     if isinstance(value, int | torch.SymInt):
         return cast(int, value)
-    return int(value) if isinstance(value, Tensor) else operator.index(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return operator.index(value)
 
 
 def check_slopes_have_no_gradient(alibi_slopes: Any) -> None:

@@ -7,8 +7,9 @@ packed sequences and of caches, are in length_checks.py.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_FLOAT32 = torch.finfo(torch.float32).tiny
+MAX_INT32 = 2**31 - 1
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -96,6 +98,27 @@ def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "
         )
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}: must have the dtype of {q_name} ({q.dtype}), got {tensor.dtype}")
+
+
+def as_number(name: str, value: Any, wanted: str = "a number") -> float:
+    """A number as operators take it, of one of Python's or numpy's types or a 0-d tensor on the
+    CPU; TypeError for others.
+    """
+    if isinstance(value, Tensor) and value.dim() == 0:
+        if value.device.type != "cpu":
+            raise TypeError(
+                f"{name}: must be {wanted}, or a tensor on the CPU, as reading another one would "
+                f"wait for the device, got one on {value.device}"
+            )
+        refuse_gradients("which attention does not give to numbers", **{name: value})
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(
+        value, numbers.Real | torch.SymFloat | torch.SymInt
+    ):
+        raise TypeError(f"{name}: must be {wanted}, got {type(value).__name__}")
+    if isinstance(value, int | torch.SymFloat | torch.SymInt):
+        return cast(float, value)
+    return float(value)
 
 
 def check_softmax_scale(softmax_scale: Any) -> None:

@@ -22,6 +22,7 @@ from .arguments import (
     pad_head_dim,
 )
 from .checks import (
+    MAX_INT32,
     QKV_NAMES,
     Names,
     check_alibi_slopes,
@@ -29,7 +30,6 @@ from .checks import (
     check_packed,
 )
 from .masked import Masks, attend_masked
-from .op_support import MAX_INT32
 from .private import _flash_attn_forward
 
 _KVPACKED_NAMES: Names = ("q", "kv[:, :, 0]", "kv[:, :, 1]")
@@ -68,7 +68,8 @@ def flash_attn_func(
         k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
         v: (batch, seqlen_k, heads_k, head_dim_v), head_dim_v from 1 to 256, mostly that of q and k.
         dropout_p: probability in [0, 1), to 2 ** -16, of dropping an attention weight; the others
-            are scaled so that the expectation stays. Random numbers come from torch's default
+            are scaled so that the expectation stays. This and the other numbers may be of Python's
+            or numpy's types, or 0-d tensors on the CPU. Random numbers come from torch's default
             generator of the device; the mask is a function of the call's (seed, offset), batch,
             head, row and column alone.
         softmax_scale: factor of the scores before the softmax, any number that is finite in fp32;

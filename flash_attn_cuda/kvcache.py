@@ -160,6 +160,11 @@ def flash_attn_combine(
     """
     reason = "as a sum of partial results has no backward"
     refuse_gradients(reason, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    check_tensor("out_partial", out_partial)
+    check_tensor("lse_partial", lse_partial)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        kind = type(out_dtype).__name__
+        raise TypeError(f"out_dtype: must be a torch.dtype or None, got {kind}")
     if out is None:
         return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
     check_tensor("out", out)

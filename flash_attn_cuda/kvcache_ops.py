@@ -16,9 +16,8 @@ from torch import Tensor
 
 from . import cpu
 from .cache_checks import CacheArguments, check_cache_contents, check_cache_inputs
-from .checks import check_like, check_tensor, lse_dtype, output_shape
+from .checks import MAX_INT32, check_like, check_tensor, lse_dtype, output_shape
 from .op_support import (
-    MAX_INT32,
     Tensors2,
     call_extension,
     check_score_arguments,

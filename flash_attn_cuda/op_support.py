@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import build_info, cpu
-from .checks import check_alibi_slopes, check_dropout_p, check_softcap, check_softmax_scale
-
-MAX_INT32 = 2**31 - 1
+from .checks import (
+    MAX_INT32,
+    check_alibi_slopes,
+    check_dropout_p,
+    check_softcap,
+    check_softmax_scale,
+)
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]

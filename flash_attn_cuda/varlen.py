@@ -25,6 +25,7 @@ from .arguments import (
     seqlen_bound,
 )
 from .checks import (
+    MAX_INT32,
     check_alibi_slopes,
     check_packed,
     check_sink,
@@ -40,7 +41,6 @@ from .length_checks import (
     check_varlen_inputs,
 )
 from .masked import Masks, attend_masked_varlen
-from .op_support import MAX_INT32
 from .private import _flash_attn_varlen_forward
 from .varlen_ops import VarlenForwardCall
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -104,6 +105,26 @@ BAD_CALLS = {
         r"^softcap: .*normal number in float32, got 1e-42",
     ),
     "cap str": (bad(softcap="1"), TypeError, r"^softcap: must be a number, got str"),
+    "p None": (bad(dropout_p=None), TypeError, r"^dropout_p: must be a number, got NoneType"),
+    "p list": (bad(dropout_p=[]), TypeError, r"^dropout_p: must be a number, got list"),
+    "p empty": (bad(dropout_p=""), TypeError, r"^dropout_p: must be a number, got str"),
+    "p bool": (bad(dropout_p=False), TypeError, r"^dropout_p: must be a number, got bool"),
+    "p 1-d": (bad(dropout_p=zeros(1)), TypeError, r"^dropout_p: must be a number, got Tensor"),
+    "p device": (
+        bad(dropout_p=zeros(device="meta")),
+        TypeError,
+        r"^dropout_p: .* a tensor on the CPU, as reading .* would wait .*, got one on meta",
+    ),
+    "cap None": (bad(softcap=None), TypeError, r"^softcap: must be a number, got NoneType"),
+    "cap bool": (bad(softcap=torch.tensor(True)), TypeError, r"^softcap: must .*got bool"),
+    "bool scale": (bad(softmax_scale=True), TypeError, r"^softmax_scale: must be None or a number"),
+    "complex scale": (bad(softmax_scale=1j), TypeError, r"^softmax_scale: .*, got complex"),
+    "scale grad": (
+        bad(softmax_scale=torch.tensor(0.3, requires_grad=True)),
+        NotImplementedError,
+        r"^softmax_scale: must not require grad",
+    ),
+    "np p = 1": (bad(dropout_p=numpy.float32(1)), ValueError, r"^dropout_p: .*got 1.0"),
     "str scale": (bad(softmax_scale="1"), TypeError, r"^softmax_scale: must be None or a number"),
 }
 
@@ -186,6 +207,9 @@ def test_a_backward_with_dropout_needs_the_state(missing: Tensor | None) -> None
         ({"out": zeros(2, 5, 4, 8).int()}, TypeError, r"^out: dtype must"),
         ({"out": zeros(2, 5, 4, 8), "out_dtype": torch.half}, TypeError, r"^out_dtype: must be"),
         ({"out_dtype": torch.int32}, TypeError, r"^out_dtype: must be one of"),
+        ({"out_dtype": "x"}, TypeError, r"^out_dtype: must be a torch.dtype or None, got str"),
+        ({"out_partial": numpy.ones(5)}, TypeError, r"^out_partial: must be a torch.Tensor, got"),
+        ({"lse_partial": None}, TypeError, r"^lse_partial: must be a torch.Tensor, got NoneType"),
         (
             {"lse_partial": zeros(3, 2, 5, 4).requires_grad_()},
             NotImplementedError,

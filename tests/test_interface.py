@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from reference import attention
@@ -112,6 +115,7 @@ def test_package_exports() -> None:
         (False, (0, -1), (0, None)),
         (False, (None, 2), (None, 2)),
         (False, (10**12, 1), (None, 1)),
+        (False, (2**70, -(2**70)), (None, None)),
         (False, torch.tensor([-1, 0]), (None, 0)),
         (False, (torch.tensor(2), torch.tensor(-1)), (2, None)),
         (1, torch.tensor([3, -1]), (3, 0)),
@@ -125,10 +129,27 @@ def test_windows(causal: bool, window_size: Any, window: tuple[int | None, int |
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("window_size", [3, (1,), (1, 2, 3), ("a", "b"), (1.5, 0), None], ids=str)
+@pytest.mark.parametrize(
+    "window_size",
+    [3, (1,), (1, 2, 3), ("a", "b"), (1.5, 0), (torch.tensor(1.5), 2), torch.ones(2), None],
+    ids=str,
+)
 def test_windows_that_are_none(window_size: Any) -> None:
     with pytest.raises(TypeError, match=r"^window_size: must be two integers"):
         flash_attn_func(*tensors(), window_size=window_size)
+
+
+@pytest.mark.parametrize("kind", [numpy.float32, numpy.float64, torch.tensor, Fraction])
+def test_numbers_of_other_types(kind: Callable[[float], Any]) -> None:
+    """Read once, on the CPU."""
+    q, k, v = tensors()
+    numbers = {"dropout_p": 0.25, "softmax_scale": 0.5, "softcap": 2.0}
+    results = []
+    for given in (numbers, {name: kind(x) for name, x in numbers.items()}):
+        torch.manual_seed(0)
+        results.append(flash_attn_func(q, k, v, **given))
+    assert torch.equal(*results)
+    assert torch.equal(flash_attn_func(q, k, v, kind(0.0), None), flash_attn_func(q, k, v))
 
 
 @pytest.mark.parametrize("causal", [False, True])
