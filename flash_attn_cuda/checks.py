@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -249,11 +251,37 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 def refuse_gradients(reason: str, **tensors: Any) -> None:
     """Raise NotImplementedError if autograd would want the gradient of one of the tensors."""
+    if forward_ad._current_level >= 0:
+        refuse_forward_gradients(**tensors)
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise NotImplementedError(f"{name}: must not require grad, {reason}")
+
+
+def refuse_forward_gradients(**tensors: Any) -> None:
+    """Raise NotImplementedError for a dual tensor: operators would drop its forward-mode gradient
+    without a word.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and _has_forward_gradient(tensor):
+            raise NotImplementedError(
+                f"{name}: must not carry a forward-mode gradient, got a dual tensor"
+            )
+
+
+def _has_forward_gradient(tensor: Tensor) -> bool:
+    # A dual tensor may be below the wrappers that other transforms of torch.func put around it.
+    while True:
+        is_batched = _functorch.is_batchedtensor(tensor)
+        if not is_batched and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
 
 
 def _check_place(name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor) -> None:

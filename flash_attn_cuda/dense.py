@@ -107,9 +107,10 @@ def flash_attn_func(
     Raises:
         TypeError: an argument is not of the type or dtype required.
         ValueError: shapes, devices or numbers do not fit.
-        NotImplementedError: alibi_slopes requires grad, or a second derivative is asked for; with a
-            mask, a bias or a sink, S_dmask is; a gradient is needed of deterministic attention
-            with a mask or a bias, or of a bias under a softcap.
+        NotImplementedError: alibi_slopes requires grad; a second derivative or a forward-mode one
+            is asked for, or by torch.vmap a randomness that dropout does not have; with a mask, a
+            bias or a sink, S_dmask is; a gradient is needed of deterministic attention with a mask
+            or a bias, or of a bias under a softcap.
         RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
     """
     options = make_options(

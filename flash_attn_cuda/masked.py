@@ -28,12 +28,13 @@ from .checks import (
     check_sink,
     check_softmax_scale,
     check_tensor,
+    refuse_forward_gradients,
     sink_for,
 )
 from .length_checks import Lengths, check_varlen_inputs
 from .mask_checks import PairExtent, check_attn_mask, check_blocks, check_sparsity
 from .masked_ops import MaskedForwardCall, masked_forward_for_transforms
-from .op_support import arguments_of, is_functorch_active
+from .op_support import arguments_of, check_vmap_randomness, is_functorch_active
 from .sparsity import BlockSparsity
 
 _ops = torch.ops.flash_attn_cuda
@@ -164,7 +165,9 @@ def _attend(
     )
     if needs_gradient:
         call.check_gradients(wants_dbias=bias is not None and bias.requires_grad)
+    refuse_forward_gradients(q=q, k=k, v=v, attn_mask=bias, sink=sink)
     arguments = arguments_of(call)
+    check_vmap_randomness(options.dropout_p, *arguments)
     others = (x for x in arguments[3:] if isinstance(x, Tensor))
     if not needs_gradient and is_plain_cuda_call(q, k, v, *others):
         out, softmax_lse, _ = call.on_cuda()

@@ -23,6 +23,7 @@ from .checks import (
     check_sink,
     lse_dtype,
     output_shape,
+    refuse_forward_gradients,
 )
 from .length_checks import check_varlen_contents, check_varlen_inputs
 from .mask_checks import PairExtent, check_bias, check_lists
@@ -41,6 +42,7 @@ from .op_support import (
     for_transforms,
     is_functorch_active,
     no_double_backward,
+    one_by_one,
     save_nothing,
     schema_of,
 )
@@ -230,6 +232,7 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors3) -> 
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    refuse_forward_gradients(dout=dout, dlse=dlse)
     wanted = dict(zip(_FIELDS, ctx.needs_input_grad, strict=True))
     if dout is None and dlse is None:
         return (None,) * len(_FIELDS)
@@ -249,6 +252,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
 
 _forward_op.register_autograd(_gradients, setup_context=_save_for_gradients)
 masked_forward_for_transforms = for_transforms(_forward_op, _save_for_gradients, _gradients)
+_forward_op.register_vmap(one_by_one(_forward_op, _FIELDS.index("dropout_p")))
 
 
 # -- backward ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.compiler import is_compiling
 
 from . import build_info, cpu
@@ -200,6 +201,71 @@ def for_transforms(
             return op(*args)
 
     return Function.apply
+
+
+def check_randomness(dropout_p: float, randomness: str, is_mapped: bool = True) -> None:
+    """Raise unless a call with dropout under torch.vmap gets the `randomness` that it asks for.
+
+    `is_mapped`: whether any of its tensors is.
+    """
+    if dropout_p == 0.0 or randomness == ("different" if is_mapped else "same"):
+        return
+    if randomness == "error":
+        raise RuntimeError(
+            "dropout_p: under torch.vmap, dropout needs randomness='different', or 'same' where no "
+            "tensor of the call is mapped, got randomness='error'"
+        )
+    which = "a" if is_mapped else "no"
+    raise NotImplementedError(
+        f"dropout_p: under torch.vmap with randomness={randomness!r}, must be 0 where {which} "
+        f"tensor of the call is mapped, got {dropout_p}"
+    )
+
+
+def check_vmap_randomness(dropout_p: float, *tensors: Any) -> None:
+    """check_randomness of every torch.vmap around a call, those that it does not notice included,
+    as none of its tensors is mapped there.
+    """
+    if dropout_p == 0.0 or not is_functorch_active():
+        return
+    for interpreter in _functorch.get_interpreter_stack():
+        if interpreter.key() == _functorch.TransformType.Vmap:
+            level = interpreter.level()
+            randomness = _functorch.CVmapInterpreterPtr(interpreter).randomness()
+            is_mapped = any(isinstance(x, Tensor) and _is_mapped(x, level) for x in tensors)
+            check_randomness(dropout_p, randomness.name.lower(), is_mapped)
+
+
+def _is_mapped(x: Tensor, level: int) -> bool:
+    """Whether the torch.vmap of this level maps x, whatever other transforms wrap it in."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level:
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def one_by_one(op: Callable[..., Any], dropout_p: int) -> Callable[..., Any]:
+    """A rule for torch.vmap that calls a forward for one entry after the other, so that a dropout
+    is another one for each; `dropout_p` is the position of that argument.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
+        check_randomness(args[dropout_p], info.randomness)
+        if info.batch_size == 0:
+            raise NotImplementedError("torch.vmap: must map over at least one entry, got 0")
+        each = [op(*select_entry(args, in_dims, index)) for index in range(info.batch_size)]
+        results = tuple(torch.stack(x) for x in zip(*each, strict=True))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def select_entry(args: tuple[Any, ...], in_dims: tuple[Any, ...], index: int) -> list[Any]:
+    """The arguments of one entry of vmap's dimension."""
+    return [
+        x if dim is None else x.select(dim, index) for x, dim in zip(args, in_dims, strict=True)
+    ]
 
 
 def is_functorch_active() -> bool:

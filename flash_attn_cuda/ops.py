@@ -25,6 +25,7 @@ from .checks import (
     check_targets,
     lse_dtype,
     output_shape,
+    refuse_forward_gradients,
 )
 from .op_support import (
     FORWARD_RETURNS,
@@ -34,6 +35,7 @@ from .op_support import (
     Tensors4,
     arguments_of,
     call_extension,
+    check_randomness,
     check_score_arguments,
     cpu_options,
     draw_rng_state,
@@ -45,6 +47,7 @@ from .op_support import (
     no_double_backward,
     save_nothing,
     schema_of,
+    select_entry,
 )
 
 _ops = torch.ops.flash_attn_cuda
@@ -147,6 +150,7 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> 
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    refuse_forward_gradients(dout=dout, dlse=dlse)
     options = (None,) * (len(fields(ForwardCall)) - 3)
     if dout is None and dlse is None:
         return None, None, None, *options
@@ -162,22 +166,18 @@ forward_for_transforms = for_transforms(_forward_op, _save_for_gradients, _gradi
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors4, tuple[Any, ...]]:
     call, size = ForwardCall(*args), info.batch_size
     dims: Any = ForwardCall(*in_dims)
-    if call.dropout_p > 0.0 and info.randomness != "different":
-        raise RuntimeError(
-            "dropout_p: under torch.vmap, dropout needs randomness='different', "
-            f"got randomness={info.randomness!r}"
-        )
+    check_randomness(call.dropout_p, info.randomness)
     q, k, v = (
         _fold_into_batch(size, x, dim)
         for x, dim in ((call.q, dims.q), (call.k, dims.k), (call.v, dims.v))
     )
-    batch = q.shape[0] // size
+    batch = _batch_of(call.q, dims.q)
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
     folded = replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
     out, softmax_lse, s_dmask, rng_state = _forward_op(*arguments_of(folded))
-    out, softmax_lse = (_unfold_batch(size, x) for x in (out, softmax_lse))
+    out, softmax_lse = (_unfold_batch(size, batch, x) for x in (out, softmax_lse))
     if call.wants_s_dmask:
-        return (out, softmax_lse, _unfold_batch(size, s_dmask), rng_state), (0, 0, 0, None)
+        return (out, softmax_lse, _unfold_batch(size, batch, s_dmask), rng_state), (0, 0, 0, None)
     return (out, softmax_lse, s_dmask, rng_state), (0, 0, None, None)
 
 
@@ -346,19 +346,19 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors3, tuple[int, ...]]:
     call, size = GradientsCall(*args), info.batch_size
     dims: Any = GradientsCall(*in_dims)
-    if call.dropout_p > 0.0 and dims.out is None:
+    if call.dropout_p > 0.0 and dims.out is None and size > 0:
         # The forward was not mapped, and batch entries are part of what decides about dropout.
-        each = [_gradients_op(*_select(args, in_dims, index)) for index in range(size)]
+        each = [_gradients_op(*select_entry(args, in_dims, index)) for index in range(size)]
         dq, dk, dv = (torch.stack(x) for x in zip(*each, strict=True))
         return (dq, dk, dv), (0, 0, 0)
     names = ("dout", "dlse", "q", "k", "v", "out", "softmax_lse")
     tensors = {
         name: _fold_into_batch(size, getattr(call, name), getattr(dims, name)) for name in names
     }
-    batch = tensors["q"].shape[0] // size
+    batch = _batch_of(call.q, dims.q)
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
     folded = replace(call, alibi_slopes=slopes, **tensors)
-    dq, dk, dv = (_unfold_batch(size, x) for x in _gradients_op(*arguments_of(folded)))
+    dq, dk, dv = (_unfold_batch(size, batch, x) for x in _gradients_op(*arguments_of(folded)))
     return (dq, dk, dv), (0, 0, 0)
 
 
@@ -383,12 +383,10 @@ def _fold_slopes(size: int, batch: int, slopes: Any, dim: int | None) -> Any:
     return slopes.expand(size, batch, slopes.shape[-1]).flatten(0, 1)
 
 
-def _unfold_batch(size: int, x: Tensor) -> Tensor:
-    return x.unflatten(0, (size, x.shape[0] // size))
+def _unfold_batch(size: int, batch: int, x: Tensor) -> Tensor:
+    return x.unflatten(0, (size, batch))
 
 
-def _select(args: tuple[Any, ...], in_dims: tuple[Any, ...], index: int) -> list[Any]:
-    """The arguments of one entry of vmap's dimension."""
-    return [
-        x if dim is None else x.select(dim, index) for x, dim in zip(args, in_dims, strict=True)
-    ]
+def _batch_of(x: Tensor, dim: int | None) -> int:
+    """The batch of one entry of vmap's dimension."""
+    return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]

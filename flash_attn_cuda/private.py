@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
-from .checks import check_tensor, refuse_gradients
-from .op_support import Tensors4, is_functorch_active
+from .checks import check_tensor, refuse_forward_gradients, refuse_gradients
+from .op_support import Tensors4, check_vmap_randomness, is_functorch_active
 from .ops import forward_for_transforms
 from .varlen_ops import varlen_forward_for_transforms
 
@@ -40,6 +40,8 @@ def _flash_attn_forward(
     differentiable in q, k, v; `deterministic`, of its backward, is an addition.
     """
     check_slopes_have_no_gradient(alibi_slopes)
+    refuse_forward_gradients(q=q, k=k, v=v)
+    check_vmap_randomness(dropout_p, q, k, v, alibi_slopes)
     op = forward_for_transforms if is_functorch_active() else _ops._flash_attn_forward
     return op(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right),
@@ -74,6 +76,7 @@ def _flash_attn_backward(
     dtype, zero beyond Sq. `dlse` (B, Hq, Sq), the gradient of softmax_lse, is an addition to
     FlashAttention-2's arguments. rng_state is the forward's, and of no use without dropout.
     """
+    refuse_forward_gradients(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse, dlse=dlse)
     return _ops._flash_attn_backward(
         *(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal),
         *(window_size_left, window_size_right, softcap, alibi_slopes, deterministic),
@@ -123,6 +126,9 @@ def _flash_attn_varlen_forward(
     if sink is not None:
         reason = "as this function has no backward with a sink"
         refuse_gradients(reason, q=q, k=k, v=v, sink=sink)
+    refuse_forward_gradients(q=q, k=k, v=v)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    check_vmap_randomness(dropout_p, q, k, v, alibi_slopes, *lengths)
     op = varlen_forward_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_forward
     return op(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
@@ -172,6 +178,7 @@ def _flash_attn_varlen_backward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
+    refuse_forward_gradients(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse, dlse=dlse)
     return _ops._flash_attn_varlen_backward(
         *(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k),
         seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),

@@ -31,6 +31,7 @@ from .checks import (
     check_sink,
     check_softmax_scale,
     check_tensor,
+    refuse_forward_gradients,
     refuse_gradients,
 )
 from .length_checks import (
@@ -318,6 +319,7 @@ def _call_split(
     scale: float,
     splits: tuple[int, bool],
 ) -> tuple[Tensor, Tensor]:
+    refuse_forward_gradients(q=q, k=k, v=v)
     return VarlenForwardCall(
         *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
         **_operator_options(lengths, options, scale, splits),

@@ -23,6 +23,7 @@ from .checks import (
     check_targets,
     lse_dtype,
     output_shape,
+    refuse_forward_gradients,
 )
 from .length_checks import (
     Lengths,
@@ -47,6 +48,7 @@ from .op_support import (
     for_transforms,
     is_functorch_active,
     no_double_backward,
+    one_by_one,
     save_nothing,
     schema_of,
 )
@@ -211,6 +213,7 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> 
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    refuse_forward_gradients(dout=dout, dlse=dlse)
     others = (None,) * (len(fields(VarlenForwardCall)) - 3)
     if dout is None and dlse is None:
         return None, None, None, *others
@@ -220,6 +223,9 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
 
 _forward_op.register_autograd(_gradients, setup_context=_save_for_gradients)
 varlen_forward_for_transforms = for_transforms(_forward_op, _save_for_gradients, _gradients)
+_forward_op.register_vmap(
+    one_by_one(_forward_op, [f.name for f in fields(VarlenForwardCall)].index("dropout_p"))
+)
 
 # -- backward into given tensors -----------------------------------------------------------------
 

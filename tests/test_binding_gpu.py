@@ -359,6 +359,13 @@ def test_dual_tensors_are_refused(extension: Any) -> None:
         dual = torch.autograd.forward_ad.make_dual(tensor(), tensor())
         with pytest.raises(NotImplementedError, match=r"k: must not carry a forward-mode gradient"):
             extension.attention(tensor(), dual, tensor(), None, False)
+        out, lse = extension.attention(tensor().requires_grad_(), tensor(), tensor(), None, False)
+        for name, x in (("dout", out), ("dlse", lse)):
+            dual = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
+            with pytest.raises(
+                NotImplementedError, match=rf"{name}: must not carry a forward-mode"
+            ):
+                x.backward(dual, retain_graph=True)
 
 
 # -- plans -----------------------------------------------------------------------------------------

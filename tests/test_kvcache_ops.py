@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -177,6 +178,43 @@ def test_mutation_survives_functionalisation(backend: str) -> None:
     copies = {name: x.clone() for name, x in made.items()}
     torch.testing.assert_close(compiled(**made), two_steps(**copies))
     torch.testing.assert_close(made, copies)
+
+
+def test_windows_of_symbols() -> None:
+    torch._dynamo.reset()
+    made = make_cache()
+
+    def decode(left: int) -> Tensor:
+        index = int32(2, 0)
+        return attend(**made, cache_batch_idx=index, causal=True, window_size=(left, -1))[0]
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for left in (3, 4, 5):
+        torch.testing.assert_close(compiled(left), decode(left))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "k", "sink"])
+def test_forward_mode_is_refused(name: str) -> None:
+    given = {**make_cache(new=1), "sink": torch.zeros(4, dtype=torch.float64)}
+    options = {"cache_seqlens": 4, "cache_batch_idx": int32(2, 0)}
+
+    def decode(x: Tensor) -> Tensor:
+        return attend(**{**given, name: x}, **options)[0]
+
+    x = given[name]
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mo"),
+    ):
+        decode(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mode"):
+        torch.func.jvp(decode, (x,), (x,))
+
+
+def test_forward_mode_of_partial_results_is_refused() -> None:
+    out, lse = torch.ones(3, 2, 5, 4, 8), torch.ones(3, 2, 5, 4)
+    with pytest.raises(NotImplementedError, match=r"^lse_partial: .*forward-mode"):
+        torch.func.jvp(lambda x: flash_attn_combine(out, x)[0], (lse,), (lse,))
 
 
 def test_export() -> None:

@@ -18,6 +18,7 @@ from masked_operators import (
 from reference import attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -233,6 +234,38 @@ def test_func_grad() -> None:
         for f in (both_outputs, expected_outputs)
     )
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_forward_mode_is_refused(index: int) -> None:
+    inputs = make_inputs()
+    name = ("q", "k", "v", "attn_mask", "sink")[index]
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mo"),
+    ):
+        inputs[index] = forward_ad.make_dual(inputs[index], inputs[index].clone())
+        both_outputs(*inputs)
+
+
+@pytest.mark.parametrize("mapped", ["q", "sink"])
+def test_vmap_with_dropout(mapped: str) -> None:
+    q, k, v, _, sink = make_inputs()
+    given = {"q": q, "k": k, "v": v, "sink": sink}
+    x = torch.stack([given[mapped]] * 2)
+
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(**{**given, mapped: x}, dropout_p=0.5)
+
+    with pytest.raises(RuntimeError, match=r"^dropout_p: .*got randomness='error'"):
+        torch.vmap(attend)(x)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: .*randomness='same'"):
+        torch.vmap(attend, randomness="same")(x)
+    torch.manual_seed(0)
+    out = torch.vmap(attend, randomness="different")(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(out, torch.stack([attend(each) for each in x]))
+    assert not torch.equal(out[0], out[1])
 
 
 def test_double_backward_is_refused() -> None:

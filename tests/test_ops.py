@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from reference import attention, attention_with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func
@@ -268,9 +269,65 @@ def test_vmap_with_dropout() -> None:
 
     with pytest.raises(RuntimeError, match=r"^dropout_p: .*randomness='different'"):
         torch.vmap(attend)(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: .*randomness='same'.* a tensor"):
+        torch.vmap(attend, randomness="same")(q, k, v)
     out, lse, s_dmask = torch.vmap(attend, randomness="different")(q, k, v)
     assert s_dmask.shape == (2, 2, 4, 7, 9) and torch.equal(lse[0], lse[1])
     assert not torch.equal(out[0], out[1])
+
+
+def test_vmap_that_maps_nothing_of_a_call_with_dropout() -> None:
+    inputs, others = make_inputs(), torch.zeros(3, 1)
+
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(*inputs, 0.5) + x
+
+    with pytest.raises(RuntimeError, match=r"^dropout_p: .*got randomness='error'"):
+        torch.vmap(attend)(others)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: .*'different'.* no tensor"):
+        torch.vmap(attend, randomness="different")(others)
+    out = torch.vmap(attend, randomness="same")(others)
+    assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
+
+
+def test_vmap_over_nothing() -> None:
+    q, k, v = (torch.stack([x, x])[:0] for x in make_inputs())
+    assert torch.vmap(flash_attn_func)(q, k, v).shape == q.shape
+    gradients = torch.vmap(lambda *x: torch.func.vjp(flash_attn_func, *x)[1](x[0]))(q, k, v)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
+FORWARD_MODE = r": must not carry a forward-mode gradient, got a dual tensor$"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
+def test_forward_mode_is_refused(name: str) -> None:
+    given = {**dict(zip("qkv", make_inputs(), strict=True)), "alibi_slopes": torch.ones(4)}
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"^{name}{FORWARD_MODE}"),
+    ):
+        dual = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with torch.no_grad():
+            flash_attn_func(**{**given, name: dual})
+
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(**{**given, name: x})
+
+    x = given[name]
+    for function in (attend, lambda x: torch.vmap(attend)(torch.stack([x, x]))):
+        with pytest.raises(NotImplementedError, match=f"^{name}{FORWARD_MODE}"):
+            torch.func.jvp(function, (x,), (x,))
+
+
+def test_forward_mode_of_a_backward_is_refused() -> None:
+    leaves = make_inputs(requires_grad=True)
+    out = flash_attn_func(*leaves)
+    with forward_ad.dual_level():
+        flash_attn_func(*leaves)  # no dual tensor
+        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=f"^dout{FORWARD_MODE}"):
+            torch.autograd.grad(out, leaves, dual)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -292,6 +293,54 @@ def test_fake_and_meta_tensors() -> None:
     cu = torch.empty(4, device="meta", dtype=torch.int32)
     flash_attn_varlen_func(q, q, q, cu, cu, 5, 5).sum().backward()
     assert q.grad.shape == q.shape
+
+
+def test_windows_of_symbols() -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs()
+
+    def attend(left: int) -> Tensor:
+        return packed(*inputs, window_size=(left, 0))[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for left in (3, 4, 5):
+        torch.testing.assert_close(compiled(left), attend(left))
+
+
+def test_vmap_with_dropout() -> None:
+    stacked = [torch.stack([x, x]) for x in make_inputs()]
+
+    def attend(*x: Tensor) -> Tensor:
+        return packed(*x, dropout_p=0.5)[0]
+
+    with pytest.raises(RuntimeError, match=r"^dropout_p: .*got randomness='error'"):
+        torch.vmap(attend)(*stacked)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: .*randomness='same'"):
+        torch.vmap(attend, randomness="same")(*stacked)
+    torch.manual_seed(0)
+    out = torch.vmap(attend, randomness="different")(*stacked)
+    torch.manual_seed(0)
+    torch.testing.assert_close(out, torch.stack([attend(*x) for x in zip(*stacked, strict=True)]))
+    assert not torch.equal(out[0], out[1])
+    with pytest.raises(RuntimeError, match=r"dropout_p: .*got randomness='error'"):
+        torch.compile(lambda *x: torch.vmap(attend)(*x), backend="aot_eager")(*stacked)
+
+
+def test_vmap_over_nothing_is_refused() -> None:
+    q, k, v = (torch.stack([x])[:0] for x in make_inputs())
+    with pytest.raises(NotImplementedError, match=r"^torch.vmap: must map over at least one"):
+        torch.vmap(lambda *x: packed(*x)[0])(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sink": torch.zeros(4).double()}, {"num_splits": 2}], ids=str
+)
+def test_forward_mode_is_refused(options: dict[str, Any]) -> None:
+    q, k, v = make_inputs()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^k: .*forward-mode"):
+        packed(q, forward_ad.make_dual(k, k), v, **options)
+    with pytest.raises(NotImplementedError, match=r"^v: .*forward-mode"):
+        torch.func.jvp(lambda x: packed(q, k, x, **options)[0], (v,), (v,))
 
 
 def test_func_grad() -> None:

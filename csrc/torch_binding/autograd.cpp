@@ -72,6 +72,11 @@ struct SavedSettings {
   }
 };
 
+void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), name,
+                              ": must not carry a forward-mode gradient, got a dual tensor");
+}
+
 struct AttentionBackward : Node {
   CallOptions options;
   SavedVariable q, k, v, out, softmax_lse;
@@ -92,6 +97,8 @@ struct AttentionBackward : Node {
     const at::Tensor& dout = gradients[0];
     const at::Tensor& dlse = gradients[1];
     if (!dout.defined() && !dlse.defined()) return variable_list(3);
+    check_no_forward_gradient("dout", dout);
+    check_no_forward_gradient("dlse", dlse);
 
     const std::shared_ptr<Node> self = getptr();
     BackwardInputs inputs{.dout = dout,
@@ -135,11 +142,6 @@ struct AttentionBackward : Node {
     return {std::move(dq), std::move(dk), std::move(dv)};
   }
 };
-
-void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), name,
-                              ": must not carry a forward-mode gradient, got a dual tensor");
-}
 
 void check_no_forward_gradients(const AttentionCall& call) {
   check_no_forward_gradient("q", call.q);
