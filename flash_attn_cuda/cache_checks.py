@@ -222,6 +222,10 @@ def check_cache_contents(call: CacheArguments, used: Tensor | None) -> None:
         in_order = call.causal or call.window_size_left >= 0 or call.window_size_right >= 0
         rotated = torch.maximum(new, queries if in_order else queries.clamp(max=1))
         last = (used + rotated - 1).masked_fill(rotated == 0, 0)
-        limit = max(call.rotary_cos.shape[0] - 1, 0)
+        limit = call.rotary_cos.shape[0] - 1
+        if limit < 0:
+            if rotated.any():
+                raise ValueError("rotary_cos: must have a row for every position, got no rows")
+            return
         what = "the last position that a rotation needs"
         check_range("rotary_cos", last, 0, limit, f"{what}, cache_seqlens plus new rows less 1,")

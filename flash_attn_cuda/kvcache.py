@@ -16,10 +16,12 @@ from .arguments import (
     default_scale,
     is_plain_cuda_call,
     make_options,
+    rows_bound,
     seqlen_bound,
 )
 from .checks import check_softmax_scale, check_tensor, refuse_gradients
 from .kvcache_ops import KvCacheCall
+from .length_checks import check_batch_invariant, check_num_splits
 from .masked import sink_without_gradient
 
 _ops = torch.ops.flash_attn_cuda
@@ -103,6 +105,9 @@ def flash_attn_with_kvcache(
         not written. NotImplementedError: a tensor requires grad while gradients are enabled.
     """
     _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
+    if type(num_splits) is not int or batch_invariant is not False:
+        check_num_splits(num_splits)
+        check_batch_invariant(batch_invariant)
     options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
@@ -112,13 +117,15 @@ def flash_attn_with_kvcache(
     used, seqlen_k = _cache_lengths(cache_seqlens)
     if k is not None and cu_seqlens_k_new is None:
         cu_seqlens_k_new = cu_seqlens_q
+    total_q = rows_bound(q) if cu_seqlens_q is not None else 0
+    max_seqlen_q = seqlen_bound("max_seqlen_q", max_seqlen_q, total_q)
     arguments = (
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, used, cache_batch_idx),
         *(cache_leftpad, block_table, _scale(q, options.softmax_scale), options.causal),
         *(options.window_left, options.window_right, options.softcap, bool(rotary_interleaved)),
         *(options.alibi_slopes, num_splits, cu_seqlens_q),
-        seqlen_bound("max_seqlen_q", max_seqlen_q, q.shape[0] if cu_seqlens_q is not None else 0),
-        *(cu_seqlens_k_new, bool(batch_invariant), seqlen_k, sink),
+        max_seqlen_q if cu_seqlens_q is not None else 0,  # of no use without
+        *(cu_seqlens_k_new, batch_invariant, seqlen_k, sink),
     )
     indices = (used, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q, cu_seqlens_k_new)
     others = (k, v, rotary_cos, rotary_sin, alibi_slopes, sink, *indices)

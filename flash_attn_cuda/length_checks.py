@@ -6,6 +6,7 @@ host holds them, on the CPU; on CUDA kernels do it (device_errors.py).
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .checks import (
 )
 
 MAX_SPLITS = 256
+MAX_INT64 = 2**63 - 1
 
 
 class VarlenNames(NamedTuple):
@@ -33,6 +35,8 @@ class VarlenNames(NamedTuple):
     cu_seqlens_k: str = "cu_seqlens_k"
     max_seqlen_q: str = "max_seqlen_q"
     max_seqlen_k: str = "max_seqlen_k"
+    total_q: str = "total_q"
+    total_k: str = "total_k"
 
 
 class Lengths(NamedTuple):
@@ -119,40 +123,70 @@ def check_block_table(
 
 
 def check_max_seqlen(name: str, max_seqlen: Any) -> None:
-    """Raise for a negative bound; whether it is one of the lengths, their contents tell alone.
+    """Raise for a negative bound, or one beyond an operator's 64 bits; whether it is one of the
+    lengths, their contents tell alone.
 
     What a compiler may hold as symbols is left alone: a comparison would bind it to this call's
     numbers.
     """
-    if not is_compiling() and isinstance(max_seqlen, int) and max_seqlen < 0:
+    if is_compiling() or not isinstance(max_seqlen, int):
+        return
+    if max_seqlen < 0:
         raise ValueError(f"{name}: must not be negative, got {max_seqlen}")
+    if max_seqlen > MAX_INT64:
+        raise ValueError(f"{name}: must be at most {MAX_INT64}, got {max_seqlen}")
 
 
 def check_num_splits(num_splits: Any) -> None:
     """Raise unless num_splits is 0, for automatic, or a number of splits."""
-    if not isinstance(num_splits, int):
+    if isinstance(num_splits, torch.SymInt):
         return
+    # A tensor is an index too, but might have to be waited for.
+    if isinstance(num_splits, Tensor) or not _is_index(num_splits):
+        raise TypeError(f"num_splits: must be an integer, got {type(num_splits).__name__}")
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(
             f"num_splits: must be from 0, for automatic, to {MAX_SPLITS}, got {num_splits}"
         )
 
 
+def _is_index(value: Any) -> bool:
+    if isinstance(value, int):
+        return True
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_batch_invariant(batch_invariant: Any) -> None:
+    """Raise unless batch_invariant is a bool."""
+    if not isinstance(batch_invariant, bool):
+        kind = type(batch_invariant).__name__
+        raise TypeError(f"batch_invariant: must be a bool, got {kind}")
+
+
 # -- contents, on the CPU ------------------------------------------------------------------------
 
 
-def check_varlen_contents(q: Tensor, k: Tensor, lengths: Lengths) -> None:
+def check_varlen_contents(
+    q: Tensor, k: Tensor, lengths: Lengths, names: VarlenNames = VARLEN_NAMES
+) -> None:
     """Raise unless the contents of the lengths, tensors on the CPU, lie within q, k and v."""
-    used_q = check_cu_seqlens_contents("cu_seqlens_q", lengths.cu_seqlens_q, q.shape[0], "total_q")
+    used_q = check_cu_seqlens_contents(
+        names.cu_seqlens_q, lengths.cu_seqlens_q, q.shape[0], names.total_q
+    )
     if lengths.seqused_q is not None:
         check_range("seqused_q", lengths.seqused_q, 0, used_q)
         used_q = lengths.seqused_q
-    check_bound("max_seqlen_q", lengths.max_seqlen_q, used_q)
+    check_bound(names.max_seqlen_q, lengths.max_seqlen_q, used_q)
 
     table = lengths.block_table
     if table is None:
-        total = k.shape[0]
-        used_k = check_cu_seqlens_contents("cu_seqlens_k", lengths.cu_seqlens_k, total, "total_k")
+        used_k = check_cu_seqlens_contents(
+            names.cu_seqlens_k, lengths.cu_seqlens_k, k.shape[0], names.total_k
+        )
         if lengths.seqused_k is not None:
             check_range("seqused_k", lengths.seqused_k, 0, used_k)
             used_k = lengths.seqused_k
@@ -161,10 +195,10 @@ def check_varlen_contents(q: Tensor, k: Tensor, lengths: Lengths) -> None:
         if lengths.seqused_k is not None:
             name, used_k = "seqused_k", lengths.seqused_k
         else:
-            name = "cu_seqlens_k"
+            name = names.cu_seqlens_k
             used_k = check_cu_seqlens_contents(name, lengths.cu_seqlens_k, None, "")
         check_range(name, used_k, 0, capacity, "a sequence's length")
-    check_bound("max_seqlen_k", lengths.max_seqlen_k, used_k)
+    check_bound(names.max_seqlen_k, lengths.max_seqlen_k, used_k)
     if lengths.leftpad_k is not None:
         check_range("leftpad_k", lengths.leftpad_k, 0, used_k)
     if table is not None:
@@ -229,7 +263,7 @@ def check_pages(
     begin = torch.arange(table.shape[1]) * page_size
     needed = begin < used[:, None]
     if leftpad is not None:
-        needed &= begin + page_size > leftpad[:, None]
+        needed &= (begin + page_size > leftpad[:, None]) & (leftpad < used)[:, None]
     bad = needed & ((table < 0) | (table >= num_pages))
     where = _first_true(bad.flatten())
     if where is not None:

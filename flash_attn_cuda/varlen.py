@@ -38,7 +38,9 @@ from .length_checks import (
     VARLEN_NAMES,
     Lengths,
     VarlenNames,
+    check_batch_invariant,
     check_num_splits,
+    check_varlen_contents,
     check_varlen_inputs,
 )
 from .masked import Masks, attend_masked_varlen
@@ -47,7 +49,8 @@ from .varlen_ops import VarlenForwardCall
 
 _KVPACKED_NAMES = VarlenNames(k="kv[:, 0]", v="kv[:, 1]")
 _QKVPACKED_NAMES = VarlenNames(
-    *("qkv[:, 0]", "qkv[:, 1]", "qkv[:, 2]", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen")
+    *("qkv[:, 0]", "qkv[:, 1]", "qkv[:, 2]", "cu_seqlens", "cu_seqlens"),
+    *("max_seqlen", "max_seqlen", "total", "total"),
 )
 _NO_BACKWARD = "as attention over the pages of a block_table has no backward"
 
@@ -135,6 +138,9 @@ def flash_attn_varlen_func(
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
+    if type(num_splits) is not int or batch_invariant is not False:
+        check_num_splits(num_splits)
+        check_batch_invariant(batch_invariant)
     if block_table is not None:
         refuse_gradients(_NO_BACKWARD, q=q, k=k, v=v, sink=sink)
         if options.dropout_p > 0.0:
@@ -368,11 +374,16 @@ def _attend_by_operator(
     is_padded = q.is_cuda and needs_padding(q, v)
     if is_padded:
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    out, softmax_lse, s_dmask, _ = _flash_attn_varlen_forward(
-        *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
-        **_operator_options(lengths, options, scale, splits),
-        return_softmax=wants_s_dmask,
-    )
+    try:
+        out, softmax_lse, s_dmask, _ = _flash_attn_varlen_forward(
+            *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
+            **_operator_options(lengths, options, scale, splits),
+            return_softmax=wants_s_dmask,
+        )
+    except ValueError:
+        if q.device.type == "cpu":  # of contents, for which the operator has names of its own
+            check_varlen_contents(q, k, lengths, names)
+        raise
     return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +119,31 @@ BAD_PACKED = {
         ValueError,
         r"^leftpad_k: must be from 0 to 2, got 3 at index 2",
     ),
+    "max > 64 bits": (packed(max_seqlen_k=2**70), ValueError, r"^max_seqlen_k: must be at most"),
     "splits": (packed(num_splits=-1), ValueError, r"^num_splits: must be from 0.*got -1"),
+    "splits str": (packed(num_splits="2"), TypeError, r"^num_splits: must be an integer, got str"),
+    "splits float": (packed(num_splits=1.0), TypeError, r"^num_splits: .*integer, got float"),
+    "splits None": (packed(num_splits=None), TypeError, r"^num_splits: .*integer, got NoneType"),
+    "splits tensor": (
+        packed(num_splits=torch.tensor(2)),
+        TypeError,
+        r"^num_splits: .*integer, got Tensor",
+    ),
+    "splits of a sink": (
+        packed(num_splits="many", sink=zeros(4)),
+        TypeError,
+        r"^num_splits: must be an integer, got str",
+    ),
+    "invariant": (
+        packed(batch_invariant="x"),
+        TypeError,
+        r"^batch_invariant: must be a bool, got str",
+    ),
+    "page of padding": (
+        packed(**PAGES, seqused_k=int32(4, 3, 1), leftpad_k=int32(0, 2, 0)),
+        ValueError,
+        r"^block_table: must be .*, got -1 at index \(1, 1\)",
+    ),
     "slopes": (packed(alibi_slopes=zeros(2, 4)), ValueError, r"^alibi_slopes: .*\(3, 4\), got"),
     "table shape": (
         packed(**{**PAGES, "block_table": int32(1, 2, 3)}),
@@ -164,6 +189,10 @@ def test_packed_calls_that_are_good() -> None:
     used = int32(4, 2, 1)  # page 99 and the last two of sequence 1 hold no key
     flash_attn_varlen_func(**packed(**PAGES, seqused_k=used))
     flash_attn_varlen_func(**packed(**PAGES, seqused_k=used, cu_seqlens_k=None))
+    # Nothing but padding in sequence 1, whose last page is none.
+    used, leftpad = int32(4, 3, 1), int32(0, 3, 0)
+    flash_attn_varlen_func(**packed(**PAGES, seqused_k=used, leftpad_k=leftpad))
+    flash_attn_varlen_func(**packed(num_splits=numpy.int64(2), max_seqlen_k=2**63 - 1))
 
 
 def test_packed_forms_name_their_own_arguments() -> None:
@@ -176,6 +205,22 @@ def test_packed_forms_name_their_own_arguments() -> None:
             r"^cu_seqlens: dtype",
         ),
         (lambda: flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, -5), r"^max_seqlen: .*got -5"),
+        (
+            lambda: flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 5),
+            r"^max_seqlen: must be at least the longest sequence, got 5",
+        ),
+        (
+            lambda: flash_attn_varlen_qkvpacked_func(qkv, int32(0, 4, 3), 5),
+            r"^cu_seqlens: must not decrease",
+        ),
+        (
+            lambda: flash_attn_varlen_qkvpacked_func(qkv, int32(0, 7), 7),
+            r"^cu_seqlens: must end within total \(6\), got 7",
+        ),
+        (
+            lambda: flash_attn_varlen_kvpacked_func(qkv[:, 0], kv, cu_seqlens, int32(0, 7), 6, 7),
+            r"^cu_seqlens_k: must end within total_k \(6\), got 7",
+        ),
         (
             lambda: flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv, *(cu_seqlens,) * 2, 6, 6),
             r"^kv: ",
@@ -317,7 +362,30 @@ BAD_CACHES = {
         ValueError,
         r"^cu_seqlens_k_new: must end within total_k_new \(4\), got 5 at index 2",
     ),
+    "cos empty": (
+        cached(**NEW, rotary_cos=zeros(0, 4), rotary_sin=zeros(0, 4), cache_seqlens=0),
+        ValueError,
+        r"^rotary_cos: must have a row for every position, got no rows",
+    ),
+    "page of padding": (
+        paged(cache_seqlens=int32(4, 4), cache_leftpad=int32(0, 3)),
+        ValueError,
+        r"^block_table: .*got 9 at index \(1, 1\)",
+    ),
+    "q 0-d": (
+        cached(q=torch.tensor(1.0), cu_seqlens_q=int32(0, 1)),
+        ValueError,
+        r"^q: must have 3 dimensions",
+    ),
+    "max > 64 bits": (
+        cached(q=zeros(6, 4, 8), cu_seqlens_q=int32(0, 4, 6), max_seqlen_q=2**70),
+        ValueError,
+        r"^max_seqlen_q: must be at most",
+    ),
     "splits": (cached(num_splits=257), ValueError, r"^num_splits: .*256, got 257"),
+    "splits float": (cached(num_splits=1.5), TypeError, r"^num_splits: .*integer, got float"),
+    "splits None": (cached(num_splits=None), TypeError, r"^num_splits: .*integer, got NoneType"),
+    "invariant": (cached(batch_invariant=1), TypeError, r"^batch_invariant: .*bool, got int"),
     "scale": (cached(softmax_scale=float("nan")), ValueError, r"^softmax_scale: must be finite"),
 }
 
@@ -335,6 +403,9 @@ def test_cache_calls_that_are_good() -> None:
     for arguments in (cached(), paged(), cached(cache_seqlens=9), cached(**NEW, cache_seqlens=6)):
         flash_attn_with_kvcache(**arguments)
     flash_attn_with_kvcache(**cached(cache_seqlens=None))
+    flash_attn_with_kvcache(**cached(max_seqlen_q=2**70))  # of no use without cu_seqlens_q
+    # Nothing but padding in sequence 1, whose second page is none.
+    flash_attn_with_kvcache(**paged(cache_seqlens=int32(4, 4), cache_leftpad=int32(0, 4)))
     flash_attn_with_kvcache(
         **cached(q=zeros(6, 4, 8), cu_seqlens_q=int32(0, 1, 3), max_seqlen_q=2),
         **{"k": zeros(9, 2, 8), "v": zeros(9, 2, 8), "cu_seqlens_k_new": int32(0, 2, 2)},
