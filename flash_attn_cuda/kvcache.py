@@ -102,7 +102,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
-        not written. NotImplementedError: a tensor requires grad while gradients are enabled.
+        not written. NotImplementedError: a tensor requires grad while gradients are enabled, or
+        carries a forward-mode gradient.
     """
     _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
     if type(num_splits) is not int or batch_invariant is not False:
@@ -163,7 +164,7 @@ def flash_attn_combine(
 
     Raises:
         TypeError, ValueError: naming the argument. NotImplementedError: a partial result requires
-        grad while gradients are enabled.
+        grad while gradients are enabled, or carries a forward-mode gradient.
     """
     reason = "as a sum of partial results has no backward"
     refuse_gradients(reason, out_partial=out_partial, lse_partial=lse_partial, out=out)
