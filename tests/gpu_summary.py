@@ -65,10 +65,14 @@ class SummaryPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "gpu" not in report.keywords:
             return
-        if report.when == "call" or (report.when == "setup" and not report.passed):
-            self.outcomes[report.outcome] += 1
+        if report.when == "call" or not report.passed:
+            # What fails around a test is an error, as pytest says: a bad length that its kernels
+            # met is found behind it.
+            is_error = report.failed and report.when != "call"
+            self.outcomes["error" if is_error else report.outcome] += 1
             if report.failed:
-                self.failures.append(report.nodeid)
+                at = f" ({report.when})" if is_error else ""
+                self.failures.append(report.nodeid + at)
             if report.skipped:
                 self.skip_reasons[_skip_reason(report)] += 1
         if report.when == "call":
