@@ -19,7 +19,7 @@ from reference import (
     low_precision,
     visible_keys,
 )
-from tolerance import assert_close, compare
+from tolerance import LSE_RELATIVE_ERROR, assert_close, compare
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -280,6 +280,22 @@ def test_rule_finds_one_percent_in_fp16_gradients() -> None:
     inputs = case.make_inputs(7)
     report = compare(flash_like(case, inputs, "scale off by 1 %"), *reference_of(case, inputs))
     assert all(item.mean_ratio > 2.0 for item in report)
+
+
+def test_rule_holds_the_mean_of_lse_to_less_than_its_maximum() -> None:
+    """One element may be off by what all of them together may not."""
+    exact = torch.zeros(1, 4, 400, dtype=torch.float64)
+    out = torch.zeros(1, 400, 4, 8, dtype=torch.float64)
+    reference = AttentionResult(out=out, lse=exact)
+    for share, everywhere, passes in (
+        *((0.9, False, True), (1.1, False, False)),
+        *((0.25, True, True), (0.3, True, False), (math.nan, False, False)),
+    ):
+        lse = exact.clone()
+        lse[slice(None) if everywhere else (0, 0, 7)] = share * LSE_RELATIVE_ERROR
+        actual = AttentionResult(out=out.bfloat16(), lse=lse.float())
+        judged = compare(actual, reference, reference)
+        assert [item.passes for item in judged if item.name == "lse"] == [passes], share
 
 
 def test_rule_rounds_the_yardstick_as_the_result_is_rounded() -> None:
