@@ -193,7 +193,8 @@ InstanceList<ForwardInstance> narrow_forward_table() {
   ForwardInstance narrow = sm90_instance("sm90_hd192_dv128", 192);
   narrow.config.head_dim_v = 128;
   return InstanceList<ForwardInstance>(
-      {sm90_instance("sm90_hd128", 128), narrow, sm90_instance("sm90_hd192", 192),
+      {sm90_instance("sm90_hd96", 96), sm90_instance("sm90_hd128", 128), narrow,
+       sm90_instance("sm90_hd192", 192),
        sm90_instance("sm90_hd192_dropout", 192, 128, 0, feature::dropout),
        forward_instance("hd128", 128, MaskKind::windowed),
        forward_instance("hd192", 192, MaskKind::windowed),
@@ -204,8 +205,10 @@ InstanceList<BackwardInstance> narrow_backward_table() {
   BackwardInstance narrow = sm90_backward_instance("sm90_hd192_dv128", 192);
   narrow.config.head_dim_v = 128;
   return InstanceList<BackwardInstance>(
-      {sm90_backward_instance("sm90_hd128", 128), narrow, sm90_backward_instance("sm90_hd192", 192),
+      {sm90_backward_instance("sm90_hd96", 96), sm90_backward_instance("sm90_hd128", 128), narrow,
+       sm90_backward_instance("sm90_hd192", 192),
        sm90_backward_instance("sm90_hd192_dropout", 192, 64, backward_features),
+       backward_instance("hd96", 96, MaskKind::windowed),
        backward_instance("hd128", 128, MaskKind::windowed),
        backward_instance("hd192", 192, MaskKind::windowed),
        backward_instance("hd192_dropout", 192, MaskKind::windowed, 64, 64, backward_features)});
@@ -225,6 +228,8 @@ TEST(both_head_dims_choose_the_row) {
         // A backward's dP is a sum over boxes, of which each must have a column.
         Case{192, 64, "sm90_hd192_dv128", "hd192"}, Case{128, 64, "sm90_hd128", "hd128"},
         Case{128, 72, "sm90_hd128", "sm90_hd128"},
+        // Boxes of 96 columns are narrower.
+        Case{96, 64, "sm90_hd96", "hd96"}, Case{96, 72, "sm90_hd96", "sm90_hd96"},
         // S is one as well.
         Case{64, 128, "hd128", "hd128"}, Case{72, 128, "sm90_hd128", "sm90_hd128"},
         Case{128, 192, "hd192", "hd192"}}) {
