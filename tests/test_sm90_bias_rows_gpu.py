@@ -140,6 +140,7 @@ def test_which_kernels_run(pass_name: str) -> None:
     at = ("forward", "backward").index(pass_name)
     wanted = [f"{name}: {rows[at]}" for name, *_, rows in calls]
     assert [f"{name}: {row}" for (name, *_), row in zip(calls, seen, strict=False)] == wanted
+    assert seen[len(calls) :] == []
 
 
 # -- where a bias lies -----------------------------------------------------------------------------

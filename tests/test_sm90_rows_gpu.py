@@ -51,9 +51,11 @@ OF_NARROW_VALUES = (
     ((136, 72), {}, "sm90_bf16_hd192_dv128_windowed", "sm90_bf16_hd192_dv128_windowed"),
     ((192, 136), {}, "sm90_bf16_hd192_windowed", "sm90_bf16_hd192_windowed"),
     ((64, 40), {}, "sm90_bf16_hd64_windowed_short", "sm90_bf16_hd64_windowed"),
+    ((96, 72), {}, "sm90_bf16_hd96_windowed", "sm90_bf16_hd96_windowed"),
     # A backward's dP is a sum over boxes of values, of which each must have a column.
     ((192, 64), {}, "sm90_bf16_hd192_dv128_windowed", "sm80_bf16_hd192_windowed"),
     ((128, 64), {}, "sm90_bf16_hd128_windowed", "sm80_bf16_hd128_windowed"),
+    ((96, 64), {}, "sm90_bf16_hd96_windowed", "sm80_bf16_hd96_windowed"),
     (
         *((192, 128), {"dropout_p": 0.1}),
         *("sm90_bf16_hd192_windowed_dropout", "sm80_bf16_hd192_windowed_dropout"),
@@ -195,6 +197,7 @@ def test_which_kernels_run() -> None:
     seen = kernels_run(run, "forward")
     expected = [f"{case}: {name}" for case, name in calls]
     assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
+    assert seen[len(calls) :] == []
 
 
 # -- which kernel of the backward ------------------------------------------------------------------
@@ -277,6 +280,7 @@ def test_which_backward_kernels_run() -> None:
     seen = kernels_run(run, "backward")
     expected = [f"{case}: {name}" for case, name in calls]
     assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
+    assert seen[len(calls) :] == []
 
 
 # -- the sm80 kernels on the same GPU --------------------------------------------------------------
