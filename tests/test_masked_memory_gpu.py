@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from bad_input import Guard
+from cases import VarlenCase
 from harness import (
     DEVICE,
     assert_same_bits,
@@ -20,13 +22,13 @@ from harness import (
     no_host_sync,
     scaled,
 )
-from masked_cases import MaskedCase, RandomBias, RandomMask, expand_blocks
+from masked_cases import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
 from masked_harness import masked_reference, run_masked, skip_without_masked_row
 from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
 
-from flash_attn_cuda import BlockSparsity, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda import BlockSparsity, build_info, flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +108,21 @@ def random_like(x: Tensor, least: int, most: int) -> Tensor:
     return torch.randint(least, most, x.shape, device=x.device).to(x.dtype)
 
 
+def forward_into(out: Tensor, case: MaskedCase, inputs: MaskedInputs, lists: BlockSparsity) -> None:
+    """The extension's forward: the public functions make their output themselves."""
+    absent = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    packed = isinstance(case.of, VarlenCase)
+    most = case.seqlens if packed else (None, None)
+    build_info.extension.masked_fwd(
+        *(inputs.of.q, inputs.of.k, inputs.of.v, out),
+        **(inputs.of.lengths() if packed else dict.fromkeys(absent)),
+        **dict(zip(("max_seqlen_q", "max_seqlen_k"), most, strict=True)),
+        **{"alibi_slopes": None, "p_dropout": 0.0, "softmax_scale": case.of.head_dim**-0.5},
+        **{"is_causal": case.of.causal, "window_left": -1, "window_right": -1, "softcap": 0.0},
+        **{"block_rows": lists.rows, "mask_bits": lists.bits, "bias": None, "sink": None},
+    )
+
+
 @HEAD_DIM
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(
@@ -140,6 +157,10 @@ def test_corrupt_lists_are_harmless(values: tuple[int, int], packed: bool, head_
         else:
             out = flash_attn_func(*leaves, block_mask=bad)
         torch.autograd.grad(out, leaves, inputs.of.dout)
+        if DEVICE == "cuda":
+            guard = Guard("out", torch.full_like(inputs.of.q, torch.nan), 200 if packed else 1)
+            forward_into(guard.tensor, case, inputs, bad)
+            guard.check()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert_close(run_masked(case, inputs), *masked_reference(case, inputs))
