@@ -14,6 +14,7 @@ from harness import (
     assert_same_bits,
     bits,
     make_case,
+    make_varlen_case,
     run_forward,
     run_forward_backward,
     run_reference,
@@ -24,7 +25,7 @@ from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
 
-from flash_attn_cuda import flash_attn_func
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -179,3 +180,16 @@ def test_autocast_and_no_grad_modes() -> None:
     with torch.inference_mode():
         inferred = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=True)
     assert torch.equal(bits(inferred), bits(expected.out))
+
+
+@pytest.mark.cuda_only
+def test_autocast_of_packed_sequences() -> None:
+    case = make_varlen_case(lengths_q=(50, 0, 40), causal=True)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    expected = run_forward(case, inputs)
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, case.max_seqlen_q, case.max_seqlen_k)
+    tensors = (inputs.q.float(), inputs.k.float(), inputs.v.float())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        cast = flash_attn_varlen_func(*tensors, *lengths, causal=True)
+    assert torch.equal(bits(cast), bits(expected.out))

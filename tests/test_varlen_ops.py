@@ -433,6 +433,14 @@ class TestExtensionRoute:
         assert given["num_splits"] == 4 and given["max_seqlen_k"] == 11
         assert given["window_left"] == 3 and given["return_softmax"] is False
 
+    @pytest.mark.parametrize("num_splits", [0, 4])
+    def test_autocast(self, extension: Extension, num_splits: int) -> None:
+        q, k, v = make_inputs(dtype=torch.float32)
+        lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = flash_attn_varlen_func(q, k, v, *lengths, num_splits=num_splits)
+        assert extension.calls and torch.equal(out, q.bfloat16())
+
     def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
         q, k, v = make_inputs(dtype=torch.bfloat16)
         lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, -3)

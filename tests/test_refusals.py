@@ -1,0 +1,173 @@
+"""What is refused before anything runs, by the public functions, the private ones and operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn_cuda import flash_attn_combine, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda.interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+SCORES = (0.0, 0.3, True, -1, -1, 0.0)  # dropout_p, softmax_scale, causal, window, softcap
+
+
+def int32(*values: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# -- gradients and dropout -------------------------------------------------------------------------
+
+
+def test_dropout_over_pages() -> None:
+    q, pool = torch.zeros(6, 4, 8), torch.zeros(3, 5, 2, 8)
+    table, cu_seqlens = int32(2, 0).view(1, 2), int32(0, 6)
+    lengths = (cu_seqlens, cu_seqlens, 6, 6)
+    flash_attn_varlen_func(q, pool, pool, *lengths, 0.0, block_table=table)
+    message = r"^dropout_p: must be 0 with a block_table, got 0\.1"
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn_varlen_func(q, pool, pool, *lengths, 0.1, block_table=table)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_private_forwards_have_no_gradient_of_slopes(packed: bool) -> None:
+    """Which would be dropped in silence, as nothing but q, k and v has one."""
+    x = torch.zeros(2, 6, 4, 8)
+    slopes = torch.ones(4, requires_grad=True)
+    lengths = (int32(0, 6, 12), int32(0, 6, 12), 6, 6)
+
+    def call() -> None:
+        if packed:
+            rows = x.flatten(0, 1)
+            _flash_attn_varlen_forward(rows, rows, rows, *lengths, *SCORES, slopes)
+        else:
+            _flash_attn_forward(x, x, x, *SCORES, slopes, False)
+
+    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: must not require grad"):
+        call()
+    with torch.no_grad():
+        call()
+
+
+# -- what is no tensor, or a wrong one -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_caches_that_are_no_tensors(name: str) -> None:
+    given: dict[str, Any] = {"q": torch.zeros(2, 1, 4, 8)}
+    given |= {cache: torch.zeros(2, 9, 2, 8) for cache in ("k_cache", "v_cache")}
+    with pytest.raises(TypeError, match=rf"^{name}: must be a torch.Tensor, got list"):
+        flash_attn_with_kvcache(**{**given, name: [1.0]})
+
+
+def test_parts_of_wrong_shape_or_dtype() -> None:
+    out, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
+    with pytest.raises(
+        ValueError, match=r"^out_partial: must have 5 dimensions .*got shape \(3, 2"
+    ):
+        flash_attn_combine(out[..., 0], lse)
+    with pytest.raises(TypeError, match=r"^out: dtype must be one of .*got torch\.int32"):
+        flash_attn_combine(out, lse, torch.zeros(2, 5, 4, 8, dtype=torch.int32))
+
+
+# -- head dims that kernels cannot read ------------------------------------------------------------
+
+
+def dense_forward(q: Tensor, v: Tensor) -> None:
+    _flash_attn_forward(q, q, v, *SCORES, None, False)
+
+
+def dense_backward(q: Tensor, v: Tensor) -> None:
+    out, lse = v.new_empty(v.shape), q.new_empty((2, 4, 6), dtype=torch.float32)
+    _flash_attn_backward(out, q, q, v, out, lse, None, None, None, *SCORES, None, False)
+
+
+def packed(q: Tensor, v: Tensor) -> tuple[list[Tensor], tuple[Any, ...]]:
+    cu_seqlens = torch.empty(3, dtype=torch.int32, device=q.device)
+    return [x.flatten(0, 1) for x in (q, q, v)], (cu_seqlens, cu_seqlens, 6, 6)
+
+
+def packed_forward(q: Tensor, v: Tensor) -> None:
+    tensors, lengths = packed(q, v)
+    _flash_attn_varlen_forward(*tensors, *lengths, *SCORES)
+
+
+def packed_backward(q: Tensor, v: Tensor) -> None:
+    tensors, lengths = packed(q, v)
+    out = torch.empty_like(tensors[2])
+    lse = q.new_empty((4, 12), dtype=torch.float32)
+    targets = (None, None, None)
+    _flash_attn_varlen_backward(out, *tensors, out, lse, *targets, *lengths, *SCORES, None, False)
+
+
+def packed_gradients(q: Tensor, v: Tensor) -> None:
+    tensors, (cu_seqlens, *_) = packed(q, v)
+    out, lse = torch.empty_like(tensors[2]), q.new_empty((4, 12), dtype=torch.float32)
+    torch.ops.flash_attn_cuda._flash_attn_varlen_gradients(
+        *(out, None, *tensors, out, lse, None, None, cu_seqlens, cu_seqlens, None, None, None),
+        *(6, 6, *SCORES, False),
+    )
+
+
+def masked_forward(q: Tensor, v: Tensor) -> None:
+    bias = q.new_empty((2, 1, 1, 6))
+    torch.ops.flash_attn_cuda._masked_forward(
+        *(q, q, v, None, None, None, None, None, 6, 6, *SCORES, None, False),
+        *(None, None, None, bias, None),
+    )
+
+
+CALLS = (
+    *(dense_forward, dense_backward, packed_forward, packed_backward, packed_gradients),
+    masked_forward,
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_head_dims_of_cuda_tensors(call: Callable[[Tensor, Tensor], None]) -> None:
+    """Public functions pad what is no multiple of 8; operators say so, compiling them included."""
+    for head_dim, head_dim_v, message in (
+        (24, 16, None),
+        (20, 20, r"^q: last dimension \(head_dim\) must be a multiple of 8 on CUDA, got 20"),
+        (24, 20, r"^v: last dimension \(head_dim_v\) must be a multiple of 8 on CUDA, got 20"),
+    ):
+        with FakeTensorMode():
+            half = {"device": "cuda", "dtype": torch.bfloat16}
+            q, v = (torch.empty(2, 6, 4, d, **half) for d in (head_dim, head_dim_v))
+            if message is None:
+                call(q, v)
+                continue
+            with pytest.raises(ValueError, match=message):
+                call(q, v)
+
+
+def test_caches_have_any_head_dim() -> None:
+    with FakeTensorMode():
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k = torch.empty(2, 3, 4, 20, **half), torch.empty(2, 9, 2, 20, **half)
+        v = torch.empty(2, 9, 2, 12, **half)
+        used = torch.empty(2, device="cuda", dtype=torch.int32)
+        out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True)
+        assert out.shape == (2, 3, 4, 12) and lse.shape == (2, 4, 3)
+
+
+def test_bad_arguments_of_a_packed_backward() -> None:
+    """Found on the CPU as on fake tensors."""
+    for device in ("cpu", "meta"):
+        x = torch.zeros(12, 4, 8, device=device)
+        cu_seqlens = int32(0, 6, 12, device=device)
+        lse = torch.zeros(4, 11, device=device)
+        lengths, targets = (cu_seqlens, cu_seqlens, 6, 6), (None, None, None)
+        with pytest.raises(ValueError, match=r"^softmax_lse: must have shape \(4, 12\)"):
+            _flash_attn_varlen_backward(
+                x, x, x, x, x, lse, *targets, *lengths, *SCORES, None, False
+            )
