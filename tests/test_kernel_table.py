@@ -130,6 +130,25 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
         assert twins, row.name
 
 
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_tiles_are_whole_atoms_of_16(row: KernelRow) -> None:
+    """What the kernels assert of their configuration when they are compiled."""
+    assert row.block_m % 16 == row.block_n % 16 == 0
+    if row.family is Family.sm90:
+        assert row.num_warps % 4 == 0  # warpgroups
+    elif isinstance(row, BackwardRow):
+        # Warps along one side of each product; the others stand along the other side.
+        for along, rows, columns in (
+            (row.warps_m_scores, row.block_m, row.block_n),
+            (row.warps_n_dkdv, row.block_n, row.head_dim),
+            (row.warps_m_dq, row.block_m, row.head_dim),
+        ):
+            assert row.num_warps % along == rows % (16 * along) == 0
+            assert columns % (16 * (row.num_warps // along)) == 0
+    elif row.kind is Kind.tiles:
+        assert row.block_m % (16 * row.num_warps) == 0
+
+
 def test_every_sm80_forward_tile_fits_every_gpu() -> None:
     """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block."""
     for row in FORWARD_ROWS:
