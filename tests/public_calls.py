@@ -94,6 +94,11 @@ def _make_dense(size: int, head_dim: int = 64) -> Tensors:
     return {"q": q} | {name: normal(2, 9 + 7 * size, HEADS_K, head_dim) for name in "kv"}
 
 
+def _narrow(made: Tensors, name: str = "v") -> Tensors:
+    """With values of another head dim than queries and keys."""
+    return made | {name: made[name][..., :40].contiguous()}
+
+
 def _slopes(size: int) -> Tensors:
     return {"slopes": torch.rand(HEADS_Q).to(DEVICE)}
 
@@ -290,6 +295,9 @@ PUBLIC_CALLS = [
     PublicCall("dense", _dense, lambda n: _make_dense(n) | _slopes(n), ("q", "k", "v")),
     PublicCall("dense_plain", _dense_plain, _make_dense, ("q", "k", "v")),
     PublicCall("dense_padded", _dense_plain, lambda n: _make_dense(n, 60), ("q", "k", "v")),
+    PublicCall(
+        "dense_narrow_values", _dense_plain, lambda n: _narrow(_make_dense(n)), ("q", "k", "v")
+    ),
     PublicCall("dense_dropout", _dropout, _make_dense, ("q", "k", "v"), dropout=True),
     PublicCall(
         "kvpacked",
@@ -306,6 +314,12 @@ PUBLIC_CALLS = [
         "varlen",
         _varlen,
         lambda n: _make_varlen(n) | _slopes(n) | {"used": lengths(3, 0, 8 * n)},
+        ("q", "k", "v"),
+    ),
+    PublicCall(
+        "varlen_narrow_values",
+        _varlen,
+        lambda n: _narrow(_make_varlen(n)) | _slopes(n) | {"used": lengths(3, 0, 8 * n)},
         ("q", "k", "v"),
     ),
     PublicCall("varlen_dropout", _varlen_dropout, _make_varlen, ("q", "k", "v"), dropout=True),
@@ -334,6 +348,11 @@ PUBLIC_CALLS = [
         "decode_odd_head_dim",
         lambda q, cache_k, cache_v, used: _decode(q, cache_k[1:], cache_v[1:], used),
         lambda n: _make_cache(n, 59),
+    ),
+    PublicCall(
+        "decode_narrow_values",
+        lambda q, cache_k, cache_v, used: _decode(q, cache_k[1:], cache_v[1:], used),
+        lambda n: _narrow(_make_cache(n), "cache_v"),
     ),
     PublicCall("append", _append, _make_append, mutated=CACHES),
     PublicCall("paged_append", _paged_append, _make_paged_append, mutated=POOLS),
