@@ -83,19 +83,35 @@ def prepare_fa3(case: AttentionCase) -> Attend:
     return attend
 
 
-def prepare_sdpa(case: AttentionCase) -> Attend:
+def prepare_sdpa(case: AttentionCase, *, mask_is_tensor: bool = False) -> Attend:
+    """`mask_is_tensor`: for kernels that know no mask aligned to the bottom right, for which torch
+    would make its tensor anew in each call.
+    """
     refuse_features(case, but="dropout_p")
     options = {"scale": case.softmax_scale, "enable_gqa": has_grouped_heads(case)}
     options["dropout_p"] = case.dropout_p
     # is_causal aligns to the top left corner; this package, and this bias, to the bottom right.
-    if case.causal and case.seqlen_q != case.seqlen_k:
-        options["attn_mask"] = causal_lower_right(case.seqlen_q, case.seqlen_k)
+    lengths = (case.seqlen_q, case.seqlen_k)
+    if case.causal and case.seqlen_q != case.seqlen_k and mask_is_tensor:
+        pairs = torch.ones(lengths, dtype=torch.bool, device=case.device)
+        options["attn_mask"] = pairs.tril(case.seqlen_k - case.seqlen_q)
+    elif case.causal and case.seqlen_q != case.seqlen_k:
+        options["attn_mask"] = causal_lower_right(*lengths)
     else:
         options["is_causal"] = case.causal
     return partial(F.scaled_dot_product_attention, **options)
 
 
-def prepare_sdpa_on_cuda(case: AttentionCase) -> Attend:
+def prepare_math(case: AttentionCase) -> Attend:
+    return prepare_sdpa(case, mask_is_tensor=True)
+
+
+def prepare_cudnn(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    return prepare_sdpa(case, mask_is_tensor=True)
+
+
+def prepare_efficient(case: AttentionCase) -> Attend:
     require_cuda(case)
     return prepare_sdpa(case)
 
@@ -185,11 +201,11 @@ BACKENDS = {
     for backend in (
         Backend("ours", "flash_attn_cuda", prepare_ours),
         sdpa_backend("flash", FA2, SDPBackend.FLASH_ATTENTION),
-        sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION, prepare_sdpa_on_cuda),
+        sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION, prepare_cudnn),
         sdpa_backend(
-            "efficient", "memory-efficient", SDPBackend.EFFICIENT_ATTENTION, prepare_sdpa_on_cuda
+            "efficient", "memory-efficient", SDPBackend.EFFICIENT_ATTENTION, prepare_efficient
         ),
-        sdpa_backend("math", "separate matrix products", SDPBackend.MATH),
+        sdpa_backend("math", "separate matrix products", SDPBackend.MATH, prepare_math),
         Backend("sdpa", "torch SDPA, kernel chosen by torch", prepare_sdpa, HEADS_FIRST),
         Backend("flex", "torch FlexAttention, compiled", prepare_flex, HEADS_FIRST),
         Backend("fa3", "FlashAttention-3, when installed", prepare_fa3),

@@ -24,11 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from backends import BACKENDS, Backend, Unsupported, is_cuda  # noqa: E402
+from backends import BACKENDS, Backend, is_cuda  # noqa: E402
 from cases import AttentionCase  # noqa: E402
 from metrics import Timing  # noqa: E402
 from report import environment  # noqa: E402
-from runner import Call, interleave  # noqa: E402
+from runner import (  # noqa: E402
+    Call,
+    Measurement,
+    Status,
+    failure,
+    interleave,
+    rounds_of_a_cycle,
+)
 
 SCHEMA = 1
 CALLS_PER_BATCH = 100  # of a few launches each; a stream queues 1,024
@@ -68,10 +75,12 @@ def time_batch(call: Call, calls: int, synchronise: Call) -> float:
 def measure(
     case: AttentionCase, names: list[str], mode: Mode, batches: int, calls: int
 ) -> Iterator[dict[str, object]]:
-    """One entry per backend: median and quartiles in microseconds, or why there is none."""
+    """One entry per backend: median and quartiles in microseconds, or why there is none. As many
+    batches as asked for or more, so that the order of turns comes out even.
+    """
     ready: dict[str, Call] = {}
     synchronise = torch.cuda.synchronize if is_cuda(case) else (lambda: None)
-    refused: dict[str, str] = {}
+    refused: dict[str, Measurement] = {}
     with torch.set_grad_enabled(mode is not Mode.inference):
         for name in names:
             try:
@@ -80,13 +89,15 @@ def measure(
                     for _ in range(WARMUP_BATCHES):
                         time_batch(call, calls, synchronise)
                 ready[name] = call
-            except (Unsupported, NotImplementedError, RuntimeError) as error:
-                refused[name] = str(error).strip().split("\n")[0]
+            except Exception as error:
+                refused[name] = failure(error)
         running = list(ready)
+        cycle = rounds_of_a_cycle(max(1, len(running)))
+        rounds = -(-batches // cycle) * cycle
         samples: dict[str, list[float]] = {name: [] for name in running}
         gc.disable()
         try:
-            for _, turn in interleave(len(running), batches):
+            for _, turn in interleave(len(running), rounds):
                 name = running[turn]
                 with BACKENDS[name].scope():
                     samples[name].append(time_batch(ready[name], calls, synchronise))
@@ -95,10 +106,11 @@ def measure(
     for name in names:
         entry: dict[str, object] = {"backend": name, "mode": mode.value}
         if name in refused:
-            yield entry | {"reason": refused[name]}
+            yield entry | {"status": refused[name].status.value, "reason": refused[name].reason}
             continue
         timing = Timing.of(samples[name])
         yield entry | {
+            "status": Status.ok.value,
             "median_us": timing.median_ms * 1e3,
             "low_us": timing.low_ms * 1e3,
             "high_us": timing.high_ms * 1e3,
@@ -118,7 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
     )
     parser.add_argument("--modes", nargs="+", choices=[m.value for m in Mode], default=list(Mode))
-    parser.add_argument("--batches", type=int, default=50, help="samples (default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=int, default=50, help="least samples (default: %(default)s)"
+    )
     parser.add_argument("--calls", type=int, default=CALLS_PER_BATCH, help="calls per sample")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
@@ -145,7 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
             "results": results,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    failed = [f"{e['mode']} {e['backend']}" for e in results if e["status"] == Status.failed.value]
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -102,7 +102,10 @@ COMMIT_VARIABLE = "FLASH_ATTN_CUDA_COMMIT"
 
 
 def environment(device: str) -> Row:
-    """What the figures depend on besides the code under test."""
+    """What the figures depend on besides the code under test. uncommitted_changes is None where git
+    cannot say, as in a copy of the sources without their repository.
+    """
+    changes = command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
     facts: Row = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -110,10 +113,9 @@ def environment(device: str) -> Row:
         "cuda": torch.version.cuda,
         "commit": os.environ.get(COMMIT_VARIABLE)
         or command_output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(
-            command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
-        ),
+        "uncommitted_changes": None if changes is None else bool(changes),
         "flash_attn_cuda": package_version("flash_attn_cuda"),
+        "build": build_facts(),
         "triton": package_version("triton"),
     }
     if torch.device(device).type != "cuda":
@@ -143,6 +145,19 @@ def package_version(name: str) -> str | None:
         return __import__(name).__version__
     except ImportError:
         return None
+
+
+def build_facts() -> Row | None:
+    """What the installed extension was built from, archs and nvcc among it; None without one."""
+    try:
+        from flash_attn_cuda import build_info
+    except ImportError:
+        return None
+    record = build_info.build_record()
+    if not record:
+        return None
+    facts = {key: value for key, value in record.items() if key != "instances"}
+    return facts | {"kernels": len(record["instances"])}
 
 
 def make_document(rows: Sequence[Row], baseline: str, device: str, command: str) -> Row:

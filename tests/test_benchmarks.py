@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import math
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases import AttentionCase, VarlenCase, benchmark_cases
+from reference import attention
+from torch.nn.attention.bias import CausalBias
+
+from flash_attn_cuda import build_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import backends
 import bench
 import host_overhead
 import report
@@ -240,6 +248,100 @@ def test_a_backend_that_cannot_run_is_a_row_with_a_reason(error, status):
     assert fine.status is Status.ok
 
 
+def test_a_lost_device_ends_the_benchmark(monkeypatch):
+    """Whatever came behind would be wrong."""
+
+    class Lost(RuntimeError):
+        pass
+
+    def lose(q, k, v):
+        raise Lost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner, "LOST_DEVICE", (Lost,))
+    pair = [sdpa_like("loses", lose), BACKENDS["sdpa_math"]]
+    with pytest.raises(Lost):
+        run_case(SMALL, Pass.forward, pair, make_input_sets(SMALL), budget_ms=1.0)
+
+
+def contender_of(calls, **fields) -> runner.Contender:
+    return runner.Contender(runner.Subject("a", lambda: calls), calls, **fields)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_during_a_sample(fails):
+    collecting = []
+
+    def call():
+        collecting.append(gc.isenabled())
+        if fails:
+            raise RuntimeError
+
+    contender = contender_of([call], estimate_ms=1.0)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        runner.collect_samples([contender], on_cuda=False, budget_ms=1.0)
+    assert collecting and not any(collecting)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("contenders", "estimate_ms", "budget_ms", "rounds"),
+    [
+        (1, 1.0, 8.0, 8),
+        (2, 1.0, 8.0, 8),
+        (3, 1.0, 8.0, 12),  # whole cycles of six
+        (1, 1.0, 0.0, runner.MIN_ROUNDS + 1),
+        (1, 1e-3, 1e3, runner.MAX_ROUNDS),
+    ],
+)
+def test_how_many_rounds_there_are(contenders, estimate_ms, budget_ms, rounds):
+    those = [contender_of([lambda: None], estimate_ms=estimate_ms) for _ in range(contenders)]
+    samples = runner.collect_samples(those, on_cuda=False, budget_ms=budget_ms)
+    assert [len(of_one) for of_one in samples] == [rounds] * contenders
+    assert runner.collect_samples([], on_cuda=False, budget_ms=1.0) == []
+
+
+def test_calls_take_turns_with_their_inputs():
+    """Also from one sample to the next, so that none finds its data in the cache."""
+    taken = []
+    calls = [partial(taken.append, index) for index in range(3)]
+    contender = contender_of(calls, calls_per_sample=2, estimate_ms=1.0)
+    runner.collect_samples([contender], on_cuda=False, budget_ms=12.0)
+    assert taken == [0, 1, 2] * (len(taken) // 3) and len(taken) == 12
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "calls"), [(0.0, 20), (0.1, 5), (0.3, 2), (0.5, 1), (30.0, 1)]
+)
+def test_a_sample_is_long_enough_for_the_clock(monkeypatch, milliseconds, calls):
+    sample = runner.Sample(1, 0.0, milliseconds * 1e-3)
+    monkeypatch.setattr(runner, "take_sample", lambda *_, **__: sample)
+    contender = contender_of([lambda: None])
+    runner.estimate(contender, on_cuda=False)
+    assert contender.calls_per_sample == calls and contender.estimate_ms > 0.0
+    assert contender.host_ms == runner.MIN_HOST_MS
+
+
+@pytest.mark.parametrize(("estimate_ms", "sleeps"), [(0.19, True), (0.21, False)])
+def test_the_device_is_kept_busy_before_short_calls(monkeypatch, estimate_ms, sleeps):
+    """Before the first event, so that the host's time is no part of the sample."""
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(cycles))
+    call = partial(order.append, "call")
+    contender = contender_of([call], calls_per_sample=2, estimate_ms=estimate_ms, host_ms=0.1)
+    runner.take_sample(contender, start=0, on_cuda=True)
+    wait = [int(2 * 0.1 * runner.SLEEP_CYCLES_PER_MS)] if sleeps else []
+    assert order == [*wait, "event", "call", "call", "event"]
+
+
 # Backends
 
 
@@ -257,6 +359,21 @@ def test_backends_compute_the_same_attention(name, lengths, causal):
         verdict = checker.check(BACKENDS[name], which)
         assert verdict.keys() == {"passes", *names}
         assert verdict["passes"], verdict
+
+
+@pytest.mark.parametrize("name", ["sdpa_math", "sdpa_cudnn"])
+def test_masks_are_made_before_the_clock_starts(name, monkeypatch):
+    """Where a kernel has no such mask torch makes a tensor of its own object, in each call."""
+    monkeypatch.setattr(backends, "require_cuda", lambda case: None)
+    monkeypatch.setattr(CausalBias, "_materialize", lambda *_: pytest.fail("made in a call"))
+    case = replace(SMALL, seqlen_q=8, seqlen_k=24, num_heads_k=4, causal=True)
+    inputs = make_input_sets(case)[0]
+    q, k, v = (BACKENDS[name].view(x) for x in (inputs.q, inputs.k, inputs.v))
+    attend = BACKENDS[name].prepare(case)
+    with BACKENDS["sdpa_math"].scope():  # the mask is the same
+        out = BACKENDS[name].view(attend(q, k, v))
+    expected, _ = attention(inputs.q, inputs.k, inputs.v, causal=True)
+    torch.testing.assert_close(out, expected.float())
 
 
 def test_refcheck_finds_a_wrong_result():
@@ -331,6 +448,27 @@ def test_json_has_everything_a_reader_needs(outputs):
         ("forward", "ours"),
         ("backward", "ours"),
     }
+
+
+@pytest.mark.parametrize(("status", "changes"), [(None, None), ("", False), (" M x.py", True)])
+def test_sources_that_git_knows_nothing_of(monkeypatch, status, changes):
+    """Their changes are unknown, which is not the same as none."""
+
+    def output(*command: str) -> str | None:
+        return status if "status" in command else None
+
+    monkeypatch.setattr(report, "command_output", output)
+    monkeypatch.setenv(report.COMMIT_VARIABLE, "abc")
+    facts = report.environment("cpu")
+    assert facts["commit"] == "abc" and facts["uncommitted_changes"] is changes
+
+
+def test_the_build_is_recorded_without_its_list_of_kernels(monkeypatch):
+    record = {"archs": ["90a"], "nvcc": "13.0.88", "instances": [{}, {}]}
+    monkeypatch.setattr(build_info, "build_record", lambda: record)
+    assert report.build_facts() == {"archs": ["90a"], "nvcc": "13.0.88", "kernels": 2}
+    monkeypatch.setattr(build_info, "build_record", dict)  # without the extension
+    assert report.build_facts() is None
 
 
 def test_csv_repeats_the_rows(outputs):
@@ -454,7 +592,23 @@ def test_host_overhead_reports_each_mode(tmp_path, capsys):
     assert len(results) == 3 * 3
     for entry in results:
         if entry["backend"] == "fa3":
-            assert "CUDA devices only" in entry["reason"]
+            assert entry["status"] == "unsupported" and "CUDA devices only" in entry["reason"]
         else:
+            assert entry["batches"] == 2  # a whole cycle
             assert 0 < entry["low_us"] <= entry["median_us"] <= entry["high_us"]
     assert "b1-q128k128-h8/8-d128-bf16-full" in capsys.readouterr().out
+
+
+def test_host_overhead_goes_on_and_fails_where_a_backend_fails(monkeypatch, tmp_path, capsys):
+    def refuse(q, k, v):
+        raise ValueError("a defect\nof two lines")
+
+    monkeypatch.setitem(BACKENDS, "ours", sdpa_like("ours", refuse))
+    path = tmp_path / "host.json"
+    arguments = ["--device", "cpu", "--batches", "3", "--calls", "1", "--modes", "inference"]
+    arguments += ["--json", str(path), "--backends", "ours", "sdpa_math", "sdpa"]
+    assert host_overhead.main(arguments) == 1
+    broken, *fine = json.loads(path.read_text())["results"]
+    assert (broken["status"], broken["reason"]) == ("failed", "a defect")
+    assert [entry["batches"] for entry in fine] == [4, 4]  # whole cycles of two
+    assert "failed: inference ours" in capsys.readouterr().err
