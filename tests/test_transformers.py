@@ -280,9 +280,10 @@ def test_an_encoder(device: str, dtype: torch.dtype, side: str) -> None:
 
 
 @over_places
-def test_an_encoder_and_a_decoder(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("seqlen", [6, 11])
+def test_an_encoder_and_a_decoder(device: str, dtype: torch.dtype, seqlen: int) -> None:
     mask = lengths_mask([11, 4], "right", device)
-    tokens, targets = random_tokens(2, 11, device=device), random_tokens(2, 6, device=device)
+    tokens, targets = random_tokens(2, 11, device=device), random_tokens(2, seqlen, device=device)
 
     @torch.no_grad()
     def run(name: str, dtype: torch.dtype) -> Outputs:

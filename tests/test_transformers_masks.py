@@ -19,13 +19,19 @@ from transformers_cases import (
     OURS,
     SIZES,
     attention_written_out,
+    lengths_mask,
     random_tokens,
     register_attentions,
 )
 
 from flash_attn_cuda.integrations.sequences import Sequences
 from flash_attn_cuda.integrations.transformers import register
-from flash_attn_cuda.integrations.transformers_masks import Pattern, recognise, sequences_of
+from flash_attn_cuda.integrations.transformers_masks import (
+    Pattern,
+    packed_by_positions,
+    recognise,
+    sequences_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +88,30 @@ def test_a_mask_that_lost_its_sequences_says_the_same() -> None:
         torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
     with pytest.raises(NotImplementedError, match="attention_mask: a sliding window over padding"):
         sequences_of(mask, 4, 9, causal=True, window=True)
+
+
+def test_a_mask_of_keys_that_lost_its_sequences() -> None:
+    """As many queries as keys, which need not be the same tokens: all queries are real."""
+    q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
+    mask = lengths_mask([6, 3], "right", "cpu").bool()
+    sequences = sequences_of(mask, 6, 6, causal=False, window=False)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    visible = mask[:, None, None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+    actual = sequences.attend(q, k, v, causal=False)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+def test_positions_of_one_tensor_are_read_once() -> None:
+    packed, rising = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 1, 2, 3]])
+    first = packed_by_positions(packed, 1, 4, 4)
+    assert first is not None and packed_by_positions(packed, 1, 4, 4) is first
+    with torch.inference_mode():
+        of_inference = packed_by_positions(rising.clone(), 1, 4, 4)
+    assert of_inference is None
+    assert packed_by_positions(packed, 1, 4, 4) is first
+    packed.copy_(rising)
+    assert packed_by_positions(packed, 1, 4, 4) is None
 
 
 def test_packed_sequences_counted_or_not() -> None:

@@ -134,7 +134,7 @@ def sequences_of(
             "attention_mask: a sliding window over padding needs the mask that "
             "flash_attn_cuda's mask function makes, got another 2-D mask"
         )
-    if seqlen_q == seqlen_k:
+    if causal and seqlen_q == seqlen_k:
         real_q = real_k
     elif seqlen_q == 1 or not causal:
         real_q = real_k.new_ones(real_k.shape[0], seqlen_q)
@@ -165,24 +165,31 @@ class _LastPositions:
     """The answer for the tensor last asked about: every layer of a model asks about the same."""
 
     def __init__(self) -> None:
-        self._tensor: Callable[[], Tensor | None] = lambda: None
-        self._version = 0
-        self._answer: Sequences | None = None
+        # One tuple, so that another thread finds the tensor, its version and the answer that belong
+        # together.
+        self._last: tuple[Callable[[], Tensor | None], int, Sequences | None] | None = None
 
     def sequences(self, position_ids: Tensor) -> Sequences | None:
-        is_same = self._tensor() is position_ids and not position_ids.is_inference()
-        if not is_same or self._version != position_ids._version:
-            row = position_ids[0]
-            rising = row[0] + torch.arange(row.shape[0], device=row.device)
-            is_packed = not torch.equal(row, rising.to(row.dtype))
-            self._answer = Sequences.packed(_segments(position_ids)) if is_packed else None
-            if not position_ids.is_inference():
-                self._tensor = weakref.ref(position_ids)
-                self._version = position_ids._version
-        return self._answer
+        if position_ids.is_inference():  # it has no version: its contents may have changed
+            return _packed_or_not(position_ids)
+        if self._last is not None:
+            tensor, version, answer = self._last
+            if tensor() is position_ids and version == position_ids._version:
+                return answer
+        answer = _packed_or_not(position_ids)
+        self._last = (weakref.ref(position_ids), position_ids._version, answer)
+        return answer
 
 
 _last_positions = _LastPositions()
+
+
+def _packed_or_not(position_ids: Tensor) -> Sequences | None:
+    row = position_ids[0]
+    rising = row[0] + torch.arange(row.shape[0], device=row.device)
+    if torch.equal(row, rising.to(row.dtype)):
+        return None
+    return Sequences.packed(_segments(position_ids))
 
 
 def _segments(position_ids: Tensor) -> Tensor:
@@ -235,7 +242,9 @@ def _of_padding(
         places = torch.arange(kv_length, device=real_k.device)
         real_k = real_k & (places < first_query + q_length)
 
-    if q_length == kv_length and isinstance(first_query, int) and first_query == 0:
+    # Of a cross-attention there may be as many queries as keys too: only a limit says it is none.
+    is_self = (pattern.causal or has_window) and q_length == kv_length
+    if is_self and isinstance(first_query, int) and first_query == 0:
         real_q = real_k
     elif q_length == 1 or not pattern.causal or attention_mask is None:
         if has_window and not pattern.causal:
