@@ -24,6 +24,7 @@ from transformers_cases import (
     MISTRAL,
     OURS,
     SIZES,
+    WINDOW,
     Model,
     Outputs,
     assert_as_good,
@@ -297,6 +298,56 @@ def test_an_encoder_and_a_decoder(device: str, dtype: torch.dtype, seqlen: int) 
         return {"states": out.last_hidden_state.double()}
 
     assert_as_good(run(OURS, dtype), run("sdpa", dtype), run(EXACT, torch.float64), dtype)
+
+
+# Layers that do not know their masks
+
+
+def model_of_unaware_layers(family: str) -> Any:
+    """Phimoe's layers lack the window, PegasusX's decoder is not causal, T5Gemma's encoder has a
+    window without its last key.
+    """
+    if family == "Phimoe":
+        sizes = SIZES | {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2}
+        del sizes["head_dim"]
+        options = {"bos_token_id": 1, "experts_implementation": "batched_mm"}
+        return transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes, **options))
+    if family == "PegasusX":
+        sizes = {"vocab_size": 97, "d_model": 64, "init_std": 0.2, "block_size": 4, "dropout": 0.0}
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96}
+        config = transformers.PegasusXConfig(**sizes, num_global_tokens=2)
+        return transformers.PegasusXForConditionalGeneration(config)
+    layers = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    part = transformers.T5GemmaModuleConfig(
+        **SIZES, **layers, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    )
+    options = {"vocab_size": 97, "dropout_rate": 0.0, "initializer_range": 0.2}
+    return transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=part, decoder=part, **options)
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+@pytest.mark.parametrize("family", ["Phimoe", "PegasusX", "T5Gemma"])
+def test_layers_that_do_not_know_their_masks(family: str, side: str) -> None:
+    mask = lengths_mask([11, 4] if side != "none" else [11, 11], side, "cpu")
+    inputs = {"input_ids": random_tokens(2, 11, device="cpu")}
+    if side != "none":
+        inputs["attention_mask"] = mask
+    if family != "Phimoe":
+        inputs["decoder_input_ids"] = random_tokens(2, 9, device="cpu")
+
+    @torch.no_grad()
+    def run(name: str, dtype: torch.dtype) -> Outputs:
+        torch.manual_seed(0)
+        model = model_of_unaware_layers(family).to(dtype).eval()
+        model.set_attn_implementation(name)
+        logits = model(**inputs).logits
+        return {"logits": (logits[mask.bool()] if family == "Phimoe" else logits).double()}
+
+    exact = run(EXACT, torch.float64)
+    assert_as_good(run(OURS, torch.float32), run("eager", torch.float32), exact, torch.float32)
 
 
 # Training

@@ -3,11 +3,12 @@
 # ruff: noqa: E402 - what follows importorskip needs transformers
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from harness import ON_CPU
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,9 +29,11 @@ from flash_attn_cuda.integrations.sequences import Sequences
 from flash_attn_cuda.integrations.transformers import register
 from flash_attn_cuda.integrations.transformers_masks import (
     Pattern,
+    attention_mask,
+    meaning_of,
     packed_by_positions,
     recognise,
-    sequences_of,
+    without_meaning,
 )
 
 
@@ -51,16 +54,16 @@ def test_patterns() -> None:
     segments = torch.tensor([[0, 0, 1]])
     packed = masking_utils.packed_sequence_compatibility_function
     known = {
-        causal: Pattern(causal=True),
+        causal: Pattern(right=0),
         masking_utils.bidirectional_mask_function: Pattern(),
-        masking_utils.sliding_window_causal_mask_function(7): Pattern(causal=True, window=7),
-        masking_utils.sliding_window_bidirectional_mask_function(7): Pattern(window=7),
+        masking_utils.sliding_window_causal_mask_function(7): Pattern(6, 0),
+        masking_utils.sliding_window_bidirectional_mask_function(7): Pattern(7, 7),
     }
     for function, pattern in known.items():
         assert recognise(function) == pattern
         together = recognise(packed(function, torch.tensor([[0, 1, 0]]), segments))
         assert together is not None and together.segments is segments
-        assert (together.causal, together.window) == (pattern.causal, pattern.window)
+        assert together.is_like(pattern)
     left_padding = torch.zeros(1, dtype=torch.int64)
     for function in (
         masking_utils.chunked_causal_mask_function(4, left_padding),
@@ -77,7 +80,8 @@ def test_a_mask_that_lost_its_sequences_says_the_same() -> None:
         torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9], dtype=torch.bool),
         torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0, 0]], dtype=torch.bool),
     ):
-        sequences = sequences_of(mask, 4, 9, causal=True, window=False)
+        sequences = without_meaning(mask, 4, 9, Pattern(right=0))
+        assert isinstance(sequences, Sequences)
         actual = sequences.attend(q, k, v, causal=True)
         end = int(mask.any(0).nonzero().max()) + 1
         places = torch.arange(end - 4, end)[:, None]
@@ -86,15 +90,78 @@ def test_a_mask_that_lost_its_sequences_says_the_same() -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
         real = mask[:, end - 4 : end]
         torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
-    with pytest.raises(NotImplementedError, match="attention_mask: a sliding window over padding"):
-        sequences_of(mask, 4, 9, causal=True, window=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "seqlen_q"), [(Pattern(3, 0), 9), (Pattern(3, 0), 4), (Pattern(3, 3), 9)]
+)
+@pytest.mark.parametrize("padding", ["outside", "inside"])
+def test_a_window_over_a_mask_that_lost_its_sequences(
+    pattern: Pattern, seqlen_q: int, padding: str
+) -> None:
+    mask = lengths_mask([6, 9], "left", "cpu").bool()
+    if padding == "inside":
+        mask[1, 4] = False
+    q, k, v = (torch.randn(2, n, 2, 8) for n in (seqlen_q, 9, 9))
+    places = torch.arange(9 - seqlen_q, 9)[:, None]
+    distance = torch.arange(9) - places
+    right = 9 if pattern.right is None else pattern.right
+    visible = mask[:, None, None, :] & (distance >= -3) & (distance <= right)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+    sequences = without_meaning(mask, seqlen_q, 9, pattern)
+    assert isinstance(sequences, Sequences) == (padding == "outside")
+    real = mask[:, -seqlen_q:]
+    attention = AttentionInterface._global_mapping[OURS]
+    layer = {"is_causal": pattern.causal, "sliding_window": 4}
+    actual, _ = attention(torch.nn.Module(), *heads, mask, **layer)
+    torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
+
+
+def test_a_window_of_queries_that_are_anywhere() -> None:
+    with pytest.raises(NotImplementedError, match=r"attention_mask: must be what .* \(4 and 9\)"):
+        without_meaning(torch.ones(1, 9, dtype=torch.bool), 4, 9, Pattern(3, 3))
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "function"),
+    [
+        (Pattern(right=0), masking_utils.causal_mask_function),
+        (Pattern(), masking_utils.bidirectional_mask_function),
+        (Pattern(2, 0), masking_utils.sliding_window_causal_mask_function(3)),
+        (Pattern(2, 2), masking_utils.sliding_window_bidirectional_mask_function(2)),
+    ],
+)
+def test_a_mask_says_more_than_the_layer(
+    pattern: Pattern, function: Callable[..., Tensor], is_given: bool
+) -> None:
+    """Of real tokens alone it is all true, and there for its pattern, which holds for any layer."""
+    given = torch.ones(2, 9, dtype=torch.bool) if is_given else None
+    mask = attention_mask(2, 9, 9, mask_function=function, attention_mask=given)
+    meaning = meaning_of(mask)
+    assert mask is not None and mask.all() and mask is not given
+    assert meaning is not None and meaning.sequences is None and meaning.pattern == pattern
+    assert attention_mask(2, 9, 9, mask_function=function, attention_mask=mask) is mask
+    assert attention_mask(2, 4, 9, mask_function=function, attention_mask=mask) is not mask
+
+    visible = masking_utils.sdpa_mask(
+        *(2, 9, 9), mask_function=function, allow_is_causal_skip=False, device="cpu"
+    )
+    heads = [torch.randn(2, 2, 9, 8) for _ in range(3)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+    attention = AttentionInterface._global_mapping[OURS]
+    for wrong in ({"is_causal": not pattern.causal}, {"sliding_window": 4}):
+        out, _ = attention(torch.nn.Module(), *heads, mask, **wrong)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_a_mask_of_keys_that_lost_its_sequences() -> None:
     """As many queries as keys, which need not be the same tokens: all queries are real."""
     q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
     mask = lengths_mask([6, 3], "right", "cpu").bool()
-    sequences = sequences_of(mask, 6, 6, causal=False, window=False)
+    sequences = without_meaning(mask, 6, 6, Pattern())
+    assert isinstance(sequences, Sequences)
     heads = (x.transpose(1, 2) for x in (q, k, v))
     visible = mask[:, None, None, :]
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)

@@ -33,8 +33,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ..padding import pad_input, unpad_input
 from .sequences import Sequences, for_decoding, is_decoding
+from .transformers_masks import Pattern, meaning_of, packed_by_positions, without_meaning
 from .transformers_masks import attention_mask as attention_mask_function
-from .transformers_masks import packed_by_positions, sequences_of
 
 __all__ = ["attention", "register"]
 
@@ -85,12 +85,14 @@ def attention(
     """transformers' attention function: (out (batch, seqlen_q, heads, value_dim), None).
 
     Args:
-        module: the attention layer; its is_causal counts where the argument is None.
+        module: the attention layer; its is_causal counts where nothing else says it.
         query: (batch, heads_q, seqlen_q, head_dim).
         key: (batch, heads_k, seqlen_k, head_dim), what was cached included.
         value: (batch, heads_k, seqlen_k, value_dim).
         attention_mask: what the registered mask function made, or a 4-D mask, bool or added to the
-            scores, which says all there is about causality, windows and padding.
+            scores: both say all there is about causality, windows and padding, whatever the layer
+            says. A copy of the former, or any other 2-D mask, says what is padding, and together
+            with a window makes every layer wait for the GPU.
         dropout, scaling, softcap: flash_attn_func's dropout_p, softmax_scale and softcap.
         sliding_window: number of keys that a causal query sees, its own included; a bidirectional
             one sees that many on either side.
@@ -107,17 +109,22 @@ def attention(
             with them.
     """
     _refuse(module, kwargs)
-    own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
+    batch, seqlen_q, seqlen_k = query.shape[0], query.shape[2], key.shape[2]
+    meaning = meaning_of(attention_mask)
+    if meaning is not None:
+        pattern, sequences, own_mask = meaning.pattern, meaning.sequences, None
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        pattern = Pattern.of_layer(causal, sliding_window)
+        sequences, own_mask = _sequences_or_mask(attention_mask, seqlen_q, seqlen_k, pattern)
     if own_mask is not None and s_aux is None:
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
         return _torch_attention(module, query, key, value, own_mask, options)
     query, key, value = (x.transpose(1, 2) for x in _half_precision(module, query, key, value))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    has_window = sliding_window is not None and key.shape[1] > sliding_window
     options = {
-        "causal": causal,
+        "causal": pattern.causal,
         "softmax_scale": scaling,
-        "window_size": _window_size(sliding_window if has_window else None, causal),
+        "window_size": pattern.window_size(max(seqlen_q, seqlen_k)),
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
         "deterministic": _deterministic(deterministic),
@@ -128,14 +135,10 @@ def attention(
         options |= {"attn_mask": own_mask, "causal": False, "window_size": (-1, -1)}
         out = flash_attn_func(query, key, value, **options)
         return out, None
-    batch, seqlen_q, seqlen_k = *query.shape[:2], key.shape[1]
-    sequences: Sequences | None
-    if attention_mask is not None:
-        sequences = sequences_of(attention_mask, seqlen_q, seqlen_k, causal, has_window)
-    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    if sequences is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = (cu_seq_lens_q.int(), cu_seq_lens_k.int())
         sequences = Sequences(*starts, max_seqlens=(max_length_q, max_length_k))
-    else:
+    elif sequences is None:
         sequences = packed_by_positions(position_ids, batch, seqlen_q, seqlen_k)
     if sequences is not None:
         out = sequences.attend(query, key, value, **options)
@@ -144,6 +147,18 @@ def attention(
     else:
         out = flash_attn_func(query, key, value, **options)
     return out, None
+
+
+def _sequences_or_mask(
+    mask: Tensor | None, seqlen_q: int, seqlen_k: int, pattern: Pattern
+) -> tuple[Sequences | None, Tensor | None]:
+    """A mask without its Meaning: as Sequences, or in four dimensions."""
+    if mask is not None and mask.dim() != 4:
+        made = without_meaning(mask, seqlen_q, seqlen_k, pattern)
+        if isinstance(made, Sequences):
+            return made, None
+        mask = made
+    return None, mask
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -184,13 +199,6 @@ def _half_precision(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
         if weight.dtype in (torch.float16, torch.bfloat16):
             return tuple(x.to(weight.dtype) for x in tensors)
     return tensors
-
-
-def _window_size(sliding_window: int | None, causal: bool) -> tuple[int, int]:
-    """transformers counts a query's own key; both of our ends are inclusive distances."""
-    if sliding_window is None:
-        return (-1, -1)
-    return (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
 def _deterministic(wish: bool | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +23,52 @@ from transformers.masking_utils import (
 
 from .sequences import Sequences, is_contiguous
 
-# Attribute of a 2-D mask: its Sequences, made once for all layers. A copy that lost it still says
-# the same; then each layer makes its own.
-_SEQUENCES = "_flash_attn_cuda_sequences"
+# Attribute of a 2-D mask: its Meaning. A copy that lost it still says which keys are real; the rest
+# is then as the layer has it, and each layer makes its own Sequences.
+_MEANING = "_flash_attn_cuda_meaning"
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask that the kernels can compute."""
+    """A mask that the kernels can compute: how far from its own place a query sees, inclusive."""
 
-    causal: bool = False
-    window: int | None = None
+    left: int | None = None  # None: any distance
+    right: int | None = None
     segments: Tensor | None = None  # (batch, seqlen): number of a token's packed sequence, from 0
+
+    @classmethod
+    def of_layer(cls, causal: bool, sliding_window: int | None) -> Pattern:
+        """What a layer's arguments say; their window counts a query's own key."""
+        distance = None if sliding_window is None else sliding_window - 1
+        return cls(distance, 0 if causal else distance)
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    def has_window(self, seqlen: int) -> bool:
+        """Whether more than causality hides any of so many tokens."""
+        ends = (self.left, None if self.causal else self.right)
+        return any(end is not None and seqlen > end + 1 for end in ends)
+
+    def window_size(self, seqlen: int) -> tuple[int, int]:
+        """The functions' argument, next to `causal`."""
+        if not self.has_window(seqlen):
+            return (-1, -1)
+        left, right = (-1 if end is None else end for end in (self.left, self.right))
+        return (left, right)
+
+    def is_like(self, other: Pattern) -> bool:
+        return (self.left, self.right) == (other.left, other.right)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a mask of attention_mask() stands for, made once for all layers."""
+
+    pattern: Pattern
+    q_length: int
+    sequences: Sequences | None  # None: every key is real, and the last query's is the last
 
 
 @torch.compiler.disable(reason="it reads how transformers' mask functions are nested")
@@ -58,21 +92,21 @@ def attention_mask(
         options: what transformers' sdpa_mask takes further.
 
     Returns:
-        None where every token is real; (batch, kv_length) bool, false at keys that are padding or
-        beyond the last query; (batch, kv_length) int32, the number of the packed sequence that a
-        token belongs to, from 1; or, where the kernels cannot compute the pattern, a
-        (batch, 1, q_length, kv_length) bool mask.
+        (batch, kv_length) bool, false at keys that are padding or beyond the last query;
+        (batch, kv_length) int32, the number of the packed sequence that a token belongs to, from 1;
+        or, where the kernels cannot compute the pattern, a (batch, 1, q_length, kv_length) bool
+        mask. The first two carry their Meaning, for which a mask is there even if every key is
+        real: not every layer of transformers knows its own causality and window.
     """
-    if hasattr(attention_mask, _SEQUENCES):  # generate() makes masks before the model does
-        return attention_mask
     pattern = recognise(mask_function)
-    result: Tensor | None = None
+    if _says_already(attention_mask, pattern, q_length, kv_length):
+        return attention_mask
     if pattern is not None and pattern.segments is not None:
-        return _of_segments(pattern.segments)
+        return _of_segments(pattern)
     if pattern is not None:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        is_known, result = _of_padding(pattern, sizes, attention_mask, options.get("device"))
-        if is_known:
+        result = _of_padding(pattern, sizes, attention_mask, options.get("device"))
+        if result is not None:
             return result
     else:
         name = getattr(mask_function, "__qualname__", repr(mask_function))
@@ -93,7 +127,7 @@ def attention_mask(
 def recognise(mask_function: Callable) -> Pattern | None:
     """The pattern of one of transformers' mask functions; None for any that is not known."""
     if mask_function is causal_mask_function:
-        return Pattern(causal=True)
+        return Pattern(right=0)
     if mask_function is bidirectional_mask_function:
         return Pattern()
     if mask_function.__module__ != causal_mask_function.__module__:
@@ -102,46 +136,76 @@ def recognise(mask_function: Callable) -> Pattern | None:
     names = mask_function.__code__.co_freevars
     cells = mask_function.__closure__ or ()
     held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    match mask_function.__name__, *sorted(held):
-        case "inner_mask", "sliding_window":
-            return Pattern(window=held["sliding_window"])
-        case "inner_mask", "packed_sequence_mask":
+    match mask_function.__qualname__.split(".")[0], *sorted(held):
+        case "sliding_window_overlay", "sliding_window":
+            return Pattern(left=held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay", "sliding_window":
+            return Pattern(held["sliding_window"], held["sliding_window"])
+        case "packed_sequence_mask_function", "packed_sequence_mask":
             return Pattern(segments=held["packed_sequence_mask"])
-        case "inner_mask", "mask_function", "position_ids":  # within its sequence: the same
-            return recognise(held["mask_function"])
-        case "and_mask", "mask_functions":
+        case "remap_positions_for_packed_sequence", "mask_function", "position_ids":
+            return recognise(held["mask_function"])  # within its sequence: the same
+        case "and_masks", "mask_functions":
             return _intersection([recognise(part) for part in held["mask_functions"]])
     return None
 
 
-def sequences_of(
-    mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: bool
-) -> Sequences:
-    """The Sequences of a 2-D mask: those attention_mask() left with it, or made from its contents.
+def meaning_of(mask: Tensor | None) -> Meaning | None:
+    """What attention_mask() left with a mask; None for others and for copies."""
+    return getattr(mask, _MEANING, None)
+
+
+def _says_already(
+    mask: Tensor | None, pattern: Pattern | None, q_length: int, kv_length: int
+) -> bool:
+    """Whether attention_mask() made it for the same: generate() makes masks before the model."""
+    meaning = meaning_of(mask)
+    if mask is None or meaning is None or pattern is None:
+        return False
+    same_sizes = (meaning.q_length, mask.shape[1]) == (q_length, kv_length)
+    return same_sizes and meaning.pattern.is_like(pattern)
+
+
+def without_meaning(
+    mask: Tensor, seqlen_q: int, seqlen_k: int, pattern: Pattern
+) -> Sequences | Tensor:
+    """What a 2-D mask stands for by its contents: Sequences, or a 4-D bool mask.
+
+    Waits for the GPU where there is a window, which counts padding in between. The queries are the
+    last tokens up to the last key of any row, or where they are not causal others than the keys.
 
     Raises:
-        NotImplementedError: they would have to be made, for a mask whose padding a window has to
-            count.
+        NotImplementedError: a window of queries whose places among the keys nobody knows.
     """
-    sequences = getattr(mask, _SEQUENCES, None)
-    if sequences is not None:
-        return sequences
     if mask.dtype == torch.int32:
         return Sequences.packed(mask, at_most=torch.compiler.is_compiling())
     real_k = pad(mask != 0, (0, seqlen_k - mask.shape[1]))
-    if window:
+    window = pattern.has_window(max(seqlen_q, seqlen_k))
+    if window and not pattern.causal and seqlen_q != seqlen_k:
         raise NotImplementedError(
-            "attention_mask: a sliding window over padding needs the mask that "
-            "flash_attn_cuda's mask function makes, got another 2-D mask"
+            "attention_mask: must be what flash_attn_cuda's mask function makes where a window is "
+            f"not causal and there are other queries than keys ({seqlen_q} and {seqlen_k}), "
+            "got another 2-D mask"
         )
-    if causal and seqlen_q == seqlen_k:
+    places_k = torch.arange(seqlen_k, device=mask.device)
+    places_q = places_k[:seqlen_q]
+    if seqlen_q == seqlen_k and (pattern.causal or window):
         real_q = real_k
-    elif seqlen_q == 1 or not causal:
+    elif not pattern.causal or (seqlen_q == 1 and not window):
         real_q = real_k.new_ones(real_k.shape[0], seqlen_q)
-    else:  # the queries end where the last key of any row ends
-        end = (real_k.any(0) * torch.arange(1, seqlen_k + 1, device=mask.device)).amax()
-        real_q = real_k[:, end - seqlen_q + torch.arange(seqlen_q, device=mask.device)]
-    return Sequences.scattered(real_q, real_k)
+    else:
+        end = (real_k.any(0) * (places_k + 1)).amax()
+        places_q = end - seqlen_q + torch.arange(seqlen_q, device=mask.device)
+        real_q = real_k[:, places_q]
+    if not window:
+        return Sequences.scattered(real_q, real_k)
+    if bool(is_contiguous(real_k) & is_contiguous(real_q)):
+        return Sequences.ranges(real_q, real_k, ends=False)
+    distance = places_k - places_q[:, None]
+    visible = real_k[:, None, None, :]
+    if pattern.left is not None:
+        visible = visible & (distance >= -pattern.left)
+    return visible if pattern.right is None else visible & (distance <= pattern.right)
 
 
 def packed_by_positions(
@@ -197,24 +261,28 @@ def _segments(position_ids: Tensor) -> Tensor:
 
 
 def _intersection(patterns: list[Pattern | None]) -> Pattern | None:
-    result = Pattern()
-    for pattern in patterns:
-        if pattern is None:
-            return None
-        for name in ("window", "segments"):
-            value = getattr(pattern, name)
-            if value is not None:
-                if getattr(result, name) is not None:
-                    return None
-                result = replace(result, **{name: value})
-        result = replace(result, causal=result.causal or pattern.causal)
-    return result
+    known = [pattern for pattern in patterns if pattern is not None]
+    segments = [pattern.segments for pattern in known if pattern.segments is not None]
+    if len(known) < len(patterns) or len(segments) > 1:
+        return None
+    left, right = (
+        min((end for end in ends if end is not None), default=None)
+        for ends in ([x.left for x in known], [x.right for x in known])
+    )
+    return Pattern(left, right, segments[0] if segments else None)
 
 
-def _of_segments(numbers: Tensor) -> Tensor:
-    mask = numbers.int() + 1
-    setattr(mask, _SEQUENCES, Sequences.packed(mask))
+def _with_meaning(
+    mask: Tensor, pattern: Pattern, q_length: int, sequences: Sequences | None
+) -> Tensor:
+    setattr(mask, _MEANING, Meaning(Pattern(pattern.left, pattern.right), q_length, sequences))
     return mask
+
+
+def _of_segments(pattern: Pattern) -> Tensor:
+    assert pattern.segments is not None
+    mask = pattern.segments.int() + 1
+    return _with_meaning(mask, pattern, mask.shape[1], Sequences.packed(mask))
 
 
 def _of_padding(
@@ -222,17 +290,18 @@ def _of_padding(
     sizes: tuple[int, int, int, int | Tensor, int],
     attention_mask: Tensor | None,
     device: Any,
-) -> tuple[bool, Tensor | None]:
-    """(whether the kernels can compute it, the mask for them)."""
+) -> Tensor | None:
+    """The mask for the kernels; None where they cannot compute it."""
     batch, q_length, kv_length, q_offset, kv_offset = sizes
-    has_window = pattern.window is not None and kv_length > pattern.window
+    has_window = pattern.has_window(max(q_length, kv_length))
     first_query = q_offset - kv_offset  # as a place among the keys
+    if has_window and not pattern.causal and q_length != kv_length:
+        return None
     if attention_mask is None:
-        if not pattern.causal:
-            return not has_window or q_length == kv_length, None
-        if isinstance(first_query, int) and first_query + q_length == kv_length:
-            return True, None
         real_k = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
+        is_whole = isinstance(first_query, int) and first_query + q_length == kv_length
+        if is_whole or not pattern.causal:
+            return _with_meaning(real_k, pattern, q_length, None)
     else:
         real_k = attention_mask != 0
         if real_k.shape[1] != kv_length:  # else it is one that this function made before
@@ -248,7 +317,7 @@ def _of_padding(
         real_q = real_k
     elif q_length == 1 or not pattern.causal or attention_mask is None:
         if has_window and not pattern.causal:
-            return False, None
+            return None
         real_q = real_k.new_ones(batch, q_length)
     else:
         queries = first_query + torch.arange(q_length, device=real_k.device)
@@ -258,12 +327,11 @@ def _of_padding(
         answers = (real_k.all(), is_contiguous(real_k) & is_contiguous(real_q), real_q[:, -1].all())
         all_real, contiguous, ends = torch.stack(answers).tolist()
     if all_real and (not pattern.causal or isinstance(first_query, int)):
-        return True, None
+        return _with_meaning(real_k, pattern, q_length, None)
     if not contiguous and has_window:
-        return False, None
+        return None
     if contiguous:
         sequences = Sequences.ranges(real_q, real_k, ends=ends and pattern.causal)
     else:
         sequences = Sequences.scattered(real_q, real_k)
-    setattr(real_k, _SEQUENCES, sequences)
-    return True, real_k
+    return _with_meaning(real_k, pattern, q_length, sequences)
