@@ -142,6 +142,8 @@ def test_a_mask_says_more_than_the_layer(
     meaning = meaning_of(mask)
     assert mask is not None and mask.all() and mask is not given
     assert meaning is not None and meaning.sequences is None and meaning.pattern == pattern
+    assert meaning_of(mask.clone()) is None
+    assert without_meaning(mask.clone(), 9, 9, pattern) is None  # a copy does not lose that
     assert attention_mask(2, 9, 9, mask_function=function, attention_mask=mask) is mask
     assert attention_mask(2, 4, 9, mask_function=function, attention_mask=mask) is not mask
 
@@ -205,6 +207,25 @@ def test_names() -> None:
     for name in ("sdpa", "eager", "flash_attention_2"):
         with pytest.raises(ValueError, match=f"name: must not be one .* got '{name}'"):
             register(name)
+
+
+@pytest.mark.parametrize("name", [OURS, "ours_by_another_name"])
+def test_chunks(name: str) -> None:
+    """Llama 4's, of which transformers makes no masks for names with "flash" in them."""
+    register(name)
+    sizes = SIZES | {"intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": []}
+    layers = ["chunked_attention", "full_attention"]
+    config = transformers.Llama4TextConfig(**sizes, attention_chunk_size=4, layer_types=layers)
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    mask = lengths_mask([11, 6], "left", "cpu")
+    logits = []
+    for implementation in (name, "eager"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            out = model(random_tokens(2, 11, device="cpu"), attention_mask=mask)
+        logits.append(out.logits[mask.bool()])
+    torch.testing.assert_close(*logits)
 
 
 def test_models_that_list_the_implementations_they_run_on() -> None:
@@ -296,10 +317,51 @@ def test_values_of_fewer_dimensions() -> None:
     assert weights is None
 
 
-@pytest.mark.gpu
-def test_fp32_states_over_half_precision_weights(device: str) -> None:
+class QuantizedConfig:
+    _is_quantized = True
+    dtype = torch.bfloat16
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """As of bitsandbytes: its weight is packed bytes, beside which adapters are in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+        self.adapter = torch.nn.Linear(4, 2)
+
+
+def layers_of_half_precision() -> list[torch.nn.Module]:
+    quantized = QuantizedLinear()
+    quantized.config = QuantizedConfig()
+    of_another_part = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.LayerNorm(4, dtype=torch.float16)
+    )
+    return [torch.nn.Linear(4, 4, dtype=torch.bfloat16), quantized, of_another_part]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_states_of_two_dtypes(number: int) -> None:
     attention = AttentionInterface._global_mapping[OURS]
-    layer = torch.nn.Linear(4, 4, device=device, dtype=torch.bfloat16)
+    layer = layers_of_half_precision()[number]
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    rounded = [x.bfloat16() for x in (q, k, v)]
+    expected, _ = attention(layer, *rounded, None)
+    for states in ((q, *rounded[1:]), (rounded[0], k, rounded[2])):
+        out, _ = attention(layer, *states, None)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+    out, _ = attention(torch.nn.Module(), q, *rounded[1:], None)
+    assert torch.equal(out, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attention(layer, q, *rounded[1:], None)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(3))
+def test_fp32_states_over_half_precision_weights(device: str, number: int) -> None:
+    attention = AttentionInterface._global_mapping[OURS]
+    layer = layers_of_half_precision()[number].to(device)
     q, k, v = (torch.randn(1, 2, 5, 16, device=device) for _ in range(3))
     out, _ = attention(layer, q, k, v, None)
     assert out.dtype == (torch.float32 if ON_CPU else torch.bfloat16)

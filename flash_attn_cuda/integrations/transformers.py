@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import modeling_flash_attention_utils
+from transformers import masking_utils, modeling_flash_attention_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
@@ -60,6 +61,7 @@ def register(name: str = "flash_attn_cuda") -> None:
     _registered.add(name)
     _answer_for_registered_names()
     _join_the_compatible()
+    _make_masks_of_chunks()
 
 
 def attention(
@@ -91,8 +93,8 @@ def attention(
         value: (batch, heads_k, seqlen_k, value_dim).
         attention_mask: what the registered mask function made, or a 4-D mask, bool or added to the
             scores: both say all there is about causality, windows and padding, whatever the layer
-            says. A copy of the former, or any other 2-D mask, says what is padding, and together
-            with a window makes every layer wait for the GPU.
+            says. A copy of the former, or any other 2-D mask, says what is padding, and if there is
+            any and a window as well, every layer waits for the GPU.
         dropout, scaling, softcap: flash_attn_func's dropout_p, softmax_scale and softcap.
         sliding_window: number of keys that a causal query sees, its own included; a bidirectional
             one sees that many on either side.
@@ -155,9 +157,7 @@ def _sequences_or_mask(
     """A mask without its Meaning: as Sequences, or in four dimensions."""
     if mask is not None and mask.dim() != 4:
         made = without_meaning(mask, seqlen_q, seqlen_k, pattern)
-        if isinstance(made, Sequences):
-            return made, None
-        mask = made
+        return (made, None) if isinstance(made, Sequences) else (None, made)
     return None, mask
 
 
@@ -191,14 +191,31 @@ def _torch_attention(
 
 
 def _half_precision(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """fp32 tensors on CUDA in the dtype of the layer's weights: some trainers norm in fp32."""
-    query = tensors[0]
-    if query.dtype != torch.float32 or not query.is_cuda or torch.is_autocast_enabled("cuda"):
+    """fp32 tensors in the dtype of the layer's weights: some trainers norm in fp32.
+
+    On the CPU, which computes fp32, only if the others are not.
+    """
+    dtypes = {x.dtype for x in tensors}
+    device = tensors[0].device.type
+    if torch.float32 not in dtypes or torch.is_autocast_enabled(device):
         return tensors
-    for weight in module.parameters():
-        if weight.dtype in (torch.float16, torch.bfloat16):
-            return tuple(x.to(weight.dtype) for x in tensors)
-    return tensors
+    if len(dtypes) == 1 and device != "cuda":
+        return tensors
+    present = (x.dtype for x in (*tensors, *module.parameters()))
+    wanted = itertools.chain([_compute_dtype(module)], present)
+    half = next((dtype for dtype in wanted if dtype in (torch.float16, torch.bfloat16)), None)
+    return tensors if half is None else tuple(x.to(half) for x in tensors)
+
+
+def _compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """What transformers' flash-attention casts to: the model's dtype where weights are quantized,
+    else that of the first linear layer.
+    """
+    config = getattr(module, "config", None)
+    if hasattr(config, "_is_quantized"):
+        return getattr(config, "dtype", None)
+    linear = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    return next((layer.weight.dtype for layer in linear), None)
 
 
 def _deterministic(wish: bool | None) -> bool:
@@ -248,3 +265,23 @@ def _join_the_compatible() -> None:
 
     check._knows_flash_attn_cuda = True  # type: ignore[attr-defined]
     PreTrainedModel._check_and_adjust_attn_implementation = check
+
+
+def _make_masks_of_chunks() -> None:
+    """Let transformers make masks of chunks (Llama 4) for our names.
+
+    It raises for every name with "flash" in it where there is more than one chunk, before it asks
+    the mask function, which can.
+    """
+    original = getattr(masking_utils, "is_flash_attention_requested", None)
+    if original is None or getattr(original, "_knows_flash_attn_cuda", False):
+        return
+
+    @functools.wraps(original)
+    def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        if getattr(config, "_attn_implementation", None) in _registered:
+            return False
+        return bool(original(config, *args, **kwargs))
+
+    is_flash_attention_requested._knows_flash_attn_cuda = True  # type: ignore[attr-defined]
+    masking_utils.is_flash_attention_requested = is_flash_attention_requested

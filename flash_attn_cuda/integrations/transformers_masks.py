@@ -27,6 +27,11 @@ from .sequences import Sequences, is_contiguous
 # is then as the layer has it, and each layer makes its own Sequences.
 _MEANING = "_flash_attn_cuda_meaning"
 
+# Of a 2-D mask whose keys are all real. A copy must say so too without being read, which would
+# wait: where a model is spread over devices, every layer may get one.
+_ALL_REAL = torch.int16
+_SEGMENTS = torch.int32
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -93,10 +98,11 @@ def attention_mask(
 
     Returns:
         (batch, kv_length) bool, false at keys that are padding or beyond the last query;
-        (batch, kv_length) int32, the number of the packed sequence that a token belongs to, from 1;
-        or, where the kernels cannot compute the pattern, a (batch, 1, q_length, kv_length) bool
-        mask. The first two carry their Meaning, for which a mask is there even if every key is
-        real: not every layer of transformers knows its own causality and window.
+        (batch, kv_length) int16, all 1, where every key is real; (batch, kv_length) int32, the
+        number of the packed sequence that a token belongs to, from 1; or, where the kernels cannot
+        compute the pattern, a (batch, 1, q_length, kv_length) bool mask. All but the last carry
+        their Meaning, for which a mask is there even if every key is real: not every layer of
+        transformers knows its own causality and window.
     """
     pattern = recognise(mask_function)
     if _says_already(attention_mask, pattern, q_length, kv_length):
@@ -168,8 +174,8 @@ def _says_already(
 
 def without_meaning(
     mask: Tensor, seqlen_q: int, seqlen_k: int, pattern: Pattern
-) -> Sequences | Tensor:
-    """What a 2-D mask stands for by its contents: Sequences, or a 4-D bool mask.
+) -> Sequences | Tensor | None:
+    """What a 2-D mask stands for by its contents: Sequences, a 4-D bool mask, or None: no mask.
 
     Waits for the GPU where there is a window, which counts padding in between. The queries are the
     last tokens up to the last key of any row, or where they are not causal others than the keys.
@@ -177,7 +183,9 @@ def without_meaning(
     Raises:
         NotImplementedError: a window of queries whose places among the keys nobody knows.
     """
-    if mask.dtype == torch.int32:
+    if mask.dtype == _ALL_REAL:
+        return None
+    if mask.dtype == _SEGMENTS:
         return Sequences.packed(mask, at_most=torch.compiler.is_compiling())
     real_k = pad(mask != 0, (0, seqlen_k - mask.shape[1]))
     window = pattern.has_window(max(seqlen_q, seqlen_k))
@@ -281,7 +289,7 @@ def _with_meaning(
 
 def _of_segments(pattern: Pattern) -> Tensor:
     assert pattern.segments is not None
-    mask = pattern.segments.int() + 1
+    mask = pattern.segments.to(_SEGMENTS) + 1
     return _with_meaning(mask, pattern, mask.shape[1], Sequences.packed(mask))
 
 
@@ -298,10 +306,11 @@ def _of_padding(
     if has_window and not pattern.causal and q_length != kv_length:
         return None
     if attention_mask is None:
-        real_k = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         is_whole = isinstance(first_query, int) and first_query + q_length == kv_length
         if is_whole or not pattern.causal:
-            return _with_meaning(real_k, pattern, q_length, None)
+            ones = torch.ones(batch, kv_length, dtype=_ALL_REAL, device=device)
+            return _with_meaning(ones, pattern, q_length, None)
+        real_k = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
     else:
         real_k = attention_mask != 0
         if real_k.shape[1] != kv_length:  # else it is one that this function made before
@@ -327,7 +336,7 @@ def _of_padding(
         answers = (real_k.all(), is_contiguous(real_k) & is_contiguous(real_q), real_q[:, -1].all())
         all_real, contiguous, ends = torch.stack(answers).tolist()
     if all_real and (not pattern.causal or isinstance(first_query, int)):
-        return _with_meaning(real_k, pattern, q_length, None)
+        return _with_meaning(real_k.to(_ALL_REAL), pattern, q_length, None)
     if not contiguous and has_window:
         return None
     if contiguous:
