@@ -4,9 +4,11 @@
     flash_attn_cuda.compat.install()
     from flash_attn import flash_attn_func  # flash_attn_cuda's
 
-What resolves is in _PROVIDED: the modules, and the names in them, that do not depend on
-FlashAttention-2's own compiled files. Any other module of flash_attn is not found, as in an
-installation that lacks it, so that code which asks before it uses one takes its other path.
+What resolves is in _PROVIDED: modules, and names in them, that libraries import as soon as they see
+that there is a flash_attn. Any other module of flash_attn is not found, which code that tries the
+import can handle; code that asks for flash_attn alone and then imports such a module fails, as it
+does in an installation that lacks it. torch.ops.flash_attn has our operators under
+FlashAttention-2's names, so that a policy of selective checkpointing that lists them works.
 Packaging metadata (importlib.metadata) knows a distribution flash-attn of version VERSION, because
 libraries decide by it whether flash_attn is there.
 """
@@ -14,9 +16,9 @@ libraries decide by it whether flash_attn is there.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from email.message import Message
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -24,7 +26,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import build_info, interface, padding, private, rotary
+import torch
+from torch import Tensor
+
+from . import build_info, interface, padding, private, rotary, rotary_layers
 
 __all__ = ["VERSION", "install", "is_installed", "uninstall"]
 
@@ -54,15 +59,51 @@ _PRIVATE_FUNCTIONS = {
 # FlashAttention-2's names for the same functions called through torch's dispatcher.
 _WRAPPED_FUNCTIONS = {f"_wrapped{name}": function for name, function in _PRIVATE_FUNCTIONS.items()}
 
+_EXTENSION = "flash_attn_2_cuda"  # FlashAttention-2's compiled module: ours has its functions
+_EXTENSION_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
+
+
+def _extension() -> ModuleType:
+    """The compiled module; without it one whose functions raise, as ours do for CUDA tensors.
+
+    Libraries take it when they are imported, and may never call it.
+    """
+    if build_info.extension is not None:
+        return build_info.extension
+    module = ModuleType(_EXTENSION)
+
+    def unavailable(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{_EXTENSION}: {build_info.cuda_unavailable_reason()}")
+
+    for name in _EXTENSION_FUNCTIONS:
+        setattr(module, name, unavailable)
+    return module
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    """x with a contiguous last dimension: itself where it has one."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+_OPERATORS = {name: getattr(torch.ops.flash_attn_cuda, name) for name in _PRIVATE_FUNCTIONS}
+
 _PROVIDED: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": VERSION, **_FUNCTIONS},
-    "flash_attn.flash_attn_interface": _FUNCTIONS | _PRIVATE_FUNCTIONS | _WRAPPED_FUNCTIONS,
+    "flash_attn.flash_attn_interface": {
+        **(_FUNCTIONS | _PRIVATE_FUNCTIONS | _WRAPPED_FUNCTIONS),
+        "flash_attn_gpu": _extension(),
+        "maybe_contiguous": maybe_contiguous,
+    },
     "flash_attn.bert_padding": {name: getattr(padding, name) for name in padding.__all__},
     "flash_attn.layers": {},
-    "flash_attn.layers.rotary": {name: getattr(rotary, name) for name in rotary.__all__},
+    "flash_attn.layers.rotary": {
+        name: getattr(module, name) for module in (rotary, rotary_layers) for name in module.__all__
+    },
+    "flash_attn.ops": {},
+    "flash_attn.ops.triton": {},
+    "flash_attn.ops.triton.rotary": {"apply_rotary": rotary_layers.apply_rotary},
 }
-_PACKAGES = ("flash_attn", "flash_attn.layers")
-_EXTENSION = "flash_attn_2_cuda"  # FlashAttention-2's compiled module: ours has its functions
+_PACKAGES = ("flash_attn", "flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton")
 
 
 def install() -> None:
@@ -88,6 +129,9 @@ def install() -> None:
         importlib.import_module(name)
     if build_info.extension is not None:
         sys.modules[_EXTENSION] = build_info.extension
+    for name, operator in _OPERATORS.items():
+        if not hasattr(torch.ops.flash_attn, name):
+            setattr(torch.ops.flash_attn, name, operator)
     _forget_availability()
 
 
@@ -101,6 +145,9 @@ def uninstall() -> None:
             del sys.modules[name]
     if sys.modules.get(_EXTENSION) is build_info.extension:
         sys.modules.pop(_EXTENSION, None)
+    for name, operator in _OPERATORS.items():
+        if vars(torch.ops.flash_attn).get(name) is operator:
+            delattr(torch.ops.flash_attn, name)
     importlib.invalidate_caches()
     _forget_availability()
 
@@ -120,7 +167,17 @@ class _Loader(Loader):
         provided = _PROVIDED[module.__name__]
         module.__doc__ = f"{module.__name__}, provided by {__package__}."
         module.__dict__.update(provided)
+        if module.__name__ == "flash_attn.bert_padding":
+            module.__dict__.update(_einops())
         module.__dict__["__all__"] = [name for name in provided if not name.startswith("_")]
+
+
+def _einops() -> dict[str, Any]:
+    """What code takes from flash_attn.bert_padding that is einops', if that is installed."""
+    if importlib.util.find_spec("einops") is None:
+        return {}
+    einops = importlib.import_module("einops")
+    return {"rearrange": einops.rearrange, "repeat": einops.repeat}
 
 
 class _Distribution(Distribution):
@@ -136,13 +193,6 @@ class _Distribution(Distribution):
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).parent / path
 
-    @property
-    def metadata(self) -> Any:
-        message = Message()
-        message["Metadata-Version"], message["Name"] = "2.1", "flash-attn"
-        message["Version"] = VERSION
-        return message
-
 
 class _Finder(MetaPathFinder):
     """Finds the modules of _PROVIDED and the distribution flash-attn."""
@@ -152,8 +202,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _PROVIDED:
             return None
-        origin = f"{__package__}.compat"
-        return ModuleSpec(fullname, _LOADER, origin=origin, is_package=fullname in _PACKAGES)
+        spec = ModuleSpec(fullname, _LOADER, origin=__file__, is_package=fullname in _PACKAGES)
+        spec.has_location = True  # becomes the module's __file__
+        return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
         name = (context or DistributionFinder.Context()).name

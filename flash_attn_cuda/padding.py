@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
+    "IndexFirstAxis",
+    "IndexPutFirstAxis",
     "index_first_axis",
     "index_first_axis_residual",
     "index_put_first_axis",
@@ -122,6 +124,18 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """(index_first_axis(x, indices), x): FlashAttention-2's form for a residual connection."""
     return index_first_axis(x, indices), x
+
+
+class IndexFirstAxis:
+    """For code that calls the apply() of FlashAttention-2's autograd function."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """For code that calls the apply() of FlashAttention-2's autograd function."""
+
+    apply = staticmethod(index_put_first_axis)
 
 
 def _check_mask(name: str, mask: Any, hidden_states: Any) -> None:

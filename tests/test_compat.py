@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -10,12 +12,19 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from harness import DEVICE
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import flash_attn_cuda
-from flash_attn_cuda import compat, padding, private, rotary
+from flash_attn_cuda import build_info, compat, padding, private, rotary
 
 
 @pytest.fixture
@@ -69,7 +78,80 @@ def test_import_statements_of_other_libraries() -> None:
 def test_what_is_not_there_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.losses'"):
         importlib.import_module("flash_attn.losses")
-    assert importlib.util.find_spec("flash_attn.ops") is None
+    assert importlib.util.find_spec("flash_attn.ops.rms_norm") is None
+
+
+@pytest.mark.usefixtures("installed")
+def test_names_that_are_imported_unguarded() -> None:
+    """By libraries, as soon as they see that there is a flash_attn."""
+    names: dict[str, Any] = {}
+    code = """
+    import flash_attn
+    from flash_attn.bert_padding import IndexFirstAxis, IndexPutFirstAxis
+    from flash_attn.flash_attn_interface import flash_attn_gpu, maybe_contiguous
+    from flash_attn.layers.rotary import ApplyRotaryEmb, RotaryEmbedding
+    from flash_attn.layers.rotary import apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+    from flash_attn.ops.triton.rotary import apply_rotary
+    """
+    exec(textwrap.dedent(code), names)
+    assert names["flash_attn"].__file__ == compat.__file__
+    x, indices = torch.randn(4, 3), torch.tensor([2, 0])
+    rows = names["IndexFirstAxis"].apply(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert torch.equal(names["IndexPutFirstAxis"].apply(rows, indices, 4)[indices], rows)
+    maybe_contiguous = names["maybe_contiguous"]
+    assert maybe_contiguous(None) is None and maybe_contiguous(x) is x
+    assert maybe_contiguous(x.T).is_contiguous() and torch.equal(maybe_contiguous(x.T), x.T)
+    extension = names["flash_attn_gpu"]
+    if build_info.extension is not None:
+        assert extension is build_info.extension
+        return
+    for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"):
+        with pytest.raises(RuntimeError, match=r"flash_attn_2_cuda: .*CUDA extension"):
+            getattr(extension, name)(x)
+
+
+def test_what_bert_padding_has_of_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    einops = ModuleType("einops")
+    einops.__spec__ = importlib.machinery.ModuleSpec("einops", None)
+    einops.rearrange, einops.repeat = object(), object()
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    compat.install()
+    try:
+        bert_padding = importlib.import_module("flash_attn.bert_padding")
+        assert bert_padding.rearrange is einops.rearrange
+    finally:
+        compat.uninstall()
+
+
+def test_operators_under_their_names() -> None:
+    """What a policy of selective checkpointing lists is the operator that then runs."""
+    assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+    compat.install()
+    try:
+        listed = torch.ops.flash_attn._flash_attn_forward.default
+        seen = []
+
+        def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            seen.append(operator is listed)
+            save = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+            return save[operator is not listed]
+
+        q = torch.randn(1, 4, 2, 8, requires_grad=True)
+        context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(
+            lambda q: flash_attn_cuda.flash_attn_func(q, q, q),
+            q,
+            use_reentrant=False,
+            context_fn=context_fn,
+        )
+        (gradient,) = torch.autograd.grad(out.sum(), q)
+        assert any(seen)
+        (expected,) = torch.autograd.grad(flash_attn_cuda.flash_attn_func(q, q, q).sum(), q)
+        assert torch.equal(gradient, expected)
+    finally:
+        compat.uninstall()
+    assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
 
 
 @pytest.mark.usefixtures("installed")
@@ -79,6 +161,7 @@ def test_packaging_metadata() -> None:
         assert importlib.metadata.version(name) == compat.VERSION
     distribution = importlib.metadata.distribution("flash-attn")
     assert distribution.metadata["Name"] == "flash-attn" and distribution.name == "flash-attn"
+    assert distribution.metadata.json["version"] == compat.VERSION
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
     major, minor, _ = (int(number) for number in compat.VERSION.split("."))
     assert (major, minor) == (2, 8)

@@ -10,6 +10,13 @@ from harness import DEVICE
 from torch import Tensor
 
 from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
+from flash_attn_cuda.rotary_layers import (
+    ApplyRotaryEmb,
+    RotaryEmbedding,
+    apply_rotary,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
 
 DEVICES = ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)]
 HEAD_DIM = 12
@@ -172,3 +179,113 @@ X, (COS, SIN) = torch.zeros(2, 5, 1, 8), tables(8)
 def test_bad_calls(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         apply_rotary_emb(**({"x": X, "cos": COS, "sin": SIN} | arguments))
+
+
+# What else flash_attn has of it
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_bare_rotation_and_its_conjugate(interleaved: bool) -> None:
+    x = torch.randn(2, 6, 2, HEAD_DIM, dtype=torch.float64)
+    tensors = (x, *tables(4))
+    expected = apply_rotary_emb(*tensors, interleaved, seqlen_offsets=3)
+    turned = apply_rotary(*tensors, 3, interleaved=interleaved)
+    assert torch.equal(turned, expected)
+    assert torch.equal(ApplyRotaryEmb.apply(*tensors, interleaved, False, 3), expected)
+    back = apply_rotary(turned, *tensors[1:], 3, None, None, interleaved, True, True)
+    assert back is turned
+    torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize("has_tables_of_keys", [False, True])
+@pytest.mark.parametrize("heads_k", [2, 1])
+def test_packed_projections(has_tables_of_keys: bool, heads_k: int) -> None:
+    q, k, v = (torch.randn(2, 6, heads, HEAD_DIM) for heads in (2, heads_k, heads_k))
+    of_q = [table.float() for table in tables(4)]
+    of_k = [table.float() for table in tables(4)] if has_tables_of_keys else of_q
+    expected = (apply_rotary_emb(q, *of_q), apply_rotary_emb(k, *of_k), v)
+    given = of_k if has_tables_of_keys else [None, None]
+    qkv = torch.cat([q, k, v], 2)
+    out = apply_rotary_emb_qkv_(qkv, *of_q, *given, num_heads_q=2)
+    assert out is qkv and torch.equal(out, torch.cat(expected, 2))
+    kv = torch.stack([k, v], 2)
+    out = apply_rotary_emb_kv_(kv, *of_k)
+    assert out is kv and torch.equal(out, torch.stack(expected[1:], 2))
+    if heads_k == 2:
+        qkv = torch.stack([q, k, v], 2).requires_grad_()
+        out = apply_rotary_emb_qkv_(qkv * 1.0, *of_q, *given)
+        assert torch.equal(out, torch.stack(expected, 2))
+        (gradient,) = torch.autograd.grad(out[:, :, 1].sum(), qkv)
+        conjugate = apply_rotary(torch.ones_like(k), *of_k, conjugate=True)
+        torch.testing.assert_close(gradient[:, :, 1], conjugate)
+
+
+def test_wrong_projections() -> None:
+    cos, sin = tables(4)
+    for shape, heads, message in (
+        ((1, 2, 2, 1, 8), None, r"qkv: must have shape \(batch, seqlen, 3, heads, head_dim\)"),
+        ((1, 2, 4, 8), None, "num_heads_q: must be given"),
+        ((1, 2, 4, 8), 1, r"qkv: .* with num_heads_q 1, got \(1, 2, 4, 8\)"),
+        ((1, 2, 4, 8), 6, r"qkv: .* with num_heads_q 6, got \(1, 2, 4, 8\)"),
+        ((1, 2, 8), 2, r"qkv: .* with num_heads_q 2, got \(1, 2, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_rotary_emb_qkv_(torch.zeros(shape), cos, sin, num_heads_q=heads)
+    with pytest.raises(ValueError, match=r"kv: must have shape .* got \(1, 2, 3, 1, 8\)"):
+        apply_rotary_emb_kv_(torch.zeros(1, 2, 3, 1, 8), cos, sin)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scale_base", [None, 16])
+def test_module(interleaved: bool, scale_base: int | None) -> None:
+    dim, seqlen, base = 8, 6, 100.0
+    embedding = RotaryEmbedding(dim, base, interleaved, scale_base)
+    assert not embedding.state_dict()
+    q, k, v = (torch.randn(2, seqlen, 2, HEAD_DIM) for _ in range(3))
+
+    def expected(x: Tensor, offsets: list[int], sign: int, length: int) -> Tensor:
+        places = torch.arange(0, dim, 2, dtype=torch.float64)
+        rows = []
+        for b, offset in enumerate(offsets):
+            for s in range(seqlen):
+                angle = (offset + s) * base ** (-places / dim)
+                growth = torch.ones(dim // 2, dtype=torch.float64)
+                if scale_base is not None:
+                    power = sign * (offset + s - length // 2) / scale_base
+                    growth = ((places + 0.4 * dim) / (1.4 * dim)) ** power
+                rows.append(turn(x[b, s], angle.cos() * growth, angle.sin() * growth, interleaved))
+        return torch.stack(rows).view(2, seqlen, 2, HEAD_DIM).float()
+
+    qkv = torch.stack([q, k, v], 2)
+    out = embedding(qkv)
+    assert out is qkv and torch.equal(out[:, :, 2], v)
+    torch.testing.assert_close(out[:, :, 0], expected(q, [0, 0], 1, seqlen))
+    torch.testing.assert_close(out[:, :, 1], expected(k, [0, 0], -1, seqlen))
+
+    offsets = torch.tensor([3, 0])
+    turned_q, kv = embedding(q.clone(), torch.stack([k, v], 2), offsets, max_seqlen=20)
+    torch.testing.assert_close(turned_q, expected(q, [3, 0], 1, 20))
+    torch.testing.assert_close(kv[:, :, 0], expected(k, [3, 0], -1, 20))
+    assert torch.equal(kv[:, :, 1], v)
+    grouped = embedding(torch.cat([q, k[:, :, :1], v[:, :, :1]], 2), seqlen_offset=2, num_heads_q=2)
+    torch.testing.assert_close(grouped[:, :, 2:3], expected(k, [2, 2], -1, 20)[:, :, :1])
+    with pytest.raises(ValueError, match="max_seqlen: must be given with a tensor seqlen_offset"):
+        embedding(qkv, seqlen_offset=offsets)
+
+
+def test_tables_of_a_module() -> None:
+    embedding = RotaryEmbedding(8, scale_base=512).bfloat16()
+    embedding._update_cos_sin_cache(10, device=torch.device("cpu"), dtype=torch.float32)
+    tables = embedding._cos_cached
+    exact = RotaryEmbedding(8, scale_base=512)
+    with torch.inference_mode():
+        exact._update_cos_sin_cache(10, torch.device("cpu"), torch.float32)
+    assert tables is not None and torch.equal(tables, exact._cos_cached)
+    embedding._update_cos_sin_cache(7, torch.device("cpu"), torch.float32)
+    assert embedding._cos_cached is tables
+    embedding._update_cos_sin_cache(7, torch.device("cpu"), torch.float16)
+    assert embedding._cos_cached.dtype == torch.float16 and len(embedding._cos_cached) == 7
+    x = torch.randn(1, 10, 3, 1, 8, requires_grad=True)
+    torch.autograd.grad(exact(x * 1.0).sum(), x)  # not on tables of inference mode
+    with pytest.raises(ValueError, match="dim: must be even and not negative, got 7"):
+        RotaryEmbedding(7)
