@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_tensor
+from .op_support import has_vmap_dimension
 from .sparsity_lists import PIECE, tiles_of
 
 
@@ -134,6 +135,11 @@ def check_attn_mask(attn_mask: Any, extent: PairExtent, q: Tensor) -> None:
     if attn_mask.dtype not in (torch.bool, q.dtype, torch.float32):
         allowed = ", ".join(dict.fromkeys(map(str, (torch.bool, q.dtype, torch.float32))))
         raise TypeError(f"attn_mask: dtype must be one of {allowed}, got {attn_mask.dtype}")
+    if attn_mask.dtype == torch.bool and has_vmap_dimension(attn_mask):
+        raise NotImplementedError(
+            "attn_mask: under torch.vmap must be floating or one mask for all entries, got bool "
+            f"ones of shape {tuple(attn_mask.shape)} for each entry"
+        )
     wanted = (extent.batch, extent.heads_q, extent.seqlen_q)
     shape = tuple(attn_mask.shape)
     fits = 2 <= len(shape) <= 4 and shape[-1] == extent.seqlen_k

@@ -271,3 +271,13 @@ def select_entry(args: tuple[Any, ...], in_dims: tuple[Any, ...], index: int) ->
 def is_functorch_active() -> bool:
     """Whether a transform of torch.func, vmap included, is running."""
     return not is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def has_vmap_dimension(x: Tensor) -> bool:
+    """Whether torch.vmap runs over x, below whatever other transforms wrap it."""
+    functorch = torch._C._functorch
+    while is_functorch_active() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False

@@ -154,6 +154,26 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], words:
         flash_attn_func(q, k, v, **changes)
 
 
+def test_a_bool_mask_for_each_entry_of_vmap() -> None:
+    q = torch.randn(3, 1, 9, 2, 8)
+    masks = torch.rand(3, 1, 1, 9, 9) < 0.6
+
+    def attend(q: Tensor, mask: Tensor) -> Tensor:
+        return flash_attn_func(q, q, q, attn_mask=mask)
+
+    def gradient(q: Tensor, mask: Tensor) -> Tensor:
+        return torch.func.grad(lambda q, mask: attend(q, mask).sum())(q, mask)
+
+    words = r"attn_mask: under torch\.vmap .* got bool ones of shape \(1, 1, 9, 9\)"
+    for function in (attend, gradient):
+        with pytest.raises(NotImplementedError, match=words):
+            torch.func.vmap(function)(q, masks)
+    out = torch.func.vmap(attend, in_dims=(0, None))(q, masks[0])
+    added = torch.zeros(masks.shape).masked_fill(~masks, -float("inf"))
+    torch.testing.assert_close(out[0], attend(q[0], masks[0]))
+    torch.testing.assert_close(torch.func.vmap(attend)(q, added)[1], attend(q[1], masks[1]))
+
+
 def test_a_sink_of_fp64_is_for_fp64() -> None:
     q, k, v, _, sink = make_inputs(dtype=torch.float32)
     flash_attn_func(q.double(), k.double(), v.double(), sink=sink.double())
