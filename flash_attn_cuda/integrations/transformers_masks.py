@@ -244,8 +244,9 @@ class _LastPositions:
     def sequences(self, position_ids: Tensor) -> Sequences | None:
         if position_ids.is_inference():  # it has no version: its contents may have changed
             return _packed_or_not(position_ids)
-        if self._last is not None:
-            tensor, version, answer = self._last
+        last = self._last
+        if last is not None:
+            tensor, version, answer = last
             if tensor() is position_ids and version == position_ids._version:
                 return answer
         answer = _packed_or_not(position_ids)
