@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from build_tools.kernel_row import Family
@@ -11,6 +12,7 @@ from build_tools.kernel_row import Family
 VARIABLE = "FLASH_ATTN_CUDA_ARCHS"
 WITHOUT_A_GPU = "80;90a"
 MINIMUM = 80
+FIRST_WITH_SUFFIX = {"": MINIMUM, "a": 90, "f": 100}
 
 
 class ArchError(ValueError):
@@ -38,16 +40,37 @@ def parse_archs(text: str) -> list[Arch]:
     Raises ArchError, naming the entry, for one that cannot be read or that no kernel runs on.
     """
     archs = set()
-    for entry in re.split(r"[;,\s]+", text.strip()):
-        match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", entry)
+    for entry in re.split(r"[;,\s]+", text.strip(";, \t\r\n")):
+        match = re.fullmatch(r"(\d{2,3}|1?\d\.\d)([af]?)(\+PTX)?", entry)
         if not match:
             raise ArchError(f"{VARIABLE}: expected entries like 80, 90a or 80+PTX, got {entry!r}")
-        major, minor, suffix, ptx = match.groups()
-        arch = Arch(int(major + minor), suffix, ptx is not None)
+        number, suffix, ptx = match.groups()
+        arch = Arch(int(number.replace(".", "")), suffix, ptx is not None)
         if arch.capability < MINIMUM:
             raise ArchError(f"{VARIABLE}: the kernels need capability >= {MINIMUM}, got {entry!r}")
+        first = FIRST_WITH_SUFFIX[suffix]
+        if arch.capability < first:
+            raise ArchError(
+                f"{VARIABLE}: there is a suffix {suffix} from {first} on, got {entry!r}"
+            )
         archs.add(arch)
     return sorted(archs, key=lambda arch: (arch.capability, arch.suffix, arch.ptx))
+
+
+def check_compilable(archs: list[Arch], capabilities: Collection[int], compiler: str) -> None:
+    """Raises ArchError for an entry that ``compiler`` has no code for, as far as it tells."""
+    for arch in archs:
+        if capabilities and arch.capability not in capabilities:
+            usable = ", ".join(str(c) for c in sorted(capabilities) if c >= MINIMUM)
+            raise ArchError(f"{VARIABLE}: {compiler} compiles for {usable}, got '{arch}'")
+
+
+def missing_hopper_kernels(archs: list[Arch]) -> str | None:
+    """A sentence where the list has Hopper without the suffix that its kernels need, else None."""
+    suffixes = {arch.suffix for arch in archs if arch.capability == 90}
+    if not suffixes or "a" in suffixes:
+        return None
+    return f"{VARIABLE}: 90 without a: no Hopper kernels; 90a has them"
 
 
 def _capabilities_from_torch() -> list[int]:

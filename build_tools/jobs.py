@@ -37,11 +37,15 @@ def job_count(cores: int, free_bytes: int) -> int:
     return max(1, min(cores, free_bytes // BYTES_PER_JOB))
 
 
+def parse_jobs(text: str, setting: str) -> int:
+    """The number that ``setting`` gives; ValueError for none of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{setting}: expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def default_jobs() -> int:
     """FLASH_ATTN_CUDA_JOBS when set, else what cores and memory allow."""
-    given = os.environ.get(VARIABLE)
-    if given is None:
-        return job_count(available_cores(), free_memory())
-    if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"{VARIABLE}: expected a whole number of at least 1, got {given!r}")
-    return int(given)
+    if given := os.environ.get(VARIABLE):
+        return parse_jobs(given, VARIABLE)
+    return job_count(available_cores(), free_memory())

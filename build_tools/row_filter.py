@@ -48,6 +48,11 @@ def _parse_clause(clause: str, rows: Sequence[KernelRow]) -> dict[str, set[str]]
             raise RowFilterError(
                 f"{VARIABLE}: no row has {name}={unknown[0]}; there are {', '.join(choices)}"
             )
+        if name in patterns:
+            raise RowFilterError(
+                f"{VARIABLE}: {name} stands twice in {clause!r}; its values go into one pattern, "
+                f"{name}={'|'.join(sorted(patterns[name] | wanted))}"
+            )
         patterns[name] = wanted
     return patterns
 
@@ -60,8 +65,11 @@ def select_rows(row_filter: str, rows: Sequence[KernelRow] = ALL_ROWS) -> list[K
     """
     if not row_filter.strip():
         return list(rows)
+    clauses = [clause for part in row_filter.split(";") if (clause := part.strip())]
+    if not clauses:
+        raise RowFilterError(f"{VARIABLE}: expected at least one clause, got {row_filter!r}")
     chosen: set[str] = set()
-    for clause in filter(None, (part.strip() for part in row_filter.split(";"))):
+    for clause in clauses:
         patterns = _parse_clause(clause, rows)
         matching = {
             row.name

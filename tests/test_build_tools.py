@@ -244,16 +244,36 @@ def test_the_build_record_survives_the_compiler(tmp_path) -> None:
         ("9.0a 8.0", [Arch(80), Arch(90, "a")]),
         ("80+PTX", [Arch(80, ptx=True)]),
         ("100f,120", [Arch(100, "f"), Arch(120)]),
+        ("80;", [Arch(80)]),
     ],
 )
 def test_arch_lists(text, expected) -> None:
     assert archs.parse_archs(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "sm_80", "80;", "90b", "75"])
+@pytest.mark.parametrize(
+    "text", ["", ";", "sm_80", "90b", "75", "1000", "80.5", "80.", "80a", "90f"]
+)
 def test_arch_lists_that_are_refused(text) -> None:
     with pytest.raises(ArchError, match=archs.VARIABLE):
         archs.parse_archs(text)
+
+
+def test_archs_that_the_compiler_does_not_know_are_refused() -> None:
+    wanted = archs.parse_archs("80;85;800")
+    with pytest.raises(ArchError, match=r"ARCHS: nvcc 13\.0 compiles for 80, 90, got '85'"):
+        archs.check_compilable(wanted, {75, 80, 90}, "nvcc 13.0")
+    archs.check_compilable(wanted, {80, 85, 800}, "nvcc 13.0")
+    archs.check_compilable(wanted, set(), "a compiler that does not tell")
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"), [("90", True), ("80;90+PTX", True), ("90;90a", False), ("80;100", False)]
+)
+def test_hopper_without_its_suffix_is_mentioned(text, missing) -> None:
+    sentence = archs.missing_hopper_kernels(archs.parse_archs(text))
+    assert (sentence is not None) == missing
+    assert not missing or "90 without a: no Hopper kernels; 90a has them" in str(sentence)
 
 
 def test_sm80_units_are_plain_code_with_ptx_of_the_highest() -> None:

@@ -91,6 +91,8 @@ def test_a_field_of_one_pass_alone_excludes_the_other() -> None:
         ("pass=forward;dtype=fp8", "no row has dtype=fp8"),
         ("variant=cache", "no row has variant=cache; there are plain"),
         ("features=softcap", "no field 'features'"),
+        (";", "expected at least one clause, got ';'"),
+        ("head_dim=64,head_dim=128", "head_dim stands twice in"),
     ],
 )
 def test_a_filter_that_says_nothing_of_the_table_is_refused(row_filter, complaint) -> None:
