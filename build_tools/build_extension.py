@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -20,10 +21,12 @@ from enum import Enum
 from pathlib import Path
 
 from build_tools import build_kernels, ninja_build, toolchain
+from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO, Nvcc, ToolchainError
 
 MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
+CHOICE_NAME = "_install.json"  # in the installed package; flash_attn_cuda/build_info.py reads it
 
 
 class Backend(Enum):
@@ -42,29 +45,46 @@ class Choice:
 def choose_backend() -> Choice:
     """Whether this machine can build the extension, and the reason in words when it cannot.
 
-    Raises ToolchainError when it could but for something the user would want to mend: torch missing
-    beside an nvcc, or a torch for another CUDA major. Raises ValueError for an unknown
-    FLASH_ATTN_CUDA_BACKEND.
+    Raises ToolchainError when it could but for something the user would want to mend: torch or
+    ninja missing beside an nvcc, an nvcc that is too old, or a torch for another CUDA major; with
+    FLASH_ATTN_CUDA_BACKEND=cuda whenever it cannot. Raises ValueError for an unknown value of that.
     """
-    wanted = os.environ.get(BACKEND_VARIABLE, "auto")
-    if wanted not in ("auto", "cpu"):
-        raise ValueError(f"{BACKEND_VARIABLE}: expected auto or cpu, got {wanted!r}")
+    wanted = os.environ.get(BACKEND_VARIABLE) or "auto"
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"{BACKEND_VARIABLE}: expected auto, cpu or cuda, got {wanted!r}")
     if wanted == "cpu":
         return Choice(Backend.cpu, f"{BACKEND_VARIABLE}=cpu")
+    choice = _possible_backend()
+    if wanted == "cuda" and choice.backend is Backend.cpu:
+        raise ToolchainError(f"{BACKEND_VARIABLE}=cuda cannot be had: {choice.reason}")
+    return choice
+
+
+def _possible_backend() -> Choice:
     nvcc = toolchain.find_nvcc()
     if nvcc is None:
         return Choice(Backend.cpu, f"there is no nvcc in {toolchain.NVCC_PLACES}")
     if not toolchain.make_torch_importable():
         raise ToolchainError(
-            "torch is not installed, and the extension is compiled for the torch it will run with. "
-            f"Install torch first, or set {BACKEND_VARIABLE}=cpu for a package without extension."
+            f"{sys.prefix} has no torch, and the extension is compiled for the torch it will run "
+            "with. Install torch first; where a tool builds in an environment of its own and does "
+            "not find it, build with --no-build-isolation (python -m build: --no-isolation). Or "
+            f"set {BACKEND_VARIABLE}=cpu for a package without extension."
         )
     import torch
 
     if torch.version.cuda is None:
         return Choice(Backend.cpu, f"torch {torch.__version__} was built without CUDA")
+    toolchain.check_nvcc_version(nvcc)
     toolchain.check_torch_matches(torch.version.cuda, nvcc)
-    return Choice(Backend.cuda, f"nvcc {nvcc.version}, torch {torch.__version__}")
+    toolchain.find_ninja()
+    return Choice(Backend.cuda, f"{nvcc.path} {nvcc.version}, torch {torch.__version__}")
+
+
+def record_choice(choice: Choice, package: Path) -> None:
+    """Leaves in ``package`` what was chosen and why, for the installed package to tell."""
+    record = {"backend": choice.backend.value, "reason": choice.reason}
+    write_if_changed(package / CHOICE_NAME, json.dumps(record))
 
 
 def announcement(choice: Choice) -> str:
@@ -136,7 +156,7 @@ def _link_command(archive: Path, nvcc: Nvcc) -> str:
     ]
     inputs = shlex.join([str(archive), str(_cuda_runtime(nvcc)), *libraries])
     compiler = shlex.quote(toolchain.host_compiler())
-    return f"{compiler} -shared -o $out $in {inputs} -Wl,--exclude-libs,ALL"
+    return f"{compiler} -shared -o $out.new $in {inputs} -Wl,--exclude-libs,ALL"
 
 
 def build(other: TargetPython | None = None) -> Path:
@@ -158,7 +178,8 @@ def build(other: TargetPython | None = None) -> Path:
     ]
     extension = folder / f"{MODULE}{target.suffix}"
     link = ninja_build.Link(extension, _link_command(archive, nvcc), inputs=(archive,))
-    ninja_build.build(folder, compiles, link, options.jobs)
+    with ninja_build.locked(folder):
+        ninja_build.build(folder, compiles, link, options.jobs)
     return extension
 
 

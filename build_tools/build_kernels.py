@@ -35,7 +35,7 @@ NVCC_FLAGS = (
 
 
 def default_build_dir() -> Path:
-    return Path(os.environ.get("FLASH_ATTN_CUDA_BUILD_DIR", REPO / "build/kernels")).absolute()
+    return Path(os.environ.get("FLASH_ATTN_CUDA_BUILD_DIR") or REPO / "build/kernels").absolute()
 
 
 def _archs_wanted() -> str:
@@ -84,7 +84,9 @@ def make_plan(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> P
     nvcc = toolchain.find_nvcc()
     if nvcc is None:
         raise ToolchainError(f"there is no nvcc in {toolchain.NVCC_PLACES}")
+    toolchain.check_nvcc_version(nvcc)
     wanted = archs.parse_archs(options.archs)
+    archs.check_compilable(wanted, toolchain.nvcc_capabilities(nvcc), f"nvcc {nvcc.version}")
     runnable = [row for row in table if archs.family_gencode(row.family, wanted)]
     rows = row_filter.select_rows(options.rows, runnable)
     return Plan(options, nvcc, toolchain.find_cutlass(), wanted, rows)
@@ -158,12 +160,15 @@ def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:
 def build(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> Path:
     """Builds what is out of date, prints one closing line and returns the archive's path."""
     plan = make_plan(options, table)
-    compiles = _compiles(plan)
-    _write_manifest(plan, compiles)
-    # ar adds to an archive that exists, and would keep members that are no longer built.
-    link = ninja_build.Link(plan.archive, "rm -f $out && ar rcsD $out $in")
-    ninja_build.build(options.build_dir, compiles, link, options.jobs)
-    print(closing_line(plan, ninja_build.total_cost(compiles)), flush=True)
+    if missing := archs.missing_hopper_kernels(plan.archs):
+        print(f"flash_attn_cuda: {missing}", file=sys.stderr, flush=True)
+    with ninja_build.locked(options.build_dir):
+        compiles = _compiles(plan)
+        _write_manifest(plan, compiles)
+        # ar adds to an archive that exists, and would keep members that are no longer built.
+        link = ninja_build.Link(plan.archive, "rm -f $out.new && ar rcsD $out.new $in")
+        ninja_build.build(options.build_dir, compiles, link, options.jobs)
+        print(closing_line(plan, ninja_build.total_cost(compiles)), flush=True)
     return plan.archive
 
 
@@ -173,9 +178,7 @@ def options_from_command_line(arguments: Sequence[str]) -> BuildOptions:
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
 
     def option(name: str, variable: str, default: Any) -> None:
-        parser.add_argument(
-            name, type=type(default), default=default, help=f"{variable}, {default}"
-        )
+        parser.add_argument(name, default=str(default), help=f"{variable}, {default}")
 
     option("--archs", archs.VARIABLE, defaults.archs)
     option("--rows", row_filter.VARIABLE, defaults.rows)
@@ -186,8 +189,8 @@ def options_from_command_line(arguments: Sequence[str]) -> BuildOptions:
     return BuildOptions(
         archs=given.archs,
         rows=given.rows,
-        jobs=given.jobs,
-        build_dir=given.build_dir.absolute(),
+        jobs=jobs.parse_jobs(given.jobs, "--jobs"),
+        build_dir=Path(given.build_dir).absolute(),
         extra_nvcc_flags=("-lineinfo",) if given.lineinfo else (),
     )
 

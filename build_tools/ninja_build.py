@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -9,13 +10,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ninja
-from ninja import ninja_syntax
-
+from build_tools import toolchain
 from build_tools.generate_units import write_if_changed
 
 REPO = Path(__file__).resolve().parent.parent
@@ -41,7 +41,10 @@ class Compile:
 
 @dataclass(frozen=True)
 class Link:
-    """All objects to one file: a shell command of ``$in`` and ``$out``, reading ``inputs`` too."""
+    """All objects to one file: a shell command of ``$in`` and ``$out.new``, reading ``inputs`` too.
+
+    The file gets its name when it is whole: another build may read the one that was there.
+    """
 
     target: Path
     command: str
@@ -61,6 +64,8 @@ def write_ninja_file(
     path: Path, compiles: Sequence[Compile], link: Link, launcher: Sequence[str]
 ) -> None:
     """Writes ``path``; every compile goes through run_job and ``launcher`` (ccache or nothing)."""
+    from ninja import ninja_syntax  # not above: an install without extension needs no ninja
+
     with io.StringIO() as text:
         writer = ninja_syntax.Writer(text, width=10_000)  # type: ignore[arg-type]  # any text file
         writer.variable("ninja_required_version", "1.5")
@@ -72,7 +77,7 @@ def write_ninja_file(
             deps="gcc",
             description="compile $in",
         )
-        writer.rule("link", command=link.command, description="link $out")
+        writer.rule("link", command=f"{link.command} && mv $out.new $out", description="link $out")
         for job in compiles:
             obj, source = [str(job.object)], [str(job.source)]
             command = shlex.join([*launcher, *job.full_command()]).replace("$", "$$")
@@ -93,7 +98,7 @@ def write_compile_commands(path: Path, compiles: Iterable[Compile], directory: P
 
 def run_ninja(path: Path, jobs: int, directory: Path) -> None:
     """Runs the build from ``directory``; BuildError when a command fails."""
-    command = [f"{ninja.BIN_DIR}/ninja", "-f", str(path), "-j", str(jobs)]
+    command = [toolchain.find_ninja(), "-f", str(path), "-j", str(jobs)]
     # So that ccache knows the same sources in another checkout.
     environment = {"CCACHE_BASEDIR": str(REPO), **os.environ}
     result = subprocess.run(command, cwd=directory, env=environment)
@@ -101,8 +106,23 @@ def run_ninja(path: Path, jobs: int, directory: Path) -> None:
         raise BuildError(f"ninja -f {path}: status {result.returncode}, the errors are above")
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other builds out of ``folder``; waits, and says so, while there is one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting = f"flash_attn_cuda: waiting for another build in {folder}"
+            print(waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build(folder: Path, compiles: Sequence[Compile], link: Link, jobs: int) -> None:
     """Brings ``link.target`` up to date, working in ``folder``, with ccache where it is present."""
+    toolchain.find_ninja()  # before a file is written
     launcher = [ccache] if (ccache := shutil.which("ccache")) else []
     ninja_file = folder / "build.ninja"
     write_ninja_file(ninja_file, compiles, link, launcher)

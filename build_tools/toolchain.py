@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import site
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
+OLDEST_NVCC = (12, 0)  # the first with C++20, which the kernels are written in
 NVCC_PLACES = "CUDA_HOME, on PATH, in /usr/local/cuda or among pip's nvidia packages"
 REPO = Path(__file__).resolve().parent.parent
 
@@ -37,10 +37,19 @@ class Nvcc:
         return int(self.version.split(".")[0])
 
 
+@functools.cache
 def target_site_packages() -> list[Path]:
-    """Where this Python's packages lie, also when pip's build isolation took them off sys.path."""
+    """Where this Python's packages lie, also when pip's build isolation took them off sys.path.
+
+    Asked of this Python itself, without the variables that pip isolates by: it then sees what .pth
+    files name, and the base Python's packages where a virtual environment shows those.
+    """
+    isolating = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    variables = {name: value for name, value in os.environ.items() if name not in isolating}
+    command = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
+    listing = subprocess.run(command, env=variables, capture_output=True, text=True).stdout
     own = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    folders = dict.fromkeys((*own, site.getusersitepackages()))
+    folders = dict.fromkeys((*own, *listing.splitlines()))
     return [folder for folder in map(Path, folders) if folder.is_dir()]
 
 
@@ -49,11 +58,13 @@ def make_torch_importable() -> bool:
 
     An isolated build must not bring a torch of its own: the extension would be compiled for that
     one. pip isolates with the target environment's interpreter, so that environment's packages can
-    be added back, last so that the build requirements go first.
+    be added back, last so that the build requirements go first. All of them: what torch itself
+    imports may lie in another folder.
     """
     if importlib.util.find_spec("torch") is None:
-        folders = [folder for folder in target_site_packages() if (folder / "torch").is_dir()]
-        sys.path += map(str, folders[:1])
+        folders = list(map(str, target_site_packages()))
+        if any(Path(folder, "torch").is_dir() for folder in folders):
+            sys.path += [folder for folder in folders if folder not in sys.path]
     return importlib.util.find_spec("torch") is not None
 
 
@@ -64,10 +75,33 @@ def _pip_cuda_roots() -> list[Path]:
     return sorted(folder for folder in folders if re.match(r"cu\d+$|cuda_", folder.name))
 
 
+@functools.cache
+def _nvcc_version(path: Path) -> str | None:
+    """The version of the nvcc at ``path``; None where there is none that runs."""
+    try:
+        result = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace"
+        )
+    except OSError:
+        return None
+    version = re.search(r"release \d+\.\d+, V([\d.]+)", result.stdout)
+    return version[1] if version else None
+
+
+def _nvcc_of_variable(variable: str, root: str) -> Path:
+    """Where the toolkit that a variable names has its nvcc, which a runtime's toolkit lacks."""
+    if not Path(root).is_dir():
+        raise ToolchainError(f"{variable}: expected the folder of a CUDA toolkit, got {root!r}")
+    path = Path(root) / "bin/nvcc"
+    if path.exists() and _nvcc_version(path) is None:
+        raise ToolchainError(f"{variable}: {path} cannot be run, or is no nvcc")
+    return path
+
+
 def _nvcc_candidates() -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if root := os.environ.get(variable):
-            yield Path(root) / "bin/nvcc"
+            yield _nvcc_of_variable(variable, root)
     if on_path := shutil.which("nvcc"):
         yield Path(on_path)
     yield SYSTEM_NVCC
@@ -88,20 +122,37 @@ def _has_runtime_headers(folder: Path) -> bool:
 
 @functools.cache
 def find_nvcc() -> Nvcc | None:
-    """The first nvcc of CUDA_HOME, PATH, /usr/local/cuda and pip's packages that runs, or None."""
+    """The first nvcc of CUDA_HOME, PATH, /usr/local/cuda and pip's packages that runs, or None.
+
+    Raises ToolchainError where CUDA_HOME or CUDA_PATH is no folder, or has an nvcc that cannot run.
+    """
     for path in _nvcc_candidates():
-        if not os.access(path, os.X_OK):
-            continue
-        output = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-        if version := re.search(r"release \d+\.\d+, V([\d.]+)", output):
+        if version := _nvcc_version(path):
             root = _toolkit_root(path)
             folders = [root / "include", *sorted(root.glob("targets/*/include"))]
             if not any(map(_has_runtime_headers, folders)):
                 folders += [pip_root / "include" for pip_root in _pip_cuda_roots()]
             real = root / "bin/nvcc"  # ccache identifies a compiler by its file, so not the script
             includes = dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir())
-            return Nvcc(real if real.is_file() else path, version[1], tuple(includes))
+            return Nvcc(real if real.is_file() else path, version, tuple(includes))
     return None
+
+
+def check_nvcc_version(nvcc: Nvcc) -> None:
+    """Raises ToolchainError when nvcc is older than the kernels need."""
+    if tuple(map(int, nvcc.version.split(".")[:2])) < OLDEST_NVCC:
+        oldest = ".".join(map(str, OLDEST_NVCC))
+        raise ToolchainError(
+            f"the kernels need nvcc {oldest} or newer, and {nvcc.path} is {nvcc.version}: "
+            "point CUDA_HOME at a newer toolkit"
+        )
+
+
+def nvcc_capabilities(nvcc: Nvcc) -> set[int]:
+    """The compute capabilities that nvcc can compile for, such as 80 and 90."""
+    command = [str(nvcc.path), "--list-gpu-arch"]
+    listing = subprocess.run(command, capture_output=True, text=True).stdout
+    return {int(number) for number in re.findall(r"^compute_(\d+)\s*$", listing, re.MULTILINE)}
 
 
 def check_torch_matches(torch_cuda: str, nvcc: Nvcc) -> None:
@@ -115,26 +166,53 @@ def check_torch_matches(torch_cuda: str, nvcc: Nvcc) -> None:
 
 
 def find_cutlass() -> Path:
-    """The CUTLASS headers: CUTLASS_PATH, else third_party/cutlass/include, fetched if missing."""
-    if given := os.environ.get("CUTLASS_PATH"):
-        if not (Path(given) / "cutlass/version.h").is_file():
-            raise ToolchainError(f"CUTLASS_PATH: no cutlass/version.h under {given}")
-        return Path(given).resolve()
-    from third_party.cutlass.fetch import fetch
+    """The CUTLASS headers: CUTLASS_PATH, else third_party/cutlass/include, fetched if missing.
 
-    return fetch()
+    Those of CUTLASS_PATH must be of the pinned version, but for the patch.
+    """
+    from third_party.cutlass.fetch import VERSION, fetch
+
+    given = os.environ.get("CUTLASS_PATH")
+    if not given:
+        return fetch()
+    if not (Path(given) / "cutlass/version.h").is_file():
+        raise ToolchainError(f"CUTLASS_PATH: no cutlass/version.h under {given}")
+    found, pinned = cutlass_version(Path(given)), VERSION.split(".")[:2]
+    if found.split(".")[:2] != pinned:
+        raise ToolchainError(
+            f"CUTLASS_PATH: expected CUTLASS {'.'.join(pinned)}, got {found} under {given}"
+        )
+    return Path(given).resolve()
 
 
 def cutlass_version(include_dir: Path) -> str:
-    text = (include_dir / "cutlass/version.h").read_text()
-    parts = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
+    header = include_dir / "cutlass/version.h"
+    parts = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text()))
+    if len(parts) < 3:
+        raise ToolchainError(f"{header} names no CUTLASS version")
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH"))
 
 
+def find_ninja() -> str:
+    """The ninja of the ninja package; ToolchainError, saying what to install, where there is none.
+
+    The package does not find its own program under pip's build isolation, which has it on PATH.
+    """
+    missing = "is not installed: pip install 'setuptools>=70.1' 'ninja>=1.11' brings what builds"
+    try:
+        from ninja import BIN_DIR
+    except ImportError:
+        raise ToolchainError(f"ninja {missing}") from None
+    path = shutil.which("ninja", path=BIN_DIR) or shutil.which("ninja")
+    if path is None:
+        raise ToolchainError(f"the program ninja {missing}")
+    return path
+
+
 def host_compiler() -> str:
-    return os.environ.get("CXX", "g++")
+    return os.environ.get("CXX") or "g++"
 
 
 def nvcc_host_compiler_flags() -> list[str]:
     """nvcc finds g++ by itself; CXX overrides it here as it does for host code."""
-    return [f"-ccbin={os.environ['CXX']}"] if "CXX" in os.environ else []
+    return [f"-ccbin={compiler}"] if (compiler := os.environ.get("CXX")) else []

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
+import subprocess
 import sys
+import threading
+import venv
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +29,7 @@ from build_tools import (
     run_job,
     toolchain,
 )
+from build_tools.archs import ArchError
 from build_tools.build_extension import Backend
 from build_tools.toolchain import Nvcc, ToolchainError
 from third_party.cutlass import fetch
@@ -153,7 +159,7 @@ def host_build(tmp_path) -> Callable[[], Path]:
     def build() -> Path:
         compiler = (toolchain.host_compiler(), "-O0")
         job = ninja_build.Compile(folder / "unit.cpp", folder / "out/unit.o", compiler)
-        link = ninja_build.Link(folder / "out/lib.a", "rm -f $out && ar rcsD $out $in")
+        link = ninja_build.Link(folder / "out/lib.a", "rm -f $out.new && ar rcsD $out.new $in")
         ninja_build.build(folder / "out", [job], link, jobs=1)
         return link.target
 
@@ -178,18 +184,67 @@ def test_a_build_that_fails_raises(host_build) -> None:
         host_build()
 
 
+def test_a_build_waits_for_another_one_in_its_folder(tmp_path, capsys) -> None:
+    entered = threading.Event()
+
+    def other_build() -> None:
+        with ninja_build.locked(tmp_path / "build"):
+            entered.set()
+
+    other = threading.Thread(target=other_build)
+    with ninja_build.locked(tmp_path / "build"):
+        other.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    other.join()
+    assert f"waiting for another build in {tmp_path / 'build'}" in capsys.readouterr().err
+
+
+def test_what_a_link_replaces_stays_whole_until_then(host_build) -> None:
+    archive = host_build()
+    with archive.open("rb") as reader:
+        before = reader.read()
+        (archive.parent.parent / "value.h").write_text("inline int value() { return 333; }\n")
+        host_build()
+        reader.seek(0)
+        assert reader.read() == before
+    assert archive.read_bytes() != before
+    assert [path.name for path in archive.parent.glob("lib.a*")] == ["lib.a"]
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_the_kernels_are_built_under_the_lock(tmp_path, monkeypatch) -> None:
+    class Built(Exception):
+        pass
+
+    def build(folder: Path, *others: object) -> None:
+        with (folder / "lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        raise Built
+
+    monkeypatch.setattr(ninja_build, "build", build)
+    monkeypatch.setattr(toolchain, "find_cutlass", lambda: cutlass_headers(tmp_path / "include"))
+    options = build_kernels.BuildOptions(archs="80", jobs=1, build_dir=tmp_path / "build")
+    with pytest.raises(Built):
+        build_kernels.build(options, table=[ROW])
+
+
 # Tools
+
+
+def cutlass_headers(folder: Path, version: str = "4.2.0") -> Path:
+    """A folder that says that it has the headers of this version of CUTLASS."""
+    (folder / "cutlass").mkdir(parents=True, exist_ok=True)
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in parts)
+    (folder / "cutlass/version.h").write_text(text)
+    return folder
 
 
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
 def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> None:
     """The whole pipeline over a source tree of two files, for two archs."""
-    cutlass = tmp_path / "cutlass_include"
-    (cutlass / "cutlass").mkdir(parents=True)
-    version = zip(("MAJOR", "MINOR", "PATCH"), (4, 2, 0), strict=True)
-    text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in version)
-    (cutlass / "cutlass/version.h").write_text(text)
-    monkeypatch.setenv("CUTLASS_PATH", str(cutlass))
+    monkeypatch.setenv("CUTLASS_PATH", str(cutlass_headers(tmp_path / "cutlass_include")))
     sources = tmp_path / "csrc"
     for folder in ("flash_attn", "host", "auxiliary", "sm80"):
         (sources / folder).mkdir(parents=True)
@@ -261,8 +316,86 @@ def test_the_backend_variable(monkeypatch) -> None:
     monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
     assert build_extension.choose_backend().backend is Backend.cpu
     monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "gpu")
-    with pytest.raises(ValueError, match="expected auto or cpu, got 'gpu'"):
+    with pytest.raises(ValueError, match="expected auto, cpu or cuda, got 'gpu'"):
         build_extension.choose_backend()
+
+
+def test_the_extension_can_be_asked_for(monkeypatch) -> None:
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cuda")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    with pytest.raises(ToolchainError, match="BACKEND=cuda cannot be had: there is no nvcc in"):
+        build_extension.choose_backend()
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ToolchainError, match="was built without CUDA"):
+        build_extension.choose_backend()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert build_extension.choose_backend().backend is Backend.cuda
+
+
+def test_a_missing_torch_is_refused_with_what_helps(monkeypatch) -> None:
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(toolchain, "make_torch_importable", lambda: False)
+    with pytest.raises(ToolchainError, match=r"has no torch.*--no-build-isolation"):
+        build_extension.choose_backend()
+
+
+def test_torch_is_found_where_a_pth_file_names_it(tmp_path) -> None:
+    """As under pip's isolation: a folder first on PYTHONPATH takes the environment off sys.path."""
+    environment, elsewhere, isolation = (tmp_path / name for name in ("env", "lib", "isolation"))
+    venv.create(environment, with_pip=False)
+    (elsewhere / "torch").mkdir(parents=True)
+    (elsewhere / "torch/__init__.py").write_text("import beside_torch\n")
+    (elsewhere / "beside_torch.py").touch()
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "elsewhere.pth").write_text(f"{elsewhere}\n")
+    isolation.mkdir()
+    hide = f"import sys\nsys.path[:] = [p for p in sys.path if p not in {[str(elsewhere)]}]\n"
+    (isolation / "sitecustomize.py").write_text(hide)
+    script = (
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+        "from build_tools import toolchain\n"
+        "assert toolchain.make_torch_importable()\n"
+        "import torch\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": f"{isolation}{os.pathsep}{REPO}"}
+    subprocess.run([environment / "bin/python", "-c", script], env=variables, check=True)
+
+
+def test_ninja_is_found_on_path_where_its_package_does_not_know(tmp_path, monkeypatch) -> None:
+    import ninja
+
+    program = tmp_path / "ninja"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toolchain.find_ninja() == f"{ninja.BIN_DIR}/ninja"
+    monkeypatch.setattr(ninja, "BIN_DIR", "")  # so it is under pip's build isolation
+    assert toolchain.find_ninja() == str(program)
+    program.unlink()
+    with pytest.raises(ToolchainError, match="the program ninja is not installed: pip install"):
+        toolchain.find_ninja()
+
+
+def test_ninja_is_needed_for_the_extension_alone(monkeypatch) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['ninja'] = None\n"  # an import of it fails
+        "from build_tools import build_extension, toolchain\n"
+        "assert build_extension.choose_backend().backend.value == 'cpu'\n"
+        "try:\n"
+        "    toolchain.find_ninja()\n"
+        "except toolchain.ToolchainError as error:\n"
+        "    print(error)\n"
+    )
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert "ninja is not installed: pip install 'setuptools>=70.1' 'ninja>=1.11'" in result.stdout
 
 
 def test_kernels_without_nvcc_are_an_error_that_says_where_it_looked(monkeypatch, capsys) -> None:
@@ -287,6 +420,79 @@ def test_nvcc_of_pips_packages_is_found_with_their_headers(tmp_path, monkeypatch
     found = toolchain.find_nvcc.__wrapped__()
     assert found == Nvcc(nvcc, "13.0.88", (root / "include",))
     assert found.major == 13
+
+
+def fake_nvcc(root: Path, text: str) -> Path:
+    """An executable bin/nvcc with this text, of a toolkit in ``root``."""
+    nvcc = root / "bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(text)
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_toolkit_that_is_named_must_be_there_and_run(tmp_path, monkeypatch, variable) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "absent"))
+    with pytest.raises(ToolchainError, match=f"{variable}: expected the folder .*/absent'"):
+        toolchain.find_nvcc.__wrapped__()
+    nvcc = fake_nvcc(tmp_path / "broken", "not a program")
+    monkeypatch.setenv(variable, str(tmp_path / "broken"))
+    with pytest.raises(ToolchainError, match=f"{variable}: {nvcc} cannot be run"):
+        toolchain.find_nvcc.__wrapped__()
+
+
+def test_an_nvcc_that_cannot_be_run_is_passed_over(tmp_path, monkeypatch) -> None:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    broken = fake_nvcc(tmp_path, "not a program")
+    monkeypatch.setattr(toolchain, "target_site_packages", lambda: [])
+    monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(broken))
+    assert toolchain.find_nvcc.__wrapped__() is None
+
+
+def test_an_nvcc_that_is_too_old_is_refused(monkeypatch, capsys) -> None:
+    toolchain.check_nvcc_version(Nvcc(Path("nvcc"), "12.0.76", ()))
+    old = Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ())
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: old)
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(pytest.importorskip("torch").version, "cuda", "11.8")
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89"):
+        build_extension.choose_backend()
+    assert build_kernels.main([]) == 1
+    assert "nvcc 12.0 or newer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_nvcc_says_what_it_compiles_for() -> None:
+    nvcc = toolchain.find_nvcc()
+    assert nvcc is not None and {80, 90} <= toolchain.nvcc_capabilities(nvcc)
+    options = build_kernels.BuildOptions(archs="80;85", jobs=1)
+    with pytest.raises(ArchError, match=r"ARCHS: nvcc .* compiles for 80, .*, got '85'"):
+        build_kernels.make_plan(options)
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3", "two"])
+def test_the_job_count_of_the_command_line_is_checked(monkeypatch, capsys, jobs) -> None:
+    monkeypatch.setattr(build_kernels, "build", lambda options: None)
+    assert build_kernels.main([f"--jobs={jobs}"]) == 1
+    assert f"--jobs: expected a whole number of at least 1, got '{jobs}'" in capsys.readouterr().err
+
+
+def test_settings_that_are_empty_are_as_good_as_unset(monkeypatch) -> None:
+    names = ("ARCHS", "ROWS", "JOBS", "BUILD_DIR", "BACKEND")
+    for name in (*(f"FLASH_ATTN_CUDA_{name}" for name in names), "CXX"):
+        monkeypatch.setenv(name, "")
+    options = build_kernels.BuildOptions()
+    assert options.build_dir == REPO / "build/kernels"
+    assert options.jobs >= 1
+    assert toolchain.host_compiler() == "g++"
+    assert toolchain.nvcc_host_compiler_flags() == []
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert build_extension.choose_backend().backend is Backend.cpu
 
 
 def test_every_package_is_installed() -> None:
@@ -342,3 +548,28 @@ def test_cutlass_path_must_hold_the_headers(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
     with pytest.raises(ToolchainError, match="CUTLASS_PATH"):
         toolchain.find_cutlass()
+
+
+def test_cutlass_path_must_hold_the_pinned_version(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    cutlass_headers(tmp_path, "4.2.7")
+    assert toolchain.find_cutlass() == tmp_path
+    for version in ("4.3.0", "3.2.0"):
+        cutlass_headers(tmp_path, version)
+        with pytest.raises(ToolchainError, match=f"PATH: expected CUTLASS 4.2, got {version}"):
+            toolchain.find_cutlass()
+    (tmp_path / "cutlass/version.h").write_text("#pragma once\n")
+    with pytest.raises(ToolchainError, match=r"version\.h names no CUTLASS version"):
+        toolchain.find_cutlass()
+
+
+def test_headers_that_are_not_all_there_are_fetched(wheel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(fetch, "download", lambda folder: wheel)
+    include = tmp_path / "include"
+    include.mkdir()
+    fetch.fetch(include)
+    assert (include / "cutlass/version.h").is_file()
+    (include / "cutlass/version.h").rename(include / "something_else.h")
+    with pytest.raises(fetch.FetchError, match=r"without cutlass/version\.h: remove it"):
+        fetch.fetch(include)

@@ -10,7 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-REQUIREMENT = "nvidia-cutlass==4.2.0.0"
+VERSION = "4.2.0.0"
+REQUIREMENT = f"nvidia-cutlass=={VERSION}"
 SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6"
 HEADERS_IN_WHEEL = "cutlass_library/source/include/"
 INCLUDE_DIR = Path(__file__).resolve().parent / "include"
@@ -43,8 +44,12 @@ def check_hash(wheel: Path) -> None:
         raise FetchError(f"{wheel.name}: expected sha256 {SHA256}, got {actual}")
 
 
+def is_there(include_dir: Path) -> bool:
+    return (include_dir / "cutlass/version.h").is_file()
+
+
 def unpack(wheel: Path, include_dir: Path) -> None:
-    """Puts the wheel's headers at ``include_dir`` in one rename: it is absent or complete."""
+    """Puts the wheel's headers at ``include_dir`` in one rename: they are absent or complete."""
     include_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=include_dir.parent, prefix=".unpack-") as scratch:
         with zipfile.ZipFile(wheel) as archive:
@@ -52,14 +57,18 @@ def unpack(wheel: Path, include_dir: Path) -> None:
             archive.extractall(scratch, headers)
         try:
             os.rename(Path(scratch) / HEADERS_IN_WHEEL, include_dir)
-        except OSError:
-            if not include_dir.is_dir():  # otherwise another build was first, with the same headers
-                raise
+        except OSError as error:
+            # Otherwise another build was first, with the same headers.
+            if not is_there(include_dir):
+                raise FetchError(
+                    f"{include_dir} is there without cutlass/version.h: remove it, so that the "
+                    "headers can take its place"
+                ) from error
 
 
 def fetch(include_dir: Path = INCLUDE_DIR) -> Path:
     """The folder with the pinned headers, downloaded and checked when it is not there yet."""
-    if not include_dir.is_dir():
+    if not is_there(include_dir):
         with tempfile.TemporaryDirectory() as scratch:
             wheel = download(Path(scratch))
             check_hash(wheel)
