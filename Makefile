@@ -9,33 +9,33 @@ TEST_ARGS ?=
 .PHONY: demo test kernels resource-report lint format environment install-demo install-test lint-tools clean
 
 demo: install-demo
-	$(PYTHON) examples/train_gpt.py $(DEMO_ARGS)
+	"$(PYTHON)" examples/train_gpt.py $(DEMO_ARGS)
 
 test: install-test
-	$(PYTHON) -m pytest $(TEST_ARGS)
+	"$(PYTHON)" -m pytest $(TEST_ARGS)
 
 kernels: environment
-	$(PYTHON) -m build_tools.build_kernels
+	"$(PYTHON)" -m build_tools.build_kernels
 
 resource-report:
-	$(PYTHON) -m build_tools.resource_report
+	"$(PYTHON)" -m build_tools.resource_report
 
 lint: lint-tools
-	$(PYTHON) -m build_tools.lint
+	"$(PYTHON)" -m build_tools.lint
 
 format: lint-tools
-	$(PYTHON) -m build_tools.lint --fix
+	"$(PYTHON)" -m build_tools.lint --fix
 
 environment:
-	build_tools/set_up.sh $(PYTHON) '$(TORCH)'
+	build_tools/set_up.sh "$(PYTHON)" '$(TORCH)'
 
 # Builds first, in sight: pip hides what a build prints. It then finds everything up to date.
 install-demo install-test: install-%: environment
-	$(PYTHON) -m build_tools.build_extension
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[$*]'
+	"$(PYTHON)" -m build_tools.build_extension
+	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[$*]'
 
 lint-tools: environment
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r build_tools/lint_requirements.txt
+	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check -r build_tools/lint_requirements.txt
 
 clean:
-	rm -rf build flash_attn_cuda/_C.*.so *.egg-info
+	rm -rf build flash_attn_cuda/_C.*.so flash_attn_cuda/_install.json *.egg-info

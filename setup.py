@@ -1,30 +1,79 @@
 """Installs flash_attn_cuda, with the extension where build_tools can build it."""
 
+import functools
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit(
+        f"error: flash_attn_cuda builds with setuptools 70.1 or newer, not {setuptools.__version__}"
+        ": pip install 'setuptools>=70.1' 'ninja>=1.11', or build with isolation"
+    )
 
 # A PEP 517 front end does not put the project on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_tools import build_extension
-from build_tools.build_extension import Backend
+from build_tools.build_extension import Backend, Choice
+
+EXTENSION = Extension("flash_attn_cuda._C", sources=[])
+
+
+@contextmanager
+def errors_of_setuptools() -> Iterator[None]:
+    """Turns errors into those that setuptools shows in a line instead of a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise SetupError(str(error)) from error
+
+
+@functools.cache
+def choice() -> Choice:
+    """What gets built; asked no earlier, as an sdist and metadata need neither torch nor nvcc."""
+    with errors_of_setuptools():
+        chosen = build_extension.choose_backend()
+    print(build_extension.announcement(chosen), file=sys.stderr)
+    return chosen
 
 
 class BuildWithNinja(build_ext):
     """Hands the one extension to build_tools, which compiles with ninja and ccache."""
 
+    def run(self) -> None:
+        # In the folder of the build, or for an editable install in the source tree.
+        target = Path(self.get_ext_fullpath(EXTENSION.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if choice().backend is Backend.cpu:
+            # One of an earlier build would be installed, or imported, all the same.
+            target.unlink(missing_ok=True)
+            self.extensions = self.distribution.ext_modules = []
+        super().run()
+        build_extension.record_choice(choice(), target.parent)
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(build_extension.build(), target)
+        with errors_of_setuptools():
+            shutil.copy2(build_extension.build(), target)
 
 
-choice = build_extension.choose_backend()
-print(build_extension.announcement(choice), file=sys.stderr)
-extensions = [Extension("flash_attn_cuda._C", sources=[])] if choice.backend is Backend.cuda else []
+class Wheel(bdist_wheel):
+    """A wheel for every platform where it has no extension."""
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildWithNinja})
+    def run(self) -> None:
+        self.root_is_pure = choice().backend is Backend.cpu
+        super().run()
+
+
+setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildWithNinja, "bdist_wheel": Wheel})
