@@ -9,6 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from . import build_info, self_check
 
 
@@ -38,8 +40,10 @@ def run_self_check(device: str) -> bool:
 
 def explain(given: argparse.Namespace) -> int:
     """Print the kernel and the plan of a call; returns the exit status."""
-    if build_info.extension is None:
-        print(f"nothing to explain: {build_info.cuda_unavailable_reason()}", file=sys.stderr)
+    reason = _reason_against(given.device)
+    extension = build_info.extension
+    if reason is not None or extension is None:
+        print(f"nothing to explain: {reason}", file=sys.stderr)
         return 1
     seqlen_k = given.seqlen_q if given.seqlen_k is None else given.seqlen_k
     heads_k = given.heads_q if given.heads_k is None else given.heads_k
@@ -73,7 +77,6 @@ def explain(given: argparse.Namespace) -> int:
         "num_splits": num_splits,
         "batch_invariant": given.batch_invariant,
     }
-    extension = build_info.extension
     passes = [("forward", extension.explain_forward, {**call, **serving})]
     if not has_cache:
         training = {**call, "deterministic": given.deterministic}
@@ -92,21 +95,46 @@ def explain(given: argparse.Namespace) -> int:
     return status
 
 
+def _reason_against(device: int | None) -> str | None:
+    """Why calls on this CUDA device cannot be explained, or None."""
+    if build_info.extension is not None and device is not None and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if not 0 <= device < count:
+            return f"--device: must be from 0 to {count - 1}, got {device}"
+    return build_info.cuda_unavailable_reason(device)
+
+
+def _int32(text: str) -> int:
+    """A number as the extension's functions take it, in 32 bits."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = None
+    if number is None or not -(2**31) <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 32 bits, got {text!r}")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flash_attn_cuda", description=__doc__)
     parser.add_argument("--explain", action="store_true", help="print the kernels of one call")
     call = parser.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
-    call.add_argument("--head-dim", type=int, default=128)
-    call.add_argument("--head-dim-v", type=int, help="of values (default: --head-dim)")
-    call.add_argument("--batch", type=int, default=1)
-    call.add_argument("--seqlen-q", type=int, default=4096, help="queries per sequence")
-    call.add_argument("--seqlen-k", type=int, help="keys per sequence (default: --seqlen-q)")
-    call.add_argument("--heads-q", type=int, default=16)
-    call.add_argument("--heads-k", type=int, help="default: --heads-q")
+    call.add_argument("--head-dim", type=_int32, default=128)
+    call.add_argument("--head-dim-v", type=_int32, help="of values (default: --head-dim)")
+    call.add_argument("--batch", type=_int32, default=1)
+    call.add_argument("--seqlen-q", type=_int32, default=4096, help="queries per sequence")
+    call.add_argument("--seqlen-k", type=_int32, help="keys per sequence (default: --seqlen-q)")
+    call.add_argument("--heads-q", type=_int32, default=16)
+    call.add_argument("--heads-k", type=_int32, help="default: --heads-q")
     call.add_argument("--causal", action="store_true")
     call.add_argument(
-        "--window", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="-1: none"
+        "--window",
+        type=_int32,
+        nargs=2,
+        default=(-1, -1),
+        metavar=("LEFT", "RIGHT"),
+        help="-1: none",
     )
     call.add_argument("--softcap", type=float, default=0.0)
     call.add_argument("--alibi", action="store_true")
@@ -116,14 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     call.add_argument("--deterministic", action="store_true")
     call.add_argument("--packed", action="store_true", help="sequence lengths are totals of all")
     call.add_argument("--cache", action="store_true", help="attention over a KV cache")
-    call.add_argument("--page-size", type=int, default=0, help="of a paged cache (0: not paged)")
+    call.add_argument("--page-size", type=_int32, default=0, help="of a paged cache (0: not paged)")
     call.add_argument(
         "--num-splits",
-        type=int,
+        type=_int32,
         help="parts of the keys, 0: automatic (default: 0 over a cache, in pages or not, else 1)",
     )
     call.add_argument("--batch-invariant", action="store_true")
-    call.add_argument("--device", type=int, help="CUDA device index (default: the current one)")
+    call.add_argument("--device", type=_int32, help="CUDA device index (default: the current one)")
     return parser
 
 

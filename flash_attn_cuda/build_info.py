@@ -24,6 +24,11 @@ import torch
 
 from . import __version__
 
+INSTALL_RECORD = Path(__file__).with_name("_install.json")  # by setup.py: what it chose and why
+REINSTALL = (
+    "To get it, run FLASH_ATTN_CUDA_BACKEND=cuda pip install --force-reinstall --no-deps "
+    "--no-cache-dir . in the source folder: that builds it or says what is missing"
+)
 # A string constant in the extension, so that its torch can be named even when it does not load.
 BUILT_WITH = re.compile(rb"flash_attn_cuda built with ([ -~]+)\0")
 
@@ -71,10 +76,23 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
 
 
 def _missing_reason() -> str:
+    chosen = _installed_choice()
     others = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
-    if others:
+    if others and chosen.get("backend") != "cpu":
         return f"the CUDA extension was built for another Python: {', '.join(others)}"
-    return "flash_attn_cuda was installed without its CUDA extension (CPU backend only)"
+    reason = f", because {chosen['reason']}" if chosen.get("backend") == "cpu" else ""
+    return (
+        "flash_attn_cuda was installed without its CUDA extension (CPU backend only)"
+        f"{reason}. {REINSTALL}"
+    )
+
+
+def _installed_choice() -> dict[str, str]:
+    """The backend that setup.py chose and its reason; empty in a source tree never installed."""
+    try:
+        return json.loads(INSTALL_RECORD.read_text())
+    except FileNotFoundError:
+        return {}
 
 
 def _built_with(extension_file: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flash_attn_cuda
+from build_tools.build_extension import CHOICE_NAME, Backend, Choice, record_choice
 from build_tools.generate_units import row_record
 from build_tools.kernel_table import ALL_ROWS
 from flash_attn_cuda import build_info, flash_attn_func
@@ -77,6 +78,51 @@ def test_explain_without_an_extension(
     assert "nothing to explain" in capsys.readouterr().err
 
 
+def test_explain_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Says what the package says elsewhere; the extension, which would fail, is not asked."""
+    monkeypatch.setattr(build_info, "extension", object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--explain"]) == 1
+    assert capsys.readouterr().err == "nothing to explain: torch sees no CUDA device\n"
+
+
+def test_explain_for_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_info, "extension", object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["--explain", "--device", "2"]) == 1
+    assert "--device: must be from 0 to 1, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["99999999999999", "64.5"])
+def test_numbers_that_the_extension_cannot_take(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--explain", "--head-dim", text])
+    complaint = f"argument --head-dim: must be a whole number of 32 bits, got '{text}'"
+    assert complaint in capsys.readouterr().err
+
+
+def test_why_there_is_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason that setup.py recorded, and what to do."""
+    monkeypatch.setattr(build_info, "INSTALL_RECORD", tmp_path / CHOICE_NAME)
+    record_choice(Choice(Backend.cpu, "there is no nvcc"), tmp_path)
+    reason = build_info._missing_reason()
+    assert "(CPU backend only), because there is no nvcc. " in reason
+    assert "pip install --force-reinstall --no-deps --no-cache-dir" in reason
+    record_choice(Choice(Backend.cuda, "nvcc"), tmp_path)
+    assert "because" not in build_info._missing_reason()
+
+
+def test_the_installed_choice_is_read_where_it_is_recorded() -> None:
+    assert Path(flash_attn_cuda.__file__).with_name(CHOICE_NAME) == build_info.INSTALL_RECORD
+
+
 def test_compiled_rows_and_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +143,7 @@ def test_compiled_rows_and_explain(
             raise RuntimeError("no compiled kernel")
 
     monkeypatch.setattr(build_info, "extension", Extension())
+    monkeypatch.setattr(build_info, "cuda_unavailable_reason", lambda device=None: None)
     for cached in (build_info.build_record, build_info.compiled_rows):
         monkeypatch.setattr(build_info, cached.__name__, cached.__wrapped__)
     rows = build_info.compiled_rows()
