@@ -89,9 +89,12 @@ def _nvcc_version(path: Path) -> str | None:
 
 
 def _nvcc_of_variable(variable: str, root: str) -> Path:
-    """Where the toolkit that a variable names has its nvcc, which a runtime's toolkit lacks."""
+    """Where the toolkit that a variable names has its nvcc. A runtime's toolkit lacks it, and some
+    images name one that they do not have.
+    """
     if not Path(root).is_dir():
-        raise ToolchainError(f"{variable}: expected the folder of a CUDA toolkit, got {root!r}")
+        message = f"{variable}: expected the folder of a CUDA toolkit, got {root!r}: passed over"
+        print(f"flash_attn_cuda: {message}", file=sys.stderr)
     path = Path(root) / "bin/nvcc"
     if path.exists() and _nvcc_version(path) is None:
         raise ToolchainError(f"{variable}: {path} cannot be run, or is no nvcc")
@@ -124,7 +127,7 @@ def _has_runtime_headers(folder: Path) -> bool:
 def find_nvcc() -> Nvcc | None:
     """The first nvcc of CUDA_HOME, PATH, /usr/local/cuda and pip's packages that runs, or None.
 
-    Raises ToolchainError where CUDA_HOME or CUDA_PATH is no folder, or has an nvcc that cannot run.
+    Raises ToolchainError where CUDA_HOME or CUDA_PATH has an nvcc that cannot run.
     """
     for path in _nvcc_candidates():
         if version := _nvcc_version(path):

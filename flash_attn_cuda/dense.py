@@ -69,9 +69,9 @@ def flash_attn_func(
         v: (batch, seqlen_k, heads_k, head_dim_v), head_dim_v from 1 to 256, mostly that of q and k.
         dropout_p: probability in [0, 1), to 2 ** -16, of dropping an attention weight; the others
             are scaled so that the expectation stays. This and the other numbers may be of Python's
-            or numpy's types, or 0-d tensors on the CPU. Random numbers come from torch's default
-            generator of the device; the mask is a function of the call's (seed, offset), batch,
-            head, row and column alone.
+            or numpy's types, or 0-d tensors on the CPU (in a full graph of torch.compile Python's
+            alone). Random numbers come from torch's default generator of the device; the mask is a
+            function of the call's (seed, offset), batch, head, row and column alone.
         softmax_scale: factor of the scores before the softmax, any number that is finite in fp32;
             None for head_dim ** -0.5.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q (bottom right alignment).

@@ -44,6 +44,7 @@ from .length_checks import (
     check_varlen_inputs,
 )
 from .masked import Masks, attend_masked_varlen
+from .op_support import is_functorch_active
 from .private import _flash_attn_varlen_forward
 from .varlen_ops import VarlenForwardCall
 
@@ -102,7 +103,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: an upper bound of the lengths: an integer, a 0-d tensor, which is not read, or
             None. On CUDA results are right whatever it is: it helps to choose a kernel, and shapes
             S_dmask.
-        max_seqlen_k: the same of k and v.
+        max_seqlen_k: the same of k and v. With batch_invariant it bounds how often keys are split:
+            less memory, and for a sequence that is longer after all other bits.
         block_table: (batch, max_pages), int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Without a backward.
         seqused_q: (batch,), int32: only the first so many queries of a sequence attend. The rows
@@ -381,7 +383,8 @@ def _attend_by_operator(
             return_softmax=wants_s_dmask,
         )
     except ValueError:
-        if q.device.type == "cpu":  # of contents, for which the operator has names of its own
+        # Of contents, for which the operator has names of its own.
+        if q.device.type == "cpu" and not is_functorch_active():
             check_varlen_contents(q, k, lengths, names)
         raise
     return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask

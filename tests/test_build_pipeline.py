@@ -224,7 +224,7 @@ def test_the_kernels_are_built_under_the_lock(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(ninja_build, "build", build)
     monkeypatch.setattr(toolchain, "find_cutlass", lambda: cutlass_headers(tmp_path / "include"))
-    options = build_kernels.BuildOptions(archs="80", jobs=1, build_dir=tmp_path / "build")
+    options = build_kernels.BuildOptions(archs="80", rows="", jobs=1, build_dir=tmp_path / "build")
     with pytest.raises(Built):
         build_kernels.build(options, table=[ROW])
 
@@ -432,12 +432,17 @@ def fake_nvcc(root: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_a_toolkit_that_is_named_must_be_there_and_run(tmp_path, monkeypatch, variable) -> None:
+def test_a_toolkit_that_is_named(tmp_path, monkeypatch, capsys, variable) -> None:
+    """One that is not there is passed over, with a word; one whose nvcc does not run is refused."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
+    text = "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+    on_path = fake_nvcc(tmp_path / "other", text)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(on_path))
     monkeypatch.setenv(variable, str(tmp_path / "absent"))
-    with pytest.raises(ToolchainError, match=f"{variable}: expected the folder .*/absent'"):
-        toolchain.find_nvcc.__wrapped__()
+    found = toolchain.find_nvcc.__wrapped__()
+    assert found is not None and found.path == on_path
+    assert f"{variable}: expected the folder" in capsys.readouterr().err
     nvcc = fake_nvcc(tmp_path / "broken", "not a program")
     monkeypatch.setenv(variable, str(tmp_path / "broken"))
     with pytest.raises(ToolchainError, match=f"{variable}: {nvcc} cannot be run"):

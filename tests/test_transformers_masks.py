@@ -359,6 +359,14 @@ def test_states_of_two_dtypes(number: int) -> None:
     assert torch.equal(out, expected)
 
 
+def test_states_without_data() -> None:
+    """As models are traced on the device "meta", which knows no autocast."""
+    attention = AttentionInterface._global_mapping[OURS]
+    q, k, v = (torch.randn(1, 2, 5, 16, device="meta") for _ in range(3))
+    out, _ = attention(torch.nn.Module(), q, k, v, None)
+    assert out.device.type == "meta" and out.dtype == torch.float32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(3))
 def test_fp32_states_over_half_precision_weights(device: str, number: int) -> None:

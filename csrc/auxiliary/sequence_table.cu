@@ -119,7 +119,7 @@ __device__ Sequence make_sequence(const SequenceTableRequest& request, int index
   return sequence;
 }
 
-// Rows of the tensors that belong to no sequence. Their index is one that exists: kernels read what
+// Rows of the tensors that belong to no sequence. Their index is the first one's: kernels read what
 // each sequence has of its own, such as slopes, before they see that there is nothing to do.
 __device__ Sequence make_gap(bool packed_q, int2 q, bool packed_k, int2 k) {
   return {.index = 0,

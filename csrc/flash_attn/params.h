@@ -61,7 +61,8 @@ struct SequenceParams {
   int max_seqlen_q = 0;    // of packed sequences, to choose a kernel by; 0: not known. Results
                            // do not depend on it
   int num_kv_batches = 0;  // batch entries of k and v, for kv_batch_idx; 0: batch_size
-  int max_seqlen_k = 0;    // as max_seqlen_q, to bound the splits of keys by
+  int max_seqlen_k = 0;    // the same of keys, to bound splits of fixed length by: of a sequence
+                           // that is longer the last one has all that is left
 };
 
 // Key j is visible to query i iff i + shift - left <= j <= i + shift + right, shift = seqlen_k -

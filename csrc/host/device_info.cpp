@@ -15,7 +15,8 @@ namespace {
 // and FLASH_ATTN_CUDA_CAPABILITY_LIMIT, 80 for the kernels of every GPU.
 int limited(int available, const char* variable) {
   const char* limit = std::getenv(variable);
-  return limit == nullptr ? available : std::min(available, std::atoi(limit));
+  const bool is_set = limit != nullptr && *limit != '\0';
+  return is_set ? std::min(available, std::atoi(limit)) : available;
 }
 
 DeviceInfo query_device(int device) {

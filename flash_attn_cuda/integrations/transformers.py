@@ -12,7 +12,8 @@ these (a custom 4-D one, chunks, blocks of images) goes to torch's attention wit
 where there are sinks to flash_attn_func; what neither can do raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
-flash-attention; no layer waits. torch.compile breaks the graph there, and nowhere else of ours.
+flash-attention; no layer waits, unless masks are copied on their way to it, as in a model that is
+spread over GPUs. torch.compile breaks the graph where a mask is read, and nowhere else of ours.
 """
 
 from __future__ import annotations
@@ -197,9 +198,9 @@ def _half_precision(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """
     dtypes = {x.dtype for x in tensors}
     device = tensors[0].device.type
-    if torch.float32 not in dtypes or torch.is_autocast_enabled(device):
+    if torch.float32 not in dtypes or (len(dtypes) == 1 and device != "cuda"):
         return tensors
-    if len(dtypes) == 1 and device != "cuda":
+    if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         return tensors
     present = (x.dtype for x in (*tensors, *module.parameters()))
     wanted = itertools.chain([_compute_dtype(module)], present)

@@ -1,5 +1,6 @@
 // device_info against a CUDA runtime of two made-up devices, whose count fails the first time.
 #include <atomic>
+#include <cstdlib>
 #include <thread>
 
 #include "check.h"
@@ -9,6 +10,7 @@ using namespace flash_attn_cuda;
 using namespace two_devices;
 
 TEST(a_failure_is_reported_and_not_remembered) {
+  setenv("FLASH_ATTN_CUDA_SMEM_LIMIT", "", 1);  // as if it were not set
   CHECK_ERROR(device_info(0), "device count: made-up failure");
   CHECK_EQ(errors_taken.load(), 1);  // nobody who goes on finds it
   CHECK_EQ(device_info(0).compute_capability, 90);
