@@ -447,3 +447,10 @@ class TestExtensionRoute:
         with pytest.raises(ValueError, match=r"^max_seqlen_k: must not be negative, got -3"):
             flash_attn_varlen_func(q, k, v, *lengths, deterministic=True)
         assert len(extension.calls) == 1
+
+
+def test_vmap_over_bad_contents_names_them() -> None:
+    x = torch.randn(6, 2, 8)
+    cu_seqlens = torch.tensor([[0, 3, 6], [0, 7, 6]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: must not decrease, got 6 at index 2"):
+        torch.vmap(lambda cu: flash_attn_varlen_func(x, x, x, cu, cu, 6, 6))(cu_seqlens)
