@@ -42,7 +42,7 @@ struct CallArguments {
 
 AttentionCall checked_call(const CallArguments& given);
 
-// A bound of AttentionCall of a checked one.
+// A checked max_seqlen as AttentionCall has it.
 int useful_bound(std::int64_t max_seqlen, std::int64_t total);
 
 // q, k and v where kernels can address them; pages stay where they are.

@@ -1,0 +1,24 @@
+"""What tests of the benchmarks share; they have the benchmarks' folder on their path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from backends import Backend, TensorOrder
+from cases import AttentionCase
+
+SMALL = AttentionCase(
+    batch=2,
+    seqlen_q=16,
+    seqlen_k=16,
+    num_heads_q=4,
+    num_heads_k=2,
+    head_dim=16,
+    dtype=torch.float32,
+    device="cpu",
+)
+
+
+def sdpa_like(name: str, attend: Any) -> Backend:
+    return Backend(name, "for this test", lambda case: attend, TensorOrder.heads_first)
