@@ -24,6 +24,9 @@ namespace flash_attn_cuda {
 
 inline constexpr float kMaxLag = 8.0f;          // in powers of two
 inline constexpr float kLargestSum = 32768.0f;  // of what a lane has of a row of one block
+// Scores that are known to rise by more with every block, in powers of two, soon leave any
+// reference behind.
+inline constexpr float kSteepRise = 2.0f;
 
 // A row is spread over the four lanes of a quad.
 template <class Op>
@@ -85,10 +88,13 @@ struct Denominator {
 };
 
 // What all scores of a row lack: nothing, or a number for each row.
-struct NoShifts {};
+struct NoShifts {
+  static constexpr float rise = 0.0f;
+};
 template <int kRows>
 struct RowShifts {
   float of_row[kRows];
+  float rise;  // by what they make these scores higher than those of the block before
 
   CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
   CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
@@ -140,13 +146,14 @@ struct OnlineSoftmax {
   // columns in the order in which wgmma has the scores. row_shifts: what all scores of a row lack;
   // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns.
   //
-  // Without a look at the maximum. If a sum says that a reference was too low, what was made of the
-  // scores may be inf, but they are there still, and the block is done again.
+  // Without a look at the maximum, but where scores are known to rise. If a sum says that a
+  // reference was too low, what was made of the scores may be inf, but they are there still, and
+  // the block is done again.
   template <class Element, class Scores, class Pairs, class Shifts, class Rescale, class Drop>
   CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
                                     Rescale rescale, Drop drop) {
     using namespace cute;
-    bool follows = needs_maximum;
+    bool follows = needs_maximum || row_shifts.rise * scale_log2 > kSteepRise;
     float sums[kRows];
     do {
       if (follows) follow_maximum(scores, rescale, row_shifts);

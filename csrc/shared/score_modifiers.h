@@ -115,6 +115,8 @@ struct ScoreModifiers {
     const int first_distance = query_begin + shift - key_begin;
     const bool keys_come_first = first_distance >= kKeys - 1;
     const bool keys_come_last = first_distance + kQueries - 1 <= 0;
+    const float signed_slope = keys_come_first ? alibi_slope : -alibi_slope;
+    row_shifts.rise = -signed_slope * kKeys;  // blocks are visited from the last to the first
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
     if (alibi_slope == 0.0f || !(keys_come_first || keys_come_last)) {
@@ -122,7 +124,6 @@ struct ScoreModifiers {
       return;
     }
     scale_or_cap(scores);
-    const float signed_slope = keys_come_first ? alibi_slope : -alibi_slope;
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int first_of_row = get<0>(coords(row, 0)) - get<1>(coords(row, 0));
