@@ -29,7 +29,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   constexpr int block_n = Traits::block_n;
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
-  const PingPong<Traits::consumers> turns{warpgroup};
+  const PingPong<Traits::consumers, Traits::drops_turns> turns{
+      warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
   RingPlace<Traits::work_stages> work_place;
   RingPlace<Traits::q_stages> q_place;
   // Where nothing overlaps, K and V of a step lie in the same place of their rings.

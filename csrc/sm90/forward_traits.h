@@ -69,6 +69,9 @@ struct ForwardTraits {
   // that draw for themselves are faster.
   static constexpr bool draws_ahead = has_dropout && head_dim <= 128;
   static constexpr int drawing_warps = 4;
+  // Where something is dropped narrow heads are better off without turns, under a softcap alone
+  // with them.
+  static constexpr bool drops_turns = draws_ahead && head_dim == 64;
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = 128 * warpgroups;
 

@@ -14,10 +14,11 @@ enum class NamedBarrier : std::uint32_t {
 };
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
-// one before it has started its products.
-template <int kWarpgroups>
+// one before it has started its products. Where a call is better off without, none are taken.
+template <int kWarpgroups, bool kMayGoWithout>
 struct PingPong {
   int warpgroup;
+  bool goes_without;
 
   static constexpr int threads = 2 * 128;  // those that pass the turn on and those that take it
 
@@ -29,12 +30,16 @@ struct PingPong {
   CUTE_DEVICE void open() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup)); }
+  CUTE_DEVICE void take() const {
+    if (kMayGoWithout && goes_without) return;
+    cutlass::arch::NamedBarrier::sync(threads, barrier(warpgroup));
+  }
   CUTE_DEVICE void take_and_pass() const {
     take();
     pass();
   }
   CUTE_DEVICE void pass() const {
+    if (kMayGoWithout && goes_without) return;
     const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(threads, barrier(next));
   }
