@@ -382,7 +382,7 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         features=Feature.deterministic,
     ),
     *sm90_backward_rows(192, ctas_per_tile=2),
-    *sm90_backward_rows(256, ctas_per_tile=2, spills={"": 168, "dropout": 292}),
+    *sm90_backward_rows(256, ctas_per_tile=2, spills={"": 236, "dropout": 348}),
     *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=152),
     *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=176),
     *sm90_masked_backward(64, "bias", Feature.bias),
