@@ -14,6 +14,8 @@ from cases import Alibi
 from harness import (
     ON_CPU,
     Check,
+    attend_over_cache,
+    make_cache_case,
     make_case,
     make_varlen_case,
     run_forward,
@@ -143,6 +145,21 @@ def test_what_comes_beside_the_keys_is_read_in_time(
     assert_same_forward(
         partial(run_masked, case, inputs, backward=False), REPEATS // 2 + 1, str(case)
     )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlens_q", [1, 7])
+def test_whichever_split_is_last_combines_them(seqlens_q: int, head_dim: int) -> None:
+    """The CTAs that share the keys of a tile end in any order."""
+    lengths = (scaled(5000, 300), 0, 70, scaled(900, 100))
+    case = make_cache_case(
+        cached=lengths, capacity=scaled(5008, 320), seqlens_q=seqlens_q, head_dim=head_dim
+    )
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    for num_splits in (0, 5):
+        run = partial(attend_over_cache, case, inputs, num_splits=num_splits)
+        assert_same_forward(lambda run=run: run()[0], REPEATS, f"{case}, {num_splits} splits")
 
 
 @pytest.mark.cuda_only

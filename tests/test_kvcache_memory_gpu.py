@@ -114,6 +114,23 @@ def test_repeated_calls_give_the_same_bits(num_splits: int, page_size: int | Non
         assert torch.equal(bits(again.lse), bits(first.lse))
 
 
+@pytest.mark.parametrize("held", [0, 1, -1, 0x7FF5_0000_0000_0003], ids=hex)
+def test_splits_count_themselves_whatever_memory_held(held: int) -> None:
+    """The CTAs that share a tile find out who is last by words that nobody has zeroed."""
+    case = make_cache_case(cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320))
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    expected, *_ = attend_over_cache(case, inputs, num_splits=0)
+    for num_splits in (0, 2, 7):
+        for _ in range(scaled(20, 1)):
+            size = scaled(1 << 15, 1)  # of the workspace and others that the allocator has together
+            memory = [torch.full((size,), held, device=DEVICE) for _ in range(scaled(64, 1))]
+            del memory
+            actual, *_ = attend_over_cache(case, inputs, num_splits=num_splits)
+            torch.testing.assert_close(actual.out, expected.out, rtol=2**-7, atol=2**-7)
+            torch.testing.assert_close(actual.lse, expected.lse, rtol=2**-19, atol=2**-19)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 

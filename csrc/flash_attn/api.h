@@ -73,7 +73,8 @@ struct ForwardPlan {
   int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
   std::size_t out_partial_offset = 0;
   std::size_t lse_partial_offset = 0;
-  std::size_t tickets_offset = 0;  // sm90, lists, not packed: a counter of tiles drawn
+  std::size_t arrivals_offset = 0;  // of decode kernels, which combine splits themselves
+  std::size_t tickets_offset = 0;   // sm90, lists, not packed: a counter of tiles drawn
   std::size_t workspace_bytes = 0;
 };
 

@@ -10,6 +10,7 @@
 #include "host/workspace_layout.h"
 #include "shared/block_lists.h"
 #include "shared/narrow_step.h"
+#include "shared/splits.h"
 
 namespace flash_attn_cuda {
 
@@ -226,23 +227,32 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
 // Keys of a split whose bits must not depend on anything but the sequence.
 constexpr int invariant_split_keys = 512;
 
-// The fewest splits that fill the device, or nearly: a last wave of CTAs that is almost empty
-// costs as much as a full one.
-int fewest_splits(std::int64_t ctas, std::int64_t slots, int most) {
-  constexpr double good_enough = 0.9;
-  double best = 0.0;
+// The fewest splits of tiles of so many steps that take about as long as the best number.
+int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
+  if (tiles >= std::int64_t{most_tiles_per_slot} * slots) return 1;
+  const auto cost = [&](int splits) {
+    return cost_of_splits(static_cast<int>(tiles), slots, steps, splits);
+  };
+  most = std::min(most, static_cast<int>(most_tiles_per_slot * slots / tiles));
+  float least = cost(1);
+  for (int splits = 2; splits <= most; ++splits) least = std::min(least, cost(splits));
   int chosen = 1;
-  for (int splits = 1; splits <= most; ++splits) {
-    const std::int64_t grid = ctas * splits;
-    const double used =
-        static_cast<double>(grid) / static_cast<double>(ceil_div(grid, slots) * slots);
-    if (used * good_enough > best) {
-      best = used;
-      chosen = splits;
-    }
-    if (grid >= 4 * slots) break;
-  }
+  while (!is_about_as_long(cost(chosen), least)) ++chosen;
   return chosen;
+}
+
+bool has_lengths_on_device(const SequenceParams& sequences) {
+  return sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
+         sequences.cu_seqlens_q != nullptr || sequences.cu_seqlens_k != nullptr;
+}
+
+// CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
+// that one has under way.
+int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
+  if (instance.config.kind == ForwardKind::decode) return device.num_sms;
+  constexpr int smem_over_block = 1024;  // reserved by the system for every block
+  const int resident = device.smem_per_block / (instance.smem_bytes + smem_over_block);
+  return std::clamp(resident, 1, 4) * device.num_sms;
 }
 
 int choose_splits(const ForwardParams& params, const Window& window,
@@ -265,14 +275,10 @@ int choose_splits(const ForwardParams& params, const Window& window,
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);
   const int steps = ceil_div(keys, keys_per_step);
   if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));
-  constexpr int smem_per_sm_over_block = 1024;  // reserved by the system for every block
-  const std::int64_t resident = std::max<std::int64_t>(
-      1, device.smem_per_block / (instance.smem_bytes + smem_per_sm_over_block));
-  const std::int64_t slots = std::min<std::int64_t>(resident, 4) * device.num_sms;
   constexpr int least_steps = 2;
   const int most = std::max(1, steps / least_steps);
-  const bool uneven = shape.batch_size > 1 && params.sequences.seqused_k != nullptr;
-  if (!uneven || !decodes) return fewest_splits(ctas, slots, most);
+  const bool uneven = shape.batch_size > 1 && has_lengths_on_device(params.sequences);
+  if (!uneven || !decodes) return fewest_splits(ctas, ctas_at_once(instance, device), steps, most);
 
   // Lengths that the host does not know: the kernel itself shares the splits out by length, and
   // more of them cost no empty CTAs (sm80/decode_split.h), only memory for partial results.
@@ -354,6 +360,11 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
     const std::int64_t rows = query_rows(params) * shape.num_heads_q * plan.num_splits;
     plan.out_partial_offset = workspace.add_floats(rows * shape.head_dim_v);
     plan.lse_partial_offset = workspace.add_floats(rows);
+    if (config.kind == ForwardKind::decode) {
+      const std::int64_t words = query_rows(params) * shape.num_heads_q;
+      plan.arrivals_offset =
+          workspace.add_bytes(static_cast<std::size_t>(words) * sizeof(std::uint64_t));
+    }
   }
   plan.workspace_bytes = workspace.bytes();
   return plan;

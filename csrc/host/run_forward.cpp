@@ -48,7 +48,8 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
                        .workspace = params.workspace},
                       stream);
   plan.instance->launch(plan, normalized, stream);
-  if (plan.num_splits > 1) run_combine(combine_params(plan, params), stream);
+  if (plan.num_splits > 1 && plan.instance->config.kind == ForwardKind::tiles)
+    run_combine(combine_params(plan, params), stream);
 }
 
 }  // namespace flash_attn_cuda

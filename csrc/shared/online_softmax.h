@@ -94,7 +94,7 @@ struct NoShifts {
 template <int kRows>
 struct RowShifts {
   float of_row[kRows];
-  float rise;  // by what they make these scores higher than those of the block before
+  float rise;  // how much higher they make these scores than those of the block before
 
   CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
   CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
@@ -146,7 +146,7 @@ struct OnlineSoftmax {
   // columns in the order in which wgmma has the scores. row_shifts: what all scores of a row lack;
   // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns.
   //
-  // Without a look at the maximum, but where scores are known to rise. If a sum says that a
+  // Without a look at the maximum, except where scores are known to rise. If a sum says that a
   // reference was too low, what was made of the scores may be inf, but they are there still, and
   // the block is done again.
   template <class Element, class Scores, class Pairs, class Shifts, class Rescale, class Drop>

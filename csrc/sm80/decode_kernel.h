@@ -4,12 +4,13 @@
 // A tile is 16 rows: the query heads that share a key head, of as many queries as fit. The warps of
 // a CTA share the keys, not the rows. Each streams its own slices through its own stages of shared
 // memory, with its own softmax and O, so that no barrier stops the loads; they are merged once at
-// the end. With splits several CTAs share a tile's keys as well, and leave O and LSE in fp32 for
-// combine_splits.cu.
+// the end. With splits several CTAs share a tile's keys as well, and leave O and LSE in fp32; the
+// last of them combines them.
 #pragma once
 
 #include "shared/kernel_order.h"
 #include "shared/score_modifiers.h"
+#include "sm80/decode_combine.h"
 #include "sm80/decode_loader.h"
 #include "sm80/decode_output.h"
 
@@ -131,7 +132,7 @@ struct SharedQueries {
   }
 };
 
-// One item: O and LSE of a tile over a part of its keys.
+// One item: O and LSE of a tile over its keys, or over a split of them.
 template <class Traits>
 CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item,
                              typename Traits::SharedStorage& smem) {
@@ -156,11 +157,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
   const KeySpan span = split_span<Traits>(args, visible, item);
   if (span.empty() && split > 0) {
-    write_unused_splits<Traits>(args, work, split, split + 1);
+    write_unused_split<Traits>(args, work, split);
     return;
   }
-  if (split == 0 && item.splits < args.num_splits)
-    write_unused_splits<Traits>(args, work, item.splits, args.num_splits);
 
   // This warp's slices: its loads run `stages - 1` of them ahead.
   const int slices = span.empty() ? 0 : ceil_div_positive(span.end - span.origin, slice);
@@ -265,7 +264,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
   leave_output<Traits>(smem, tOrO, softmax, warp, lane);
   __syncthreads();
-  write_merged<Traits>(args, work, split, smem);
+  write_merged<Traits>(args, work, split, item.splits == 1, smem);
 }
 
 template <class Tag>
@@ -281,7 +280,13 @@ __global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
   DecodeItem item;
   for (int index = blockIdx.x; find_item<Traits>(args, index, steps_wanted, smem, item);
        index += gridDim.x) {
+    const bool is_shared = item.splits > 1;
+    auto arrivals = Arrivals::at<Traits>(args, item.work);
+    if (is_shared && threadIdx.x == 0) arrivals.look();
     decode_item<Traits>(args, item, smem);
+    if (!is_shared) continue;
+    if (threadIdx.x == 0) arrivals.mark(args.call_mark);
+    if (is_last_split<Traits>(arrivals, item.splits, smem)) combine_splits<Traits>(args, item);
   }
 }
 

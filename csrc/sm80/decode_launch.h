@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -27,6 +28,12 @@ inline int resident_ctas(std::size_t smem_bytes) {
   const DeviceInfo& info = device_info(device);
   const std::size_t ctas_per_sm = (info.smem_per_block + reserved) / (smem_bytes + reserved);
   return info.num_sms * static_cast<int>(ctas_per_sm);
+}
+
+// The number of a call, by which it tells its own arrival words from what others left in memory.
+inline std::uint32_t next_call() {
+  static std::atomic<std::uint32_t> calls{0};
+  return calls.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Whether sequences may need different numbers of splits: because their lengths may differ, or
@@ -70,7 +77,9 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .resident_ctas = static_cast<int>(resident),
       .partial_rows = query_rows(params),
       .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
-      .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset)};
+      .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset),
+      .arrivals = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset),
+      .call_mark = mark_of_call(next_call())};
   // Where lengths decide, a CTA for every item that there can be, or so many that they take turns.
   std::int64_t grid = ctas_per_split * plan.num_splits;
   if (decide) {

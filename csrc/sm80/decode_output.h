@@ -2,6 +2,8 @@
 // warps, so that the same keys give the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "shared/layout_views.h"
 #include "shared/online_softmax.h"
 #include "shared/score_modifiers.h"
@@ -82,9 +84,11 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
   }
 }
 
-// Eight columns of one row.
+// Some columns of one row.
+template <int kColumns>
 struct OutputChunk {
-  static constexpr int columns = 8;
+  static constexpr int columns = kColumns;
+  static_assert(columns % 4 == 0);
   float values[columns];
 
   CUTE_DEVICE void add(const float* source, float weight) {
@@ -97,13 +101,44 @@ struct OutputChunk {
       values[i + 3] += weight * part.w;
     }
   }
+  CUTE_DEVICE void add(OutputChunk const& other, float weight) {
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) values[i] += weight * other.values[i];
+  }
+  CUTE_DEVICE void scale(float factor) {
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) values[i] *= factor;
+  }
+
+  // The first `count` of them, which another CTA has written.
+  CUTE_DEVICE void load_partial(const float* source, int count, bool aligned) {
+    if (aligned) {
+      CUTE_UNROLL
+      for (int i = 0; i < columns; i += 4) {
+        if (i >= count) continue;
+        const float4 part = __ldcg(reinterpret_cast<const float4*>(source + i));
+        values[i] = part.x;
+        values[i + 1] = part.y;
+        values[i + 2] = part.z;
+        values[i + 3] = part.w;
+      }
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < columns; ++i) {
+        if (i < count) values[i] = __ldcg(source + i);
+      }
+    }
+  }
 
   // The first `count` of them.
   CUTE_DEVICE void store_partial(float* target, int count, bool aligned) const {
     if (aligned) {
-      *reinterpret_cast<float4*>(target) = {values[0], values[1], values[2], values[3]};
-      if (count > 4)
-        *reinterpret_cast<float4*>(target + 4) = {values[4], values[5], values[6], values[7]};
+      CUTE_UNROLL
+      for (int i = 0; i < columns; i += 4) {
+        if (i >= count) continue;
+        *reinterpret_cast<float4*>(target + i) = {values[i], values[i + 1], values[i + 2],
+                                                  values[i + 3]};
+      }
     } else {
       CUTE_UNROLL
       for (int i = 0; i < columns; ++i) {
@@ -114,10 +149,12 @@ struct OutputChunk {
 
   template <class Element>
   CUTE_DEVICE void store(Element* target, int count, bool aligned) const {
+    using Vector = std::conditional_t<columns == 4, uint2, uint4>;
+    static_assert(sizeof(Vector) == columns * sizeof(Element));
     if (aligned) {
       auto source = make_tensor(&values[0], Layout<Int<columns>>{});
       auto converted = convert_fragment<Element>(source);
-      *reinterpret_cast<uint128_t*>(target) = *reinterpret_cast<const uint128_t*>(converted.data());
+      *reinterpret_cast<Vector*>(target) = *reinterpret_cast<const Vector*>(converted.data());
     } else {
       CUTE_UNROLL
       for (int i = 0; i < columns; ++i) {
@@ -137,29 +174,34 @@ CUTE_DEVICE std::int64_t partial_index(DecodeArguments const& args, Sequence con
 }
 
 CUTE_DEVICE float* lse_pointer(DecodeArguments const& args, Sequence const& sequence,
-                               PackedRow const& row, int split) {
-  if (args.num_splits > 1) return args.lse_partial + partial_index(args, sequence, row, split);
+                               PackedRow const& row) {
   RowView<float> const& lse = args.params.lse;
   return lse.data + sequence.batch_q * lse.batch_stride + row.head * lse.head_stride +
          sequence.row_q + row.query;
 }
 
-// All warps must have left theirs.
+CUTE_DEVICE float& partial_lse(DecodeArguments const& args, Sequence const& sequence,
+                               PackedRow const& row, int split) {
+  return args.lse_partial[partial_index(args, sequence, row, split)];
+}
+
+// All warps must have left theirs. is_alone: the tile has no other split.
 template <class Traits>
 CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work, int split,
-                              typename Traits::SharedStorage const& smem) {
+                              bool is_alone, typename Traits::SharedStorage const& smem) {
   using Element = typename Traits::Element;
   Sequence const& sequence = work.sequence;
   TensorView const& out = args.params.out;
   const int head_dim_v = args.params.shape.head_dim_v;
-  constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
+  using Chunk = OutputChunk<8>;
+  constexpr int chunks_per_row = Traits::head_dim / Chunk::columns;
   for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
     const int tile_row = i / chunks_per_row;
-    const int column = i % chunks_per_row * OutputChunk::columns;
+    const int column = i % chunks_per_row * Chunk::columns;
     const PackedRow row = packed_row<Traits>(args, work, tile_row);
     if (row.query >= sequence.rows_q || column >= head_dim_v) continue;
 
-    OutputChunk chunk{};
+    Chunk chunk{};
     float lse = -INFINITY;
     if (row.query < sequence.seqlen_q) {
       const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2);
@@ -175,14 +217,15 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
         chunk.add(o + tile_row * Traits::output_pitch + column, weight * total.shrink / total.sum);
       }
     }
-    if (column == 0) *lse_pointer(args, sequence, row, split) = lse;
     const int count = head_dim_v - column;
-    if (args.num_splits > 1) {
+    if (!is_alone) {
+      if (column == 0) partial_lse(args, sequence, row, split) = lse;
       if (lse == -INFINITY) continue;  // will not be read
       chunk.store_partial(
           args.out_partial + partial_index(args, sequence, row, split) * head_dim_v + column, count,
           head_dim_v % 4 == 0);
     } else {
+      if (column == 0) *lse_pointer(args, sequence, row) = lse;
       chunk.store(
           row_pointer<Element>(out, sequence.batch_q, row.head, sequence.row_q + row.query) +
               column,
@@ -191,15 +234,12 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
   }
 }
 
-// Splits [first, end) of a tile hold no keys.
+// The split holds no keys.
 template <class Traits>
-CUTE_DEVICE void write_unused_splits(DecodeArguments const& args, TileWork const& work, int first,
-                                     int end) {
-  for (int i = threadIdx.x; i < (end - first) * Traits::block_m; i += Traits::threads) {
-    const PackedRow row = packed_row<Traits>(args, work, i % Traits::block_m);
-    if (row.query < work.sequence.rows_q)
-      *lse_pointer(args, work.sequence, row, first + i / Traits::block_m) = -INFINITY;
-  }
+CUTE_DEVICE void write_unused_split(DecodeArguments const& args, TileWork const& work, int split) {
+  if (threadIdx.x >= Traits::block_m) return;
+  const PackedRow row = packed_row<Traits>(args, work, threadIdx.x);
+  if (row.query < work.sequence.rows_q) partial_lse(args, work.sequence, row, split) = -INFINITY;
 }
 
 }  // namespace flash_attn_cuda::sm80

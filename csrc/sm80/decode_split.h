@@ -8,6 +8,7 @@
 
 #include "shared/block_range.h"
 #include "shared/paged_kv.h"
+#include "shared/splits.h"
 #include "shared/tile_work.h"
 #include "sm80/decode_traits.h"
 
@@ -26,11 +27,13 @@ struct DecodeArguments {
   bool lengths_decide;  // about the number of splits
   int num_splits;       // at most
   int ctas_per_split;
-  int keys_per_split;         // 0: what the lengths ask for
-  int resident_ctas;          // on the whole device
-  std::int64_t partial_rows;  // per split: rows of q over all sequences
-  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
-  float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
+  int keys_per_split;            // 0: what the lengths ask for
+  int resident_ctas;             // on the whole device
+  std::int64_t partial_rows;     // per split: rows of q over all sequences
+  float* out_partial;            // (num_splits, partial_rows, num_heads_q, head_dim_v)
+  float* lse_partial;            // (num_splits, partial_rows, num_heads_q)
+  unsigned long long* arrivals;  // (partial_rows, num_heads_q): of splits, at a tile's first row
+  unsigned long long call_mark;  // of what counts in it (decode_combine.h)
 };
 
 // CTAs that all tiles together may have on top of one each, in numbers of resident ones.
@@ -75,8 +78,22 @@ CUTE_DEVICE int steps_of(Window const& window, Sequence const& sequence) {
   return ceil_div_positive(static_cast<int>(keys), Traits::step);
 }
 
-// Steps that a CTA should have, so that all of a call take about as long: one wave where all tiles
-// fit the device at once and are equally long, shorter parts where a long one could end up last.
+// Of equal tiles: as fewest_splits() (host/plan_forward.cpp), each lane of a warp tries a number.
+// Here every CTA that an SM can hold is a slot: the grid has CTAs without an item, and nothing
+// puts those that have one on an SM each.
+CUTE_DEVICE int fewest_splits(float tiles, int slots, int steps, int most) {
+  if (tiles >= static_cast<float>(most_tiles_per_slot * slots)) return 1;
+  const int splits = min(static_cast<int>(threadIdx.x % 32) + 1, max(most, 1));
+  const float cost = cost_of_splits(static_cast<int>(tiles), slots, steps, splits);
+  float least = cost;
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2)
+    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
+  return __ffs(__ballot_sync(0xffffffffu, is_about_as_long(cost, least)));
+}
+
+// Steps that a CTA should have, so that all of a call take about as long: shorter parts where a
+// long one could end up last.
 template <class Traits>
 CUTE_DEVICE float balanced_steps(DecodeArguments const& args,
                                  typename Traits::SharedStorage& smem) {
@@ -106,9 +123,15 @@ CUTE_DEVICE float balanced_steps(DecodeArguments const& args,
   }
   const auto heads = static_cast<float>(args.params.shape.num_heads_k);
   const auto resident = static_cast<float>(args.resident_ctas);
-  const bool fits = total.tiles * heads <= resident;
   const bool is_even = total.longest * total.tiles <= 1.15f * total.steps;
-  const float waves = fits ? (is_even ? 1.0f : 2.0f) : float(most_waves);
+  if (is_even) {
+    const int steps = static_cast<int>(total.longest);
+    const int splits = fewest_splits(total.tiles * heads, args.resident_ctas, steps,
+                                     min(args.num_splits, steps / Traits::least_steps));
+    return total.longest / static_cast<float>(splits);
+  }
+  const bool fits = total.tiles * heads <= resident;
+  const float waves = fits ? 2.0f : float(most_waves);
   return total.steps * heads / (resident * waves);
 }
 

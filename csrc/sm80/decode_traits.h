@@ -74,6 +74,7 @@ struct DecodeTraits {
     TotalWork totals[num_warps];
     int item_sums[num_warps];
     FoundSequence found;
+    bool is_last;
     alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
   };
 

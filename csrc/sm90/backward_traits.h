@@ -142,8 +142,10 @@ struct BackwardTraits {
   // or a CTA's half, take more for dQ.
   static constexpr int producer_registers = head_dim == 256 ? 24 : 32;
   static constexpr bool is_tight = is_sparse && head_dim == 128;
-  static constexpr int dq_registers =
-      is_tight ? 48 : (cta_columns == 96 ? 80 : head_dim == 256 ? 72 : 64);
+  static constexpr int dq_registers = is_tight ? 48
+                                               : (cta_columns == 96 ? 80
+                                                  : head_dim == 256 ? 72
+                                                                    : 64);
   static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
 
   using Element = ElementOf<config.dtype>;

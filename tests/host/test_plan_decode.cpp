@@ -211,40 +211,48 @@ TEST(a_given_number_is_taken_as_far_as_there_are_keys) {
   CHECK_EQ(plan(params).num_splits, 128);
 }
 
-TEST(splits_fill_the_device) {
+TEST(splits_make_the_busiest_sm_as_idle_as_can_be) {
   auto params = call<ForwardParams>(decoding);
   params.split.num_splits = 0;
-  // Two CTAs of 97 KiB share an SM of an H200, one an SM of an RTX 4090.
-  for (const auto& [device, slots] : {std::pair{h200, 2 * 132}, {rtx4090, 128}}) {
+  for (const auto& device : {h200, rtx4090}) {
     for (const int batch_size : {1, 2, 3, 8, 15, 33, 60, 200}) {
       for (const int seqlen_k : {1, 100, 1000, 8192, 100'000}) {
         params.shape.batch_size = batch_size;
         params.shape.seqlen_k = seqlen_k;
-        const std::int64_t ctas = 8 * batch_size;
+        const int tiles = 8 * batch_size;
         const int splits = plan(params, device).num_splits;
-        const int most = std::max(1, ceil_div(seqlen_k, 64) / 2);
+        const int steps = ceil_div(seqlen_k, 64);
+        const int most = std::max(1, steps / 2);
         CHECK(splits >= 1 && splits <= most);
-        // How much of its time the device is busy, against the best that was possible.
-        const auto used = [&, slots = slots](std::int64_t candidate) {
-          const std::int64_t waves = ceil_div(ctas * candidate, std::int64_t{slots});
-          return static_cast<double>(ctas * candidate) / static_cast<double>(waves * slots);
+        // Of an SM's CTAs, each of which has its keys, and as much again as a step for its own ends
+        const auto time = [&](int candidate) {
+          return ceil_div(tiles * candidate, device.num_sms) * (ceil_div(steps, candidate) + 1);
         };
-        double best = 0.0;
-        for (int candidate = 1; candidate <= most && ctas * candidate <= 4 * slots; ++candidate)
-          best = std::max(best, used(candidate));
-        CHECK(used(splits) >= 0.899 * best);
-        for (int fewer = 1; fewer < splits; ++fewer) CHECK(used(fewer) < used(splits));
+        int least = time(1);
+        for (int more = 2; more <= most && more * tiles <= 4 * device.num_sms; ++more)
+          least = std::min(least, time(more));
+        CHECK(time(splits) <= 1.051 * least);
+        for (int fewer = 1; fewer < splits; ++fewer) CHECK(time(fewer) > 1.049 * least);
       }
     }
   }
 }
 
+TEST(one_sequence_gets_a_cta_for_every_sm) {
+  auto params = call<ForwardParams>(decoding);
+  params.split.num_splits = 0;
+  params.shape.batch_size = 1;
+  CHECK_EQ(plan(params).num_splits, 16);  // for each of 8 key heads, of 132 SMs
+  params.shape.batch_size = 16;
+  CHECK_EQ(plan(params).num_splits, 1);
+}
+
 TEST(lengths_that_may_differ_get_more_splits_to_share) {
   auto params = call<ForwardParams>(decoding);
   params.split.num_splits = 0;
-  const int even = plan(params).num_splits;
+  CHECK_EQ(plan(params).num_splits, 4);
   params.sequences.seqused_k = &some_int;
-  CHECK_EQ(plan(params).num_splits, 4 * even);
+  CHECK_EQ(plan(params).num_splits, 32);
   params.shape.seqlen_k = 512;  // 8 steps, 2 at least for each
   CHECK_EQ(plan(params).num_splits, 4);
   params.shape.seqlen_k = 8192;
@@ -302,7 +310,8 @@ TEST(partial_results_have_their_own_place_in_the_workspace) {
               std::size_t{is_packed ? 1u : 4u} * seqlen_q * shape.num_heads_q * num_splits;
           std::vector<Buffer> buffers{
               {result.out_partial_offset, rows * shape.head_dim_v * sizeof(float)},
-              {result.lse_partial_offset, rows * sizeof(float)}};
+              {result.lse_partial_offset, rows * sizeof(float)},
+              {result.arrivals_offset, rows / num_splits * sizeof(std::uint64_t)}};
           if (is_packed) {
             buffers.push_back({result.table.offset, table_bytes(shape.batch_size, result.table)});
           }
@@ -319,7 +328,7 @@ TEST(partial_results_past_4_gib_are_counted_in_64_bits) {
   shape.seqlen_k = 1 << 20;
   auto params = cached_call(shape);
   params.split.num_splits = 1000;
-  CHECK_EQ(plan(params).workspace_bytes, std::size_t{4096} * 32 * 1000 * 129 * 4);
+  CHECK_EQ(plan(params).workspace_bytes, std::size_t{4096} * 32 * (1000 * 129 * 4 + 8));
 }
 
 TEST(splits_may_not_outgrow_the_grid) {

@@ -61,6 +61,7 @@ const Record& run(const ForwardParams& params, int num_splits = 1) {
   static const InstanceList<ForwardInstance> table(
       {noting(forward_instance("plain", 64, MaskKind::windowed)),
        noting(features_instance("features", 64, training_features)),
+       noting(features_instance("cache", 64, cache_features)),
        noting(decode_instance("decode", 64))});
   record() = {};
   ForwardParams changed = params;
@@ -78,6 +79,9 @@ const Record& run(const BackwardParams& params) {
 }
 
 constexpr int max_int = 2'147'483'647;
+
+const PagedKvParams in_pages{
+    .block_table = &some_int, .table_stride = 256, .max_pages = 256, .page_size = 16};
 
 }  // namespace
 
@@ -149,19 +153,28 @@ TEST(a_packed_forward_makes_its_table_first) {
   CHECK(record().table_request.is_paged);
 }
 
-TEST(splits_are_combined_into_the_calls_own_outputs) {
+TEST(decode_kernels_combine_their_splits) {
   AttentionShape decode = shape;
   decode.seqlen_q = 3;
   decode.seqlen_k = 4096;
-  auto params = call<ForwardParams>(decode);
+  CHECK_EQ(run(call<ForwardParams>(decode), 4).steps, "main ");
+  CHECK_EQ(run(packed_call<ForwardParams>(decode), 4).steps, "table main ");
+}
+
+TEST(splits_are_combined_into_the_calls_own_outputs) {
+  AttentionShape prefill = shape;
+  prefill.seqlen_q = 30;
+  prefill.seqlen_k = 4096;
+  auto params = call<ForwardParams>(prefill);
   params.dtype = Dtype::bf16;
   alignas(16) static char out[16];
   static float lse[1];
   static char workspace[1];
-  params.out = {.data = out, .batch_stride = 8 * 64 * 4, .row_stride = 8 * 64, .head_stride = 64};
-  params.lse = {.data = lse, .batch_stride = 24, .head_stride = 3};
+  params.out = {.data = out, .batch_stride = 8 * 64 * 32, .row_stride = 8 * 64, .head_stride = 64};
+  params.lse = {.data = lse, .batch_stride = 240, .head_stride = 30};
   params.workspace = workspace;
   CHECK_EQ(run(params).steps, "main ");
+  params.paged = in_pages;
   const Record& made = run(params, 4);
   CHECK_EQ(made.steps, "main combine ");
   const CombineParams& combine = made.combine;
@@ -170,30 +183,32 @@ TEST(splits_are_combined_into_the_calls_own_outputs) {
   CHECK(!combine.out_fp32);
   CHECK_EQ(combine.head_dim, 64);
   CHECK_EQ(combine.num_heads, 8);
-  CHECK_EQ(combine.rows, std::int64_t{6});
-  CHECK_EQ(combine.rows_per_batch, std::int64_t{3});
+  CHECK_EQ(combine.rows, std::int64_t{60});
+  CHECK_EQ(combine.rows_per_batch, std::int64_t{30});
   CHECK_EQ(combine.out, static_cast<void*>(out));
-  CHECK_EQ(combine.out_batch_stride, std::int64_t{8 * 64 * 4});
+  CHECK_EQ(combine.out_batch_stride, std::int64_t{8 * 64 * 32});
   CHECK_EQ(combine.out_row_stride, std::int64_t{8 * 64});
   CHECK_EQ(combine.out_head_stride, std::int64_t{64});
   CHECK_EQ(combine.lse.data, &lse[0]);
-  CHECK_EQ(combine.lse.batch_stride, std::int64_t{24});
-  CHECK_EQ(combine.lse.head_stride, std::int64_t{3});
+  CHECK_EQ(combine.lse.batch_stride, std::int64_t{240});
+  CHECK_EQ(combine.lse.head_stride, std::int64_t{30});
   const auto offset_of = [](const float* data) {
     return reinterpret_cast<const char*>(data) - workspace;
   };
   CHECK_EQ(offset_of(combine.out_partial), 0);
-  CHECK_EQ(offset_of(combine.lse_partial), 4 * 6 * 8 * 64 * 4);
+  CHECK_EQ(offset_of(combine.lse_partial), 4 * 60 * 8 * 64 * 4);
 }
 
 TEST(packed_splits_are_rows_of_one_batch_entry) {
-  AttentionShape decode = shape;
-  decode.seqlen_q = 6;  // in all
-  decode.seqlen_k = 4096;
-  const Record& made = run(packed_call<ForwardParams>(decode), 4);
+  AttentionShape prefill = shape;
+  prefill.seqlen_q = 60;  // in all
+  prefill.seqlen_k = 4096;
+  auto params = packed_call<ForwardParams>(prefill);
+  params.paged = in_pages;
+  const Record& made = run(params, 4);
   CHECK_EQ(made.steps, "table main combine ");
-  CHECK_EQ(made.combine.rows, std::int64_t{6});
-  CHECK_EQ(made.combine.rows_per_batch, std::int64_t{6});
+  CHECK_EQ(made.combine.rows, std::int64_t{60});
+  CHECK_EQ(made.combine.rows_per_batch, std::int64_t{60});
 }
 
 TEST(the_state_of_random_numbers_is_zeroed_where_no_kernel_writes_it) {
