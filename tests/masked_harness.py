@@ -104,14 +104,22 @@ def check_filled_rows(case: MaskedCase, fill: float) -> None:
         for value in (fill, -torch.inf)
     )
     assert all(x.isfinite().all() for x in (filled.out, filled.dq, filled.dk, filled.dv))
-    rounding = 2.0 * torch.finfo(case.of.dtype).eps
+    # Other rows of a warp have a rounding more in their LSE, and so now and then in dS.
+    rounding = torch.finfo(case.of.dtype).eps
     for name in ("dq", "dk", "dv", "dbias"):
+        x, y = getattr(filled, name), getattr(hidden, name)
         torch.testing.assert_close(
-            getattr(filled, name), getattr(hidden, name), rtol=rounding, atol=1e-3, msg=name
+            x,
+            y,
+            rtol=2.0 * rounding,
+            atol=rounding * y.abs().max().item(),
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     mean = inputs.of.v.float().mean(1, keepdim=True)  # (batch, 1, key heads, head_dim_v)
     mean = mean.repeat_interleave(heads // mean.shape[2], 2).expand_as(filled.out)
     of_rows = rows.squeeze(-1).transpose(1, 2).expand(filled.out.shape[:3])  # (batch, Sq, heads)
+    assert not filled.dq[of_rows].any()
+    assert not filled.dbias.masked_fill(~rows, 0.0).any()
     torch.testing.assert_close(
         filled.out[of_rows].float(), mean[of_rows], rtol=2e-2, atol=2e-2, msg="out"
     )
