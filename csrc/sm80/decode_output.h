@@ -220,7 +220,7 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
     const int count = head_dim_v - column;
     if (!is_alone) {
       if (column == 0) partial_lse(args, sequence, row, split) = lse;
-      if (lse == -INFINITY) continue;  // will not be read
+      if (lse == -INFINITY) continue;  // will not be used
       chunk.store_partial(
           args.out_partial + partial_index(args, sequence, row, split) * head_dim_v + column, count,
           head_dim_v % 4 == 0);
