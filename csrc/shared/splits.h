@@ -9,7 +9,7 @@ namespace flash_attn_cuda {
 inline constexpr int most_tiles_per_slot = 4;
 
 // The time that `tiles` equal tiles of so many steps take on so many slots, in steps: that of the
-// slot with the most CTAs. Beginning and ending takes each a step's time.
+// slot with the most CTAs. Beginning and ending takes each CTA as long as one more step.
 FAC_HOST_DEVICE constexpr float cost_of_splits(int tiles, int slots, int steps, int splits) {
   const int rounds = (tiles * splits + slots - 1) / slots;
   const int steps_of_one = (steps + splits - 1) / splits;

@@ -13,8 +13,8 @@
 
 namespace flash_attn_cuda::sm80 {
 
-// The upper bits of an arrival word: a NaN in every type, which data are not, and the number of the
-// call.
+// The upper bits of an arrival word: a NaN in every type, which data hardly are, and the number of
+// the call.
 inline constexpr int arrival_bits = 24;
 inline constexpr std::uint64_t arrival_count = (std::uint64_t{1} << arrival_bits) - 1;
 
@@ -71,8 +71,7 @@ CUTE_DEVICE bool is_last_split(Arrivals const& arrivals, int splits,
 }
 
 // out = sum_s exp(lse_s - lse) out_s and lse = log sum_s exp(lse_s). As in an online softmax the
-// reference follows the largest lse. Splits that hold nothing add nothing, so their number does not
-// show in the bits.
+// reference follows the largest lse. Empty splits behind the last one with keys change no bit.
 template <class Traits>
 CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& item) {
   using Element = typename Traits::Element;

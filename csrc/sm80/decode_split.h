@@ -3,7 +3,7 @@
 // Sequences of one length: all tiles have the same number of splits, and the grid counts them.
 // Otherwise every CTA reads all lengths, finds out how many splits each sequence gets, and takes
 // the next item of the list that they make; nobody has to write the list first. Long sequences have
-// many splits then, short ones a single one, and the grid has hardly a CTA without keys.
+// many splits then, short ones a single one. CTAs that find no item end at once.
 #pragma once
 
 #include "shared/block_range.h"

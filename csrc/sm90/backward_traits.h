@@ -139,7 +139,8 @@ struct BackwardTraits {
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
   // needs more where dK and dV take most of them, at the expense of dQ's columns; 96 of those, all
-  // or a CTA's half, take more for dQ.
+  // or a CTA's half, take more for dQ. At head_dim 256 dQ gets eight from the producer's warps, to
+  // spill less in its loop.
   static constexpr int producer_registers = head_dim == 256 ? 24 : 32;
   static constexpr bool is_tight = is_sparse && head_dim == 128;
   static constexpr int dq_registers = is_tight ? 48
