@@ -241,11 +241,6 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
   return chosen;
 }
 
-bool has_lengths_on_device(const SequenceParams& sequences) {
-  return sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
-         sequences.cu_seqlens_q != nullptr || sequences.cu_seqlens_k != nullptr;
-}
-
 // CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
 // that one has under way.
 int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {

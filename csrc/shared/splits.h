@@ -1,9 +1,16 @@
 // How many CTAs share the keys of a tile.
 #pragma once
 
+#include "flash_attn/params.h"
 #include "shared/host_device.h"
 
 namespace flash_attn_cuda {
+
+// Whether the lengths of sequences are where the host cannot see them.
+FAC_HOST_DEVICE constexpr bool has_lengths_on_device(const SequenceParams& sequences) {
+  return sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
+         sequences.cu_seqlens_q != nullptr || sequences.cu_seqlens_k != nullptr;
+}
 
 // With so many tiles for every slot nothing is gained by splitting them.
 inline constexpr int most_tiles_per_slot = 4;

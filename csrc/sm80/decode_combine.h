@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "sm80/decode_output.h"
 
@@ -40,8 +41,8 @@ class Arrivals {
     if ((found_ & ~arrival_count) != mark) atomicCAS(word_, found_, mark);
   }
 
-  // Behind a barrier of the CTA that has written its results, and before one of that which reads
-  // those of others. True for the last of so many.
+  // Whether this CTA is the last of so many. A barrier has to come before, behind what its threads
+  // have written, and another one after, before they read what other CTAs have.
   CUTE_DEVICE bool arrive(int arrivals) const {
     unsigned long long before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;"

@@ -39,10 +39,7 @@ inline std::uint32_t next_call() {
 // Whether sequences may need different numbers of splits: because their lengths may differ, or
 // because splits have a length of their own and the capacity says nothing.
 inline bool lengths_decide(const ForwardPlan& plan, const ForwardParams& params) {
-  const SequenceParams& sequences = params.sequences;
-  const bool on_device = sequences.seqused_k != nullptr || sequences.cu_seqlens_k != nullptr ||
-                         sequences.cu_seqlens_q != nullptr || sequences.leftpad_k != nullptr;
-  return plan.num_splits > 1 && on_device &&
+  return plan.num_splits > 1 && has_lengths_on_device(params.sequences) &&
          (params.shape.batch_size > 1 || plan.keys_per_split > 0);
 }
 
