@@ -88,9 +88,7 @@ struct Denominator {
 };
 
 // What all scores of a row lack: nothing, or a number for each row.
-struct NoShifts {
-  static constexpr float rise = 0.0f;
-};
+struct NoShifts {};
 template <int kRows>
 struct RowShifts {
   float of_row[kRows];
@@ -153,7 +151,10 @@ struct OnlineSoftmax {
   CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
                                     Rescale rescale, Drop drop) {
     using namespace cute;
-    bool follows = needs_maximum || row_shifts.rise * scale_log2 > kSteepRise;
+    bool follows = needs_maximum;
+    if constexpr (!std::is_same_v<Shifts, NoShifts>) {
+      follows |= row_shifts.rise * scale_log2 > kSteepRise;
+    }
     float sums[kRows];
     do {
       if (follows) follow_maximum(scores, rescale, row_shifts);
