@@ -107,11 +107,13 @@ struct ForwardTraits {
   static constexpr int consumer_registers =
       ctas_per_sm == 2 ? 104 : (draws_ahead ? 200 : (consumers == 3 ? 160 : 232));
 
-  // With registers for two P the next one is made while P V still reads this one. Rows with
-  // modified scores gain nothing by it, or find no room (C7514 in pages), and at d = 256 only those
-  // over pages gain.
+  // With registers for two P the next one is made while P V still reads this one, and the code of a
+  // step is there twice. Rows with modified scores gain nothing by it, or find no room (C7514 in
+  // pages), nor do short sequences, whose tiles have few steps, and at d = 256 only those over
+  // pages gain.
+  static constexpr bool is_short = config.most_causal_seqlen > 0 || config.most_full_seqlen > 0;
   static constexpr bool alternates_probabilities = overlaps_softmax && consumer_registers == 232 &&
-                                                   !has_modifiers && !has_dropout &&
+                                                   !has_modifiers && !has_dropout && !is_short &&
                                                    (head_dim < 256 || is_paged);
 
   using Element = ElementOf<config.dtype>;
