@@ -16,6 +16,7 @@ from harness import (
     captured,
     make_case,
     no_host_sync,
+    scaled,
     skip_without_row,
 )
 from public_calls import PUBLIC_CALLS, PublicCall, lengths, normal
@@ -247,6 +248,29 @@ def test_decode_steps_from_one_graph(paged: bool, num_splits: int) -> None:
             for blocks in (table, eager_table):
                 blocks[1] = blocks[1].flip(0)
     check_device_errors()
+
+
+@pytest.mark.parametrize("num_splits", [0, 7])
+def test_replays_of_more_parts_than_places(num_splits: int) -> None:
+    """What CTAs draw from begins anew with every replay, other calls in between or not."""
+    batch = scaled(80, 8)
+    caches = [normal(batch, 700, HEADS_K, 64) for _ in range(2)]
+    q, used = normal(batch, 1, HEADS_Q, 64), lengths(*[0] * batch)
+
+    def attend(at: Tensor) -> Results:
+        out, lse = flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=at, num_splits=num_splits, return_softmax_lse=True
+        )
+        return {"out": out, "lse": lse}
+
+    replay = captured(lambda: attend(used))
+    for repeat in range(6):
+        values = [(repeat * 97 + 41 * i * i) % (701 if i % 5 else 90) for i in range(batch)]
+        used.copy_(lengths(*values))
+        first = {name: x.clone() for name, x in replay().items()}
+        assert_same(replay(), first, f"repeat {repeat}")
+        if repeat % 2 == 0:
+            assert_same(first, attend(lengths(*values)), f"repeat {repeat}")
 
 
 def test_a_replay_sees_lengths_far_above_the_captured_ones() -> None:

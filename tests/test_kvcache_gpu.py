@@ -278,6 +278,23 @@ def test_splits(num_splits: int, page_size: int | None) -> None:
         check_cache(case, num_splits=num_splits)
 
 
+@PAGES
+@pytest.mark.parametrize("num_splits", [0, 1, 9])
+def test_more_parts_than_places(num_splits: int, page_size: int | None) -> None:
+    """So many that CTAs that are done take what is left, of sequences alike and of others."""
+    batch = scaled(80, 6)
+    for lengths in ((150,), (0, 700, 3, 64, 65, 210, 33)):
+        case = make_cache_case(
+            cached=(lengths * batch)[:batch],
+            seqlens_q=1,
+            capacity=720,
+            page_size=page_size,
+            num_heads_q=8,
+            num_heads_k=8,
+        )
+        check_cache(case, num_splits=num_splits)
+
+
 # -- everything together ---------------------------------------------------------------------------
 
 SETTINGS: dict[str, tuple[Any, ...]] = {

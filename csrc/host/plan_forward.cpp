@@ -169,7 +169,7 @@ std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, in
   return padded_queries * (shape.seqlen_k - end + last_step);
 }
 
-// The row for short sequences has smaller steps, in which warps without queries do little. That
+// A row for short sequences may have smaller steps, in which warps without queries do little. That
 // makes it the faster one for somewhat longer sequences too, where their ends would fill little of
 // the plain row's steps (docs/forward_sm90.md). As with lower tiles, the bits of such a call may
 // depend on the number of its heads.
@@ -181,8 +181,8 @@ bool wants_smaller_steps(const ForwardParams& params, const Window& window,
   constexpr double share_that_pays = 0.78;  // 577 has 0.77, 800 0.805
   const AttentionShape& shape = params.shape;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
-  if (!window.is_full() || is_packed || params.split.batch_invariant ||
-      std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
+  if (short_row.block_n >= plain.block_n || !window.is_full() || is_packed ||
+      params.split.batch_invariant || std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
       most_tiles(params, plain) < device.num_sms)
     return false;
   return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_step_keys) <=
@@ -280,7 +280,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   constexpr std::int64_t most_partial_bytes = 256 << 20;
   constexpr int most_useful = 32;
   const std::int64_t bytes = std::max<std::int64_t>(1, query_rows(params)) * shape.num_heads_q *
-                             (shape.head_dim_v + 1) * std::int64_t{sizeof(float)};
+                             (config.head_dim_v + 1) * std::int64_t{sizeof(float)};
   const auto affordable =
       static_cast<int>(std::clamp<std::int64_t>(most_partial_bytes / bytes, 1, most_useful));
   return std::min(most, affordable);
@@ -353,10 +353,12 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
     plan.keys_per_split = invariant_split_keys;
   if (plan.num_splits > 1) {
     const std::int64_t rows = query_rows(params) * shape.num_heads_q * plan.num_splits;
-    plan.out_partial_offset = workspace.add_floats(rows * shape.head_dim_v);
+    const bool decodes = config.kind == ForwardKind::decode;
+    plan.out_partial_offset =
+        workspace.add_floats(rows * (decodes ? config.head_dim_v : shape.head_dim_v));
     plan.lse_partial_offset = workspace.add_floats(rows);
-    if (config.kind == ForwardKind::decode) {
-      const std::int64_t words = query_rows(params) * shape.num_heads_q;
+    if (decodes) {
+      const std::int64_t words = query_rows(params) * shape.num_heads_q + 1;
       plan.arrivals_offset =
           workspace.add_bytes(static_cast<std::size_t>(words) * sizeof(std::uint64_t));
     }

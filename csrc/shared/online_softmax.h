@@ -81,9 +81,10 @@ struct Denominator {
   // that the reference is: approximate functions do.
   CUTE_DEVICE float inverse() const { return is_zero() ? 0.0f : shrink * fast_inverse(sum); }
 
+  CUTE_DEVICE float lse_log2() const { return is_zero() ? -INFINITY : offset + fast_log2(sum); }
   CUTE_DEVICE float lse() const {
     constexpr float ln2 = 0.693147180559945f;
-    return is_zero() ? -INFINITY : (offset + fast_log2(sum)) * ln2;
+    return lse_log2() * ln2;
   }
 };
 

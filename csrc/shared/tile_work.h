@@ -14,11 +14,10 @@ struct TileWork {
 
 inline constexpr int no_tile = -1;  // as TileWork::tile: nothing to do
 
-// False for a CTA beyond the end of a packed call's list, which has nothing to do.
+// What is at a place of the schedule. False beyond the end of a packed call's list: nothing to do.
 template <class Params>
-FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable& table,
-                               const Params& params, int block_id, TileWork& work) {
-  const TileCoord coord = tile_coord(schedule, block_id);
+FAC_HOST_DEVICE bool find_work(const TileCoord& coord, const SequenceTable& table,
+                               const Params& params, TileWork& work) {
   work.head = coord.head;
   if (table.counts == nullptr) {
     work.tile = coord.tile;
@@ -30,6 +29,12 @@ FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable
   work.tile = entry.tile;
   work.sequence = table.sequences[entry.sequence];
   return true;
+}
+
+template <class Params>
+FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable& table,
+                               const Params& params, int block_id, TileWork& work) {
+  return find_work(tile_coord(schedule, block_id), table, params, work);
 }
 
 // A tile's head among all of the schedule's.

@@ -166,17 +166,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int first_slice = (span.begin - span.origin) / slice;
   const int own_slice = first_slice + (warp + Traits::num_warps - first_slice % Traits::num_warps) %
                                           Traits::num_warps;
-  SliceLoader<Traits> loader{.k = params.k,
-                             .v = params.v,
-                             .rows = KeyRows::of(params.paged, sequence),
-                             .errors = params.errors,
-                             .head = work.head,
-                             .head_dim = params.shape.head_dim,
-                             .head_dim_v = params.shape.head_dim_v,
-                             .has_vector_rows = args.has_vector_rows,
-                             .begin = span.begin,
-                             .end = span.end};
-  if (own_slice < slices) loader.look_up(span.origin + own_slice * slice, lane);
+  SliceLoader<Traits> loader(args, work, span, lane);
+  if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;
   auto thread_mma = mma.get_thread_slice(lane);
@@ -216,7 +207,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     if (next < slices) {
       const int key_begin = span.origin + next * slice;
       loader.load(key_begin, key_begin + Traits::step,
-                  smem.pipelines[warp] + stage_to_fill * Traits::stage_elements, lane);
+                  smem.pipelines[warp] + stage_to_fill * Traits::stage_elements);
     }
     stage_to_fill = stage_to_fill + 1 == stages ? 0 : stage_to_fill + 1;
     commit_loads();
@@ -242,8 +233,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     if (key_begin < interior_begin || key_begin + slice > interior_end) {
       positions.hide(params.window, span, scores, tScS, key_begin);
     }
-    if (loader.misses_page) {
-      hide_missing_keys<slice>(loader.rows, scores, tScS, key_begin, sequence.seqlen_k, -INFINITY);
+    if (loader.misses_page()) {
+      hide_missing_keys<slice>(loader.key_rows(), scores, tScS, key_begin, sequence.seqlen_k,
+                               -INFINITY);
     }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
@@ -273,20 +265,38 @@ __global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
   using Traits = DecodeTraits<Tag>;
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  const ItemPlace place = ItemPlace::of_cta(args);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const float steps_wanted =
       args.lengths_decide && args.keys_per_split == 0 ? balanced_steps<Traits>(args, smem) : 0.0f;
   DecodeItem item;
-  for (int index = blockIdx.x; find_item<Traits>(args, index, steps_wanted, smem, item);
-       index += gridDim.x) {
+  int items = unknown_items;
+  for (int index = blockIdx.x;
+       find_item<Traits>(args, index, place, steps_wanted, smem, item, items);
+       index = smem.next_item) {
     const bool is_shared = item.splits > 1;
-    auto arrivals = Arrivals::at<Traits>(args, item.work);
+    const bool draws = args.lengths_decide && items > gridDim.x;
+    auto arrivals = arrivals_of<Traits>(args, item.work);
+    MarkedCounter tickets(args.tickets);
+    int ticket = 0;
     if (is_shared && threadIdx.x == 0) arrivals.look();
+    if (draws && threadIdx.x == 0) tickets.look();
     decode_item<Traits>(args, item, smem);
-    if (!is_shared) continue;
-    if (threadIdx.x == 0) arrivals.mark(args.call_mark);
-    if (is_last_split<Traits>(arrivals, item.splits, smem)) combine_splits<Traits>(args, item);
+    if (draws && threadIdx.x == 0) {
+      tickets.mark(args.call_mark);
+      ticket = tickets.draw();
+    }
+    if (is_shared) {
+      if (threadIdx.x == 0) arrivals.mark(args.call_mark);
+      if (is_last_split<Traits>(arrivals, item.splits, smem)) combine_splits<Traits>(args, item);
+    }
+    if (!draws) return;
+    if (threadIdx.x == 0) {
+      if (ticket == items - 1) tickets.reset();  // a draw for each item: this is the last one
+      smem.next_item = gridDim.x + ticket;
+    }
+    __syncthreads();
   }
 }
 

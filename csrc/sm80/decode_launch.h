@@ -30,9 +30,9 @@ inline int resident_ctas(std::size_t smem_bytes) {
   return info.num_sms * static_cast<int>(ctas_per_sm);
 }
 
-// The number of a call, by which it tells its own arrival words from what others left in memory.
-inline std::uint32_t next_call() {
-  static std::atomic<std::uint32_t> calls{0};
+// The number of a call, by which it tells its own counters from what others left in memory.
+inline std::uint16_t next_call() {
+  static std::atomic<std::uint16_t> calls{0};
   return calls.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -72,15 +72,16 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .ctas_per_split = static_cast<int>(ctas_per_split),
       .keys_per_split = plan.keys_per_split,
       .resident_ctas = static_cast<int>(resident),
-      .partial_rows = query_rows(params),
       .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
       .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset),
       .arrivals = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset),
+      .tickets = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset) +
+                 query_rows(params) * shape.num_heads_q,
       .call_mark = mark_of_call(next_call())};
   // Where lengths decide, a CTA for every item that there can be, or so many that they take turns.
   std::int64_t grid = ctas_per_split * plan.num_splits;
   if (decide) {
-    grid = std::min(grid, most_waves * resident + (plan.keys_per_split > 0 ? 0 : ctas_per_split));
+    grid = std::min(grid, resident);
   }
   launch_early<&decode_kernel<Tag>>(grid, Traits::threads, smem_bytes, stream, arguments);
 }

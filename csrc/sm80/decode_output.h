@@ -32,21 +32,22 @@ CUTE_DEVICE float warp_weight(RowState const& warp, RowState const& target, floa
   return fast_exp2(shifts ? (warp.max - target.max) * scale_log2 : warp.offset - target.offset);
 }
 
-// The row over all warps.
+// The row over all warps, and what their O have to be multiplied with.
 template <class Traits>
 CUTE_DEVICE RowState merged_row(typename Traits::SharedStorage const& smem, int row,
-                                float scale_log2) {
+                                float scale_log2, float (&weights)[Traits::num_warps]) {
+  RowState states[Traits::num_warps];
   RowState merged{.max = -INFINITY, .offset = 0.0f, .sum = 0.0f, .shifts = false};
   CUTE_UNROLL
   for (int warp = 0; warp < Traits::num_warps; ++warp) {
-    const RowState state = smem.rows[warp][row];
-    if (state.sum != 0.0f && state.max > merged.max) merged = state;
+    states[warp] = smem.rows[warp][row];
+    if (states[warp].sum != 0.0f && states[warp].max > merged.max) merged = states[warp];
   }
   merged.sum = 0.0f;
   CUTE_UNROLL
   for (int warp = 0; warp < Traits::num_warps; ++warp) {
-    const RowState state = smem.rows[warp][row];
-    merged.sum += state.sum * warp_weight(state, merged, scale_log2);
+    weights[warp] = warp_weight(states[warp], merged, scale_log2);
+    merged.sum += states[warp].sum * weights[warp];
   }
   return merged;
 }
@@ -84,77 +85,33 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
   }
 }
 
-// Some columns of one row.
-template <int kColumns>
+// Some columns of one row. Beyond head_dim_v there may be anything in them.
 struct OutputChunk {
-  static constexpr int columns = kColumns;
-  static_assert(columns % 4 == 0);
+  static constexpr int columns = 4;
   float values[columns];
 
-  CUTE_DEVICE void add(const float* source, float weight) {
-    CUTE_UNROLL
-    for (int i = 0; i < columns; i += 4) {
-      const float4 part = *reinterpret_cast<const float4*>(source + i);
-      values[i] += weight * part.x;
-      values[i + 1] += weight * part.y;
-      values[i + 2] += weight * part.z;
-      values[i + 3] += weight * part.w;
-    }
-  }
-  CUTE_DEVICE void add(OutputChunk const& other, float weight) {
-    CUTE_UNROLL
-    for (int i = 0; i < columns; ++i) values[i] += weight * other.values[i];
+  // A weight of 0 takes nothing from what may be no number.
+  CUTE_DEVICE void add(float4 const& part, float weight) {
+    if (weight == 0.0f) return;
+    values[0] += weight * part.x;
+    values[1] += weight * part.y;
+    values[2] += weight * part.z;
+    values[3] += weight * part.w;
   }
   CUTE_DEVICE void scale(float factor) {
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) values[i] *= factor;
   }
-
-  // The first `count` of them, which another CTA has written.
-  CUTE_DEVICE void load_partial(const float* source, int count, bool aligned) {
-    if (aligned) {
-      CUTE_UNROLL
-      for (int i = 0; i < columns; i += 4) {
-        if (i >= count) continue;
-        const float4 part = __ldcg(reinterpret_cast<const float4*>(source + i));
-        values[i] = part.x;
-        values[i + 1] = part.y;
-        values[i + 2] = part.z;
-        values[i + 3] = part.w;
-      }
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < columns; ++i) {
-        if (i < count) values[i] = __ldcg(source + i);
-      }
-    }
-  }
+  CUTE_DEVICE float4 as_vector() const { return {values[0], values[1], values[2], values[3]}; }
 
   // The first `count` of them.
-  CUTE_DEVICE void store_partial(float* target, int count, bool aligned) const {
-    if (aligned) {
-      CUTE_UNROLL
-      for (int i = 0; i < columns; i += 4) {
-        if (i >= count) continue;
-        *reinterpret_cast<float4*>(target + i) = {values[i], values[i + 1], values[i + 2],
-                                                  values[i + 3]};
-      }
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < columns; ++i) {
-        if (i < count) target[i] = values[i];
-      }
-    }
-  }
-
   template <class Element>
   CUTE_DEVICE void store(Element* target, int count, bool aligned) const {
-    using Vector = std::conditional_t<columns == 4, uint2, uint4>;
-    static_assert(sizeof(Vector) == columns * sizeof(Element));
+    static_assert(sizeof(uint2) == columns * sizeof(Element));
     if (aligned) {
       auto source = make_tensor(&values[0], Layout<Int<columns>>{});
       auto converted = convert_fragment<Element>(source);
-      *reinterpret_cast<Vector*>(target) = *reinterpret_cast<const Vector*>(converted.data());
+      *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(converted.data());
     } else {
       CUTE_UNROLL
       for (int i = 0; i < columns; ++i) {
@@ -164,25 +121,33 @@ struct OutputChunk {
   }
 };
 
-// Of one row, in the tensors over all splits.
-CUTE_DEVICE std::int64_t partial_index(DecodeArguments const& args, Sequence const& sequence,
-                                       PackedRow const& row, int split) {
+// Of one row, among those of all sequences and heads.
+CUTE_DEVICE std::int64_t row_index(DecodeArguments const& args, Sequence const& sequence,
+                                   PackedRow const& row) {
   AttentionShape const& shape = args.params.shape;
   const std::int64_t tensor_row =
       std::int64_t(sequence.batch_q) * shape.seqlen_q + sequence.row_q + row.query;
-  return (split * args.partial_rows + tensor_row) * shape.num_heads_q + row.head;
+  return tensor_row * shape.num_heads_q + row.head;
 }
+
+// What a split leaves of a row.
+template <class Traits>
+struct PartialRow {
+  float* lse;
+  float* out;
+
+  CUTE_DEVICE static PartialRow at(DecodeArguments const& args, Sequence const& sequence,
+                                   PackedRow const& row, int split) {
+    const std::int64_t index = row_index(args, sequence, row) * args.num_splits + split;
+    return {args.lse_partial + index, args.out_partial + index * Traits::head_dim};
+  }
+};
 
 CUTE_DEVICE float* lse_pointer(DecodeArguments const& args, Sequence const& sequence,
                                PackedRow const& row) {
   RowView<float> const& lse = args.params.lse;
   return lse.data + sequence.batch_q * lse.batch_stride + row.head * lse.head_stride +
          sequence.row_q + row.query;
-}
-
-CUTE_DEVICE float& partial_lse(DecodeArguments const& args, Sequence const& sequence,
-                               PackedRow const& row, int split) {
-  return args.lse_partial[partial_index(args, sequence, row, split)];
 }
 
 // All warps must have left theirs. is_alone: the tile has no other split.
@@ -193,43 +158,42 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
   Sequence const& sequence = work.sequence;
   TensorView const& out = args.params.out;
   const int head_dim_v = args.params.shape.head_dim_v;
-  using Chunk = OutputChunk<8>;
-  constexpr int chunks_per_row = Traits::head_dim / Chunk::columns;
+  constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
+#pragma unroll 1
   for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
     const int tile_row = i / chunks_per_row;
-    const int column = i % chunks_per_row * Chunk::columns;
+    const int column = i % chunks_per_row * OutputChunk::columns;
     const PackedRow row = packed_row<Traits>(args, work, tile_row);
-    if (row.query >= sequence.rows_q || column >= head_dim_v) continue;
+    if (row.query >= sequence.rows_q) break;  // as those behind it
+    if (column >= head_dim_v) continue;
 
-    Chunk chunk{};
-    float lse = -INFINITY;
+    OutputChunk chunk{};
+    Denominator total{.sum = 0.0f, .offset = 0.0f};
     if (row.query < sequence.seqlen_q) {
-      const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2);
+      float weights[Traits::num_warps];
+      const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2, weights);
       // One split has it, and so their combination.
       const float sink = split == 0 ? sink_of(args.params.score, row.head) : -INFINITY;
-      const Denominator total = denominator(merged, args.scale_log2).with_sink(sink);
-      lse = total.lse();
+      total = denominator(merged, args.scale_log2).with_sink(sink);
       CUTE_UNROLL
       for (int warp = 0; warp < Traits::num_warps; ++warp) {
-        const float weight = warp_weight(smem.rows[warp][tile_row], merged, args.scale_log2);
-        if (weight == 0.0f) continue;  // what it left may be anything
         const auto* o = reinterpret_cast<const float*>(smem.pipelines[warp]);
-        chunk.add(o + tile_row * Traits::output_pitch + column, weight * total.shrink / total.sum);
+        const auto* part =
+            reinterpret_cast<const float4*>(o + tile_row * Traits::output_pitch + column);
+        chunk.add(*part, weights[warp]);
       }
+      chunk.scale(total.inverse());
     }
-    const int count = head_dim_v - column;
     if (!is_alone) {
-      if (column == 0) partial_lse(args, sequence, row, split) = lse;
-      if (lse == -INFINITY) continue;  // will not be used
-      chunk.store_partial(
-          args.out_partial + partial_index(args, sequence, row, split) * head_dim_v + column, count,
-          head_dim_v % 4 == 0);
+      const auto partial = PartialRow<Traits>::at(args, sequence, row, split);
+      if (column == 0) *partial.lse = total.lse_log2();
+      *reinterpret_cast<float4*>(partial.out + column) = chunk.as_vector();
     } else {
-      if (column == 0) *lse_pointer(args, sequence, row) = lse;
+      if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
       chunk.store(
           row_pointer<Element>(out, sequence.batch_q, row.head, sequence.row_q + row.query) +
               column,
-          count, args.has_vector_rows);
+          head_dim_v - column, args.has_vector_rows);
     }
   }
 }
@@ -239,7 +203,8 @@ template <class Traits>
 CUTE_DEVICE void write_unused_split(DecodeArguments const& args, TileWork const& work, int split) {
   if (threadIdx.x >= Traits::block_m) return;
   const PackedRow row = packed_row<Traits>(args, work, threadIdx.x);
-  if (row.query < work.sequence.rows_q) partial_lse(args, work.sequence, row, split) = -INFINITY;
+  if (row.query < work.sequence.rows_q)
+    *PartialRow<Traits>::at(args, work.sequence, row, split).lse = -INFINITY;
 }
 
 }  // namespace flash_attn_cuda::sm80

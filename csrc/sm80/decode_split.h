@@ -3,7 +3,8 @@
 // Sequences of one length: all tiles have the same number of splits, and the grid counts them.
 // Otherwise every CTA reads all lengths, finds out how many splits each sequence gets, and takes
 // the next item of the list that they make; nobody has to write the list first. Long sequences have
-// many splits then, short ones a single one. CTAs that find no item end at once.
+// many splits then, short ones a single one. Of a list with more items than there are places for
+// CTAs, whoever is done draws the next.
 #pragma once
 
 #include "shared/block_range.h"
@@ -27,13 +28,15 @@ struct DecodeArguments {
   bool lengths_decide;  // about the number of splits
   int num_splits;       // at most
   int ctas_per_split;
-  int keys_per_split;            // 0: what the lengths ask for
-  int resident_ctas;             // on the whole device
-  std::int64_t partial_rows;     // per split: rows of q over all sequences
-  float* out_partial;            // (num_splits, partial_rows, num_heads_q, head_dim_v)
-  float* lse_partial;            // (num_splits, partial_rows, num_heads_q)
-  unsigned long long* arrivals;  // (partial_rows, num_heads_q): of splits, at a tile's first row
-  unsigned long long call_mark;  // of what counts in it (decode_combine.h)
+  int keys_per_split;  // 0: what the lengths ask for
+  int resident_ctas;   // on the whole device
+  // Of rows of q over all sequences; a row's splits lie together.
+  float* out_partial;  // (rows, num_heads_q, num_splits, Traits::head_dim)
+  float* lse_partial;  // (rows, num_heads_q, num_splits), in powers of two
+  // Counters (marked_counter.h).
+  unsigned long long* arrivals;  // (rows, num_heads_q): of splits, at a tile's first row
+  unsigned long long* tickets;   // of items that CTAs have drawn
+  unsigned long long call_mark;
 };
 
 // CTAs that all tiles together may have on top of one each, in numbers of resident ones.
@@ -150,12 +153,16 @@ CUTE_DEVICE int splits_of(DecodeArguments const& args, Sequence const& sequence,
   return static_cast<int>(fminf(fmaxf(parts, 1.0f), static_cast<float>(most)));
 }
 
+inline constexpr int unknown_items = 0x7fff'ffff;  // of a list: more than any index
+
 // Item `index` of the list that the lengths make: of one sequence after the other all heads and
 // tiles of its first split, of its second, and so on. False beyond its end. Every thread of the CTA
-// must call it; what they did with shared memory before is over when it returns.
+// must call it; what they did with shared memory before is over when it finds one. items: those of
+// the list, which the first call finds out.
 template <class Traits>
 CUTE_DEVICE bool find_listed(DecodeArguments const& args, int index, float steps_wanted,
-                             typename Traits::SharedStorage& smem, DecodeItem& item) {
+                             typename Traits::SharedStorage& smem, DecodeItem& item, int& items) {
+  if (index >= items) return false;
   const int heads = args.params.shape.num_heads_k;
   const int sequences =
       args.params.shape.batch_size + (args.table.counts != nullptr ? gap_sequences : 0);
@@ -163,14 +170,14 @@ CUTE_DEVICE bool find_listed(DecodeArguments const& args, int index, float steps
   int before = 0;  // items of earlier sequences
   for (int first = 0; first < sequences; first += Traits::threads) {
     const int candidate = first + threadIdx.x;
-    int items = 0;
+    int own = 0;
     int splits = 0;
     if (candidate < sequences) {
       const Sequence sequence = sequence_at(args, candidate);
       splits = splits_of<Traits>(args, sequence, steps_wanted);
-      items = splits * heads * tiles_of<Traits>(args, sequence.rows_q);
+      own = splits * heads * tiles_of<Traits>(args, sequence.rows_q);
     }
-    int end = items;  // of this thread's items, within the warp first
+    int end = own;  // of this thread's items, within the warp first
     CUTE_UNROLL
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, end, step);
@@ -184,11 +191,12 @@ CUTE_DEVICE bool find_listed(DecodeArguments const& args, int index, float steps
       if (w < warp) end += smem.item_sums[w];
       before += smem.item_sums[w];
     }
-    if (index >= end - items && index < end)
-      smem.found = {.sequence = candidate, .item = index - (end - items), .splits = splits};
+    if (index >= end - own && index < end)
+      smem.found = {.sequence = candidate, .item = index - (end - own), .splits = splits};
     __syncthreads();
-    if (index < before) break;
+    if (index < before && items < unknown_items) break;
   }
+  if (items == unknown_items) items = before;
   if (index >= before) return false;
   const FoundSequence found = smem.found;
   item.work.sequence = sequence_at(args, found.sequence);
@@ -201,15 +209,26 @@ CUTE_DEVICE bool find_listed(DecodeArguments const& args, int index, float steps
   return true;
 }
 
+// What a CTA knows of its item without a look at memory, where lengths do not decide: it has one.
+struct ItemPlace {
+  int split;
+  TileCoord coord;
+
+  CUTE_DEVICE static ItemPlace of_cta(DecodeArguments const& args) {
+    if (args.lengths_decide) return {};
+    const int split = blockIdx.x / args.ctas_per_split;
+    return {split, tile_coord(args.schedule, blockIdx.x - split * args.ctas_per_split)};
+  }
+};
+
 template <class Traits>
-CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, float steps_wanted,
-                           typename Traits::SharedStorage& smem, DecodeItem& item) {
-  if (args.lengths_decide) return find_listed<Traits>(args, index, steps_wanted, smem, item);
-  item.split = index / args.ctas_per_split;
+CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, ItemPlace const& place,
+                           float steps_wanted, typename Traits::SharedStorage& smem,
+                           DecodeItem& item, int& items) {
+  if (args.lengths_decide) return find_listed<Traits>(args, index, steps_wanted, smem, item, items);
+  item.split = place.split;
   item.splits = args.num_splits;
-  return item.split < args.num_splits &&
-         find_work(args.schedule, args.table, args.params, index - item.split * args.ctas_per_split,
-                   item.work);
+  return find_work(place.coord, args.table, args.params, item.work);
 }
 
 // The part of `visible` that a split takes.

@@ -75,6 +75,7 @@ struct DecodeTraits {
     int item_sums[num_warps];
     FoundSequence found;
     bool is_last;
+    int next_item;
     alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
   };
 
