@@ -54,11 +54,11 @@ def row_name(
     return "_".join(filter(None, parts))
 
 
-def most_short_seqlen(*, causal: bool) -> int:
-    """Of the row for short sequences."""
+def most_short_seqlen(head_dim: int = 64, variant: str = "short", *, causal: bool) -> int:
+    """Of a row for short sequences."""
     rows = {row.name: row for row in build_info.compiled_rows()}
     field = "most_causal_seqlen" if causal else "most_full_seqlen"
-    return rows[row_name(64, "short")].config[field]
+    return rows[row_name(head_dim, variant)].config[field]
 
 
 def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:

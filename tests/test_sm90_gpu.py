@@ -91,6 +91,21 @@ def test_features(check: Check, part: int) -> None:
         check(shaped_case(**choice, batch=1), backward=False)
 
 
+@EIGHT_PARTS
+def test_shapes_beyond_the_row_for_few_steps(check: Check, part: int) -> None:
+    """One of the two lengths is enough for the other row of head dim 128."""
+    long = scaled(600, 70)
+    lengths = [(long, k) for k in SHAPES["seqlen_k"]] + [(q, long) for q in SHAPES["seqlen_q"]]
+    settings = {
+        "lengths": lengths,
+        **{name: SHAPES[name] for name in ("dtype", "heads", "mask", "softmax_scale")},
+        "head_dim": (104, 128),
+    }
+    for choice in pairwise(settings, seed=5)[part :: 8 * scaled(1, 4)]:
+        seqlen_q, seqlen_k = choice.pop("lengths")
+        check(shaped_case(**choice, seqlen_q=seqlen_q, seqlen_k=seqlen_k), backward=False)
+
+
 def edges(head_dim: int) -> list[int]:
     """Rows of a warpgroup, of a tile, and keys of a block."""
     rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]

@@ -54,7 +54,7 @@ OF_NARROW_VALUES = (
     ((96, 72), {}, "sm90_bf16_hd96_windowed", "sm90_bf16_hd96_windowed"),
     # A backward's dP is a sum over boxes of values, of which each must have a column.
     ((192, 64), {}, "sm90_bf16_hd192_dv128_windowed", "sm80_bf16_hd192_windowed"),
-    ((128, 64), {}, "sm90_bf16_hd128_windowed", "sm80_bf16_hd128_windowed"),
+    ((128, 64), {}, "sm90_bf16_hd128_windowed_few_steps", "sm80_bf16_hd128_windowed"),
     ((96, 64), {}, "sm90_bf16_hd96_windowed", "sm80_bf16_hd96_windowed"),
     (
         *((192, 128), {"dropout_p": 0.1}),
@@ -87,9 +87,10 @@ def test_values_of_another_head_dim(
 def test_every_head_dim_has_a_row(head_dim: int, bucket: int, dtype: torch.dtype) -> None:
     short_name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     alibi = "alibi" if bucket <= 128 else "dropout"
+    plain = "few_steps" if bucket == 128 else ""
     for variant, features in (
-        ("", {}),
-        ("", {"window": (7, -1)}),
+        (plain, {}),
+        (plain, {"window": (7, -1)}),
         ("dropout", {"dropout_p": 0.1}),
         ("dropout", {"dropout_p": 0.1, "softcap": 3.0}),
         ("dropout", {"softcap": 3.0, "causal": True}),
@@ -138,6 +139,22 @@ def test_short_sequences_have_a_row() -> None:
     assert families.planned(wider)["instance"] == row_name(96)
 
 
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_tiles_of_few_steps_have_a_row(causal: bool) -> None:
+    most = most_short_seqlen(128, "few_steps", causal=causal)
+    for seqlens, variant in (
+        ((most, most), "few_steps"),
+        ((most, most + 1), ""),
+        ((most + 1, 70), ""),
+        ((577, 577), ""),  # the ends of which are no reason here
+    ):
+        case = make_case(
+            seqlen_q=seqlens[0], seqlen_k=seqlens[1], num_heads_q=64, head_dim=128, causal=causal
+        )
+        assert families.planned(case)["instance"] == row_name(128, variant), str(case)
+
+
 def launches() -> list[tuple[Case, str]]:
     """Calls, and the rows that they are to run."""
     sm80 = {"family": "sm80"}
@@ -152,7 +169,11 @@ def launches() -> list[tuple[Case, str]]:
         (replace(base, causal=True, seqlen_k=long), row_name(64, "cache")),
         (replace(base, causal=True), short),
         (replace(base, seqlen_q=long, causal=True), row_name(64)),
-        (replace(base, head_dim=128, dtype=torch.float16), row_name(128, dtype="fp16")),
+        (
+            replace(base, head_dim=128, dtype=torch.float16),
+            row_name(128, "few_steps", dtype="fp16"),
+        ),
+        (replace(base, head_dim=128, seqlen_k=600), row_name(128)),
         (replace(base, softcap=3.0), row_name(64, "dropout")),
         (replace(base, alibi=Alibi.per_head), row_name(64, "alibi")),
         (replace(base, alibi=Alibi.per_batch, head_dim=192), row_name(192, "dropout")),
@@ -172,7 +193,7 @@ def launches() -> list[tuple[Case, str]]:
         (replace(packed, lengths_q=(long, 0, 33), causal=True), row_name(64)),
         (replace(cache, seqlens_q=long), row_name(64)),
         (cache, short),
-        (replace(cache, leftpad=(3, 0, 1), head_dim=128), row_name(128)),
+        (replace(cache, leftpad=(3, 0, 1), head_dim=128), row_name(128, "few_steps")),
         (replace(cache, page_size=16), row_name(64, "cache")),
         (replace(cache, page_size=24, head_dim=72), row_name(128, "cache")),
         (replace(cache, page_size=16, head_dim=192), row_name(192, "modifiers", **sm80)),
