@@ -5,7 +5,8 @@
 
 Each run trains a new model from the same weights on the same batches (examples/train_gpt.py), after
 one of a few steps that nobody counts; attentions take turns. A run's tokens per second are of all
-its steps but no validation. The losses show that all of them train alike.
+its steps, which have to be fewer than those after which the example validates first. The losses
+show that all of them train alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ import torch  # noqa: E402
 from model import ATTENTIONS  # noqa: E402
 from report import environment, write_outputs  # noqa: E402
 from train_gpt import new_model  # noqa: E402
-from training import PRESETS, Corpus, Curve, Preset, manual_text, train  # noqa: E402
+from training import (  # noqa: E402
+    MIN_VALIDATION_INTERVAL,
+    PRESETS,
+    Corpus,
+    Curve,
+    Preset,
+    manual_text,
+    train,
+)
 
 SCHEMA = 1
 WARMUP_STEPS = 4
@@ -50,7 +59,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 < options.steps < MIN_VALIDATION_INTERVAL:
+        parser.error(
+            f"--steps must be from 1 to {MIN_VALIDATION_INTERVAL - 1}, so that no validation is "
+            f"timed, got {options.steps}"
+        )
+    return options
 
 
 def run(preset: Preset, attention: str, device: torch.device, steps: int) -> tuple[Curve, float]:
@@ -59,10 +74,10 @@ def run(preset: Preset, attention: str, device: torch.device, steps: int) -> tup
     corpus = Corpus(manual_text(), preset.model.seqlen, preset.batch_size, device)
     model = new_model(preset, attention, device, seed=0)
     if is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
     curve = train(model, corpus, replace(preset, steps=steps), title=attention, seed=1)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if is_cuda else 0.0
     del model
     gc.collect()
     return curve, peak
@@ -103,7 +118,11 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     rows = measure(options)
-    command = ["python", "benchmarks/train_speed.py", *(arguments or sys.argv[1:])]
+    command = [
+        "python",
+        "benchmarks/train_speed.py",
+        *(sys.argv[1:] if arguments is None else arguments),
+    ]
     document = {
         "schema": SCHEMA,
         "benchmark": "train",

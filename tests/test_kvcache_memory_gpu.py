@@ -64,7 +64,7 @@ def one_sequence(inputs: KvCacheInputs, b: int, capacity: int | None = None) -> 
     return replace(inputs, **fields)
 
 
-@PAGES
+@pytest.mark.parametrize("page_size", [None, 16, 64], ids=str)
 @pytest.mark.parametrize(
     ("seqlen_q", "features"),
     [(1, {}), (1, {"window": (300, 0)}), (5, {"causal": True}), (70, {"causal": True})],
@@ -114,10 +114,16 @@ def test_repeated_calls_give_the_same_bits(num_splits: int, page_size: int | Non
         assert torch.equal(bits(again.lse), bits(first.lse))
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("held", [0, 1, -1, 0x7FF5_0000_0000_0003], ids=hex)
-def test_splits_count_themselves_whatever_memory_held(held: int) -> None:
-    """The CTAs that share a tile find out who is last by words that nobody has zeroed."""
-    case = make_cache_case(cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320))
+def test_ctas_count_whatever_memory_held(held: int, many: bool) -> None:
+    """Who is last in a tile, and what is left of more items than places, by words that nobody has
+    zeroed.
+    """
+    if many:
+        case = make_cache_case(cached=(300,) * scaled(40, 4), num_heads_k=8, num_heads_q=8)
+    else:
+        case = make_cache_case(cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320))
     skip_without_row(case)
     inputs = case.make_inputs()
     expected, *_ = attend_over_cache(case, inputs, num_splits=0)

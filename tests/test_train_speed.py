@@ -31,3 +31,9 @@ def test_attentions_train_alike_and_every_run_counts(tmp_path, capsys):
     assert ours["train_losses"] == pytest.approx(peer["train_losses"], rel=1e-4)
     assert ours["validation_loss"] == pytest.approx(peer["validation_loss"], rel=1e-4)
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_steps_that_would_time_a_validation_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_speed.main(["--device", "cpu", "--steps", "20"])
+    assert "--steps must be from 1 to 19" in capsys.readouterr().err

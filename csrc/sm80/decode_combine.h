@@ -36,7 +36,6 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
   using Element = typename Traits::Element;
   constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
   constexpr int in_flight = 16;
-  constexpr float ln2 = 0.693147180559945f;
   Sequence const& sequence = item.work.sequence;
   const int head_dim_v = args.params.shape.head_dim_v;
 #pragma unroll 1
@@ -79,8 +78,9 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
         out.add(parts[j], weight);
       }
     }
-    out.scale(sum == 0.0f ? 0.0f : fast_inverse(sum));
-    if (column == 0) *lse_pointer(args, sequence, row) = (reference + fast_log2(sum)) * ln2;
+    const Denominator total{.sum = sum, .offset = reference};
+    out.scale(total.inverse());
+    if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
     out.store(row_pointer<Element>(args.params.out, sequence.batch_q, row.head,
                                    sequence.row_q + row.query) +
                   column,

@@ -78,11 +78,9 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .tickets = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset) +
                  query_rows(params) * shape.num_heads_q,
       .call_mark = mark_of_call(next_call())};
-  // Where lengths decide, a CTA for every item that there can be, or so many that they take turns.
+  // Where lengths decide, a CTA for every item that there can be, or as many as fit, which draw.
   std::int64_t grid = ctas_per_split * plan.num_splits;
-  if (decide) {
-    grid = std::min(grid, resident);
-  }
+  if (decide) grid = std::min(grid, resident);
   launch_early<&decode_kernel<Tag>>(grid, Traits::threads, smem_bytes, stream, arguments);
 }
 

@@ -2,8 +2,6 @@
 // warps, so that the same keys give the same bits.
 #pragma once
 
-#include <type_traits>
-
 #include "shared/layout_views.h"
 #include "shared/online_softmax.h"
 #include "shared/score_modifiers.h"

@@ -235,12 +235,13 @@ CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, ItemPlace con
 template <class Traits>
 CUTE_DEVICE KeySpan split_span(DecodeArguments const& args, BlockRange const& visible,
                                DecodeItem const& item) {
-  std::int64_t begin = visible.begin;
+  // From where a slice may begin that lies in one page, if pages hold whole slices.
+  std::int64_t begin = visible.begin - (item.work.sequence.row_k + visible.begin) % Traits::slice;
   std::int64_t keys = args.keys_per_split;
   if (keys > 0) {
     begin = 0;  // whatever is visible, so that windows change no bits of what both sides see
   } else {
-    const int steps = ceil_div_positive(visible.end - visible.begin, Traits::step);
+    const int steps = ceil_div_positive(visible.end - static_cast<int>(begin), Traits::step);
     const int least = item.splits > 1 ? Traits::least_steps : 0;
     keys = std::int64_t(max(ceil_div_positive(steps, item.splits), least)) * Traits::step;
   }

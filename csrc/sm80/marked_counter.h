@@ -9,7 +9,8 @@
 
 namespace flash_attn_cuda::sm80 {
 
-// The upper bits of a word: a NaN in every type, which data hardly are, and the number of the call.
+// The upper bits of a word: a NaN in bf16, fp16, fp32 and fp64, which data hardly are, and the
+// number of the call. What memory held by chance passes for a mark once in 2^32 words.
 inline constexpr int count_bits = 32;
 inline constexpr std::uint64_t count_mask = (std::uint64_t{1} << count_bits) - 1;
 
@@ -40,8 +41,8 @@ class MarkedCounter {
                  : "memory");
     return static_cast<int>(before & count_mask);
   }
-  // The same. What this CTA has written, if a barrier comes before, CTAs that arrive later see
-  // behind a barrier.
+  // The same, released and acquired: what this CTA has written, if a barrier comes before, CTAs
+  // that arrive later see behind a barrier.
   CUTE_DEVICE int arrive() const {
     unsigned long long before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;"

@@ -111,10 +111,11 @@ struct ForwardTraits {
   // step is there twice. Rows with modified scores gain nothing by it, or find no room (C7514 in
   // pages), nor do short sequences, whose tiles have few steps, and at d = 256 only those over
   // pages gain.
-  static constexpr bool is_short = config.most_causal_seqlen > 0 || config.most_full_seqlen > 0;
-  static constexpr bool alternates_probabilities = overlaps_softmax && consumer_registers == 232 &&
-                                                   !has_modifiers && !has_dropout && !is_short &&
-                                                   (head_dim < 256 || is_paged);
+  static constexpr bool is_for_short_calls =
+      config.most_causal_seqlen > 0 || config.most_full_seqlen > 0;
+  static constexpr bool alternates_probabilities =
+      overlaps_softmax && consumer_registers == 232 && !has_modifiers && !has_dropout &&
+      !is_for_short_calls && (head_dim < 256 || is_paged);
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
