@@ -121,7 +121,9 @@ def test_ctas_count_whatever_memory_held(held: int, many: bool) -> None:
     zeroed.
     """
     if many:
-        case = make_cache_case(cached=(300,) * scaled(40, 4), num_heads_k=8, num_heads_q=8)
+        case = make_cache_case(
+            cached=(300,) * scaled(40, 4), capacity=320, num_heads_q=8, num_heads_k=8
+        )
     else:
         case = make_cache_case(cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320))
     skip_without_row(case)
