@@ -39,7 +39,7 @@ struct DecodeArguments {
   unsigned long long call_mark;
 };
 
-// CTAs that all tiles together may have on top of one each, in numbers of resident ones.
+// Items for each CTA that fits the device, where lengths differ and tiles alone do not fit.
 inline constexpr int most_waves = 3;
 
 struct DecodeItem {
