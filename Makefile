@@ -6,7 +6,7 @@ TORCH ?= torch
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: demo test kernels resource-report lint format environment install-demo install-test lint-tools clean
+.PHONY: demo test kernels resource-report wheel lint format environment install-demo install-test lint-tools clean
 
 demo: install-demo
 	"$(PYTHON)" examples/train_gpt.py $(DEMO_ARGS)
@@ -20,6 +20,14 @@ kernels: environment
 resource-report:
 	"$(PYTHON)" -m build_tools.resource_report
 
+# Of this tree and not, as build does by itself, of the unpacked sdist, which would compile all kernels again. What an
+# earlier build left to be packed may have files that are no longer in the package.
+wheel: environment
+	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check 'build>=1.2'
+	"$(PYTHON)" -m build_tools.build_extension
+	rm -rf build/lib build/lib.* build/bdist.*
+	"$(PYTHON)" -m build --no-isolation --sdist --wheel
+
 lint: lint-tools
 	"$(PYTHON)" -m build_tools.lint
 
@@ -29,10 +37,9 @@ format: lint-tools
 environment:
 	build_tools/set_up.sh "$(PYTHON)" '$(TORCH)'
 
-# Builds first, in sight: pip hides what a build prints. It then finds everything up to date.
+# For this machine alone: build_tools/install.py says what that is.
 install-demo install-test: install-%: environment
-	"$(PYTHON)" -m build_tools.build_extension
-	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[$*]'
+	"$(PYTHON)" -m build_tools.install $*
 
 lint-tools: environment
 	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check -r build_tools/lint_requirements.txt

@@ -3,7 +3,7 @@
 setup.py calls ``build`` for the Python it runs under. ``python -m build_tools.build_extension``
 does the same by hand, and with ``--python-include`` for another Python with the same torch. No
 CUTLASS header is read here: a new torch or Python repeats this half minute and leaves the kernels
-alone.
+alone. The binding is compiled first, as a torch that it does not fit shows there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from build_tools import build_kernels, ninja_build, toolchain
+from build_tools import build_kernels, ninja_build, supported_torch, toolchain
 from build_tools.generate_units import write_if_changed
-from build_tools.toolchain import REPO, Nvcc, ToolchainError
+from build_tools.toolchain import REPO, ToolchainError
 
 MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
@@ -34,6 +34,7 @@ class Backend(Enum):
 
     cuda = "cuda"  # the extension
     cpu = "cpu"  # nothing: the package computes with torch operations
+    binding = "binding"  # the extension without kernels, for tests on a machine without a GPU
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,24 @@ def choose_backend() -> Choice:
     """Whether this machine can build the extension, and the reason in words when it cannot.
 
     Raises ToolchainError when it could but for something the user would want to mend: torch or
-    ninja missing beside an nvcc, an nvcc that is too old, or a torch for another CUDA major; with
-    FLASH_ATTN_CUDA_BACKEND=cuda whenever it cannot. Raises ValueError for an unknown value of that.
+    ninja missing beside an nvcc, an nvcc that is too old, a torch that is too old or for another
+    CUDA major; with FLASH_ATTN_CUDA_BACKEND=cuda or binding whenever it cannot. Raises ValueError
+    for an unknown value of that.
     """
     wanted = os.environ.get(BACKEND_VARIABLE) or "auto"
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"{BACKEND_VARIABLE}: expected auto, cpu or cuda, got {wanted!r}")
+    names = ("auto", *(backend.value for backend in Backend))
+    if wanted not in names:
+        raise ValueError(f"{BACKEND_VARIABLE}: expected one of {', '.join(names)}, got {wanted!r}")
     if wanted == "cpu":
         return Choice(Backend.cpu, f"{BACKEND_VARIABLE}=cpu")
-    choice = _possible_backend()
-    if wanted == "cuda" and choice.backend is Backend.cpu:
-        raise ToolchainError(f"{BACKEND_VARIABLE}=cuda cannot be had: {choice.reason}")
+    choice = _binding() if wanted == "binding" else _cuda_or_cpu()
+    if wanted != "auto" and choice.backend is Backend.cpu:
+        raise ToolchainError(f"{BACKEND_VARIABLE}={wanted} cannot be had: {choice.reason}")
     return choice
 
 
-def _possible_backend() -> Choice:
-    nvcc = toolchain.find_nvcc()
-    if nvcc is None:
-        return Choice(Backend.cpu, f"there is no nvcc in {toolchain.NVCC_PLACES}")
+def _torch_version() -> str:
+    """That of the torch to build for. Raises ToolchainError where it is missing or too old."""
     if not toolchain.make_torch_importable():
         raise ToolchainError(
             f"{sys.prefix} has no torch, and the extension is compiled for the torch it will run "
@@ -73,12 +74,41 @@ def _possible_backend() -> Choice:
         )
     import torch
 
+    supported_torch.check(str(torch.__version__))
+    return str(torch.__version__)
+
+
+def _cuda_or_cpu() -> Choice:
+    nvcc = toolchain.find_nvcc()
+    if nvcc is None:
+        return Choice(Backend.cpu, f"there is no nvcc in {toolchain.NVCC_PLACES}")
+    version = _torch_version()
+    import torch
+
     if torch.version.cuda is None:
-        return Choice(Backend.cpu, f"torch {torch.__version__} was built without CUDA")
+        return Choice(Backend.cpu, f"torch {version} was built without CUDA")
     toolchain.check_nvcc_version(nvcc)
     toolchain.check_torch_matches(torch.version.cuda, nvcc)
     toolchain.find_ninja()
-    return Choice(Backend.cuda, f"{nvcc.path} {nvcc.version}, torch {torch.__version__}")
+    return Choice(Backend.cuda, f"{nvcc.path} {nvcc.version}, torch {version}")
+
+
+def _binding() -> Choice:
+    version = _torch_version()
+    import torch
+
+    if torch.version.cuda is None:
+        return Choice(Backend.cpu, f"torch {version} was built without CUDA")
+    toolchain.cuda_headers(_cuda_major())
+    toolchain.find_ninja()
+    return Choice(Backend.binding, f"torch {version}")
+
+
+def _cuda_major() -> int:
+    """Of the torch to build for."""
+    import torch
+
+    return int(str(torch.version.cuda).split(".")[0])
 
 
 def record_choice(choice: Choice, package: Path) -> None:
@@ -92,6 +122,8 @@ def announcement(choice: Choice) -> str:
     match choice.backend:
         case Backend.cuda:
             return f"flash_attn_cuda: building the CUDA extension ({choice.reason})"
+        case Backend.binding:
+            return f"flash_attn_cuda: building the extension without kernels ({choice.reason})"
         case Backend.cpu:
             return f"flash_attn_cuda: installing with the CPU backend only, because {choice.reason}"
 
@@ -120,12 +152,12 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).parent
 
 
-def _compile_flags(target: TargetPython, nvcc: Nvcc) -> list[str]:
+def _compile_flags(target: TargetPython, headers: tuple[Path, ...]) -> list[str]:
     import torch
 
     torch_include = _torch_folder() / "include"
     torch_includes = (torch_include, torch_include / "torch/csrc/api/include")
-    external = (*torch_includes, *target.includes, *nvcc.include_dirs)
+    external = (*torch_includes, *target.includes, *headers)
     return [
         *build_kernels.CXX_FLAGS,
         "-fvisibility=hidden",  # pybind11's own types must not clash with another extension's
@@ -136,17 +168,17 @@ def _compile_flags(target: TargetPython, nvcc: Nvcc) -> list[str]:
     ]
 
 
-def _cuda_runtime(nvcc: Nvcc) -> Path:
+def _cuda_runtime(headers: tuple[Path, ...]) -> Path:
     """The runtime library that torch loads: pip's beside torch, else the toolkit's."""
     folders = sorted(_torch_folder().parent.glob("nvidia/*/lib"))
-    folders += [include.parent / name for include in nvcc.include_dirs for name in ("lib64", "lib")]
+    folders += [include.parent / name for include in headers for name in ("lib64", "lib")]
     for folder in folders:
-        for library in sorted(folder.glob(f"libcudart.so.{nvcc.major}*")):
+        for library in sorted(folder.glob(f"libcudart.so.{_cuda_major()}*")):
             return library
-    raise ToolchainError(f"no libcudart.so.{nvcc.major} in {', '.join(map(str, folders))}")
+    raise ToolchainError(f"no libcudart.so.{_cuda_major()} in {', '.join(map(str, folders))}")
 
 
-def _link_command(archive: Path, nvcc: Nvcc) -> str:
+def _link_command(archive: Path, headers: tuple[Path, ...]) -> str:
     # torch_cuda registers the CUDA parts of torch by being loaded, though no symbol asks for it.
     libraries = [
         f"-L{_torch_folder() / 'lib'}",
@@ -154,32 +186,56 @@ def _link_command(archive: Path, nvcc: Nvcc) -> str:
         *(f"-ltorch{part}" for part in ("", "_cpu", "_cuda", "_python")),
         *("-lc10", "-lc10_cuda"),
     ]
-    inputs = shlex.join([str(archive), str(_cuda_runtime(nvcc)), *libraries])
+    inputs = shlex.join([str(archive), str(_cuda_runtime(headers)), *libraries])
     compiler = shlex.quote(toolchain.host_compiler())
     return f"{compiler} -shared -o $out.new $in {inputs} -Wl,--exclude-libs,ALL"
 
 
-def build(other: TargetPython | None = None) -> Path:
-    """Builds what is out of date of the kernels and the extension; returns the extension's path.
+def _extension_folder(target: TargetPython, backend: Backend) -> Path:
+    """One for each Python and torch, so that each keeps its objects."""
+    import torch
 
-    For the Python that runs this, in build/extension, or for an ``other`` in a folder of its own.
+    return REPO / f"build/extension-{backend.value}-{target.tag}-torch{torch.__version__}"
+
+
+def compile_binding(build: ninja_build.Build) -> None:
+    """Compiles it, and says of a torch that was never tried that it may be the cause of errors."""
+    import torch
+
+    try:
+        build.compile()
+    except ninja_build.BuildError as error:
+        if advice := supported_torch.advice(str(torch.__version__)):
+            raise ToolchainError(f"the binding does not compile: {advice} ({error})") from error
+        raise
+
+
+def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) -> Path:
+    """Builds what is out of date of the binding, the kernels and the extension, in this order, and
+    returns the extension's path. For the Python that runs this, or for an ``other``.
     """
-    nvcc = toolchain.find_nvcc()
-    if nvcc is None or not toolchain.make_torch_importable():
-        raise ToolchainError("the extension needs nvcc and torch")
-    options = build_kernels.BuildOptions()
-    archive = build_kernels.build(options)
-    folder = REPO / (f"build/extension-{other.tag}" if other else "build/extension")
+    if not toolchain.make_torch_importable():
+        raise ToolchainError("the extension needs torch")
+    if backend is Backend.cuda:
+        plan = build_kernels.make_plan(build_kernels.BuildOptions())
+    else:
+        plan = build_kernels.plan_without_device_code(_cuda_major())
     target = other or TargetPython()
-    compiler = (toolchain.host_compiler(), *_compile_flags(target, nvcc))
+    folder = _extension_folder(target, backend)
+    compiler = (toolchain.host_compiler(), *_compile_flags(target, plan.cuda_headers))
     compiles = [
         ninja_build.Compile(source, folder / f"{source.stem}.o", compiler)
         for source in sorted((REPO / "csrc/torch_binding").glob("*.cpp"))
     ]
     extension = folder / f"{MODULE}{target.suffix}"
-    link = ninja_build.Link(extension, _link_command(archive, nvcc), inputs=(archive,))
+    link = ninja_build.Link(
+        extension, _link_command(plan.archive, plan.cuda_headers), inputs=(plan.archive,)
+    )
     with ninja_build.locked(folder):
-        ninja_build.build(folder, compiles, link, options.jobs)
+        binding = ninja_build.Build(folder, compiles, link, plan.options.jobs)
+        compile_binding(binding)
+        build_kernels.build_plan(plan)
+        binding.finish()
     return extension
 
 
@@ -202,12 +258,12 @@ def main(arguments: Sequence[str]) -> int:
         other = None
         if given.soabi:
             other = TargetPython(tuple(given.python_include), f".{given.soabi}.so")
-        extension = build(other)
+        extension = build(choice.backend, other)
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)
             extension = Path(shutil.copy2(extension, given.out))
         print(f"flash_attn_cuda: {extension}")
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

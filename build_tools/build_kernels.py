@@ -19,6 +19,7 @@ from typing import Any
 from build_tools import archs, generate_units, jobs, ninja_build, row_filter, toolchain
 from build_tools.kernel_row import KernelRow
 from build_tools.kernel_table import ALL_ROWS
+from build_tools.ninja_build import Compile
 from build_tools.toolchain import REPO, Nvcc, ToolchainError
 
 ARCHIVE_NAME = "libflash_attn_cuda_kernels.a"
@@ -38,15 +39,11 @@ def default_build_dir() -> Path:
     return Path(os.environ.get("FLASH_ATTN_CUDA_BUILD_DIR") or REPO / "build/kernels").absolute()
 
 
-def _archs_wanted() -> str:
-    return os.environ.get(archs.VARIABLE) or archs.default_archs()
-
-
 @dataclass(frozen=True)
 class BuildOptions:
     """What to build and where; the defaults are the environment variables that the README lists."""
 
-    archs: str = field(default_factory=_archs_wanted)
+    archs: str = field(default_factory=archs.wanted_archs)
     rows: str = field(default_factory=lambda: os.environ.get(row_filter.VARIABLE, ""))
     jobs: int = field(default_factory=jobs.default_jobs)
     build_dir: Path = field(default_factory=default_build_dir)
@@ -55,25 +52,38 @@ class BuildOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything a build will do, decided before the first file is written."""
+class DeviceCode:
+    """What is compiled for GPUs, and by what."""
 
-    options: BuildOptions
     nvcc: Nvcc
     cutlass: Path
     archs: list[archs.Arch]
     rows: list[KernelRow]
 
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a build will do, decided before the first file is written."""
+
+    options: BuildOptions
+    cuda_headers: tuple[Path, ...]
+    device: DeviceCode | None  # None: the host's part alone, whose launches raise
+
     @property
     def archive(self) -> Path:
         return self.options.build_dir / ARCHIVE_NAME
 
+    @property
+    def rows(self) -> list[KernelRow]:
+        return self.device.rows if self.device else []
+
     def record(self) -> dict[str, Any]:
         """What the library says of itself at run time."""
+        device = self.device
         return {
-            "archs": [str(arch) for arch in self.archs],
-            "nvcc": self.nvcc.version,
-            "cutlass": toolchain.cutlass_version(self.cutlass),
+            "archs": [str(arch) for arch in device.archs] if device else [],
+            "nvcc": device.nvcc.version if device else "",
+            "cutlass": toolchain.cutlass_version(device.cutlass) if device else "",
             "rows": self.options.rows,
             "instances": [generate_units.row_record(row) for row in self.rows],
         }
@@ -89,52 +99,70 @@ def make_plan(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> P
     archs.check_compilable(wanted, toolchain.nvcc_capabilities(nvcc), f"nvcc {nvcc.version}")
     runnable = [row for row in table if archs.family_gencode(row.family, wanted)]
     rows = row_filter.select_rows(options.rows, runnable)
-    return Plan(options, nvcc, toolchain.find_cutlass(), wanted, rows)
+    device = DeviceCode(nvcc, toolchain.find_cutlass(), wanted, rows)
+    return Plan(options, nvcc.include_dirs, device)
 
 
-def _compiles(plan: Plan) -> list[ninja_build.Compile]:
-    """One compile per unit, auxiliary kernel and host source."""
+def plan_without_device_code(cuda_major: int) -> Plan:
+    """The library without kernels, which needs no nvcc: it plans calls, and launching one raises.
+    For machines without a GPU, where it lets the extension be compiled, imported and tested.
+    """
+    folder = default_build_dir().with_name(f"without_device_code_cuda{cuda_major}")
+    options = BuildOptions(archs="", rows="", build_dir=folder)
+    return Plan(options, toolchain.cuda_headers(cuda_major), None)
+
+
+def _object_of(plan: Plan, source: Path) -> Path:
+    return plan.options.build_dir / "objects" / f"{source.stem}.o"
+
+
+def _device_compiles(plan: Plan, device: DeviceCode, generated: Path) -> list[Compile]:
+    """One compile per unit and auxiliary kernel."""
     options = plan.options
-    generated = options.build_dir / "generated"
-    generate_units.generate(plan.rows, plan.record(), generated)
-
-    nvcc_command = (
-        str(plan.nvcc.path),
+    command = (
+        str(device.nvcc.path),
         *NVCC_FLAGS,
         *options.extra_nvcc_flags,
         *toolchain.nvcc_host_compiler_flags(),
         f"-I{options.source_dir}",
-        *(f"-isystem={folder}" for folder in (plan.cutlass, *plan.nvcc.include_dirs)),
-    )
-    host_command = (
-        toolchain.host_compiler(),
-        *CXX_FLAGS,
-        f"-I{options.source_dir}",
-        *(part for folder in plan.nvcc.include_dirs for part in ("-isystem", str(folder))),
+        *(f"-isystem={folder}" for folder in (device.cutlass, *plan.cuda_headers)),
     )
 
-    def compile_of(source: Path, *command: str) -> ninja_build.Compile:
-        target = options.build_dir / "objects" / f"{source.stem}.o"
-        return ninja_build.Compile(source, target, command)
+    def compile_of(source: Path, gencode: list[str]) -> Compile:
+        return Compile(source, _object_of(plan, source), (*command, *gencode))
 
     units = [
-        compile_of(
-            generated / f"{unit.name}.cu",
-            *nvcc_command,
-            *archs.family_gencode(unit.family, plan.archs),
-        )
-        for unit in generate_units.units_of(plan.rows)
+        compile_of(generated / f"{unit.name}.cu", archs.family_gencode(unit.family, device.archs))
+        for unit in generate_units.units_of(device.rows)
     ]
-    auxiliary = [
-        compile_of(source, *nvcc_command, *archs.plain_gencode(plan.archs))
-        for source in sorted(options.source_dir.glob("auxiliary/*.cu"))
-    ]
+    auxiliary = sorted(options.source_dir.glob("auxiliary/*.cu"))
+    return units + [compile_of(source, archs.plain_gencode(device.archs)) for source in auxiliary]
+
+
+def _host_compiles(plan: Plan, sources: Sequence[Path]) -> list[Compile]:
+    command = (
+        toolchain.host_compiler(),
+        *CXX_FLAGS,
+        f"-I{plan.options.source_dir}",
+        *(part for folder in plan.cuda_headers for part in ("-isystem", str(folder))),
+    )
+    return [Compile(source, _object_of(plan, source), command) for source in sources]
+
+
+def _compiles(plan: Plan) -> list[Compile]:
+    """What can fail quickly comes first: the host's part."""
+    options = plan.options
+    generated = options.build_dir / "generated"
+    generate_units.generate(plan.rows, plan.record(), generated)
     host_sources = [generated / "registry.cpp", generated / "build_record.cpp"]
     host_sources += sorted(options.source_dir.glob("host/*.cpp"))
-    return units + auxiliary + [compile_of(source, *host_command) for source in host_sources]
+    if plan.device is None:
+        host_sources.append(options.source_dir / "auxiliary/without_device_code.cpp")
+        return _host_compiles(plan, host_sources)
+    return [*_host_compiles(plan, host_sources), *_device_compiles(plan, plan.device, generated)]
 
 
-def _write_manifest(plan: Plan, compiles: Sequence[ninja_build.Compile]) -> None:
+def _write_manifest(plan: Plan, compiles: Sequence[Compile]) -> None:
     """What resource_report needs to judge this build: compiler logs and each kernel's allowance."""
     manifest = {
         "logs": [f"{job.object}.log" for job in compiles if job.source.suffix == ".cu"],
@@ -150,26 +178,34 @@ def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:
     unmeasured = (
         f" ({cost.never_measured} compiles came from ccache)" if cost.never_measured else ""
     )
+    kernels = (
+        f"{len(plan.rows)} kernels for {archs.as_text(plan.device.archs)}"
+        if plan.device
+        else "no kernels"
+    )
     return (
-        f"flash_attn_cuda: {len(plan.rows)} kernels for {';'.join(map(str, plan.archs))}, "
+        f"flash_attn_cuda: {kernels}, "
         f"{cost.cpu_seconds / 60:.1f} CPU-minutes{unmeasured}, "
         f"at most {cost.peak_bytes / 2**30:.1f} GiB a job, archive {archive_mib:.1f} MiB"
     )
 
 
-def build(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> Path:
+def build_plan(plan: Plan) -> Path:
     """Builds what is out of date, prints one closing line and returns the archive's path."""
-    plan = make_plan(options, table)
-    if missing := archs.missing_hopper_kernels(plan.archs):
-        print(f"flash_attn_cuda: {missing}", file=sys.stderr, flush=True)
+    options = plan.options
     with ninja_build.locked(options.build_dir):
         compiles = _compiles(plan)
         _write_manifest(plan, compiles)
         # ar adds to an archive that exists, and would keep members that are no longer built.
         link = ninja_build.Link(plan.archive, "rm -f $out.new && ar rcsD $out.new $in")
-        ninja_build.build(options.build_dir, compiles, link, options.jobs)
+        ninja_build.Build(options.build_dir, compiles, link, options.jobs).finish()
         print(closing_line(plan, ninja_build.total_cost(compiles)), flush=True)
     return plan.archive
+
+
+def build(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> Path:
+    """``build_plan`` of these options."""
+    return build_plan(make_plan(options, table))
 
 
 def options_from_command_line(arguments: Sequence[str]) -> BuildOptions:
@@ -198,7 +234,7 @@ def options_from_command_line(arguments: Sequence[str]) -> BuildOptions:
 def main(arguments: Sequence[str]) -> int:
     try:
         build(options_from_command_line(arguments))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

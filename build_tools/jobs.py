@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 VARIABLE = "FLASH_ATTN_CUDA_JOBS"
+COMMON_VARIABLE = "MAX_JOBS"  # which torch's extension builder and other kernels' builds read
 BYTES_PER_JOB = 4 << 30  # of a compile; sm80 backward units take 3.7 to 3.9 GiB, head dim 96 4.4
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -45,7 +46,8 @@ def parse_jobs(text: str, setting: str) -> int:
 
 
 def default_jobs() -> int:
-    """FLASH_ATTN_CUDA_JOBS when set, else what cores and memory allow."""
-    if given := os.environ.get(VARIABLE):
-        return parse_jobs(given, VARIABLE)
+    """FLASH_ATTN_CUDA_JOBS when set, else MAX_JOBS, else what cores and memory allow."""
+    for variable in (VARIABLE, COMMON_VARIABLE):
+        if given := os.environ.get(variable):
+            return parse_jobs(given, variable)
     return job_count(available_cores(), free_memory())

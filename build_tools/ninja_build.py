@@ -17,13 +17,20 @@ from pathlib import Path
 
 from build_tools import toolchain
 from build_tools.generate_units import write_if_changed
+from build_tools.run_job import LAUNCHER_VARIABLE
 
 REPO = Path(__file__).resolve().parent.parent
 RUN_JOB = Path(__file__).with_name("run_job.py")
+# The Python that starts compiles. By a variable, as ninja runs again what has another command: a
+# second environment is to compile nothing.
+PYTHON_VARIABLE = "FLASH_ATTN_CUDA_BUILD_PYTHON"
 
 
 class BuildError(RuntimeError):
     """A compile or link failed; the compiler's messages are on the terminal."""
+
+    def __init__(self, ninja_file: Path, status: int) -> None:
+        super().__init__(f"ninja -f {ninja_file}: status {status}, the errors are above")
 
 
 @dataclass(frozen=True)
@@ -60,19 +67,16 @@ class Cost:
     never_measured: int  # compiles that ccache answered and that never ran here
 
 
-def write_ninja_file(
-    path: Path, compiles: Sequence[Compile], link: Link, launcher: Sequence[str]
-) -> None:
-    """Writes ``path``; every compile goes through run_job and ``launcher`` (ccache or nothing)."""
+def write_ninja_file(path: Path, compiles: Sequence[Compile], link: Link) -> None:
+    """Writes ``path``; every compile goes through run_job."""
     from ninja import ninja_syntax  # not above: an install without extension needs no ninja
 
     with io.StringIO() as text:
         writer = ninja_syntax.Writer(text, width=10_000)  # type: ignore[arg-type]  # any text file
         writer.variable("ninja_required_version", "1.5")
-        wrapped = shlex.join([sys.executable, str(RUN_JOB)])
         writer.rule(
             "compile",
-            command=f"{wrapped} $out -- $compiler",
+            command=f'"$${PYTHON_VARIABLE}" {shlex.quote(str(RUN_JOB))} $out -- $compiler',
             depfile="$out.d",
             deps="gcc",
             description="compile $in",
@@ -80,7 +84,7 @@ def write_ninja_file(
         writer.rule("link", command=f"{link.command} && mv $out.new $out", description="link $out")
         for job in compiles:
             obj, source = [str(job.object)], [str(job.source)]
-            command = shlex.join([*launcher, *job.full_command()]).replace("$", "$$")
+            command = shlex.join(job.full_command()).replace("$", "$$")
             writer.build(obj, "compile", source, variables={"compiler": command})
         objects = [str(job.object) for job in compiles]
         writer.build([str(link.target)], "link", objects, implicit=list(map(str, link.inputs)))
@@ -96,14 +100,19 @@ def write_compile_commands(path: Path, compiles: Iterable[Compile], directory: P
     write_if_changed(path, json.dumps(entries, indent=1))
 
 
-def run_ninja(path: Path, jobs: int, directory: Path) -> None:
-    """Runs the build from ``directory``; BuildError when a command fails."""
-    command = [toolchain.find_ninja(), "-f", str(path), "-j", str(jobs)]
-    # So that ccache knows the same sources in another checkout.
-    environment = {"CCACHE_BASEDIR": str(REPO), **os.environ}
+def run_ninja(path: Path, jobs: int, directory: Path, targets: Iterable[Path] = ()) -> None:
+    """Runs the build from ``directory``, of all or of ``targets``; BuildError where one fails."""
+    command = [toolchain.find_ninja(), "-f", str(path), "-j", str(jobs), *map(str, targets)]
+    launcher = [ccache] if (ccache := shutil.which("ccache")) else []
+    environment = {
+        "CCACHE_BASEDIR": str(REPO),  # so that ccache knows the same sources in another checkout
+        **os.environ,
+        PYTHON_VARIABLE: sys.executable,
+        LAUNCHER_VARIABLE: shlex.join(launcher),
+    }
     result = subprocess.run(command, cwd=directory, env=environment)
     if result.returncode:
-        raise BuildError(f"ninja -f {path}: status {result.returncode}, the errors are above")
+        raise BuildError(path, result.returncode)
 
 
 @contextmanager
@@ -120,18 +129,59 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def build(folder: Path, compiles: Sequence[Compile], link: Link, jobs: int) -> None:
-    """Brings ``link.target`` up to date, working in ``folder``, with ccache where it is present."""
-    toolchain.find_ninja()  # before a file is written
-    launcher = [ccache] if (ccache := shutil.which("ccache")) else []
-    ninja_file = folder / "build.ninja"
-    write_ninja_file(ninja_file, compiles, link, launcher)
-    write_compile_commands(folder / "compile_commands.json", compiles, folder)
-    run_ninja(ninja_file, jobs, folder)
+def _record_of(product: Path) -> Path:
+    return product.with_name(f"{product.name}.json")
+
+
+def discard_damaged(products: Iterable[Path]) -> None:
+    """Removes objects, archives and extensions that are not of the size that they were made with,
+    after a disk that was full or a machine that went down, so that ninja makes them again.
+    """
+    for product in products:
+        if not product.is_file():
+            continue
+        try:
+            is_whole = (
+                json.loads(_record_of(product).read_text())["bytes"] == product.stat().st_size
+            )
+        except (OSError, ValueError, KeyError):
+            is_whole = False
+        if not is_whole:
+            product.unlink()
+
+
+@dataclass(frozen=True)
+class Build:
+    """The compiles and the link of one folder, which others must be kept out of (``locked``)."""
+
+    folder: Path
+    compiles: Sequence[Compile]
+    link: Link
+    jobs: int
+
+    @property
+    def _ninja_file(self) -> Path:
+        return self.folder / "build.ninja"
+
+    def compile(self) -> None:
+        """Brings the objects up to date, with ccache where it is present."""
+        toolchain.find_ninja()  # before a file is written
+        objects = [job.object for job in self.compiles]
+        discard_damaged([*objects, self.link.target])
+        write_ninja_file(self._ninja_file, self.compiles, self.link)
+        write_compile_commands(self.folder / "compile_commands.json", self.compiles, self.folder)
+        run_ninja(self._ninja_file, self.jobs, self.folder, objects)
+
+    def finish(self) -> None:
+        """``compile``, then the link."""
+        self.compile()
+        run_ninja(self._ninja_file, self.jobs, self.folder)
+        target = self.link.target
+        write_if_changed(_record_of(target), json.dumps({"bytes": target.stat().st_size}))
 
 
 def total_cost(compiles: Iterable[Compile]) -> Cost:
-    records = [json.loads(Path(f"{job.object}.json").read_text()) for job in compiles]
+    records = [json.loads(_record_of(job.object).read_text()) for job in compiles]
     return Cost(
         cpu_seconds=sum(record["cpu_seconds"] for record in records),
         peak_bytes=max((record["peak_bytes"] for record in records), default=0),

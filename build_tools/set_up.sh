@@ -22,4 +22,4 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
 fi
 # In one call, so that torch's own bounds on setuptools hold. Does nothing when all of it is there.
 "$python" -m pip install --quiet --disable-pip-version-check \
-  'setuptools>=70.1' 'ninja>=1.11' "$torch"
+  'setuptools>=77.0.3' 'ninja>=1.11' "$torch"

@@ -141,6 +141,40 @@ def find_nvcc() -> Nvcc | None:
     return None
 
 
+def headers_package(cuda_major: int) -> str:
+    """What pip has to install for the headers that torch's CUDA packages lack (crt/)."""
+    return "nvidia-cuda-nvcc-cu12" if cuda_major == 12 else f"nvidia-cuda-crt=={cuda_major}.*"
+
+
+def _runtime_major(folder: Path) -> int | None:
+    header = folder / "cuda_runtime_api.h"
+    found = (
+        re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text())
+        if header.is_file()
+        else None
+    )
+    return int(found[1]) // 1000 if found else None
+
+
+def cuda_headers(cuda_major: int) -> tuple[Path, ...]:
+    """Folders with the CUDA runtime's headers of this major: those of nvcc, else pip's.
+
+    Raises ToolchainError, saying what to install, where there are none.
+    """
+    nvcc = find_nvcc()
+    if nvcc is not None and nvcc.major == cuda_major:
+        return nvcc.include_dirs
+    pip_folders = [root / "include" for root in _pip_cuda_roots()]
+    runtime = [folder for folder in pip_folders if _runtime_major(folder) == cuda_major]
+    crt = [folder for folder in pip_folders if (folder / "crt/host_defines.h").is_file()]
+    if not runtime or not crt:
+        raise ToolchainError(
+            f"there are no headers of CUDA {cuda_major}: pip install "
+            f"'{headers_package(cuda_major)}', or point CUDA_HOME at a toolkit of it"
+        )
+    return tuple(dict.fromkeys([*runtime, *crt]))
+
+
 def check_nvcc_version(nvcc: Nvcc) -> None:
     """Raises ToolchainError when nvcc is older than the kernels need."""
     if tuple(map(int, nvcc.version.split(".")[:2])) < OLDEST_NVCC:
@@ -201,7 +235,7 @@ def find_ninja() -> str:
 
     The package does not find its own program under pip's build isolation, which has it on PATH.
     """
-    missing = "is not installed: pip install 'setuptools>=70.1' 'ninja>=1.11' brings what builds"
+    missing = "is not installed: pip install 'setuptools>=77.0.3' 'ninja>=1.11' brings what builds"
     try:
         from ninja import BIN_DIR
     except ImportError:

@@ -87,7 +87,7 @@ def unpack(bits: Tensor, seqlen_k: int) -> Tensor:
 
 def _is_read_as_int64(visible: Tensor) -> bool:
     """Whether eight neighbouring bools of every row are eight bytes at a multiple of eight."""
-    return (
+    return bool(
         visible.stride(-1) == 1
         and visible.storage_offset() % 8 == 0
         and all(stride % 8 == 0 for stride in visible.stride()[:-1])

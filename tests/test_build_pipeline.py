@@ -22,11 +22,14 @@ pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja pa
 from kernel_rows import ROW
 
 from build_tools import (
+    archs,
     build_extension,
     build_kernels,
+    install,
     ninja_build,
     resource_report,
     run_job,
+    supported_torch,
     toolchain,
 )
 from build_tools.archs import ArchError
@@ -115,37 +118,62 @@ def test_an_auxiliary_kernel_may_not_spill() -> None:
 # Running compiles
 
 
+def compiler_of(script: str, target: Path) -> list[str]:
+    """A command that runs a script and then writes four bytes to its last argument, the target."""
+    write = "; import sys; open(sys.argv[-1], 'w').write('unit')"
+    return [sys.executable, "-c", script + write, "-o", str(target)]
+
+
 def test_a_job_keeps_its_log_and_its_cost(tmp_path, capsys) -> None:
     target = tmp_path / "unit.o"
     script = "print('ptxas info : x'); print('a warning'); sum(range(3_000_000))"
-    assert run_job.main(target, [sys.executable, "-c", script]) == 0
+    assert run_job.main(target, compiler_of(script, target)) == 0
     assert capsys.readouterr().out == "a warning\n"
     assert (tmp_path / "unit.o.log").read_text() == "ptxas info : x\na warning\n"
     figures = json.loads((tmp_path / "unit.o.json").read_text())
     assert figures["peak_bytes"] > 1 << 20
     assert figures["cpu_seconds"] > 0
     assert figures["cached"] is False
+    assert figures["bytes"] == target.stat().st_size == 4
 
 
 def test_a_job_answered_by_ccache_keeps_the_figures_of_the_real_one(tmp_path) -> None:
     target = tmp_path / "unit.o"
     record = tmp_path / "unit.o.json"
     hit = "import os; open(os.environ['CCACHE_STATSLOG'], 'w').write('direct_cache_hit')"
-    assert run_job.main(target, [sys.executable, "-c", hit]) == 0
+    assert run_job.main(target, compiler_of(hit, target)) == 0
     assert json.loads(record.read_text())["cached"] is True
-    assert run_job.main(target, [sys.executable, "-c", "pass"]) == 0
+    assert run_job.main(target, compiler_of("pass", target)) == 0
     real = record.read_text()
     assert json.loads(real)["cached"] is False
-    assert run_job.main(target, [sys.executable, "-c", hit]) == 0
+    assert run_job.main(target, compiler_of(hit, target)) == 0
     assert record.read_text() == real
 
 
 def test_a_failed_job_fails_and_shows_everything(tmp_path, capsys) -> None:
     target = tmp_path / "unit.o"
-    script = "import sys; print('error: no'); sys.exit(3)"
-    assert run_job.main(target, [sys.executable, "-c", script]) == 3
+    script = "import sys; print('error: no'); open(sys.argv[-1], 'w').write('u'); sys.exit(3)"
+    assert run_job.main(target, compiler_of(script, target)) == 3
     assert "error: no" in capsys.readouterr().out
     assert not (tmp_path / "unit.o.json").exists()
+    assert not target.exists()  # of a compiler that leaves what it has
+
+
+def test_a_job_that_cannot_write_says_so_in_a_line(tmp_path) -> None:
+    """As on a full disk."""
+    target = tmp_path / "absent" / "unit.o"
+    command = [
+        sys.executable,
+        REPO / "build_tools/run_job.py",
+        target,
+        "--",
+        sys.executable,
+        "-c",
+        "",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: .*unit\.o\.log.*\n", result.stderr)
 
 
 @pytest.fixture
@@ -160,7 +188,8 @@ def host_build(tmp_path) -> Callable[[], Path]:
         compiler = (toolchain.host_compiler(), "-O0")
         job = ninja_build.Compile(folder / "unit.cpp", folder / "out/unit.o", compiler)
         link = ninja_build.Link(folder / "out/lib.a", "rm -f $out.new && ar rcsD $out.new $in")
-        ninja_build.build(folder / "out", [job], link, jobs=1)
+        (folder / "out").mkdir(exist_ok=True)
+        ninja_build.Build(folder / "out", [job], link, jobs=1).finish()
         return link.target
 
     return build
@@ -175,6 +204,52 @@ def test_a_build_follows_headers_and_does_nothing_twice(host_build) -> None:
     (entry,) = json.loads((archive.parent / "compile_commands.json").read_text())
     assert entry["file"].endswith("unit.cpp")
     assert entry["arguments"][0] == toolchain.host_compiler()
+
+
+def edges_to_run(build_folder: Path) -> list[str]:
+    """What ninja would run now: a line for each compile and link."""
+    command = [toolchain.find_ninja(), "-n", "-f", "build.ninja"]
+    result = subprocess.run(command, cwd=build_folder, capture_output=True, text=True, check=True)
+    return re.findall(r"^\[\d+/\d+\] (.*)$", result.stdout, flags=re.MULTILINE)
+
+
+def test_another_environment_compiles_nothing(host_build, tmp_path, monkeypatch) -> None:
+    """Another Python, with another ccache, has the same commands."""
+    archive = host_build()
+    python = tmp_path / "environment/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    ccache = python.with_name("ccache")
+    ccache.write_text('#!/bin/sh\nexec "$@"\n')
+    ccache.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    path = os.pathsep.join([str(python.parent), "/usr/bin", "/bin"])
+    monkeypatch.setenv("PATH", path)
+    made = archive.stat().st_mtime_ns
+    assert host_build().stat().st_mtime_ns == made
+    assert edges_to_run(archive.parent) == []
+    (archive.parent.parent / "unit.cpp").touch()  # the count is not always none
+    assert len(edges_to_run(archive.parent)) == 2
+
+
+@pytest.mark.parametrize("cut", ["unit.o", "lib.a"])
+def test_what_was_cut_short_is_made_again(host_build, cut) -> None:
+    archive = host_build()
+    product = archive.parent / cut
+    whole = product.read_bytes()
+    product.write_bytes(whole[: len(whole) // 2])
+    host_build()
+    assert product.read_bytes() == whole
+
+
+def test_a_build_that_was_interrupted_goes_on(host_build) -> None:
+    """A compiler that was killed leaves part of an object behind, under no name that is linked."""
+    archive = host_build()
+    whole = archive.read_bytes()
+    (archive.parent / "unit.o.new").write_bytes(b"half")
+    (archive.parent / "unit.o").unlink()
+    (archive.parent / "lib.a.new").write_bytes(b"half")
+    assert host_build().read_bytes() == whole
 
 
 def test_a_build_that_fails_raises(host_build) -> None:
@@ -209,7 +284,7 @@ def test_what_a_link_replaces_stays_whole_until_then(host_build) -> None:
         reader.seek(0)
         assert reader.read() == before
     assert archive.read_bytes() != before
-    assert [path.name for path in archive.parent.glob("lib.a*")] == ["lib.a"]
+    assert [path.name for path in archive.parent.glob("lib.a*.new")] == []
 
 
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
@@ -217,12 +292,12 @@ def test_the_kernels_are_built_under_the_lock(tmp_path, monkeypatch) -> None:
     class Built(Exception):
         pass
 
-    def build(folder: Path, *others: object) -> None:
-        with (folder / "lock").open("w") as file, pytest.raises(BlockingIOError):
+    def finish(build: ninja_build.Build) -> None:
+        with (build.folder / "lock").open("w") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raise Built
 
-    monkeypatch.setattr(ninja_build, "build", build)
+    monkeypatch.setattr(ninja_build.Build, "finish", finish)
     monkeypatch.setattr(toolchain, "find_cutlass", lambda: cutlass_headers(tmp_path / "include"))
     options = build_kernels.BuildOptions(archs="80", rows="", jobs=1, build_dir=tmp_path / "build")
     with pytest.raises(Built):
@@ -316,7 +391,8 @@ def test_the_backend_variable(monkeypatch) -> None:
     monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
     assert build_extension.choose_backend().backend is Backend.cpu
     monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "gpu")
-    with pytest.raises(ValueError, match="expected auto, cpu or cuda, got 'gpu'"):
+    expected = "expected one of auto, cuda, cpu, binding, got 'gpu'"
+    with pytest.raises(ValueError, match=expected):
         build_extension.choose_backend()
 
 
@@ -332,6 +408,95 @@ def test_the_extension_can_be_asked_for(monkeypatch) -> None:
         build_extension.choose_backend()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert build_extension.choose_backend().backend is Backend.cuda
+
+
+def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
+    """It needs headers of torch's CUDA, of nvcc or of pip's packages, and no nvcc."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "binding")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    nvcc = Nvcc(Path("nvcc"), "13.0.88", (tmp_path / "toolkit",))
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    runtime, crt = (tmp_path / f"nvidia/cuda_{name}" for name in ("runtime", "nvcc"))
+    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [crt, runtime])
+    (runtime / "include").mkdir(parents=True)
+    (runtime / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION 12080\n")
+    with pytest.raises(ToolchainError, match=r"no headers of CUDA 12: pip install 'nvidia-cuda-nv"):
+        build_extension.choose_backend()
+    (crt / "include/crt").mkdir(parents=True)
+    (crt / "include/crt/host_defines.h").touch()
+    assert build_extension.choose_backend().backend is Backend.binding
+    assert toolchain.cuda_headers(12) == (runtime / "include", crt / "include")
+    assert toolchain.cuda_headers(13) == (tmp_path / "toolkit",)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ToolchainError, match=r"binding cannot be had: torch .* without CUDA"):
+        build_extension.choose_backend()
+
+
+def test_torchs_outside_of_the_range(monkeypatch) -> None:
+    """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
+    torch = pytest.importorskip("torch")
+    supported_torch.check("2.14.1+cu130")
+    monkeypatch.setattr(supported_torch, "OLDEST", (2, 8))
+    monkeypatch.setattr(supported_torch, "NEWEST_TRIED", (2, 14))
+    supported_torch.check("2.8.0")
+    with pytest.raises(ToolchainError, match=r"torch 2\.7\.1.* is older .*: 2\.8 to 2\.14 work"):
+        supported_torch.check("2.7.1+cu126")
+    assert supported_torch.advice("2.14.3+cu132") is None
+    assert "pip install 'torch==2.14.*'" in str(supported_torch.advice("3.0.0.dev20270101"))
+
+    def compile(build: ninja_build.Build) -> None:
+        raise ninja_build.BuildError(Path("build.ninja"), 1)
+
+    build = ninja_build.Build(Path("folder"), [], ninja_build.Link(Path("x"), ""), 1)
+    monkeypatch.setattr(ninja_build.Build, "compile", compile)
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    with pytest.raises(ninja_build.BuildError):
+        build_extension.compile_binding(build)
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    with pytest.raises(ToolchainError, match=r"does not compile: torch 2\.16\.0 is newer"):
+        build_extension.compile_binding(build)
+
+
+def test_the_binding_is_compiled_before_a_kernel(monkeypatch, tmp_path) -> None:
+    """A torch that it does not fit shows in seconds."""
+    pytest.importorskip("torch")
+    steps: list[str] = []
+    plan = build_kernels.Plan(build_kernels.BuildOptions(build_dir=tmp_path), (), None)
+    monkeypatch.setattr(build_kernels, "plan_without_device_code", lambda major: plan)
+    monkeypatch.setattr(build_kernels, "build_plan", lambda plan: steps.append("kernels"))
+    monkeypatch.setattr(build_extension, "REPO", tmp_path)
+    monkeypatch.setattr(build_extension, "_link_command", lambda archive, headers: "link")
+    for name in ("compile", "finish"):
+        monkeypatch.setattr(ninja_build.Build, name, lambda self, step=name: steps.append(step))
+    build_extension.build(Backend.binding)
+    assert steps == ["compile", "kernels", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("goal", "gpus", "variables", "expected"),
+    [
+        ("demo", [], {}, "cpu"),
+        ("test", [], {}, "binding"),
+        ("demo", [90], {}, "auto"),
+        ("test", [80, 90], {}, "auto"),
+        ("demo", [], {"FLASH_ATTN_CUDA_ARCHS": "90"}, "auto"),  # for a GPU that is elsewhere
+        ("test", [], {"FLASH_ATTN_CUDA_BACKEND": "cpu"}, "cpu"),
+        ("demo", [90], {"FLASH_ATTN_CUDA_BACKEND": "cuda"}, "cuda"),
+        ("test", [], {"TORCH_CUDA_ARCH_LIST": "9.0"}, "binding"),  # images set it for no reason
+    ],
+)
+def test_what_the_makefile_installs(monkeypatch, capsys, goal, gpus, variables, expected) -> None:
+    for name in (build_extension.BACKEND_VARIABLE, "FLASH_ATTN_CUDA_ARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(archs, "usable_capabilities", lambda: gpus)
+    assert install.wanted_backend(install.Goal(goal)) == expected
+    lines = capsys.readouterr().out.splitlines()
+    has_choice = gpus or any(name.startswith("FLASH") for name in variables)
+    assert len(lines) == (0 if has_choice else 1)
+    assert has_choice or f"FLASH_ATTN_CUDA_ARCHS=90 make {goal}" in lines[0]
 
 
 def test_a_missing_torch_is_refused_with_what_helps(monkeypatch) -> None:
@@ -395,7 +560,7 @@ def test_ninja_is_needed_for_the_extension_alone(monkeypatch) -> None:
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True
     )
-    assert "ninja is not installed: pip install 'setuptools>=70.1' 'ninja>=1.11'" in result.stdout
+    assert "ninja is not installed: pip install 'setuptools>=77.0.3' 'ninja>=1.11'" in result.stdout
 
 
 def test_kernels_without_nvcc_are_an_error_that_says_where_it_looked(monkeypatch, capsys) -> None:

@@ -241,6 +241,9 @@ def test_the_build_record_survives_the_compiler(tmp_path) -> None:
     ("text", "expected"),
     [
         ("80;90a", [Arch(80), Arch(90, "a")]),
+        ("80;90;100;120", [Arch(80), Arch(90, "a"), Arch(100), Arch(120)]),  # flash-attention's
+        ("90;90a", [Arch(90, "a")]),
+        ("9.0+PTX", [Arch(90, "a", ptx=True)]),
         ("9.0a 8.0", [Arch(80), Arch(90, "a")]),
         ("80+PTX", [Arch(80, ptx=True)]),
         ("100f,120", [Arch(100, "f"), Arch(120)]),
@@ -268,12 +271,30 @@ def test_archs_that_the_compiler_does_not_know_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "missing"), [("90", True), ("80;90+PTX", True), ("90;90a", False), ("80;100", False)]
+    ("text", "expected"),
+    [
+        ("8.0 9.0+PTX", "80;90a+PTX"),
+        ("7.5;8.6;9.0a", "86;90a"),  # images list GPUs that the kernels do not run on
+        ("5.2 6.0 7.0 8.0 8.6 9.0 10.0 12.0+PTX", "80;86;90a;100;120+PTX"),
+        ("Ampere;Hopper", "80;86+PTX;90a+PTX"),
+        ("Ada", "89+PTX"),
+    ],
 )
-def test_hopper_without_its_suffix_is_mentioned(text, missing) -> None:
-    sentence = archs.missing_hopper_kernels(archs.parse_archs(text))
-    assert (sentence is not None) == missing
-    assert not missing or "90 without a: no Hopper kernels; 90a has them" in str(sentence)
+def test_torchs_arch_list_is_taken_where_ours_is_unset(monkeypatch, text, expected) -> None:
+    monkeypatch.delenv(archs.VARIABLE, raising=False)
+    monkeypatch.setenv(archs.TORCH_VARIABLE, text)
+    assert archs.wanted_archs() == expected
+    assert archs.as_text(archs.parse_archs(expected)) == expected
+    monkeypatch.setenv(archs.VARIABLE, "89")
+    assert archs.wanted_archs() == "89"
+
+
+@pytest.mark.parametrize("text", ["7.5", "Volta", "sm_90"])
+def test_torchs_arch_list_without_a_gpu_for_the_kernels_is_refused(monkeypatch, text) -> None:
+    monkeypatch.delenv(archs.VARIABLE, raising=False)
+    monkeypatch.setenv(archs.TORCH_VARIABLE, text)
+    with pytest.raises(ArchError, match=f"^{archs.TORCH_VARIABLE}: .*got '{text}'"):
+        archs.wanted_archs()
 
 
 def test_sm80_units_are_plain_code_with_ptx_of_the_highest() -> None:
@@ -285,18 +306,19 @@ def test_sm80_units_are_plain_code_with_ptx_of_the_highest() -> None:
 
 
 def test_ptx_that_is_asked_for_replaces_the_highest() -> None:
-    assert archs.plain_gencode(archs.parse_archs("80+PTX;90")) == [
+    assert archs.plain_gencode(archs.parse_archs("80+PTX;90a")) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_80,code=compute_80",
     ]
 
 
-def test_sm90_units_need_90a() -> None:
-    assert archs.family_gencode(Family.sm90, archs.parse_archs("90;100")) == []
-    assert archs.family_gencode(Family.sm90, archs.parse_archs("80;90a")) == [
-        "-gencode=arch=compute_90a,code=sm_90a"
-    ]
+def test_sm90_units_are_for_hopper_alone() -> None:
+    assert archs.family_gencode(Family.sm90, archs.parse_archs("80;100")) == []
+    for text in ("80;90a", "80;90"):
+        assert archs.family_gencode(Family.sm90, archs.parse_archs(text)) == [
+            "-gencode=arch=compute_90a,code=sm_90a"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +354,14 @@ def test_a_container_limits_cores_and_memory(tmp_path, monkeypatch) -> None:
 
 
 def test_the_job_count_can_be_set(monkeypatch) -> None:
+    """By our own variable, else by the one that other builds read."""
     monkeypatch.setenv(jobs.VARIABLE, "3")
+    monkeypatch.setenv(jobs.COMMON_VARIABLE, "5")
     assert jobs.default_jobs() == 3
-    monkeypatch.setenv(jobs.VARIABLE, "none")
-    with pytest.raises(ValueError, match=r"FLASH_ATTN_CUDA_JOBS.*'none'"):
-        jobs.default_jobs()
+    monkeypatch.setenv(jobs.VARIABLE, "")
+    assert jobs.default_jobs() == 5
+    for variable in (jobs.VARIABLE, jobs.COMMON_VARIABLE):
+        monkeypatch.setenv(variable, "none")
+        with pytest.raises(ValueError, match=f"^{variable}: .*'none'"):
+            jobs.default_jobs()
+        monkeypatch.delenv(variable)

@@ -1,15 +1,11 @@
-// attention() and attention_full(): the eager path, whose backward is a node of autograd's graph
-// written directly. Of torch's ways to attach a gradient this is the one without per-call maps,
-// lists and wrapping, which on a small call cost more than the launch.
+// attention() and attention_full(): the eager path, whose gradient is a torch::autograd::Function.
+// A call that records nothing does not go through it.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/autograd.h>
 
 #include <cmath>
-#include <memory>
-#include <mutex>
+#include <vector>
 
 #include "torch_binding/backward.h"
 #include "torch_binding/check.h"
@@ -21,15 +17,112 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
+using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+struct Results {
+  at::Tensor out;
+  ForwardResults forward;
+};
+
+// `call` is left with the tensors that were computed with.
+Results compute_results(AttentionCall& call) {
+  use_kernel_layout(call);
+  Results results;
+  results.out = allocate(output_sizes(call), call.q.scalar_type(), call.q);
+  results.forward = run_forward_call(call, output_view(results.out));
+  return results;
+}
+
+// dO of a loss that does not depend on the output. Not one row that every row reads: strides of 0
+// would keep the call from the Hopper kernels.
+at::Tensor zero_gradient(const at::Tensor& out) { return at::zeros_like(out); }
+
+variable_list compute_gradients(BackwardInputs inputs) {
+  if (!inputs.dout.defined()) inputs.dout = zero_gradient(inputs.out);
+  const AttentionCall& call = inputs.call;
+  const at::ScalarType dtype = call.q.scalar_type();
+  at::Tensor dq = allocate(call.q.sizes(), dtype, call.q);
+  at::Tensor dk = allocate(call.k.sizes(), dtype, call.q);
+  at::Tensor dv = allocate(call.v.sizes(), dtype, call.q);
+  if (call.leftpad_k.defined()) {
+    dk.zero_();
+    dv.zero_();
+  }
+  run_backward_call(inputs, {.dq = output_view(dq), .dk = output_view(dk), .dv = output_view(dv)},
+                    /*softmax_d=*/{});
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+// What autograd keeps beside tensors is a list of numbers; all of these are exact in a double.
+std::vector<double> to_numbers(const CallOptions& options) {
+  return {static_cast<double>(options.window.left),
+          static_cast<double>(options.window.right),
+          options.softmax_scale,
+          options.softcap,
+          options.p_dropout,
+          options.deterministic ? 1.0 : 0.0};
+}
+
+CallOptions from_numbers(const std::vector<double>& numbers) {
+  return {
+      .window = {.left = static_cast<int>(numbers.at(0)), .right = static_cast<int>(numbers.at(1))},
+      .softmax_scale = static_cast<float>(numbers.at(2)),
+      .softcap = static_cast<float>(numbers.at(3)),
+      .p_dropout = numbers.at(4),
+      .deterministic = numbers.at(5) != 0.0};
+}
+
+void save(AutogradContext* context, const AttentionCall& call, const Results& results,
+          bool has_settings) {
+  const ForwardResults& forward = results.forward;
+  variable_list saved = {call.q, call.k, call.v, results.out, forward.softmax_lse};
+  if (has_settings) {
+    saved.insert(saved.end(), {call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k,
+                               call.leftpad_k, call.alibi_slopes, forward.rng_state});
+  }
+  context->save_for_backward(std::move(saved));
+  context->saved_data["options"] = to_numbers(call.options);
+}
+
+BackwardInputs restore(const AutogradContext* context) {
+  const variable_list saved = context->get_saved_variables();
+  BackwardInputs inputs;
+  AttentionCall& call = inputs.call;
+  call.q = saved.at(0);
+  call.k = saved.at(1);
+  call.v = saved.at(2);
+  inputs.out = saved.at(3);
+  inputs.softmax_lse = saved.at(4);
+  if (saved.size() > 5) {
+    call.cu_seqlens_q = saved.at(5);
+    call.cu_seqlens_k = saved.at(6);
+    call.seqused_q = saved.at(7);
+    call.seqused_k = saved.at(8);
+    call.leftpad_k = saved.at(9);
+    call.alibi_slopes = saved.at(10);
+    inputs.rng_state = saved.at(11);
+  }
+  call.options = from_numbers(context->saved_data.at("options").toDoubleVector());
+  return inputs;
+}
+
+void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
+  const bool is_dual = tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, name,
+                              ": must not carry a forward-mode gradient, got a dual tensor");
+}
+
 // Stands where the gradients' own gradient would: it can be built into a graph, and refuses to run.
-struct NoDoubleBackward : Node {
-  using Node::Node;
-  std::string name() const override { return "FlashAttentionNoDoubleBackward"; }
-  variable_list apply(variable_list&& /*gradients*/) override {
+struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
+  static variable_list forward(AutogradContext* /*context*/, const at::Tensor& /*dout*/,
+                               const at::Tensor& /*dlse*/, const at::Tensor& /*q*/,
+                               const at::Tensor& /*k*/, const at::Tensor& /*v*/,
+                               const variable_list* gradients) {
+    return *gradients;
+  }
+
+  static variable_list backward(AutogradContext* /*context*/, const variable_list& /*gradients*/) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false,
         "flash_attn_cuda does not implement double backward: the gradients of attention "
@@ -37,109 +130,47 @@ struct NoDoubleBackward : Node {
   }
 };
 
-// dO of a loss that does not depend on the output. Not one row that every row reads: strides of 0
-// would keep the call from the Hopper kernels.
-at::Tensor zero_gradient(const at::Tensor& out) { return at::zeros_like(out); }
+// q, k and v -> out and softmax_lse. They stand apart from the call, which has them too: a Function
+// sees the tensors among its arguments, and the gradient hangs on them as they were given, while
+// the call may go on with copies.
+struct Attention : torch::autograd::Function<Attention> {
+  static constexpr int num_arguments = 6;
 
-// The tensors of a call that have no gradient.
-struct SavedSettings {
-  SavedVariable cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k;
-  SavedVariable alibi_slopes, rng_state;
-
-  explicit SavedSettings(const AttentionCall& call, const at::Tensor& rng)
-      : cu_seqlens_q(call.cu_seqlens_q, /*is_output=*/false),
-        cu_seqlens_k(call.cu_seqlens_k, /*is_output=*/false),
-        seqused_q(call.seqused_q, /*is_output=*/false),
-        seqused_k(call.seqused_k, /*is_output=*/false),
-        leftpad_k(call.leftpad_k, /*is_output=*/false),
-        alibi_slopes(call.alibi_slopes, /*is_output=*/false),
-        rng_state(rng, /*is_output=*/false) {}
-
-  void unpack(BackwardInputs& inputs) const {
-    inputs.call.cu_seqlens_q = cu_seqlens_q.unpack();
-    inputs.call.cu_seqlens_k = cu_seqlens_k.unpack();
-    inputs.call.seqused_q = seqused_q.unpack();
-    inputs.call.seqused_k = seqused_k.unpack();
-    inputs.call.leftpad_k = leftpad_k.unpack();
-    inputs.call.alibi_slopes = alibi_slopes.unpack();
-    inputs.rng_state = rng_state.unpack();
+  static variable_list forward(AutogradContext* context, const at::Tensor& /*q*/,
+                               const at::Tensor& /*k*/, const at::Tensor& /*v*/,
+                               AttentionCall* call, Results* results, bool has_settings) {
+    context->set_materialize_grads(false);
+    *results = compute_results(*call);
+    // Where the layout asked for a copy, the copy is saved: the backward would need it again.
+    save(context, *call, *results, has_settings);
+    return {results->out, results->forward.softmax_lse};
   }
 
-  void reset() {
-    for (SavedVariable* saved : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k,
-                                 &alibi_slopes, &rng_state})
-      saved->reset_data();
-  }
-};
-
-void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), name,
-                              ": must not carry a forward-mode gradient, got a dual tensor");
-}
-
-struct AttentionBackward : Node {
-  CallOptions options;
-  SavedVariable q, k, v, out, softmax_lse;
-  std::unique_ptr<SavedSettings> settings;  // null where the call has none
-
-  std::string name() const override { return "FlashAttentionBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable* saved : {&q, &k, &v, &out, &softmax_lse}) saved->reset_data();
-    if (settings) settings->reset();
-  }
-
-  // The gradients of (out, softmax_lse), either of which may be undefined -> those of (q, k, v).
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const bool is_differentiated = at::GradMode::is_enabled();  // create_graph=True
-    const at::Tensor& dout = gradients[0];
-    const at::Tensor& dlse = gradients[1];
-    if (!dout.defined() && !dlse.defined()) return variable_list(3);
+  // Either of the gradients may be undefined.
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& dout = gradients.at(0);
+    const at::Tensor& dlse = gradients.at(1);
+    if (!dout.defined() && !dlse.defined()) return variable_list(num_arguments);
     check_no_forward_gradient("dout", dout);
     check_no_forward_gradient("dlse", dlse);
 
-    const std::shared_ptr<Node> self = getptr();
-    BackwardInputs inputs{.dout = dout,
-                          .out = out.unpack(self),
-                          .softmax_lse = softmax_lse.unpack(self),
-                          .dlse = dlse};
-    inputs.call.q = q.unpack();
-    inputs.call.k = k.unpack();
-    inputs.call.v = v.unpack();
-    inputs.call.options = options;
-    if (settings) settings->unpack(inputs);
-    variable_list results = compute(inputs);
-    if (is_differentiated) {
-      const auto refusal = std::shared_ptr<NoDoubleBackward>(
-          new NoDoubleBackward(torch::autograd::collect_next_edges(dout, dlse, inputs.call.q,
-                                                                   inputs.call.k, inputs.call.v)),
-          torch::autograd::deleteNode);
-      torch::autograd::set_history(results, refusal);
+    BackwardInputs inputs = restore(context);
+    inputs.dout = dout;
+    inputs.dlse = dlse;
+    variable_list results;
+    {
+      const at::NoGradGuard no_grad;
+      results = compute_gradients(inputs);
+    }
+    if (at::GradMode::is_enabled()) {  // create_graph=True
+      const AttentionCall& call = inputs.call;
+      results = NoDoubleBackward::apply(dout, dlse, call.q, call.k, call.v, &results);
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
-      if (!task_should_compute_output(i)) results[i].reset();
+      if (!context->needs_input_grad(i)) results[i].reset();
     }
+    results.resize(num_arguments);
     return results;
-  }
-
- private:
-  static variable_list compute(BackwardInputs inputs) {
-    const at::NoGradGuard no_grad;
-    if (!inputs.dout.defined()) inputs.dout = zero_gradient(inputs.out);
-    const AttentionCall& call = inputs.call;
-    const at::ScalarType dtype = call.q.scalar_type();
-    at::Tensor dq = allocate(call.q.sizes(), dtype, call.q);
-    at::Tensor dk = allocate(call.k.sizes(), dtype, call.q);
-    at::Tensor dv = allocate(call.v.sizes(), dtype, call.q);
-    if (call.leftpad_k.defined()) {
-      dk.zero_();
-      dv.zero_();
-    }
-    run_backward_call(inputs, {.dq = output_view(dq), .dk = output_view(dk), .dv = output_view(dv)},
-                      /*softmax_d=*/{});
-    return {std::move(dq), std::move(dk), std::move(dv)};
   }
 };
 
@@ -156,42 +187,20 @@ void check_no_gradient(const char* name, const OptionalTensor& tensor) {
                               ": must not require grad, as it has no gradient");
 }
 
-struct Results {
-  at::Tensor out;
-  ForwardResults forward;
-};
-
-// Runs the call and, where q, k or v require it, hangs its backward into the graph. `call` is left
-// with the tensors that were computed with.
 Results differentiable(AttentionCall& call, bool has_settings) {
-  // The node hangs on the tensors as they were given; what is saved may be copies.
-  const bool requires_grad = torch::autograd::compute_requires_grad(call.q, call.k, call.v);
-  torch::autograd::edge_list edges;
-  if (requires_grad) edges = torch::autograd::collect_next_edges(call.q, call.k, call.v);
-
-  Results results;
-  {
+  const bool requires_grad =
+      call.q.requires_grad() || call.k.requires_grad() || call.v.requires_grad();
+  if (!requires_grad || !at::GradMode::is_enabled()) {
     const at::NoGradGuard no_grad;
-    use_kernel_layout(call);
-    results.out = allocate(output_sizes(call), call.q.scalar_type(), call.q);
-    results.forward = run_forward_call(call, output_view(results.out));
+    return compute_results(call);
   }
-  if (requires_grad) {
-    const auto node =
-        std::shared_ptr<AttentionBackward>(new AttentionBackward(), torch::autograd::deleteNode);
-    node->set_next_edges(std::move(edges));
-    torch::autograd::set_history(results.out, node);
-    torch::autograd::set_history(results.forward.softmax_lse, node);
-    node->options = call.options;
-    // Where the layout asked for a copy, the copy is saved: the backward would need it again.
-    node->q = SavedVariable(call.q, /*is_output=*/false);
-    node->k = SavedVariable(call.k, /*is_output=*/false);
-    node->v = SavedVariable(call.v, /*is_output=*/false);
-    node->out = SavedVariable(results.out, /*is_output=*/true);
-    node->softmax_lse = SavedVariable(results.forward.softmax_lse, /*is_output=*/true);
-    if (has_settings)
-      node->settings = std::make_unique<SavedSettings>(call, results.forward.rng_state);
-  }
+  const at::Tensor q = call.q;
+  const at::Tensor k = call.k;
+  const at::Tensor v = call.v;
+  Results results;
+  const variable_list outputs = Attention::apply(q, k, v, &call, &results, has_settings);
+  results.out = outputs.at(0);
+  results.forward.softmax_lse = outputs.at(1);
   return results;
 }
 
