@@ -1,6 +1,7 @@
 """Installs flash_attn_cuda, with the extension where build_tools can build it."""
 
 import functools
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,20 +11,22 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 from setuptools.errors import SetupError
 
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:
+# An older one does not read pyproject.toml's licence. Some have no bdist_wheel either.
+if [int(number) for number in re.findall(r"\d+", setuptools.__version__)] < [77, 0, 3]:
     sys.exit(
-        f"error: flash_attn_cuda builds with setuptools 70.1 or newer, not {setuptools.__version__}"
-        ": pip install 'setuptools>=70.1' 'ninja>=1.11', or build with isolation"
+        "error: flash_attn_cuda builds with setuptools 77.0.3 or newer, not "
+        f"{setuptools.__version__}: pip install 'setuptools>=77.0.3' 'ninja>=1.11', or build with "
+        "isolation"
     )
+from setuptools.command.bdist_wheel import bdist_wheel
 
 # A PEP 517 front end does not put the project on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build_tools import build_extension
+from build_tools import build_extension, supported_torch, wheel_metadata
 from build_tools.build_extension import Backend, Choice
 
 EXTENSION = Extension("flash_attn_cuda._C", sources=[])
@@ -34,13 +37,13 @@ def errors_of_setuptools() -> Iterator[None]:
     """Turns errors into those that setuptools shows in a line instead of a traceback."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise SetupError(str(error)) from error
 
 
 @functools.cache
 def choice() -> Choice:
-    """What gets built; asked no earlier, as an sdist and metadata need neither torch nor nvcc."""
+    """What gets built; asked no earlier, as an sdist needs neither torch nor nvcc."""
     with errors_of_setuptools():
         chosen = build_extension.choose_backend()
     print(build_extension.announcement(chosen), file=sys.stderr)
@@ -65,10 +68,29 @@ class BuildWithNinja(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         with errors_of_setuptools():
-            shutil.copy2(build_extension.build(), target)
+            shutil.copy2(build_extension.build(choice().backend), target)
 
 
-class Wheel(bdist_wheel):
+class ForOneTorch:
+    """A command that leaves metadata of a wheel, which names the torch of its extension.
+
+    The metadata that a front end asks for first must be that of the wheel it then gets.
+    """
+
+    def finalize_options(self) -> None:
+        if choice().backend is not Backend.cpu:
+            with errors_of_setuptools():
+                torch = wheel_metadata.present_torch()
+                if wheel_metadata.bind_to_torch(self.distribution, torch):
+                    self.reinitialize_command("egg_info")  # an sdist of this run has the plain name
+        super().finalize_options()
+
+
+class Metadata(ForOneTorch, dist_info):
+    """Also of an editable install."""
+
+
+class Wheel(ForOneTorch, bdist_wheel):
     """A wheel for every platform where it has no extension."""
 
     def run(self) -> None:
@@ -76,4 +98,8 @@ class Wheel(bdist_wheel):
         super().run()
 
 
-setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildWithNinja, "bdist_wheel": Wheel})
+setup(
+    install_requires=[supported_torch.requirement()],
+    ext_modules=[EXTENSION],
+    cmdclass={"build_ext": BuildWithNinja, "dist_info": Metadata, "bdist_wheel": Wheel},
+)

@@ -1,4 +1,4 @@
-"""python -m flash_attn_cuda: versions, devices, compiled kernels and a self-check.
+"""python -m flash_attn_cuda, or flash-attn-cuda: versions, devices, kernels and a self-check.
 
 With --explain: which kernel a call of given shapes would run.
 """
@@ -14,9 +14,14 @@ import torch
 from . import build_info, self_check
 
 
-def main(arguments: Sequence[str]) -> int:
+def run() -> int:
+    """What the installed command flash-attn-cuda calls."""
+    return main(sys.argv[1:], program="flash-attn-cuda")
+
+
+def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -> int:
     """Returns the exit status: 1 when the self-check fails or there is nothing to explain."""
-    given = _parser().parse_args(arguments)
+    given = _parser(program).parse_args(arguments)
     if given.explain:
         return explain(given)
     print(build_info.describe())
@@ -115,8 +120,8 @@ def _int32(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flash_attn_cuda", description=__doc__)
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--explain", action="store_true", help="print the kernels of one call")
     call = parser.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")

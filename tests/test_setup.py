@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -13,31 +12,17 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import project_tree
 import pytest
+from project_tree import EXTENSION, REPO, setup
 
 from build_tools.build_extension import BACKEND_VARIABLE, CHOICE_NAME
-
-REPO = Path(__file__).resolve().parents[1]
-EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-BUILT_ELSEWHERE = ("build", "dist", "include", "__pycache__", ".*", "*.egg-info", "_C.*.so")
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the project as it is checked out."""
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="needs setuptools 70.1")
-    ignored = shutil.ignore_patterns(*BUILT_ELSEWHERE, CHOICE_NAME)
-    return Path(shutil.copytree(REPO, tmp_path / "tree", ignore=ignored))
-
-
-def setup(tree: Path, *command: str, backend: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "setup.py", "--quiet", *command],
-        cwd=tree,
-        env={**os.environ, BACKEND_VARIABLE: backend},
-        capture_output=True,
-        text=True,
-    )
+    return project_tree.copy_tree(tmp_path)
 
 
 def test_an_sdist_asks_for_no_backend_and_has_what_tests_need(tree: Path) -> None:
@@ -92,12 +77,14 @@ def test_what_is_wrong_is_said_in_a_line(tree: Path) -> None:
     assert "Traceback" not in result.stderr
     assert (
         result.stderr.splitlines()[-1]
-        == f"error: {BACKEND_VARIABLE}: expected auto, cpu or cuda, got 'gpu'"
+        == f"error: {BACKEND_VARIABLE}: expected one of auto, cuda, cpu, binding, got 'gpu'"
     )
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("goal", ["demo", "test", "kernels", "resource-report", "lint", "format"])
+@pytest.mark.parametrize(
+    "goal", ["demo", "test", "kernels", "resource-report", "wheel", "lint", "format"]
+)
 def test_make_takes_a_python_whose_path_has_a_space(goal: str) -> None:
     command = ["make", "--dry-run", "PYTHON=/with a space/python", goal]
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
@@ -105,16 +92,19 @@ def test_make_takes_a_python_whose_path_has_a_space(goal: str) -> None:
     assert lines and all("/with a space/python" in shlex.split(line) for line in lines)
 
 
-def test_an_old_setuptools_is_refused_with_what_to_install() -> None:
+@pytest.mark.parametrize("version", ["69.5.1", "77.0.2"])
+def test_an_old_setuptools_is_refused_with_what_to_install(version: str) -> None:
     script = (
         "import runpy, sys\n"
+        "import setuptools\n"
+        f"setuptools.__version__ = {version!r}\n"
         "sys.modules['setuptools.command.bdist_wheel'] = None\n"  # an import of it fails
         "sys.argv = ['setup.py', 'egg_info']\n"
         "runpy.run_path('setup.py')\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
-    )
+    result = project_tree.python(REPO, "-c", script)
     assert result.returncode == 1
-    assert "error: flash_attn_cuda builds with setuptools 70.1 or newer, not" in result.stderr
-    assert "pip install 'setuptools>=70.1' 'ninja>=1.11'" in result.stderr
+    assert (
+        f"error: flash_attn_cuda builds with setuptools 77.0.3 or newer, not {version}: "
+        "pip install 'setuptools>=77.0.3' 'ninja>=1.11'"
+    ) in result.stderr

@@ -1,0 +1,74 @@
+"""The version and the requirement of a wheel that holds the extension.
+
+The extension runs with the torch minor and the CUDA that it was compiled for. Its wheel says so, as
+``0.1.0+torch2.14.cu130`` that requires ``torch==2.14.*``, so that pip refuses another minor, or
+brings the right one, before an import fails. Which CUDA a torch has no requirement can say: that is
+found at import. A wheel without extension and an sdist have the plain version and take any
+supported torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from build_tools.supported_torch import release_of
+from build_tools.toolchain import REPO
+
+if TYPE_CHECKING:
+    from setuptools import Distribution
+
+BEFORE_RELEASE = re.compile(r"[\d.]*\d(a|b|rc|\.dev)\d")
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """A torch to compile for, by its ``__version__`` and its ``version.cuda``."""
+
+    version: str
+    cuda: str | None
+
+    @property
+    def local_version(self) -> str:
+        """What stands behind the plus sign of the wheel's version, such as ``torch2.14.cu130``."""
+        major, minor = release_of(self.version)
+        cuda = f".cu{self.cuda.replace('.', '')}" if self.cuda else ""
+        return f"torch{major}.{minor}{cuda}"
+
+    @property
+    def requirement(self) -> str:
+        """The torch that runs the extension, such as ``torch==2.14.*``.
+
+        ``2.15.*`` would leave out every pre-release of 2.15, with the one that was compiled for.
+        """
+        major, minor = release_of(self.version)
+        if BEFORE_RELEASE.match(self.version):
+            return f"torch>={major}.{minor}.dev0,<{major}.{minor + 1}"
+        return f"torch=={major}.{minor}.*"
+
+
+def present_torch() -> TorchBuild:
+    import torch
+
+    return TorchBuild(torch.__version__, torch.version.cuda)
+
+
+def is_unpacked_sdist(tree: Path) -> bool:
+    return (tree / "PKG-INFO").is_file()
+
+
+def bind_to_torch(distribution: Distribution, torch: TorchBuild, tree: Path = REPO) -> bool:
+    """Names the distribution for ``torch`` and requires that; False where it does already.
+
+    What is built of an sdist keeps the sdist's version: pip and PEP 643 take the version from its
+    file name, and pip would turn down a wheel that has another. It requires the one torch as well.
+    """
+    requirements = [torch.requirement]
+    if distribution.install_requires == requirements:
+        return False
+    distribution.install_requires = distribution.metadata.install_requires = requirements
+    if not is_unpacked_sdist(tree):
+        distribution.metadata.version = f"{distribution.get_version()}+{torch.local_version}"
+    return True
