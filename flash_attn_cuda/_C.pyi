@@ -174,6 +174,7 @@ def masked_bwd(
     bias: Tensor | None,
     wants_dbias: bool,
     sink: Tensor | None = None,
+    wants_softmax_d: bool = True,
 ) -> list[Tensor]: ...
 def fwd_kvcache(
     q: Tensor,

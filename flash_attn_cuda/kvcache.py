@@ -160,7 +160,8 @@ def flash_attn_combine(
         out_dtype: dtype of a new one: fp32, fp16 or bf16; None for out_partial's.
 
     Returns:
-        (out, softmax_lse), softmax_lse (batch, heads, seqlen).
+        (out, softmax_lse), softmax_lse (batch, seqlen, heads) as in FlashAttention-3: of the shape
+        of a part's lse_partial, not of the attention functions' softmax_lse.
 
     Raises:
         TypeError, ValueError: naming the argument. NotImplementedError: a partial result requires

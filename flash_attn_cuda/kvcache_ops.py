@@ -182,10 +182,17 @@ class CombineCall:
     def dtype(self) -> torch.dtype:
         return self.out_partial.dtype if self.out_dtype is None else self.out_dtype
 
-    @property
-    def lse_shape(self) -> tuple[int, int, int]:
+    def empty_lse(self) -> Tensor:
+        """(B, S, H), where the rows of a head are neighbours, on every device: the layout that the
+        kernel writes, and so the one that a compiler is told.
+        """
         _, batch, seqlen, heads = self.lse_partial.shape
-        return batch, heads, seqlen
+        strides = (heads * seqlen, 1, seqlen)
+        return self.lse_partial.new_empty_strided((batch, seqlen, heads), strides)
+
+    def on_cpu(self) -> Tensors2:
+        out, softmax_lse = cpu.combine(self.out_partial, self.lse_partial, self.dtype)
+        return out, self.empty_lse().copy_(softmax_lse)
 
 
 def check_partials(out_partial: Any, lse_partial: Any) -> None:
@@ -221,7 +228,7 @@ def check_partials(out_partial: Any, lse_partial: Any) -> None:
 def _combine_op(*args: Any) -> Tensors2:
     call = CombineCall(*args)
     call.check()
-    return cpu.combine(call.out_partial, call.lse_partial, call.dtype)
+    return call.on_cpu()
 
 
 @_combine_op.register_kernel("cuda")
@@ -239,7 +246,7 @@ def _(*args: Any) -> Tensors2:
     call = CombineCall(*args)
     call.check()
     partial = call.out_partial
-    return partial.new_empty(partial.shape[1:], dtype=call.dtype), partial.new_empty(call.lse_shape)
+    return partial.new_empty(partial.shape[1:], dtype=call.dtype), call.empty_lse()
 
 
 @dataclass(frozen=True)
@@ -274,8 +281,7 @@ class CombineOutCall:
     schema=schema_of(CombineOutCall, "Tensor softmax_lse", mutated=("out",)),
 )
 def _combine_out_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    CombineOutCall(out_partial, lse_partial, out).check()
-    combined, softmax_lse = cpu.combine(out_partial, lse_partial, out.dtype)
+    combined, softmax_lse = CombineOutCall(out_partial, lse_partial, out).check().on_cpu()
     out.copy_(combined)
     return softmax_lse
 
@@ -290,5 +296,4 @@ def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
 
 @_combine_out_op.register_fake
 def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    call = CombineOutCall(out_partial, lse_partial, out).check()
-    return out_partial.new_empty(call.lse_shape)
+    return CombineOutCall(out_partial, lse_partial, out).check().empty_lse()

@@ -58,7 +58,10 @@ class Masks(NamedTuple):
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"{name}: must be None with a block_table")
         check_tensor("q", q)
-        return sink_without_gradient(q, self.sink)
+        sink = sink_for(q, self.sink)
+        # With a gradient in view it stays in the graph, so that the backward can refuse.
+        is_differentiated = sink is not None and sink.requires_grad and torch.is_grad_enabled()
+        return sink if sink is None or is_differentiated else sink.detach()
 
 
 def attend_masked(

@@ -115,18 +115,16 @@ def _flash_attn_varlen_forward(
     Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
     no effect, as all rows are written. Returns (out, softmax_lse (Hq, total_q), S_dmask (B, Hq,
     max_seqlen_q, max_seqlen_k), rng_state), the last two empty without dropout. On CUDA D must be a
-    multiple of 8. Differentiable in q, k, v, but not with a block_table or a sink (Hq,), fp32.
+    multiple of 8. Differentiable in q, k, v, but not with a sink (Hq,), fp32, which inputs that
+    require grad refuse, or a block_table, which refuses in the backward.
     """
     check_slopes_have_no_gradient(alibi_slopes)
     check_tensor("q", q)
     check_tensor("k", k)
-    if block_table is not None:
-        reason = "as attention over the pages of a block_table has no backward"
-        refuse_gradients(reason, q=q, k=k, v=v)
-    if sink is not None:
+    if sink is not None and block_table is None:
         reason = "as this function has no backward with a sink"
         refuse_gradients(reason, q=q, k=k, v=v, sink=sink)
-    refuse_forward_gradients(q=q, k=k, v=v)
+    refuse_forward_gradients(q=q, k=k, v=v, sink=sink)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     check_vmap_randomness(dropout_p, q, k, v, alibi_slopes, *lengths)
     op = varlen_forward_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_forward

@@ -32,7 +32,6 @@ from .checks import (
     check_softmax_scale,
     check_tensor,
     refuse_forward_gradients,
-    refuse_gradients,
 )
 from .length_checks import (
     VARLEN_NAMES,
@@ -53,7 +52,6 @@ _QKVPACKED_NAMES = VarlenNames(
     *("qkv[:, 0]", "qkv[:, 1]", "qkv[:, 2]", "cu_seqlens", "cu_seqlens"),
     *("max_seqlen", "max_seqlen", "total", "total"),
 )
-_NO_BACKWARD = "as attention over the pages of a block_table has no backward"
 
 
 def flash_attn_varlen_func(
@@ -106,7 +104,7 @@ def flash_attn_varlen_func(
         max_seqlen_k: the same of k and v. With batch_invariant it bounds how often keys are split:
             less memory, and for a sequence that is longer after all other bits.
         block_table: (batch, max_pages), int32: key j of sequence b is row j % page_size of page
-            block_table[b, j // page_size]. Without a backward.
+            block_table[b, j // page_size]. The backward of such a call is not implemented.
         seqused_q: (batch,), int32: only the first so many queries of a sequence attend. The rows
             behind them have out 0 and softmax_lse -inf.
         seqused_k: (batch,), int32: only the first so many keys of a sequence are there, leftpad_k
@@ -134,8 +132,8 @@ def flash_attn_varlen_func(
         lengths and indices that are wrong, and an integer max_seqlen below the longest sequence.
         On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
-        NotImplementedError: there is a block_table, and an input requires grad, dropout_p > 0 or
-            there is an attn_mask or block_mask.
+        NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
+            block_mask; from the backward, there was a block_table.
     """
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -144,7 +142,7 @@ def flash_attn_varlen_func(
         check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
     if block_table is not None:
-        refuse_gradients(_NO_BACKWARD, q=q, k=k, v=v, sink=sink)
+        refuse_forward_gradients(q=q, k=k, v=v, sink=sink)
         if options.dropout_p > 0.0:
             raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {dropout_p}")
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
@@ -250,7 +248,7 @@ def _attend(
         and is_plain_cuda_call(
             *(q, k, v, options.alibi_slopes, options.sink, cu_seqlens_q, cu_seqlens_k), *used
         )
-        and not (_is_split(lengths, splits) and _needs_gradient(q, k, v))
+        and not (_is_split(lengths, splits) and _needs_gradient(q, k, v, options.sink))
     ):
         out, softmax_lse = _attend_by_extension(q, k, v, lengths, options, splits, names)
         if return_attn_probs:
@@ -268,8 +266,8 @@ def _is_split(lengths: Lengths, splits: tuple[int, bool]) -> bool:
     return lengths.block_table is not None or num_splits not in (0, 1) or batch_invariant
 
 
-def _needs_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _attend_by_extension(

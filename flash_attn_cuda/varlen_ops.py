@@ -3,10 +3,12 @@
 _flash_attn_varlen_forward    FlashAttention-2's operator; differentiable
 _flash_attn_varlen_backward   FlashAttention-2's operator; writes dq, dk, dv
 _flash_attn_varlen_gradients  the same gradients as new tensors
+_flash_attn_varlen_gradient_over_pages  stands for one of a call with a block_table; refuses to run
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -54,6 +56,10 @@ from .op_support import (
 )
 
 _ops = torch.ops.flash_attn_cuda
+_NO_GRADIENTS_OVER_PAGES = (
+    "block_table: must be None in a call whose gradients are wanted, got a tensor; gradients "
+    "through the pages of a block_table are not implemented"
+)
 
 # -- forward -------------------------------------------------------------------------------------
 
@@ -191,15 +197,19 @@ def _starts_of_keys(lengths: Lengths) -> Tensor:
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
     call = VarlenForwardCall(*inputs)
-    if call.block_table is not None:
-        raise NotImplementedError(
-            "block_table: attention over pages has no backward; its inputs must not require grad"
-        )
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.over_pages = call.block_table is not None
+    if ctx.over_pages:
+        # Not the tensors: nothing reads them, and pages may be written before the backward refuses.
+        tensors = {"q": call.q, "k": call.k, "v": call.v, "sink": call.sink}
+        ctx.wanted = {name: (x.shape, x.dtype) for name, x in tensors.items() if x is not None}
+        return
     if call.sink is not None:
         raise NotImplementedError(
             "sink: has no backward here, which _masked_forward has; inputs must not require grad"
         )
-    out, softmax_lse, s_dmask, rng_state = output
+    out, softmax_lse, _, rng_state = output
     ctx.save_for_backward(
         *(call.q, call.k, call.v, out, softmax_lse, rng_state, call.alibi_slopes),
         *(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.leftpad_k),
@@ -208,17 +218,43 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> 
         *(call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, call.softmax_scale, call.causal),
         *(call.window_size_left, call.window_size_right, call.softcap, call.deterministic),
     )
-    ctx.mark_non_differentiable(s_dmask, rng_state)
-    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     refuse_forward_gradients(dout=dout, dlse=dlse)
     others = (None,) * (len(fields(VarlenForwardCall)) - 3)
-    if dout is None and dlse is None:
+    gradient = dlse if dout is None else dout
+    if gradient is None:
         return None, None, None, *others
+    if ctx.over_pages:
+        return _gradients_over_pages(ctx, gradient)
     op = _gradients_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_gradients
     return *op(dout, dlse, *ctx.saved_tensors, *ctx.options), *others
+
+
+def _gradients_over_pages(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """Refuses, or, where a compiler traces this together with the forward, leaves it to operators
+    that refuse when the backward runs.
+    """
+    if is_functorch_active():
+        raise NotImplementedError(_NO_GRADIENTS_OVER_PAGES)
+    op = _ops._flash_attn_varlen_gradient_over_pages
+    names = [f.name for f in fields(VarlenForwardCall)]
+    return tuple(op(gradient, *ctx.wanted[x]) if x in ctx.wanted else None for x in names)
+
+
+@torch.library.custom_op(
+    "flash_attn_cuda::_flash_attn_varlen_gradient_over_pages",
+    mutates_args=(),
+    schema="(Tensor gradient, SymInt[] sizes, ScalarType dtype) -> Tensor",
+)
+def _gradient_over_pages_op(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    raise NotImplementedError(_NO_GRADIENTS_OVER_PAGES)
+
+
+@_gradient_over_pages_op.register_fake
+def _(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(sizes, dtype=dtype)
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save_for_gradients)

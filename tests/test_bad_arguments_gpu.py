@@ -163,16 +163,30 @@ def test_host_errors(function: Any, arguments: Any, changes: dict[str, Any], nam
         function(**arguments(**moved))
 
 
-def test_gradients_through_a_block_table_are_refused() -> None:
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+def test_gradients_through_a_block_table_are_refused_in_the_backward(name: str) -> None:
+    """The forward is that of inputs without gradients, to the bit."""
     arguments = paged()
-    q = normal(6, 4, 64).requires_grad_()
+    tensors = {
+        "q": normal(6, 4, 64),
+        "k": arguments["k_cache"],
+        "v": arguments["v_cache"],
+        "sink": torch.zeros(4, device=DEVICE),
+    }
     cu_seqlens = {"cu_seqlens_q": int32((0, 3, 6)), "cu_seqlens_k": int32((0, 4, 9))}
-    call = {**cu_seqlens, "max_seqlen_q": 3, "max_seqlen_k": 5}
-    pool = (arguments["k_cache"], arguments["v_cache"])
-    with pytest.raises(NotImplementedError, match=r"\b(q|block_table)\b"):
-        flash_attn_varlen_func(q, *pool, **call, block_table=arguments["block_table"])
+    call = {**cu_seqlens, "max_seqlen_q": 3, "max_seqlen_k": 5, "return_attn_probs": True}
+    call["block_table"] = arguments["block_table"]
+    expected = flash_attn_varlen_func(**tensors, **call)
+    tensors[name].requires_grad_()
+    out, lse, _ = flash_attn_varlen_func(**tensors, **call)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for result in (out, lse):
+        with pytest.raises(
+            NotImplementedError, match=r"^block_table: must be None in a call whose"
+        ):
+            result.sum().backward()
     with torch.no_grad():
-        flash_attn_varlen_func(q, *pool, **call, block_table=arguments["block_table"])
+        assert not flash_attn_varlen_func(**tensors, **call)[0].requires_grad
 
 
 @pytest.mark.cuda_only

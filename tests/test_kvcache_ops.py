@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -127,6 +128,8 @@ def test_opcheck() -> None:
     partials = (torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
     opcheck(_ops._flash_attn_combine, (*partials, torch.bfloat16))
     opcheck(_ops._flash_attn_combine_out, (*partials, torch.empty(2, 5, 4, 8)))
+    nothing = (torch.randn(3, 2, 0, 4, 8), torch.randn(3, 2, 0, 4))
+    opcheck(_ops._flash_attn_combine, (*nothing, None))
 
 
 def test_operators_do_not_trade_places() -> None:
@@ -255,6 +258,7 @@ def test_combine(out_dtype: torch.dtype | None) -> None:
     out_partial[1] = torch.nan
     lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts])
     expected, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    expected_lse = expected_lse.transpose(1, 2)
     out, lse = flash_attn_combine(out_partial, lse_partial, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or torch.float32)
     torch.testing.assert_close(out, expected.to(out.dtype))
@@ -263,6 +267,20 @@ def test_combine(out_dtype: torch.dtype | None) -> None:
     given, lse = flash_attn_combine(out_partial, lse_partial, target, out_dtype)
     assert given is target and torch.equal(target, out)
     torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+def test_combined_lse_has_flash_attention_3s_layout(device: str, given: bool) -> None:
+    """(batch, seqlen, heads), the rows of a head side by side; of a GPU as a compiler sees it."""
+    mode = FakeTensorMode() if device == "cuda" else contextlib.nullcontext()
+    with mode:
+        out_partial = torch.empty(3, 2, 5, 4, 16, device=device)
+        target = torch.empty(2, 5, 4, 16, device=device) if given else None
+        lse_partial = torch.empty(3, 2, 5, 4, device=device)
+        out, lse = flash_attn_combine(out_partial, lse_partial, target)
+        assert out.shape == (2, 5, 4, 16) and lse.dtype == torch.float32
+        assert lse.shape == (2, 5, 4) and lse.stride() == (20, 1, 5)
 
 
 class TestExtensionRoute:

@@ -1,17 +1,24 @@
-"""The arguments of flash_attn_cuda._C, which FlashAttention-2's callers pass by position, as its
-sources have them.
+"""The functions of flash_attn_cuda._C as its sources have them: FlashAttention-2's arguments, which
+callers pass by position, and the stub, _C.pyi, which type checkers read in the module's place.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-SOURCES = Path(__file__).resolve().parents[1] / "csrc/torch_binding"
+from flash_attn_cuda import build_info
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "csrc/torch_binding"
 BINDINGS = (SOURCES / "module.cpp").read_text()
-DECLARATIONS = "".join(path.read_text() for path in SOURCES.glob("*.h"))
+HEADERS = (*sorted(SOURCES.glob("*.h")), ROOT / "csrc/host/build_record.h")
+DECLARATIONS = "".join(path.read_text() for path in HEADERS)
+STUB = ROOT / "flash_attn_cuda/_C.pyi"
 
 SCORES = "p_dropout softmax_scale"
 MASK = "is_causal window_left window_right softcap"
@@ -76,3 +83,123 @@ def test_names_are_those_of_the_declaration(function: str) -> None:
     if is_described:
         listed = described[len(function) + 1 : described.index(")")].split(",")
         assert [name.split("=")[0].strip() for name in listed] == names
+
+
+# -- the stub --------------------------------------------------------------------------------------
+
+# What pybind11, with torch's casters, makes of C++ types, as the stub writes it.
+PYTHON_TYPES = {
+    "at::Tensor": "Tensor",
+    "at::Generator": "Generator",
+    "at::ScalarType": "dtype",
+    "std::string": "str",
+    "char*": "str",
+    "bool": "bool",
+    "int": "int",
+    "std::int64_t": "int",
+    "double": "float",
+    "pybind11::dict": "dict[str, Any]",
+}
+ALIASES = dict(re.findall(r"using (\w+) = ([^;]+);", DECLARATIONS))
+
+
+class Argument(NamedTuple):
+    name: str
+    default: str | None  # as Python writes it; None: there is none
+
+
+class Signature(NamedTuple):
+    arguments: list[Argument]
+    types: list[str]
+    returns: str
+
+
+def signature_of(function: ast.FunctionDef) -> Signature:
+    given = function.args
+    assert not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    defaults = [ast.unparse(x) for x in given.defaults]
+    all_defaults = [*[None] * (len(given.args) - len(defaults)), *defaults]
+    return Signature(
+        [Argument(x.arg, y) for x, y in zip(given.args, all_defaults, strict=True)],
+        ["" if x.annotation is None else ast.unparse(x.annotation) for x in given.args],
+        "" if function.returns is None else ast.unparse(function.returns),
+    )
+
+
+def stub() -> dict[str, Signature]:
+    """The functions of the stub: behind its docstring nothing else is there, and each once."""
+    _, *body = ast.parse(STUB.read_text()).body
+    assert all(isinstance(x, ast.FunctionDef | ast.ImportFrom) for x in body)
+    functions = [x for x in body if isinstance(x, ast.FunctionDef)]
+    signatures = {x.name: signature_of(x) for x in functions}
+    assert len(signatures) == len(functions)
+    return signatures
+
+
+def bound_arguments(definition: str) -> list[Argument]:
+    """The arguments of a module.def, defaults as Python writes them."""
+    python = {"py::none()": "None", "false": "False", "true": "True"}
+    found = re.findall(r'py::arg\("(\w+)"\)(?: = (py::none\(\)|[^,)]+))?', definition)
+    return [Argument(x, python.get(value, value) if value else None) for x, value in found]
+
+
+def declared(definition: str) -> tuple[list[str], str]:
+    """(types of the parameters, type of the result) of the C++ function that a module.def binds."""
+    bound = re.search(r"wrap_pybind_function(?:_no_gil)?\(&[\w:]*?(\w+)\)", definition)
+    assert bound is not None
+    pattern = rf"^(\w[\w:<>, ]*[*&]?) {bound[1]}\(([^;]*)\);"
+    found = re.findall(pattern, DECLARATIONS, flags=re.MULTILINE)
+    assert len(found) == 1, f"{bound[1]} is declared {len(found)} times"
+    returns, parameters = found[0]
+    types = [x.rpartition(" ")[0] for x in " ".join(parameters.split()).split(", ") if x]
+    return types, returns
+
+
+def python_type(cpp: str) -> str:
+    """The stub's word for a C++ type."""
+    plain = cpp.strip().removeprefix("const ").removesuffix("&")
+    plain = " ".join(ALIASES.get(plain, plain).split())
+    if plain in PYTHON_TYPES:
+        return PYTHON_TYPES[plain]
+    template = re.fullmatch(r"std::(optional|vector|tuple)<(.*)>", plain)
+    assert template is not None, f"{cpp}: no Python type is known for it"
+    inside = [python_type(x) for x in template[2].split(",")]
+    if template[1] == "optional":
+        return f"{inside[0]} | None"
+    return f"{'list' if template[1] == 'vector' else 'tuple'}[{', '.join(inside)}]"
+
+
+def test_the_stub_has_the_modules_functions() -> None:
+    assert BINDINGS.count("module.def(") == len(definitions())
+    assert sorted(stub()) == sorted(definitions())
+
+
+@pytest.mark.parametrize("function", definitions())
+def test_the_stubs_arguments(function: str) -> None:
+    """Names, order and defaults are those of module.cpp."""
+    assert stub()[function].arguments == bound_arguments(definitions()[function])
+
+
+@pytest.mark.parametrize("function", definitions())
+def test_the_stubs_types(function: str) -> None:
+    """Those of the C++ declaration, of arguments and of the result."""
+    types, returns = declared(definitions()[function])
+    signature = stub()[function]
+    assert signature.types == [python_type(x) for x in types]
+    assert signature.returns == python_type(returns)
+
+
+@pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")
+def test_the_stub_against_the_built_module() -> None:
+    """Functions, and the arguments in the signature that pybind11 writes into each docstring. Its
+    spelling of types is another one in every release.
+    """
+    module = build_info.extension
+    assert module is not None
+    expected = stub()
+    assert [x for x in dir(module) if not x.startswith("_")] == sorted(expected)
+    for name, signature in expected.items():
+        line = getattr(module, name).__doc__.split("\n", 1)[0]
+        (function,) = ast.parse(f"def {line}: ...").body
+        assert isinstance(function, ast.FunctionDef) and function.name == name
+        assert signature_of(function).arguments == signature.arguments, name

@@ -38,6 +38,84 @@ def test_dropout_over_pages() -> None:
         flash_attn_varlen_func(q, pool, pool, *lengths, 0.1, block_table=table)
 
 
+NO_GRADIENT_OVER_PAGES = r"^block_table: must be None in a call whose gradients are wanted, got a"
+SHAPES = {"q": (6, 4, 8), "k": (3, 5, 2, 8), "v": (3, 5, 2, 8), "sink": (4,)}
+PAGED = {
+    name: torch.randn(shape, generator=torch.Generator().manual_seed(index))
+    for index, (name, shape) in enumerate(SHAPES.items())
+}
+
+
+def paged(x: Tensor, name: str = "q", private: bool = False) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of 6 queries over 6 keys in pages, x standing for one tensor."""
+    given: dict[str, Any] = {**PAGED, name: x}
+    cu_seqlens = int32(0, 6)
+    given |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    given |= {"max_seqlen_q": 6, "max_seqlen_k": 6, "block_table": int32(2, 0).view(1, 2)}
+    if private:
+        options = {"dropout_p": 0.0, "softmax_scale": 8**-0.5, "causal": False}
+        return _flash_attn_varlen_forward(**given, **options)[:2]
+    return flash_attn_varlen_func(**given, return_attn_probs=True)[:2]
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["public", "private"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_through_pages_are_refused_in_the_backward(name: str, private: bool) -> None:
+    x = torch.ones(SHAPES[name])
+    expected = paged(x, name, private)
+    assert not any(result.requires_grad for result in expected)
+    leaf = x.clone().requires_grad_()
+    results = paged(leaf, name, private)
+    torch.testing.assert_close(results, expected, rtol=0.0, atol=0.0)
+    for result in results:
+        assert result.requires_grad
+        for create_graph in (False, True):
+            with pytest.raises(NotImplementedError, match=NO_GRADIENT_OVER_PAGES):
+                torch.autograd.grad(result.sum(), leaf, create_graph=create_graph)
+    with torch.no_grad():
+        assert not paged(leaf, name, private)[0].requires_grad
+
+
+def test_pages_may_be_written_before_their_backward_is_refused() -> None:
+    """Which is then what the error is about."""
+    pool = torch.ones(SHAPES["k"])
+    x = torch.zeros(6, 4, 8, requires_grad=True)
+    lengths = (int32(0, 6), int32(0, 6), 6, 6)
+    out = flash_attn_varlen_func(x, pool, pool, *lengths, block_table=int32(2, 0).view(1, 2))
+    pool.zero_()
+    with pytest.raises(NotImplementedError, match=NO_GRADIENT_OVER_PAGES):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiled_gradients_through_pages(name: str, backend: str) -> None:
+    """The compiler traces a backward before anyone asks for one."""
+    torch._dynamo.reset()
+    leaf = torch.ones(SHAPES[name], requires_grad=True)
+    compiled = torch.compile(lambda x: paged(x * 2.0, name), fullgraph=True, backend=backend)
+    for index in range(2):
+        result = compiled(leaf)[index]
+        assert result.requires_grad
+        torch.testing.assert_close(result, paged(leaf * 2.0, name)[index])
+        with pytest.raises(NotImplementedError, match=NO_GRADIENT_OVER_PAGES):
+            result.sum().backward()
+
+
+def test_transforms_of_attention_over_pages() -> None:
+    q = torch.ones(2, 6, 4, 8)
+    out, _ = torch.vmap(paged)(q)
+    torch.testing.assert_close(out[1], paged(q[1])[0])
+    gradient = torch.func.grad(lambda x: paged(x)[0].sum())
+    for transformed in (lambda: gradient(q[0]), lambda: torch.vmap(gradient)(q)):
+        with pytest.raises(NotImplementedError, match=NO_GRADIENT_OVER_PAGES):
+            transformed()
+    for name in SHAPES:
+        x = torch.ones(SHAPES[name])
+        with pytest.raises(NotImplementedError, match=f"^{name}: must not carry a forward-mode"):
+            torch.func.jvp(lambda x, name=name: paged(x, name)[0], (x,), (x,))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_private_forwards_have_no_gradient_of_slopes(packed: bool) -> None:
     """Which would be dropped in silence, as nothing but q, k and v has one."""

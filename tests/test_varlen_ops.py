@@ -170,6 +170,17 @@ def test_opcheck_forward_with_a_sink() -> None:
     opcheck(_ops._flash_attn_varlen_forward, arguments)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_forward_over_pages(requires_grad: bool) -> None:
+    """All but a backward, which there is none of (test_refusals.py)."""
+    pool = torch.randn(4, 3, 2, 16, dtype=torch.float64, requires_grad=requires_grad)
+    arguments = list(forward_arguments(block_table=int32(2, 0, 3, 1, 1, 2).view(3, 2)))
+    arguments[1:3] = pool, pool
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    more = () if requires_grad else ("test_aot_dispatch_dynamic",)
+    opcheck(_ops._flash_attn_varlen_forward, tuple(arguments), test_utils=(*checks, *more))
+
+
 def backward_arguments(dropout_p: float = 0.3) -> dict[str, Any]:
     arguments = forward_arguments(dropout_p=dropout_p)
     out, lse, _, rng_state = _ops._flash_attn_varlen_forward(*arguments)
@@ -361,7 +372,7 @@ def test_nothing_to_attend_to(batch: int) -> None:
 
 
 def test_pages() -> None:
-    """A pool in any order, whatever the page size; no gradient."""
+    """A pool in any order, whatever the page size."""
     q, k, v = make_inputs()
     expected = packed(q, k, v, causal=True)
     for page_size in (1, 2, 3, 7):

@@ -1,5 +1,6 @@
 // combine: partial results of attention over parts of the keys become one.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -42,6 +43,16 @@ at::ScalarType checked_out_dtype(const OptionalTensor& out,
   return dtype;
 }
 
+// (batch, seqlen, heads), as FlashAttention-3 returns it; the rows of a head are neighbours, which
+// is how kernels write an LSE.
+at::Tensor allocate_lse(const at::Tensor& out_partial) {
+  const std::int64_t batch = out_partial.size(1);
+  const std::int64_t seqlen = out_partial.size(2);
+  const std::int64_t heads = out_partial.size(3);
+  return at::empty_strided({batch, seqlen, heads}, {heads * seqlen, 1, seqlen},
+                           out_partial.options().dtype(at::kFloat));
+}
+
 }  // namespace
 
 std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
@@ -55,7 +66,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
 
   const at::NoGradGuard no_grad;
   OutputTensor output("out", out, out_partial.sizes().slice(1), dtype, out_partial);
-  at::Tensor softmax_lse = allocate({batch, heads, seqlen}, at::kFloat, out_partial);
+  at::Tensor softmax_lse = allocate_lse(out_partial);
   if (out_partial.size(0) == 0) {  // no part, no key
     output.written().zero_();
     softmax_lse.fill_(-std::numeric_limits<float>::infinity());
@@ -78,7 +89,9 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
                  .out_row_stride = view.row_stride,
                  .out_head_stride = view.head_stride,
                  .rows_per_batch = seqlen,
-                 .lse = output_rows(softmax_lse)},
+                 .lse = {.data = softmax_lse.mutable_data_ptr<float>(),
+                         .batch_stride = softmax_lse.stride(0),
+                         .head_stride = softmax_lse.stride(2)}},
                 c10::cuda::getCurrentCUDAStream(device).stream());
   }
   return {output.finish(), std::move(softmax_lse)};

@@ -190,8 +190,8 @@ void define_inference(py::module& module) {
       "combine(out_partial, lse_partial, out=None, out_dtype=None) -> [out, softmax_lse]\n\n"
       "One result of attention from those over parts of the keys: out_partial (splits, batch,\n"
       "seqlen, heads, head_dim) and lse_partial (splits, batch, seqlen, heads), fp32. A part\n"
-      "with lse_partial -inf is not read. softmax_lse (batch, heads, seqlen). out_dtype None is\n"
-      "that of out, without out fp32.",
+      "with lse_partial -inf is not read. softmax_lse (batch, seqlen, heads), as in\n"
+      "FlashAttention-3. out_dtype None is that of out, without out fp32.",
       py::arg("out_partial"), py::arg("lse_partial"), py::arg("out") = py::none(),
       py::arg("out_dtype") = py::none());
 }
