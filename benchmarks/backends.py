@@ -16,12 +16,15 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from cases import AttentionCase
+from fa3 import flash_attention_3
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[AttentionCase], Attend]
+
+FA3_MAX_HEAD_DIM = 256
 
 
 class Unsupported(Exception):
@@ -70,17 +73,13 @@ def prepare_ours(case: AttentionCase) -> Attend:
 def prepare_fa3(case: AttentionCase) -> Attend:
     require_cuda(case)
     refuse_features(case)
+    if any(d > FA3_MAX_HEAD_DIM or d % 8 for d in (case.head_dim, case.value_dim)):
+        raise Unsupported(f"has multiples of 8 up to {FA3_MAX_HEAD_DIM} as head dims")
     try:
-        from flash_attn_interface import flash_attn_func
+        attend = flash_attention_3()
     except ImportError as error:
-        raise Unsupported(f"flash_attn_interface is not importable: {error}") from None
-    scale, causal = case.softmax_scale, case.causal
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
-        return result[0] if isinstance(result, tuple) else result  # older releases add the lse
-
-    return attend
+        raise Unsupported(str(error)) from None
+    return partial(attend, softmax_scale=case.softmax_scale, causal=case.causal)
 
 
 def prepare_sdpa(case: AttentionCase, *, mask_is_tensor: bool = False) -> Attend:
@@ -208,6 +207,6 @@ BACKENDS = {
         sdpa_backend("math", "separate matrix products", SDPBackend.MATH, prepare_math),
         Backend("sdpa", "torch SDPA, kernel chosen by torch", prepare_sdpa, HEADS_FIRST),
         Backend("flex", "torch FlexAttention, compiled", prepare_flex, HEADS_FIRST),
-        Backend("fa3", "FlashAttention-3, when installed", prepare_fa3),
+        Backend("fa3", "FlashAttention-3, when installed (fa3.py)", prepare_fa3),
     )
 }

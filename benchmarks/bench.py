@@ -1,14 +1,16 @@
-"""Attention benchmark: cases x backends x passes, medians of interleaved runs on random data.
+"""Attention benchmark: cases x backends x passes, medians of turns of 100 ms on random data.
 
     python benchmarks/bench.py                                # the papers' grid, ours and FA2
     python benchmarks/bench.py --backends ours sdpa_cudnn --baseline sdpa_cudnn --head-dims 128
     python benchmarks/bench.py --head-dims 192x128            # of queries and keys x of values
     python benchmarks/bench.py --shape 4,1024,4096,32,8,128 --masks causal --refcheck
+    python benchmarks/bench.py --joules                       # energy of a call too, 3 s a figure
     python benchmarks/bench.py --json results.json --csv results.csv --plot results.png
 
 The grid holds the tokens of a call and the hidden size constant (16,384 and 2,048). Backward is
 timed alone, without the forward. A ratio is the baseline's time over a backend's: above 1 is
-faster. Host time of small calls: benchmarks/host_overhead.py.
+faster. How time, clock, power and energy are taken: benchmarks/README.md. Host time of small calls:
+benchmarks/host_overhead.py.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ from cases import (  # noqa: E402
     AttentionCase,
     benchmark_cases,
 )
+from grid_tables import power_texts  # noqa: E402
 from metrics import Pass  # noqa: E402
 from report import Row, make_document, row_of, summary_lines, write_outputs  # noqa: E402
 from runner import Result, Status, make_input_sets, run_case  # noqa: E402
+from turns import add_options, protocol_of  # noqa: E402
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MASKS = {"full": False, "causal": True}
@@ -77,8 +81,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     how = parser.add_argument_group("how")
     how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_options(how)
     how.add_argument(
-        "--budget-ms", type=float, default=120.0, help="per cell (default: %(default)g)"
+        "--joules", action="store_true", help="energy of a call, by NVML, in turns of a second"
     )
     how.add_argument("--refcheck", action="store_true", help="compare results with fp64 attention")
     out = parser.add_argument_group("output")
@@ -135,6 +140,7 @@ def cases_of(options: argparse.Namespace) -> Iterator[AttentionCase]:
 def measure(case: AttentionCase, options: argparse.Namespace) -> Iterator[Result]:
     """All passes and backends of one case, on the same inputs."""
     backends = [BACKENDS[name] for name in options.backends]
+    protocol = protocol_of(options)
     inputs = make_input_sets(case)
     checker = None
     if options.refcheck:
@@ -142,7 +148,7 @@ def measure(case: AttentionCase, options: argparse.Namespace) -> Iterator[Result
 
         checker = ReferenceCheck(case, inputs[0])
     for which in map(Pass, options.passes):
-        for result in run_case(case, which, backends, inputs, options.budget_ms):
+        for result in run_case(case, which, backends, inputs, protocol):
             if checker is None or result.status is not Status.ok:
                 yield result
             else:
@@ -152,7 +158,8 @@ def measure(case: AttentionCase, options: argparse.Namespace) -> Iterator[Result
 def describe(row: Row) -> str:
     if row["status"] != Status.ok.value:
         return f"{row['backend']} {row['status']} ({row['reason']})"
-    text = f"{row['backend']} {row['median_ms']:.4g} ms {row['tflops']:.4g} TFLOP/s"
+    speed = f"{row['backend']} {row['median_ms']:.4g} ms {row['tflops']:.4g} TFLOP/s"
+    text = " ".join([speed, *power_texts(row)])
     if row["check"] is not None:
         text += " ok" if row["check"]["passes"] else " WRONG"
     return text
@@ -169,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows += results
 
     command = shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])])
-    document = make_document(rows, options.baseline, options.device, command)
+    document = make_document(rows, options.baseline, options.device, command, protocol_of(options))
     write_outputs(document, json_path=options.json, csv_path=options.csv, plot_path=options.plot)
     print("\n".join(summary_lines(document)))
     wrong = sum(1 for row in rows if row["check"] is not None and not row["check"]["passes"])

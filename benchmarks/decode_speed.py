@@ -20,6 +20,7 @@ from lengths import log_normal_lengths
 from runner import Call, Status, Subject, measure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from turns import Protocol
 
 PAGE_SIZES = (16, 256)
 ROWS_MULTIPLE = 256  # of a sequence's capacity: whole pages of either size
@@ -172,7 +173,7 @@ class CapturedCalls:
         self.graph.replay()
 
 
-def measure_group(group: DecodeGroup, budget_ms: float) -> Iterator[Row]:
+def measure_group(group: DecodeGroup, protocol: Protocol) -> Iterator[Row]:
     caches = Caches(group)
     # Appending writes to the cache, so it comes after what reads it.
     calls_of: dict[str, Callable[[Caches], NumberedCall]] = {
@@ -185,7 +186,7 @@ def measure_group(group: DecodeGroup, budget_ms: float) -> Iterator[Row]:
         Subject(name, partial(graph_of, prepare, caches), FLASH if name == TORCH else nullcontext)
         for name, prepare in calls_of.items()
     ]
-    measured = measure(subjects, records=False, on_cuda=group.on_cuda, budget_ms=budget_ms)
+    measured = measure(subjects, records=False, on_cuda=group.on_cuda, protocol=protocol)
     dense_us = None
     for subject, measurement in zip(subjects, measured, strict=True):
         timing = measurement.timing and measurement.timing.divided_by(group.calls)
@@ -280,13 +281,13 @@ def torch_dense(caches: Caches) -> NumberedCall:
     )
 
 
-def measure_copy(device: str, budget_ms: float, size: int = COPY_BYTES) -> Row:
+def measure_copy(device: str, protocol: Protocol, size: int = COPY_BYTES) -> Row:
     """A copy from device memory to device memory; bytes read and written both count."""
     on_cuda = torch.device(device).type == "cuda"
     source = torch.ones(size, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     subject = Subject(COPY, lambda: [lambda: destination.copy_(source)])
-    (measurement,) = measure([subject], records=False, on_cuda=on_cuda, budget_ms=budget_ms)
+    (measurement,) = measure([subject], records=False, on_cuda=on_cuda, protocol=protocol)
     microseconds = measurement.timing and measurement.timing.median_ms * 1e3
     return {
         "name": COPY,

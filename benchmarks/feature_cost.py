@@ -15,6 +15,7 @@ from cases import Alibi, AttentionCase
 from feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
 from metrics import Pass
 from runner import Subject, make_calls, make_input_sets, measure
+from turns import Protocol
 
 TOKENS = 16_384
 HIDDEN = 2048
@@ -116,7 +117,7 @@ def plain_case(seqlen: int, head_dim: int, causal: bool, device: str) -> Attenti
     )
 
 
-def measure_group(group: FeatureGroup, budget_ms: float) -> Iterator[Row]:
+def measure_group(group: FeatureGroup, protocol: Protocol) -> Iterator[Row]:
     inputs = make_input_sets(group.plain)
     for which in group.passes:
         # The mode is one of the backward.
@@ -135,7 +136,7 @@ def measure_group(group: FeatureGroup, budget_ms: float) -> Iterator[Row]:
             subjects,
             records=which is Pass.backward,
             on_cuda=is_cuda(group.plain),
-            budget_ms=budget_ms,
+            protocol=protocol,
         )
         rows = {}
         for variant, case, measurement in zip(timed, cases, measured, strict=True):

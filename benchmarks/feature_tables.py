@@ -8,6 +8,7 @@ from typing import Any
 
 from metrics import Timing
 from runner import Measurement, Status
+from turns import describe_protocol
 
 Row = dict[str, Any]
 
@@ -48,6 +49,8 @@ def timing_of(measurement: Measurement, timing: Timing | None = None) -> Row:
         "low_ms": timing and timing.low_ms,
         "high_ms": timing and timing.high_ms,
         "samples": timing and timing.samples,
+        "sm_clock_mhz": measurement.power.sm_clock_mhz,
+        "watts": measurement.power.watts,
     }
 
 
@@ -72,6 +75,18 @@ def ratio(value: float) -> str:
 
 # Rendering
 
+SPEEDS = ("tflops", "terabytes_per_second")
+POWER_COLUMNS = (Column("MHz", "sm_clock_mhz", number(4)), Column("W", "watts", number(3)))
+
+
+def with_power(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """With clock and power beside the speed, where any row has them."""
+    read = [column for column in POWER_COLUMNS if any(row.get(column.key) for row in rows)]
+    wide = []
+    for column in columns:
+        wide += [column, *read] if column.key in SPEEDS else [column]
+    return wide
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -83,7 +98,7 @@ def cells_of(row: Row, columns: Sequence[Column]) -> list[Cell]:
     targets = {target["figure"]: target for target in row["targets"]}
     cells = []
     for column in columns:
-        value, target = row[column.key], targets.get(column.key)
+        value, target = row.get(column.key), targets.get(column.key)
         text = "" if value is None else column.show(value)
         if target is not None:
             sign = ">=" if target["at_least"] else "<="
@@ -97,7 +112,8 @@ def cells_of(row: Row, columns: Sequence[Column]) -> list[Cell]:
 def facts(document: Row) -> str:
     environment = document["environment"]
     return (
-        f"{environment['device']}, torch {environment['torch']}, commit "
+        f"{environment['device']}, {describe_protocol(document.get('protocol'))}, "
+        f"torch {environment['torch']}, commit "
         f"{(environment['commit'] or 'unknown')[:12]}: `{document['command']}`"
     )
 
@@ -117,6 +133,7 @@ def target_lines(document: Row) -> Iterator[str]:
 
 def markdown(document: Row, columns: Sequence[Column]) -> str:
     """A table with figures below their target in bold."""
+    columns = with_power(columns, document["results"])
     lines: list[Sequence[str]] = [
         [column.header for column in columns],
         ["---" if column.show is str else "---:" for column in columns],
@@ -137,6 +154,7 @@ def print_document(document: Row, columns: Sequence[Column]) -> None:
     except ImportError:
         print(markdown(document, columns))
         return
+    columns = with_power(columns, document["results"])
     table = Table(title=document["benchmark"], box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.header, justify="left" if column.show is str else "right")

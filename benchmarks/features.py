@@ -5,7 +5,7 @@
     python benchmarks/features.py decode --quick                 # KV cache in CUDA graphs
     python benchmarks/features.py prefill                        # chunks of queries over a cache
 
-bf16, random normal data, medians of interleaved runs; what is compared is timed in one process.
+bf16, random normal data, medians of turns of 100 ms; what is compared is timed in one process.
 Backward is timed alone, without the forward.
 `report.py results.json --markdown` prints the table of a saved run.
 """
@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import varlen_speed  # noqa: E402
 from feature_tables import Row, failures, print_document  # noqa: E402
 from report import environment, write_outputs  # noqa: E402
+from turns import add_options, protocol_of  # noqa: E402
 
 SCHEMA = 1
 BENCHMARKS = {
@@ -38,7 +39,6 @@ BENCHMARKS = {
     "decode": decode_speed,
     "prefill": prefill_speed,
 }
-QUICK_BUDGET_MS = 20.0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -46,25 +46,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--quick", action="store_true", help="few cases and few samples")
+    parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-ms", type=float, help="per figure (default: 120, quick: 20)")
+    add_options(parser)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    if options.budget_ms is None:
-        options.budget_ms = QUICK_BUDGET_MS if options.quick else 120.0
-    return options
+    return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of one group after another."""
-    module = BENCHMARKS[options.benchmark]
+    module, protocol = BENCHMARKS[options.benchmark], protocol_of(options)
     if module is decode_speed:
-        yield [decode_speed.measure_copy(options.device, options.budget_ms)]
+        yield [decode_speed.measure_copy(options.device, protocol)]
     groups = module.groups(options.device, options.quick)
     for index, group in enumerate(groups, start=1):
         print(f"[{index}/{len(groups)}] {group}", file=sys.stderr, flush=True)
-        yield list(module.measure_group(group, options.budget_ms))
+        yield list(module.measure_group(group, protocol))
         gc.collect()
         if torch.device(options.device).type == "cuda":
             torch.cuda.empty_cache()
@@ -84,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             "schema": SCHEMA,
             "benchmark": options.benchmark,
             "command": shlex.join(command),
+            "protocol": protocol_of(options).facts(),
             "environment": environment(options.device),
             "results": rows,
         }

@@ -28,14 +28,8 @@ from backends import BACKENDS, Backend, is_cuda  # noqa: E402
 from cases import AttentionCase  # noqa: E402
 from metrics import Timing  # noqa: E402
 from report import environment  # noqa: E402
-from runner import (  # noqa: E402
-    Call,
-    Measurement,
-    Status,
-    failure,
-    interleave,
-    rounds_of_a_cycle,
-)
+from runner import Call, Measurement, Status, failure  # noqa: E402
+from turns import even, order_of_turns  # noqa: E402
 
 SCHEMA = 1
 CALLS_PER_BATCH = 100  # of a few launches each; a stream queues 1,024
@@ -75,8 +69,8 @@ def time_batch(call: Call, calls: int, synchronise: Call) -> float:
 def measure(
     case: AttentionCase, names: list[str], mode: Mode, batches: int, calls: int
 ) -> Iterator[dict[str, object]]:
-    """One entry per backend: median and quartiles in microseconds, or why there is none. As many
-    batches as asked for or more, so that the order of turns comes out even.
+    """One entry per backend: median and quartiles in microseconds, or why there is none. An even
+    number of batches, of which every second round is in reverse order.
     """
     ready: dict[str, Call] = {}
     synchronise = torch.cuda.synchronize if is_cuda(case) else (lambda: None)
@@ -92,13 +86,11 @@ def measure(
             except Exception as error:
                 refused[name] = failure(error)
         running = list(ready)
-        cycle = rounds_of_a_cycle(max(1, len(running)))
-        rounds = -(-batches // cycle) * cycle
         samples: dict[str, list[float]] = {name: [] for name in running}
         gc.disable()
         try:
-            for _, turn in interleave(len(running), rounds):
-                name = running[turn]
+            for index in order_of_turns(len(running), even(batches)):
+                name = running[index]
                 with BACKENDS[name].scope():
                     samples[name].append(time_batch(ready[name], calls, synchronise))
         finally:

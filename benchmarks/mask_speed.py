@@ -1,7 +1,7 @@
 """Speed of masks in blocks, document masks, biases and sinks, with the targets of each.
 
     python -m benchmarks.mask_speed --out masks.json              # all parts
-    python -m benchmarks.mask_speed --quick --parts density,sink  # fewer cases and samples
+    python -m benchmarks.mask_speed --quick --parts density,sink  # fewer cases
     python -m benchmarks.mask_speed --parts density --head-dims 64 128
 
 density: masks in 128 x 128 blocks, against dense attention and torch's FlexAttention, compiled once
@@ -10,7 +10,7 @@ document: packed documents in one sequence with a mask, against flash_attn_varle
 bias: a bias with a gradient, against torch's memory-efficient kernels.
 sink: against the same call without.
 
-bf16, random normal data, medians of interleaved runs; what is compared is timed in one process, and
+bf16, random normal data, medians of turns of 100 ms; what is compared is timed in one process, and
 ratios are medians over its rounds, so that a change of clocks between them does not count.
 Backward is timed alone, without the forward. `report.py masks.json --markdown` prints the table of
 a saved run.
@@ -38,10 +38,10 @@ from metrics import Pass  # noqa: E402
 from report import environment, write_outputs  # noqa: E402
 from runner import Call, Status, Subject, make_call  # noqa: E402
 from runner import measure as measure_in_turns  # noqa: E402
+from turns import Protocol, add_options, protocol_of  # noqa: E402
 
 SCHEMA = 1
 BENCHMARK = "masks"
-BUDGET_MS, QUICK_BUDGET_MS = 120.0, 20.0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", "--json", type=Path, help="where the results go")
-    parser.add_argument("--quick", action="store_true", help="few cases and few samples")
+    parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument(
         "--parts",
         type=parse_parts,
@@ -58,15 +58,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--head-dims", nargs="+", type=int, help="instead of those of a part")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--budget-ms",
-        type=float,
-        help=f"per figure (default: {BUDGET_MS:g}, quick: {QUICK_BUDGET_MS:g})",
-    )
-    options = parser.parse_args(arguments)
-    if options.budget_ms is None:
-        options.budget_ms = QUICK_BUDGET_MS if options.quick else BUDGET_MS
-    return options
+    add_options(parser)
+    return parser.parse_args(arguments)
 
 
 def parse_parts(text: str) -> list[str]:
@@ -91,16 +84,16 @@ def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     wanted = groups(options)
     for index, group in enumerate(wanted, start=1):
         print(f"[{index}/{len(wanted)}] {group}", file=sys.stderr, flush=True)
-        yield measure_group(group, options.budget_ms)
+        yield measure_group(group, protocol_of(options))
         gc.collect()
         if group.on_cuda:
             torch.cuda.empty_cache()
 
 
-def measure_group(group: MaskGroup, budget_ms: float) -> list[Row]:
+def measure_group(group: MaskGroup, protocol: Protocol) -> list[Row]:
     """Rows of both passes, and what was computed compared where two entrants compute the same."""
     entrants = {entrant.name: entrant for entrant in PARTS[group.part][1](group)}
-    rows = {which: measure_pass(group, which, entrants.values(), budget_ms) for which in Pass}
+    rows = {which: measure_pass(group, which, entrants.values(), protocol) for which in Pass}
     for name, entrant in entrants.items():
         both = (rows[Pass.backward][each]["status"] for each in (name, entrant.twin) if each)
         if entrant.twin and all(status == Status.ok.value for status in both):
@@ -110,12 +103,12 @@ def measure_group(group: MaskGroup, budget_ms: float) -> list[Row]:
 
 
 def measure_pass(
-    group: MaskGroup, which: Pass, entrants: Iterable[Entrant], budget_ms: float
+    group: MaskGroup, which: Pass, entrants: Iterable[Entrant], protocol: Protocol
 ) -> dict[str, Row]:
     timed = [entrant for entrant in entrants if which in entrant.passes]
     subjects = [Subject(e.name, partial(calls_of, e, which), e.scope) for e in timed]
     measured = measure_in_turns(
-        subjects, records=which is Pass.backward, on_cuda=group.on_cuda, budget_ms=budget_ms
+        subjects, records=which is Pass.backward, on_cuda=group.on_cuda, protocol=protocol
     )
     rows = {}
     for entrant, measurement in zip(timed, measured, strict=True):
@@ -152,6 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         "schema": SCHEMA,
         "benchmark": BENCHMARK,
         "command": shlex.join(command),
+        "protocol": protocol_of(options).facts(),
         "environment": environment(options.device),
         "results": rows,
     }

@@ -53,13 +53,13 @@ def least_traffic(case: AttentionCase, which: Pass) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Statistics of one cell's samples, in milliseconds per call."""
+    """Statistics of one cell's turns, in milliseconds per call."""
 
     median_ms: float
     low_ms: float  # first quartile
     high_ms: float  # third quartile
     samples: int
-    of_rounds: tuple[float, ...] = ()  # a sample of each round, in their order
+    of_rounds: tuple[float, ...] = ()  # a turn of each round, in their order
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:

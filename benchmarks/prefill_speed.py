@@ -18,6 +18,7 @@ from runner import Call, Subject, measure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from turns import Protocol
 
 PAGE_SIZES = (16, 64, 256)
 DENSE, TORCH = "dense", "torch flash"
@@ -115,7 +116,7 @@ class Prefill:
         return [lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)]
 
 
-def measure_group(group: PrefillGroup, budget_ms: float) -> Iterator[Row]:
+def measure_group(group: PrefillGroup, protocol: Protocol) -> Iterator[Row]:
     prefill = Prefill(group)
     prepare_of: dict[str, Callable[[], list[Call]]] = {
         DENSE: partial(prefill.ours, None),
@@ -127,7 +128,7 @@ def measure_group(group: PrefillGroup, budget_ms: float) -> Iterator[Row]:
         for name, prepare in prepare_of.items()
     ]
     on_cuda = torch.device(group.device).type == "cuda"
-    measured = measure(subjects, records=False, on_cuda=on_cuda, budget_ms=budget_ms)
+    measured = measure(subjects, records=False, on_cuda=on_cuda, protocol=protocol)
     rows = {}
     for subject, measurement in zip(subjects, measured, strict=True):
         timing = measurement.timing

@@ -1,13 +1,10 @@
-"""Times several things in turns, so that clocks and temperature hit all alike."""
+"""Sets up what is to be timed, has it timed in turns (turns.py) and says what became of it."""
 
 from __future__ import annotations
 
-import gc
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
@@ -15,19 +12,19 @@ import torch
 from backends import Backend, Unsupported, is_cuda
 from cases import AttentionCase, AttentionInputs
 from metrics import Pass, Timing
+from power import Monitor, Power, current_gauge, power_of
 from torch import Tensor
-
-Call = Callable[[], object]
-
-# A sample is one or more calls between two clock readings, long enough for the clock.
-SAMPLE_MS = 0.5
-MAX_CALLS_PER_SAMPLE = 20
-MIN_ROUNDS, MAX_ROUNDS = 5, 100
-
-# A call that takes less than twice the host's time for it may end before the host has issued the
-# next one: the device is then kept busy first, so that a sample holds no wait for the host.
-MIN_HOST_MS, MAX_HOST_MS = 0.1, 1.0  # per call: what is taken for the host's time
-SLEEP_CYCLES_PER_MS = 2_000_000  # near the clock of current data-centre GPUs
+from turns import (
+    JOULES_ROUNDS,
+    JOULES_TURN_MS,
+    Call,
+    Contender,
+    Protocol,
+    Subject,
+    estimate,
+    rounds_for,
+    take_turns,
+)
 
 # Input sets are used in turn, so that none of a call's data is left in the L2 cache.
 CACHE_MULTIPLE = 3
@@ -49,31 +46,6 @@ class Status(str, Enum):
 
 
 @dataclass(frozen=True)
-class Result:
-    """One backend on one case and pass. Without status ok there is a reason and no figures."""
-
-    case: AttentionCase
-    which: Pass
-    backend: str
-    status: Status
-    reason: str | None = None
-    timing: Timing | None = None
-    peak_bytes: int | None = None  # most memory one call held beyond its inputs; CUDA only
-    check: dict[str, object] | None = None  # refcheck's verdict
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Something to time. `prepare` sets it up and makes one call per input set, to be used in turn;
-    `scope` makes the context that its calls need.
-    """
-
-    name: str
-    prepare: Callable[[], Sequence[Call]]
-    scope: Callable[[], AbstractContextManager] = nullcontext
-
-
-@dataclass(frozen=True)
 class Measurement:
     """What became of a subject. Without status ok there is a reason and no figures."""
 
@@ -81,18 +53,30 @@ class Measurement:
     reason: str | None = None
     timing: Timing | None = None
     peak_bytes: int | None = None  # most memory one call held beyond its inputs; CUDA only
+    power: Power = field(default_factory=Power)
 
 
-@dataclass
-class Contender:
-    """A subject that is set up."""
+@dataclass(frozen=True)
+class Result:
+    """What became of one backend on one case and pass."""
 
-    subject: Subject
-    calls: Sequence[Call]
-    peak_bytes: int | None = None
-    calls_per_sample: int = 1
-    estimate_ms: float = 0.0
-    host_ms: float = MIN_HOST_MS  # to issue a call
+    case: AttentionCase
+    which: Pass
+    backend: str
+    measurement: Measurement
+    check: dict[str, object] | None = None  # refcheck's verdict
+
+    @property
+    def status(self) -> Status:
+        return self.measurement.status
+
+    @property
+    def reason(self) -> str | None:
+        return self.measurement.reason
+
+    @property
+    def timing(self) -> Timing | None:
+        return self.measurement.timing
 
 
 def make_input_sets(case: AttentionCase, seed: int = 0) -> list[AttentionInputs]:
@@ -115,24 +99,24 @@ def run_case(
     which: Pass,
     backends: Sequence[Backend],
     inputs: Sequence[AttentionInputs],
-    budget_ms: float,
+    protocol: Protocol,
 ) -> list[Result]:
-    """Times all backends on one case; about `budget_ms` of device time for each of them."""
+    """Times all backends on one case."""
     subjects = [
         Subject(backend.name, partial(make_calls, backend, case, which, inputs), backend.scope)
         for backend in backends
     ]
     measured = measure(
-        subjects, records=which is Pass.backward, on_cuda=is_cuda(case), budget_ms=budget_ms
+        subjects, records=which is Pass.backward, on_cuda=is_cuda(case), protocol=protocol
     )
     return [
-        Result(case, which, subject.name, m.status, m.reason, m.timing, m.peak_bytes)
-        for subject, m in zip(subjects, measured, strict=True)
+        Result(case, which, subject.name, measurement)
+        for subject, measurement in zip(subjects, measured, strict=True)
     ]
 
 
 def measure(
-    subjects: Sequence[Subject], *, records: bool, on_cuda: bool, budget_ms: float
+    subjects: Sequence[Subject], *, records: bool, on_cuda: bool, protocol: Protocol
 ) -> list[Measurement]:
     """One per subject, all timed in turns; with `records` calls are recorded for autograd."""
     contenders: list[Contender] = []
@@ -140,17 +124,31 @@ def measure(
     with torch.set_grad_enabled(records):
         for subject in subjects:
             try:
-                contenders.append(set_up(subject, on_cuda))
+                contenders.append(set_up(subject, protocol.turn_ms, on_cuda))
                 outcomes.append(contenders[-1])
             except Exception as error:
                 outcomes.append(failure(error))
-        samples = collect_samples(contenders, on_cuda, budget_ms)
-    timings = iter([Timing.of(values) for values in samples])
+        figures = iter(time_all(contenders, on_cuda, protocol))
+    return [outcome if isinstance(outcome, Measurement) else next(figures) for outcome in outcomes]
+
+
+def time_all(
+    contenders: Sequence[Contender], on_cuda: bool, protocol: Protocol
+) -> list[Measurement]:
+    """One per contender."""
+    with Monitor(current_gauge() if on_cuda else None) as monitor:
+        rounds = rounds_for(contenders, protocol)
+        turns = take_turns(contenders, rounds, protocol.turn_ms, on_cuda)
+        rounds = JOULES_ROUNDS if protocol.joules and monitor.counts_joules else 0
+        joule_turns = take_turns(contenders, rounds, JOULES_TURN_MS, on_cuda)
     return [
-        outcome
-        if isinstance(outcome, Measurement)
-        else Measurement(Status.ok, timing=next(timings), peak_bytes=outcome.peak_bytes)
-        for outcome in outcomes
+        Measurement(
+            Status.ok,
+            timing=Timing.of([turn.milliseconds for turn in short]),
+            peak_bytes=contender.peak_bytes,
+            power=power_of(monitor.readings, short, long),
+        )
+        for contender, short, long in zip(contenders, turns, joule_turns, strict=True)
     ]
 
 
@@ -169,7 +167,7 @@ def failure(error: Exception) -> Measurement:
     return Measurement(status, reason=reason[0] if reason else repr(error))
 
 
-def set_up(subject: Subject, on_cuda: bool) -> Contender:
+def set_up(subject: Subject, turn_ms: float, on_cuda: bool) -> Contender:
     """Prepares the subject and runs its calls once each, which also compiles and tunes them."""
     with subject.scope():
         calls = subject.prepare()
@@ -177,7 +175,7 @@ def set_up(subject: Subject, on_cuda: bool) -> Contender:
         contender = Contender(subject, calls, peak_bytes=peak_memory(calls[0], on_cuda))
         for call in calls:
             call()
-        estimate(contender, on_cuda)
+        estimate(contender, turn_ms, on_cuda)
     return contender
 
 
@@ -212,94 +210,3 @@ def peak_memory(call: Call, on_cuda: bool) -> int | None:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def estimate(contender: Contender, on_cuda: bool) -> None:
-    """How long a call takes, the device and the host, and from it how many make a sample."""
-    contender.calls_per_sample = 3
-    begin = time.perf_counter()
-    sample = take_sample(contender, start=0, on_cuda=on_cuda)
-    host_ms = (time.perf_counter() - begin) * 1e3 / contender.calls_per_sample
-    contender.host_ms = min(MAX_HOST_MS, max(MIN_HOST_MS, host_ms))
-    contender.estimate_ms = max(sample.milliseconds(), 1e-4)
-    wanted = math.ceil(SAMPLE_MS / contender.estimate_ms)
-    contender.calls_per_sample = min(MAX_CALLS_PER_SAMPLE, max(1, wanted))
-
-
-def collect_samples(
-    contenders: Sequence[Contender], on_cuda: bool, budget_ms: float
-) -> list[list[float]]:
-    """Milliseconds per call, one list per contender, all of the same length."""
-    if not contenders:
-        return []
-    round_ms = sum(c.estimate_ms * c.calls_per_sample for c in contenders)
-    rounds = math.ceil(budget_ms * len(contenders) / round_ms)
-    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, rounds))
-    cycle = rounds_of_a_cycle(len(contenders))
-    rounds = -(-rounds // cycle) * cycle
-    samples: list[list[Sample]] = [[] for _ in contenders]
-    gc.collect()
-    gc.disable()  # a collection inside a sample would be taken for the subject's own time
-    try:
-        for round_index, turn in interleave(len(contenders), rounds):
-            with contenders[turn].subject.scope():
-                start = round_index * contenders[turn].calls_per_sample
-                samples[turn].append(take_sample(contenders[turn], start, on_cuda))
-    finally:
-        gc.enable()
-    return [[sample.milliseconds() for sample in of_one] for of_one in samples]
-
-
-def rounds_of_a_cycle(contenders: int) -> int:
-    """After which the order of `interleave` has come out even."""
-    return contenders if contenders % 2 == 0 else 2 * contenders
-
-
-def interleave(contenders: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(round, contender): each once a round; in a cycle of rounds each first, second, ... equally
-    often, and each behind each other one, as what ran before costs clocks. (Williams, "Experimental
-    designs balanced for the estimation of residual effects of treatments", 1949.)
-    """
-    # 0, 1, -1, 2, -2, ...: neighbours differ by another number each time.
-    zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(contenders)]
-    for round_index in range(rounds):
-        order = [(turn + round_index) % contenders for turn in zigzag]
-        # Of an odd number the neighbours come out even with those of the reverse.
-        is_reversed = contenders % 2 == 1 and round_index // contenders % 2 == 1
-        for turn in reversed(order) if is_reversed else order:
-            yield round_index, turn
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A stretch of calls between two readings of the device's or the host's clock."""
-
-    calls: int
-    begin: torch.cuda.Event | float
-    end: torch.cuda.Event | float
-
-    def milliseconds(self) -> float:
-        """Per call; waits for the device."""
-        if isinstance(self.begin, float):
-            return (self.end - self.begin) * 1e3 / self.calls
-        self.end.synchronize()
-        return self.begin.elapsed_time(self.end) / self.calls
-
-
-def take_sample(contender: Contender, start: int, on_cuda: bool) -> Sample:
-    """`calls_per_sample` calls on consecutive input sets; on CUDA they are only issued."""
-    count = contender.calls_per_sample
-    calls = [contender.calls[(start + i) % len(contender.calls)] for i in range(count)]
-    if not on_cuda:
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        return Sample(count, begin, time.perf_counter())
-    if contender.estimate_ms < 2 * contender.host_ms:
-        torch.cuda._sleep(int(count * contender.host_ms * SLEEP_CYCLES_PER_MS))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for call in calls:
-        call()
-    end.record()
-    return Sample(count, begin, end)

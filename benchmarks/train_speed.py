@@ -4,8 +4,9 @@
     python benchmarks/train_speed.py --preset small --seqlen 1024 --batch-size 16
 
 Each run trains a new model from the same weights on the same batches (examples/train_gpt.py), after
-one of a few steps that nobody counts; attentions take turns. A run's tokens per second are of all
-its steps, which have to be fewer than those after which the example validates first. The losses
+one of a few steps that nobody counts; attentions take turns, A B B A. A run takes seconds, so that
+its clock is the one that its own power leaves (benchmarks/README.md). Its tokens per second are of
+all its steps, which have to be fewer than those after which the example validates first. The losses
 show that all of them train alike.
 """
 
@@ -36,6 +37,7 @@ from training import (  # noqa: E402
     manual_text,
     train,
 )
+from turns import order_of_turns  # noqa: E402
 
 SCHEMA = 1
 WARMUP_STEPS = 4
@@ -50,7 +52,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=8192, help="bytes of context")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
     parser.add_argument("--steps", type=int, default=19, help="of a run (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each attention")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="runs of each attention (default: %(default)s)"
+    )
     parser.add_argument(
         "--attentions",
         nargs="+",
@@ -95,13 +99,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for attention in options.attentions:
         run(preset, attention, device, WARMUP_STEPS)
         rows[attention] = {"attention": attention, "tokens_per_second": []}
-    for _ in range(options.rounds):
-        for attention, row in rows.items():
-            curve, peak = run(preset, attention, device, options.steps)
-            row["tokens_per_second"].append(round(curve.tokens / curve.seconds))
-            row["peak_gib"] = round(peak, 2)
-            row["train_losses"] = [round(loss, 4) for loss in curve.train]
-            row["validation_loss"] = round(curve.validation[-1][1], 4)
+    for index in order_of_turns(len(options.attentions), options.rounds):
+        row = rows[options.attentions[index]]
+        curve, peak = run(preset, row["attention"], device, options.steps)
+        row["tokens_per_second"].append(round(curve.tokens / curve.seconds))
+        row["peak_gib"] = round(peak, 2)
+        row["train_losses"] = [round(loss, 4) for loss in curve.train]
+        row["validation_loss"] = round(curve.validation[-1][1], 4)
     return list(rows.values())
 
 

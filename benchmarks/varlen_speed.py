@@ -19,6 +19,7 @@ from lengths import log_normal_lengths
 from metrics import Pass
 from runner import Call, Subject, make_call, measure
 from torch import Tensor
+from turns import Protocol
 
 TOKENS = 32_768
 HIDDEN = 2048
@@ -103,7 +104,7 @@ def groups(device: str = "cuda", quick: bool = False) -> list[VarlenGroup]:
     return [VarlenGroup(mean, d, device=device) for d in head_dims for mean in means]
 
 
-def measure_group(group: VarlenGroup, budget_ms: float) -> Iterator[Row]:
+def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
     """Rows of both passes. One set of inputs will do: 384 MiB do not fit a cache."""
     inputs = group.packed.make_inputs()
     tensors = (inputs.q, inputs.k, inputs.v, inputs.dout)
@@ -124,7 +125,7 @@ def measure_group(group: VarlenGroup, budget_ms: float) -> Iterator[Row]:
             subjects,
             records=which is Pass.backward,
             on_cuda=torch.device(group.device).type == "cuda",
-            budget_ms=budget_ms,
+            protocol=protocol,
         )
         rows = {}
         for subject, measurement in zip(subjects, measured, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from backends import Backend, TensorOrder
 from cases import AttentionCase
+from turns import Protocol
 
 SMALL = AttentionCase(
     batch=2,
@@ -18,6 +19,12 @@ SMALL = AttentionCase(
     dtype=torch.float32,
     device="cpu",
 )
+
+BRIEF = Protocol(turn_ms=0.2, budget_ms=0.0)  # four turns
+BRIEF_OPTIONS = ["--turn-ms", "0.2", "--budget-ms", "0"]
+
+TINY_GRID = ["--device", "cpu", "--dtype", "fp32", "--head-dims", "16", "--seqlens", "16", "32"]
+TINY_GRID += ["--tokens", "32", "--hidden", "32", *BRIEF_OPTIONS]
 
 
 def sdpa_like(name: str, attend: Any) -> Backend:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,6 @@ from cpu_harness import one_thread  # noqa: F401
 from reference import attention
 from torch.nn.attention.bias import CausalBias
 
-from flash_attn_cuda import build_info
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import backends
@@ -25,15 +21,12 @@ import bench
 import host_overhead
 import report
 from backends import BACKENDS, Backend, Unsupported
-from benchmark_cases import SMALL, sdpa_like
+from benchmark_cases import SMALL, TINY_GRID, sdpa_like
 from metrics import Pass, Timing, geometric_mean, least_traffic, operations, quantile
 from refcheck import ReferenceCheck
 from runner import make_input_sets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-TINY_GRID = ["--device", "cpu", "--dtype", "fp32", "--head-dims", "16", "--seqlens", "16", "32"]
-TINY_GRID += ["--tokens", "32", "--hidden", "32", "--budget-ms", "1"]
 
 
 # Arithmetic
@@ -183,146 +176,6 @@ def test_cuda_backends_say_so_on_the_cpu():
     for name in ("sdpa_cudnn", "sdpa_efficient", "flex", "fa3"):
         with pytest.raises(Unsupported, match="CUDA devices only"):
             BACKENDS[name].prepare(SMALL)
-
-
-# Outputs
-
-
-def make_row(case: str, which: str, backend: str, median_ms: float | None) -> report.Row:
-    return {"case": case, "pass": which, "backend": backend, "median_ms": median_ms, "ratio": None}
-
-
-def test_ratios_and_their_summary():
-    rows = [
-        make_row("x", "forward", "base", 2.0),
-        make_row("x", "forward", "ours", 1.0),
-        make_row("y", "forward", "base", 1.0),
-        make_row("y", "forward", "ours", 2.0),
-        make_row("y", "backward", "ours", 2.0),  # the baseline has no such cell
-        make_row("z", "forward", "base", 3.0),
-        make_row("z", "forward", "ours", None),  # did not run
-    ]
-    report.add_ratios(rows, "base")
-    assert [row["ratio"] for row in rows] == [1.0, 2.0, 1.0, 0.5, None, 1.0, None]
-    (entry,) = report.summarise(rows, "base")
-    assert (entry["pass"], entry["backend"], entry["cells"]) == ("forward", "ours", 2)
-    assert entry["geomean_ratio"] == pytest.approx(1.0)
-    assert (entry["minimum_ratio"], entry["minimum_case"]) == (0.5, "y")
-
-
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory) -> Path:
-    """A folder with everything that a small run of the command line writes."""
-    folder = tmp_path_factory.mktemp("bench")
-    arguments = [*TINY_GRID, "--backends", "ours", "sdpa_math", "sdpa_cudnn", "--refcheck"]
-    arguments += ["--baseline", "sdpa_math", "--json", str(folder / "r.json")]
-    arguments += ["--csv", str(folder / "r.csv")]
-    assert bench.main(arguments) == 0
-    return folder
-
-
-def test_json_has_everything_a_reader_needs(outputs):
-    document = json.loads((outputs / "r.json").read_text())
-    assert document["schema"] == report.SCHEMA
-    assert document["baseline"] == "sdpa_math"
-    assert document["command"].startswith("python benchmarks/bench.py --device cpu")
-    facts = document["environment"]
-    assert facts["torch"] == torch.__version__
-    assert {"device", "driver", "commit", "cuda", "date", "flash_attn_cuda"} <= facts.keys()
-
-    rows = document["results"]
-    assert len(rows) == 2 * 2 * 2 * 3  # lengths, masks, passes, backends
-    assert len({frozenset(row) for row in rows}) == 1
-    for row in rows:
-        if row["backend"] == "sdpa_cudnn":
-            assert row["status"] == "unsupported" and row["reason"] and row["median_ms"] is None
-        else:
-            assert row["status"] == "ok" and row["check"]["passes"]
-            assert row["tflops"] > 0 and row["low_ms"] <= row["median_ms"] <= row["high_ms"]
-    assert {(entry["pass"], entry["backend"]) for entry in document["summary"]} == {
-        ("forward", "ours"),
-        ("backward", "ours"),
-    }
-
-
-@pytest.mark.parametrize(("status", "changes"), [(None, None), ("", False), (" M x.py", True)])
-def test_sources_that_git_knows_nothing_of(monkeypatch, status, changes):
-    """Their changes are unknown, which is not the same as none."""
-
-    def output(*command: str) -> str | None:
-        return status if "status" in command else None
-
-    monkeypatch.setattr(report, "command_output", output)
-    monkeypatch.setenv(report.COMMIT_VARIABLE, "abc")
-    facts = report.environment("cpu")
-    assert facts["commit"] == "abc" and facts["uncommitted_changes"] is changes
-
-
-def test_the_build_is_recorded_without_its_list_of_kernels(monkeypatch):
-    record = {"archs": ["90a"], "nvcc": "13.0.88", "instances": [{}, {}]}
-    monkeypatch.setattr(build_info, "build_record", lambda: record)
-    assert report.build_facts() == {"archs": ["90a"], "nvcc": "13.0.88", "kernels": 2}
-    monkeypatch.setattr(build_info, "build_record", dict)  # without the extension
-    assert report.build_facts() is None
-
-
-def test_csv_repeats_the_rows(outputs):
-    rows = json.loads((outputs / "r.json").read_text())["results"]
-    with (outputs / "r.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(rows)
-    assert [float(line["median_ms"] or math.nan) for line in lines] == pytest.approx(
-        [row["median_ms"] or math.nan for row in rows], nan_ok=True
-    )
-    assert {line["check"] for line in lines} == {"True", ""}
-
-
-def test_report_prints_a_table_from_saved_results(outputs, capsys):
-    assert report.main([str(outputs / "r.json"), "--markdown"]) == 0
-    text = capsys.readouterr().out
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines[0] == "| pass | dtype | D | mask | backend | S = 16 | S = 32 |"
-    assert lines[2].startswith("| forward | fp32 | 16 | full | ours |")
-    assert len(lines) == 2 + 2 * 2 * 2
-    assert "ours / sdpa_math geomean" in text
-
-
-def test_report_prints_ratios_to_the_baseline(outputs, capsys):
-    assert report.main([str(outputs / "r.json"), "--ratios"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| pass | D | mask | S = 16 | S = 32 |"
-    assert len(lines) == 2 + 2 * 2
-    rows = json.loads((outputs / "r.json").read_text())["results"]
-    wanted = ("ours", "backward", True, 32)
-    (ours,) = (
-        row
-        for row in rows
-        if (row["backend"], row["pass"], row["causal"], row["seqlen_q"]) == wanted
-    )
-    (line,) = (line for line in lines if line.startswith("| backward | 16 | causal |"))
-    assert line.endswith(f"{report.three_digits(ours['tflops'])} / {ours['ratio']:.2f} |")
-
-
-def test_every_result_file_is_described():
-    folder = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-    described = (folder / "README.md").read_text()
-    names = [path.name for path in folder.glob("*.json")]
-    assert names
-    for name in names:
-        stem = "`_" + name.rpartition("_")[2]  # a row's second file is named by its end
-        assert f"`{name}`" in described or f"{stem}`" in described, name
-
-
-def test_report_draws_the_saved_results(outputs, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert report.main([str(outputs / "r.json"), "--plot", str(tmp_path / "r.png")]) == 0
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_report_refuses_another_schema(tmp_path):
-    (tmp_path / "old.json").write_text('{"schema": 0}')
-    with pytest.raises(SystemExit, match="schema must be 1, got 0"):
-        report.main([str(tmp_path / "old.json")])
 
 
 # Command lines

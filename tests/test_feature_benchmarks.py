@@ -21,6 +21,7 @@ import prefill_speed
 import report
 import varlen_speed
 from backends import BACKENDS, Unsupported, features_of
+from benchmark_cases import BRIEF, BRIEF_OPTIONS
 from feature_tables import Target, number
 from lengths import log_normal_lengths
 from metrics import Pass, Timing, operations
@@ -247,7 +248,7 @@ def test_varlen_ratios_are_of_speeds(monkeypatch):
     monkeypatch.setattr(varlen_speed, "measure", fake_measure(times))
     rows = {
         row["what"]: row
-        for row in varlen_speed.measure_group(TINY_VARLEN, 1.0)
+        for row in varlen_speed.measure_group(TINY_VARLEN, BRIEF)
         if row["pass"] == "forward"
     }
     assert rows[PACKED]["over_dense"] == pytest.approx(more / 2)
@@ -261,7 +262,7 @@ def test_a_missing_peer_leaves_its_ratio_empty(monkeypatch):
     monkeypatch.setattr(
         varlen_speed, "measure", fake_measure({PACKED: 1.0, EQUAL: 1.0, DENSE: 1.0})
     )
-    rows = {row["name"]: row for row in varlen_speed.measure_group(TINY_VARLEN, 1.0)}
+    rows = {row["name"]: row for row in varlen_speed.measure_group(TINY_VARLEN, BRIEF)}
     packed, peer = (rows[f"{TINY_VARLEN} backward {name}"] for name in (PACKED, TORCH))
     assert packed["over_torch"] is None and packed["targets"][1]["met"] is None
     assert (peer["status"], peer["reason"]) == ("unsupported", "no such thing")
@@ -274,9 +275,7 @@ def test_feature_costs_are_relative_to_the_work(monkeypatch):
     times = dict.fromkeys(names, 1.0) | {"dropout 0.1": 1.2, "softcap 50": 1.2, "torch": 2.0}
     monkeypatch.setattr(feature_cost, "measure", fake_measure(times))
     monkeypatch.setattr(feature_cost, "make_input_sets", lambda case: [])
-    rows = {
-        (row["pass"], row["what"]): row for row in feature_cost.measure_group(group, budget_ms=1.0)
-    }
+    rows = {(row["pass"], row["what"]): row for row in feature_cost.measure_group(group, BRIEF)}
     dropout, softcap = rows["forward", "dropout 0.1"], rows["forward", "softcap 50"]
     assert dropout["over_plain"] == pytest.approx(1 / 1.2)
     assert dropout["more_time_percent"] == pytest.approx(20.0)
@@ -294,7 +293,7 @@ def test_decode_rates_count_keys_and_values(monkeypatch):
     monkeypatch.setattr(
         decode_speed, "measure", fake_measure({"dense": 1.0, "paged 16": 1.25, "device copy": 1.0})
     )
-    rows = {row["what"]: row for row in decode_speed.measure_group(group, 1.0)}
+    rows = {row["what"]: row for row in decode_speed.measure_group(group, BRIEF)}
     rate = 512 * 8 * 128 * 2 * 2 / 1e-3 / 1e12
     assert rows["dense"]["terabytes_per_second"] == pytest.approx(rate)
     assert rows["dense"]["microseconds"] == pytest.approx(1000.0)
@@ -303,7 +302,7 @@ def test_decode_rates_count_keys_and_values(monkeypatch):
     }
     assert rows["paged 16"]["over_dense"] == pytest.approx(0.8)
     assert rows["paged 256"]["targets"][0]["met"] is None
-    every = [decode_speed.measure_copy("cpu", 1.0, size=1000), *rows.values()]
+    every = [decode_speed.measure_copy("cpu", BRIEF, size=1000), *rows.values()]
     decode_speed.add_copy_shares(every)
     assert every[0]["terabytes_per_second"] == pytest.approx(2e-6)
     assert rows["dense"]["over_copy"] == pytest.approx(rate / 2e-6)
@@ -332,7 +331,7 @@ def test_subjects_of_a_prefill_attend_to_the_same_keys():
 def test_prefill_rates_and_ratios(monkeypatch):
     times = {"dense": 1.0, "paged 16": 1.25, "paged 64": 1.0, "torch flash": 2.0}
     monkeypatch.setattr(prefill_speed, "measure", fake_measure(times))
-    rows = {row["what"]: row for row in prefill_speed.measure_group(TINY_PREFILL, 1.0)}
+    rows = {row["what"]: row for row in prefill_speed.measure_group(TINY_PREFILL, BRIEF)}
     assert rows["dense"]["tflops"] == pytest.approx(TINY_PREFILL.flops * 1e-9)
     assert rows["dense"]["over_dense"] is None and rows["dense"]["over_torch"] == 2.0
     assert rows["paged 16"]["over_dense"] == pytest.approx(0.8)
@@ -359,18 +358,21 @@ def tiny(monkeypatch):
 @pytest.mark.parametrize("name", features.BENCHMARKS)
 def test_each_benchmark_runs_saves_and_prints(name, tiny, tmp_path, capsys):
     path = tmp_path / f"{name}.json"
-    arguments = [name, "--device", "cpu", "--budget-ms", "1", "--json", str(path)]
+    arguments = [name, "--device", "cpu", *BRIEF_OPTIONS, "--json", str(path)]
     assert features.main(arguments) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     document = json.loads(path.read_text())
     assert (document["schema"], document["benchmark"]) == (1, name)
     assert document["command"].startswith(f"python benchmarks/features.py {name}")
     assert {"device", "torch", "commit", "cuda", "driver"} <= document["environment"].keys()
+    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (2, 0.2)
     rows = document["results"]
     assert len({frozenset(row) for row in rows}) == 1
     assert len({row["name"] for row in rows}) == len(rows)
     for row in rows:
+        assert row["sm_clock_mhz"] is None and row["watts"] is None  # of a CPU
         if row["status"] == "ok":
+            assert row["samples"] == 4
             assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         else:
             assert row["what"].startswith("torch") and row["reason"]
@@ -384,14 +386,14 @@ def test_each_benchmark_runs_saves_and_prints(name, tiny, tmp_path, capsys):
 
 
 def test_an_error_leaves_what_was_measured_before_it(tiny, monkeypatch, tmp_path):
-    def lose_the_device(group, budget_ms):
+    def lose_the_device(group, protocol):
         raise RuntimeError("lost")
         yield
 
     monkeypatch.setattr(decode_speed, "measure_group", lose_the_device)
     path = tmp_path / "r.json"
     with pytest.raises(RuntimeError, match="lost"):
-        features.main(["decode", "--device", "cpu", "--budget-ms", "1", "--json", str(path)])
+        features.main(["decode", "--device", "cpu", *BRIEF_OPTIONS, "--json", str(path)])
     assert [row["what"] for row in json.loads(path.read_text())["results"]] == ["1000 bytes"]
 
 
@@ -400,7 +402,7 @@ def test_a_failing_subject_fails_the_run(tiny, monkeypatch, capsys):
         raise ValueError("a defect")
 
     monkeypatch.setattr(varlen_speed, "ours_packed", broken)
-    assert features.main(["varlen", "--device", "cpu", "--budget-ms", "1"]) == 1
+    assert features.main(["varlen", "--device", "cpu", *BRIEF_OPTIONS]) == 1
     captured = capsys.readouterr()
     assert "failed: a defect" in captured.out
     assert f"failed: {TINY_VARLEN} forward packed" in captured.err
@@ -408,7 +410,7 @@ def test_a_failing_subject_fails_the_run(tiny, monkeypatch, capsys):
 
 def test_tables_do_not_need_rich(tiny, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert features.main(["varlen", "--device", "cpu", "--budget-ms", "1"]) == 0
+    assert features.main(["varlen", "--device", "cpu", *BRIEF_OPTIONS]) == 0
     assert capsys.readouterr().out.startswith("| D | mean | sequences |")
 
 

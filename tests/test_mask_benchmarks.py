@@ -18,6 +18,7 @@ import feature_tables
 import mask_speed
 import mask_tables
 import report
+from benchmark_cases import BRIEF, BRIEF_OPTIONS
 from mask_blocks import BLOCK, flex_block_mask, random_blocks, window_blocks
 from mask_entrants import PARTS, RANDOM, MaskGroup, one_sequence
 from metrics import Pass, Timing, operations
@@ -138,7 +139,7 @@ def fake_measure(milliseconds: dict[str, float]):
 
 def rows_of(group: MaskGroup, which: Pass, times: dict[str, float], monkeypatch):
     monkeypatch.setattr(mask_speed, "measure_in_turns", fake_measure(times))
-    return mask_speed.measure_pass(group, which, PARTS[group.part][1](group), 1.0)
+    return mask_speed.measure_pass(group, which, PARTS[group.part][1](group), BRIEF)
 
 
 def test_density_ratios_are_of_times(tiny, monkeypatch):
@@ -249,7 +250,7 @@ def test_the_table_has_what_is_compared_and_what_could_not_run():
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
     path = tmp_path / "r.json"
-    options = ["--device", "cpu", "--budget-ms", "1", "--out", str(path), *arguments]
+    options = ["--device", "cpu", *BRIEF_OPTIONS, "--out", str(path), *arguments]
     code = mask_speed.main(options)
     return code, json.loads(path.read_text())
 
@@ -261,6 +262,7 @@ def test_all_parts_run_save_and_print(tiny, flex, tmp_path, capsys):
     assert (document["schema"], document["benchmark"]) == (1, "masks")
     assert document["command"].startswith("python -m benchmarks.mask_speed --device cpu")
     assert {"device", "torch", "commit", "cuda", "driver"} <= document["environment"].keys()
+    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (2, 0.2)
     rows = document["results"]
     assert {row["part"] for row in rows} == set(PARTS)
     assert len({frozenset(row) for row in rows}) == 1
@@ -322,10 +324,10 @@ def test_wrong_results_fail_the_run(tiny, monkeypatch, tmp_path, capsys):
 def test_an_error_leaves_what_was_measured_before_it(tiny, monkeypatch, tmp_path):
     measure_group = mask_speed.measure_group
 
-    def lose_the_device(group, budget_ms):
+    def lose_the_device(group, protocol):
         if group.part == "sink":
             raise RuntimeError("lost")
-        return measure_group(group, budget_ms)
+        return measure_group(group, protocol)
 
     monkeypatch.setattr(mask_speed, "measure_group", lose_the_device)
     with pytest.raises(RuntimeError, match="lost"):

@@ -1,10 +1,9 @@
-"""What mask_speed.py compares and how results and times are taken, on the CPU."""
+"""What mask_speed.py compares and how results are taken, on the CPU."""
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import mask_entrants
 import mask_speed
 import mask_tables
-import runner
 from backends import TensorOrder, Unsupported
 from mask_blocks import BLOCK, random_blocks
 from mask_entrants import PARTS, RANDOM, WINDOW, MaskGroup, one_sequence
 from metrics import Pass
-from runner import Subject
 from tiny_masks import dense_in_blocks, make_tiny, replace_flex
 
 
@@ -178,27 +175,3 @@ def test_tensors_are_compared_by_token():
     assert torch.equal(by_token, x.view(6, 5, 7))
     assert torch.equal(mask_tables.by_token(x.transpose(1, 2), TensorOrder.heads_first), by_token)
     assert mask_tables.by_token(by_token, TensorOrder.seqlen_first) is by_token
-
-
-# Calls whose host time is longer than the device's
-
-
-@pytest.mark.parametrize(("host_ms", "lead_ms"), [(0.0, 0.1), (0.4, 0.4), (3.0, 1.0)])
-def test_the_device_is_kept_busy_while_the_host_issues_calls(host_ms, lead_ms, monkeypatch):
-    class Event:
-        def __init__(self, enable_timing):
-            self.record = self.synchronize = lambda: None
-
-        def elapsed_time(self, end):
-            return 0.3  # of three calls
-
-    busy = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", busy.append)
-    monkeypatch.setattr(time, "perf_counter", iter((0.0, 3 * host_ms / 1e3)).__next__)
-    contender = runner.Contender(Subject("s", list), [lambda: None])
-    runner.estimate(contender, on_cuda=True)
-    assert contender.estimate_ms == pytest.approx(0.1)
-    runner.take_sample(contender, 0, on_cuda=True)
-    calls = contender.calls_per_sample
-    assert busy[-1] == pytest.approx(calls * lead_ms * runner.SLEEP_CYCLES_PER_MS, abs=1)

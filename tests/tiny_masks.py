@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import feature_cost
 import mask_entrants
-import runner
+import turns
 from mask_blocks import BLOCK, flex_block_mask
 
 
@@ -32,7 +32,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "HEAD_DIMS": (16, 32),
     }.items():
         monkeypatch.setattr(mask_entrants, name, value)
-    monkeypatch.setattr(runner, "MIN_ROUNDS", 1)
+    monkeypatch.setattr(turns, "MIN_ROUNDS", 2)
     monkeypatch.setattr(feature_cost, "TOKENS", 64)
     monkeypatch.setattr(feature_cost, "HIDDEN", 64)
 

@@ -1,0 +1,128 @@
+"""FlashAttention-3 as a peer, from whichever place has it.
+
+- `flash_attn_interface`, the package that its sources install;
+- the library that FLASH_ATTN_3_LIBRARY names, which defines torch.ops.flash_attn_3;
+- the one inside xformers' wheel, which is not imported for it.
+
+Such a library may want a CUDA runtime other than torch's on LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY_VARIABLE = "FLASH_ATTN_3_LIBRARY"
+IN_XFORMERS = "flash_attn_3/_C*.so"
+
+Attend = Callable[..., Tensor]  # (q, k, v, softmax_scale, causal)
+
+
+@cache
+def flash_attention_3() -> Attend:
+    """Raises ImportError, which says what was looked for."""
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError:
+        return through_ops(load_ops())
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+    ) -> Tensor:
+        with refusals():
+            result = flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
+        return result[0] if isinstance(result, tuple) else result  # older releases add the lse
+
+    return attend
+
+
+def load_ops() -> Any:
+    """The namespace with its operators fwd and bwd."""
+    path = library_path()
+    if path is None:
+        raise ImportError(
+            f"flash_attn_interface is not importable, {LIBRARY_VARIABLE} is not set and there is "
+            f"no xformers with {IN_XFORMERS}"
+        )
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(f"{path} cannot be loaded: {error}") from None
+    return torch.ops.flash_attn_3
+
+
+def library_path() -> str | None:
+    if path := os.environ.get(LIBRARY_VARIABLE):
+        return path
+    xformers = importlib.util.find_spec("xformers")
+    folders = (xformers and xformers.submodule_search_locations) or ()
+    return next((str(path) for folder in folders for path in Path(folder).glob(IN_XFORMERS)), None)
+
+
+def through_ops(ops: Any) -> Attend:
+    forward, backward = Operator(ops.fwd), Operator(ops.bwd)
+
+    class FlashAttention3(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+        ) -> Tensor:
+            ctx.options = {"softmax_scale": softmax_scale, "is_causal": causal}
+            out, lse, *_ = forward(q=q, k=k, v=v, num_splits=1, **ctx.options)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            tensors = {"q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
+            backward(dout=dout, softmax_lse=lse, **tensors, **ctx.options)
+            return dq, dk, dv, None, None
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+    ) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        return FlashAttention3.apply(q, k, v, scale, causal)
+
+    return attend
+
+
+class Operator:
+    """Calls an operator by its arguments' names, whose order and number differ by release."""
+
+    def __init__(self, packet: Any) -> None:
+        self.overload = packet.default
+        arguments = self.overload._schema.arguments
+        self.names = {argument.name for argument in arguments}
+        self.absent = {
+            argument.name: None for argument in arguments if not argument.has_default_value()
+        }
+
+    def __call__(self, **values: Any) -> Any:
+        unknown = sorted(values.keys() - self.names)
+        if unknown:
+            raise NotImplementedError(f"{self.overload} takes no {', '.join(unknown)}")
+        with refusals():
+            return self.overload(**(self.absent | values))
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Head dims that were left out of a build, or that no release has, are no failures."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support" not in str(error) or not re.search("hdim|head", str(error)):
+            raise
+        raise NotImplementedError(str(error)) from None
