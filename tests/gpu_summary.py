@@ -3,7 +3,7 @@
     pytest tests -m gpu --gpu-summary=tests/gpu_results
 
 makes <device>.json and <device>.md there. Works under pytest-xdist: errors travel as user
-properties of the reports.
+properties of the reports. sanitize_all.py adds what compute-sanitizer found at the same commit.
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class SummaryPlugin:
     def pytest_sessionfinish(self) -> None:
         if not self.outcomes:
             return
-        summary = self.summary()
-        name = summary["device"].lower().replace(" ", "-")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / f"{name}.json").write_text(json.dumps(summary, indent=2) + "\n")
-        (self.directory / f"{name}.md").write_text(as_markdown(summary))
+        write(self.directory, self.summary())
 
     def _add(self, comparison: list[dict[str, Any]]) -> None:
         self.comparisons += 1
@@ -110,11 +106,41 @@ class SummaryPlugin:
         }
 
 
+def _path(directory: Path, device: str) -> Path:
+    return directory / f"{device.lower().replace(' ', '-')}.json"
+
+
+def write(directory: Path, summary: dict[str, Any]) -> None:
+    """As JSON and, for people, as Markdown beside it."""
+    path = _path(directory, summary["device"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+    path.with_suffix(".md").write_text(as_markdown(summary))
+
+
+def add_sanitizer(directory: Path, verdicts: list[dict[str, Any]]) -> None:
+    """Puts compute-sanitizer's verdicts into the summary of this device's tests, which must be of
+    the same commit: two of different ones would not belong together.
+    """
+    here = environment(Path(__file__).resolve().parent.parent)
+    path = _path(directory, here["device"])
+    summary = json.loads(path.read_text()) if path.is_file() else {**here, "outcomes": {}}
+    if summary["commit"] != here["commit"]:
+        raise ValueError(f"{path}: expected a summary of {here['commit']}, got {summary['commit']}")
+    write(directory, {**summary, "sanitizer": verdicts})
+
+
+def _device() -> str:
+    """The GPU's name, and how many of them there are where tests could use more than one."""
+    name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+    return name if count == 1 else f"{count} x {name}"
+
+
 def environment(root: Path) -> dict[str, Any]:
     """What the figures were measured with."""
     cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU backend {platform.machine()}",
+        "device": _device() if cuda else f"CPU backend {platform.machine()}",
         "driver": _output(_DRIVER_VERSION) if cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -152,7 +178,6 @@ def _skip_reason(report: pytest.TestReport) -> str:
 
 def as_markdown(summary: dict[str, Any]) -> str:
     """The summary for people."""
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in summary["outcomes"].items())
     versions = ", ".join(
         f"{name} {summary[name]}" for name in ("python", "torch", "cuda", "driver")
     )
@@ -160,12 +185,23 @@ def as_markdown(summary: dict[str, Any]) -> str:
     lines = [
         f"# GPU tests on {summary['device']}",
         "",
-        f"{outcomes} in {summary['seconds']} s, "
-        f"{summary['comparisons']} comparisons with the fp64 reference.",
-        "",
         f"- commit {summary['commit']}{changes}, {summary['date']}",
         f"- {versions}",
         f"- build: {', '.join(f'{key} {value}' for key, value in summary['build'].items())}",
+    ]
+    if summary["outcomes"]:
+        lines += _tests_as_markdown(summary)
+    if "sanitizer" in summary:
+        lines += _sanitizer_as_markdown(summary["sanitizer"])
+    return "\n".join(lines) + "\n"
+
+
+def _tests_as_markdown(summary: dict[str, Any]) -> list[str]:
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in summary["outcomes"].items())
+    lines = [
+        "",
+        f"{outcomes} in {summary['seconds']} s, "
+        f"{summary['comparisons']} comparisons with the fp64 reference.",
         "",
         "Worst errors, as a share of what is allowed (tests/tolerance.py):",
         "",
@@ -178,4 +214,22 @@ def as_markdown(summary: dict[str, Any]) -> str:
     for title, entries in (("Failures", summary["failures"]), ("Skipped", skips)):
         if entries:
             lines += ["", f"{title}:", "", *(f"- {entry}" for entry in entries)]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _sanitizer_as_markdown(verdicts: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "compute-sanitizer over tests/sanitize.py (tests/sanitize_all.py says which tool can judge "
+        "what):",
+        "",
+        "| tool | kernels | calls | wrong results | findings | seconds |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for verdict in verdicts:
+        shares = verdict["unfinished_shares"]
+        calls = f"{verdict['calls']}{f', {shares} shares stopped' if shares else ''}"
+        cells = (verdict["tool"], verdict["family"], calls, verdict["wrong_results"])
+        cells += (verdict["findings"], verdict["seconds"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines

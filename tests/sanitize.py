@@ -360,6 +360,9 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="run only calls whose name contains this text")
     parser.add_argument(
+        "--without", default=None, metavar="TEXT", help="leave out calls whose name contains this"
+    )
+    parser.add_argument(
         "--share",
         type=parse_share,
         default=(1, 1),
@@ -375,7 +378,14 @@ def main() -> int:
     started = time.monotonic()
     ran, wrong = 0, 0
     share, shares = options.share
-    wanted = (call for call in calls() if options.only in call[0] and call[2] is None)
+    left_out = options.without
+    wanted = (
+        call
+        for call in calls()
+        if call[2] is None
+        and options.only in call[0]
+        and (left_out is None or left_out not in call[0])
+    )
     for name, run, _ in islice(wanted, share - 1, None, shares):
         problems = run(ran)
         ran += 1
