@@ -115,8 +115,8 @@ void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
 
 // Stands where the gradients' own gradient would: it can be built into a graph, and refuses to run.
 struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
-  static variable_list forward(AutogradContext* /*context*/, const at::Tensor& /*dout*/,
-                               const at::Tensor& /*dlse*/, const at::Tensor& /*q*/,
+  static variable_list forward(AutogradContext* /*context*/, const OptionalTensor& /*dout*/,
+                               const OptionalTensor& /*dlse*/, const at::Tensor& /*q*/,
                                const at::Tensor& /*k*/, const at::Tensor& /*v*/,
                                const variable_list* gradients) {
     return *gradients;
@@ -164,7 +164,8 @@ struct Attention : torch::autograd::Function<Attention> {
     }
     if (at::GradMode::is_enabled()) {  // create_graph=True
       const AttentionCall& call = inputs.call;
-      results = NoDoubleBackward::apply(dout, dlse, call.q, call.k, call.v, &results);
+      results = NoDoubleBackward::apply(OptionalTensor(dout), OptionalTensor(dlse), call.q, call.k,
+                                        call.v, &results);
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
       if (!context->needs_input_grad(i)) results[i].reset();
