@@ -24,6 +24,7 @@ from turns import (
     estimate,
     rounds_for,
     take_turns,
+    warm_up,
 )
 
 # Input sets are used in turn, so that none of a call's data is left in the L2 cache.
@@ -137,6 +138,8 @@ def time_all(
 ) -> list[Measurement]:
     """One per contender."""
     with Monitor(current_gauge() if on_cuda else None) as monitor:
+        if on_cuda:
+            warm_up(contenders, protocol, on_cuda)
         rounds = rounds_for(contenders, protocol)
         turns = take_turns(contenders, rounds, protocol.turn_ms, on_cuda)
         rounds = JOULES_ROUNDS if protocol.joules and monitor.counts_joules else 0

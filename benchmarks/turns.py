@@ -5,9 +5,10 @@ calls would share one clock, set by what all contenders draw on average: the hun
 flattered, by up to a tenth, and the leanest is punished. A turn of 100 ms runs at the clock that
 its own contender leaves, as a training run does. (benchmarks/README.md)
 
-A turn starts with a lead-in that is not counted, in which clock and power settle. The order cancels
-a drift that is linear in time. What a turn gives is its time over its calls; a contender's figure
-is the median of its turns.
+Before the first turn all contenders run for a second, as a GPU that comes from rest holds a higher
+clock for a while than it can sustain. A turn starts with a lead-in that is not counted, in which
+clock and power follow the change of contenders. The order cancels a drift that is linear in time.
+What a turn gives is its time over its calls; a contender's figure is the median of its turns.
 
 Calls that take less device time than the host needs to issue them cannot fill a turn: they are
 timed in short stretches, each issued while the device is kept busy by a sleep, and summed. So their
@@ -30,11 +31,12 @@ import torch
 
 Call = Callable[[], object]
 
-PROTOCOL, VERSION = "long turns", 2  # results without a protocol are of samples of OLD_SAMPLE_MS
+PROTOCOL, VERSION = "long turns", 3  # results without a protocol are of samples of OLD_SAMPLE_MS
 OLD_SAMPLE_MS = 0.5
 
 TURN_MS = 100.0
 LEAD_IN = 0.25  # of a turn's length, and not counted
+WARM_UP_MS = 1000.0  # of all contenders in turns, before the first that counts
 MIN_ROUNDS, MAX_ROUNDS = 4, 100  # a turn of each in a round; even numbers
 BUDGET_MS = MIN_ROUNDS * TURN_MS
 JOULES_TURN_MS, JOULES_ROUNDS = 1000.0, 2  # the energy counter is coarse
@@ -56,6 +58,7 @@ class Protocol:
     turn_ms: float = TURN_MS
     budget_ms: float = BUDGET_MS  # for each contender; at least four turns are taken
     joules: bool = False
+    warm_up_ms: float = WARM_UP_MS
 
     def facts(self) -> dict[str, Any]:
         """What results say about how they were made."""
@@ -65,6 +68,7 @@ class Protocol:
             "order": "A B B A",
             "turn_ms": self.turn_ms,
             "lead_in_ms": self.turn_ms * LEAD_IN,
+            "warm_up_ms": self.warm_up_ms,
             "joules_turn_ms": JOULES_TURN_MS if self.joules else None,
         }
 
@@ -204,6 +208,13 @@ def rounds_for(contenders: Sequence[Contender], protocol: Protocol) -> int:
     round_ms = sum(max(protocol.turn_ms, each.estimate_ms) for each in contenders)
     wanted = math.ceil(protocol.budget_ms * len(contenders) / round_ms) if contenders else 0
     return even(min(MAX_ROUNDS, max(MIN_ROUNDS, wanted)))
+
+
+def warm_up(contenders: Sequence[Contender], protocol: Protocol, on_cuda: bool) -> None:
+    """Runs a GPU at its power limit for as long as it takes to come down to a clock that lasts."""
+    round_ms = sum(max(protocol.turn_ms, each.estimate_ms) for each in contenders)
+    rounds = math.ceil(protocol.warm_up_ms / round_ms) if contenders else 0
+    take_turns(contenders, rounds, protocol.turn_ms, on_cuda)
 
 
 def take_turns(

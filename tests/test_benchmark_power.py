@@ -239,6 +239,7 @@ def test_figures_go_to_the_contender_whose_turn_it_was(monkeypatch, joules):
 
     monkeypatch.setattr(runner, "Monitor", monitor_of)
     monkeypatch.setattr(runner, "take_turns", take_turns)
+    monkeypatch.setattr(runner, "warm_up", lambda *given: None)
     subjects = [Subject(name, lambda: [lambda: None]) for name in "ab"]
     protocol = Protocol(turn_ms=1.0, budget_ms=0.0, joules=joules)
     first, second = runner.measure(subjects, records=False, on_cuda=False, protocol=protocol)

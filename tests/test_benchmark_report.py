@@ -68,7 +68,7 @@ def test_json_has_everything_a_reader_needs(outputs):
     assert facts["torch"] == torch.__version__
     assert {"device", "driver", "commit", "cuda", "date", "flash_attn_cuda"} <= facts.keys()
     protocol = document["protocol"]
-    assert (protocol["name"], protocol["version"]) == ("long turns", 2)
+    assert (protocol["name"], protocol["version"]) == ("long turns", 3)
     assert (protocol["turn_ms"], protocol["joules_turn_ms"]) == (0.2, None)
 
     rows = document["results"]
@@ -204,7 +204,7 @@ def powered() -> report.Row:
     report.add_ratios(rows, "sdpa_cudnn")
     return {
         "command": "c",
-        "protocol": {"name": "long turns", "version": 2, "turn_ms": 100.0},
+        "protocol": {"name": "long turns", "version": 3, "turn_ms": 100.0},
         "baseline": "sdpa_cudnn",
         "environment": {"device": "d", "torch": "t", "commit": None},
         "summary": report.summarise(rows, "sdpa_cudnn"),

@@ -91,6 +91,20 @@ def test_every_contender_has_a_turn_of_each_round(clock):
     assert begins[0][0] < begins[1][0] < begins[2][0] < begins[2][1] < begins[1][1] < begins[0][1]
 
 
+def test_all_contenders_run_for_a_second_before(clock):
+    calls = Counter()
+
+    def counted(name: str):
+        run = clock.call_of(1.0)
+        return lambda: (calls.update([name]), run())
+
+    those = [contender_of([counted(name)], estimate_ms=1.0) for name in "ab"]
+    turns.warm_up(those, Protocol(turn_ms=100.0), on_cuda=False)
+    assert clock.seconds >= 1.0
+    assert calls["a"] == calls["b"]
+    turns.warm_up([], Protocol(), on_cuda=False)
+
+
 def test_the_figure_is_the_median_and_ratios_are_of_rounds(clock):
     """A clock that falls from round to round moves no ratio."""
     factors = iter([1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 9.0, 9.0])
