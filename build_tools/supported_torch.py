@@ -6,7 +6,7 @@ import re
 
 from build_tools.toolchain import ToolchainError
 
-OLDEST = (2, 8)
+OLDEST = (2, 10)
 NEWEST_TRIED = (2, 14)  # newer ones are not refused
 
 

@@ -132,7 +132,7 @@ def _bound(value: Any) -> int:
         return value
     if value is None:
         return -1
-    if isinstance(value, int | torch.SymInt):
+    if isinstance(value, (int, torch.SymInt)):
         return cast(int, value)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -155,7 +155,7 @@ def seqlen_bound(name: str, max_seqlen: Any, total: int) -> int:
         return total
     if max_seqlen is None:
         return total
-    if isinstance(max_seqlen, int | torch.SymInt):
+    if isinstance(max_seqlen, (int, torch.SymInt)):
         return cast(int, max_seqlen)
     try:
         return operator.index(max_seqlen)

@@ -118,7 +118,7 @@ def as_number(name: str, value: Any, wanted: str = "a number") -> float:
         value, numbers.Real | torch.SymFloat | torch.SymInt
     ):
         raise TypeError(f"{name}: must be {wanted}, got {type(value).__name__}")
-    if isinstance(value, int | torch.SymFloat | torch.SymInt):
+    if isinstance(value, (int, torch.SymFloat, torch.SymInt)):
         return cast(float, value)
     return float(value)
 
@@ -127,7 +127,7 @@ def check_softmax_scale(softmax_scale: Any) -> None:
     """Raise unless softmax_scale is None (for head_dim ** -0.5) or a number finite in fp32."""
     if softmax_scale is None or isinstance(softmax_scale, torch.SymFloat):
         return
-    if not isinstance(softmax_scale, int | float):
+    if not isinstance(softmax_scale, (int, float)):
         kind = type(softmax_scale).__name__
         raise TypeError(f"softmax_scale: must be None or a number, got {kind}")
     if not abs(softmax_scale) <= MAX_FLOAT32:
@@ -136,7 +136,7 @@ def check_softmax_scale(softmax_scale: Any) -> None:
 
 def check_dropout_p(dropout_p: Any) -> None:
     """Raise unless dropout_p is a number in [0, 1)."""
-    if not isinstance(dropout_p, int | float | torch.SymFloat):
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)):
         raise TypeError(f"dropout_p: must be a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
@@ -144,7 +144,7 @@ def check_dropout_p(dropout_p: Any) -> None:
 
 def check_softcap(softcap: Any) -> None:
     """Raise unless softcap is a number: zero or negative, which is off, or normal in fp32."""
-    if not isinstance(softcap, int | float | torch.SymFloat):
+    if not isinstance(softcap, (int, float, torch.SymFloat)):
         raise TypeError(f"softcap: must be a number, got {type(softcap).__name__}")
     if not (softcap <= 0.0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
         raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")

@@ -51,8 +51,7 @@ class Lengths(NamedTuple):
     leftpad_k: Tensor | None = None
     block_table: Tensor | None = None
 
-    @property
-    def batch(self) -> int:
+    def batch(self) -> int:  # no property: torch 2.10 does not compile those of a named tuple
         return self.cu_seqlens_q.shape[0] - 1
 
 
@@ -69,7 +68,7 @@ def check_varlen_inputs(
     layout = PAGED_LAYOUT if is_paged else PACKED_LAYOUT
     check_qkv(q, k, v, (names.q, names.k, names.v), PACKED_LAYOUT, layout)
     check_cu_seqlens(names.cu_seqlens_q, lengths.cu_seqlens_q, q)
-    batch = lengths.batch
+    batch = lengths.batch()
     if not (lengths.cu_seqlens_k is None and is_paged and lengths.seqused_k is not None):
         entries = check_cu_seqlens(names.cu_seqlens_k, lengths.cu_seqlens_k, q)
         if entries != batch + 1:

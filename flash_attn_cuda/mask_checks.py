@@ -177,7 +177,7 @@ def check_block_size(block_size: Any) -> None:
     """Raise unless block_size is two multiples of 64."""
     if block_size is None:
         raise ValueError("block_size: must be given with a block_mask of booleans, got None")
-    if not isinstance(block_size, tuple | list) or len(block_size) != 2:
+    if not isinstance(block_size, (tuple, list)) or len(block_size) != 2:
         raise TypeError(f"block_size: must be two integers, got {block_size!r}")
     for size in block_size:
         if isinstance(size, bool) or not isinstance(size, int):

@@ -48,8 +48,7 @@ class Masks(NamedTuple):
     block_size: Any
     sink: Tensor | None
 
-    @property
-    def is_dense_mask(self) -> bool:
+    def is_dense_mask(self) -> bool:  # no property, as in Lengths
         return isinstance(self.attn_mask, Tensor) and self.attn_mask.dtype == torch.bool
 
     def sink_over_pages(self, q: Any) -> Tensor | None:
@@ -100,8 +99,8 @@ def attend_masked_varlen(
     lengths = Lengths(*cu_seqlens, *bounds, *used)
     check_softmax_scale(options.softmax_scale)
     check_varlen_inputs(q, k, v, lengths)
-    check_alibi_slopes(options.alibi_slopes, lengths.batch, q)
-    extent = PairExtent(lengths.batch, q.shape[1], *bounds, is_packed=True)
+    check_alibi_slopes(options.alibi_slopes, lengths.batch(), q)
+    extent = PairExtent(lengths.batch(), q.shape[1], *bounds, is_packed=True)
     return _attend(q, k, v, lengths, extent, options, masks, sparsity, return_attn_probs)
 
 
@@ -128,7 +127,7 @@ def _attend(
             f"block_mask or a sink, got True and dropout_p {options.dropout_p}"
         )
     sparsity = _checked_sparsity(masks, sparsity, extent, q)
-    bias = None if masks.is_dense_mask else _bias_of(masks.attn_mask, extent, q)
+    bias = None if masks.is_dense_mask() else _bias_of(masks.attn_mask, extent, q)
     sink = sink_for(q, masks.sink)
     check_sink(sink, q)
 
@@ -187,7 +186,7 @@ def _attend(
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:
     """A block_mask that knows its lengths, which are not checked; None for others."""
     block_mask = masks.block_mask
-    if block_mask is not None and masks.is_dense_mask:
+    if block_mask is not None and masks.is_dense_mask():
         raise ValueError(
             "attn_mask, block_mask: must not both be masks, got a bool attn_mask and a block_mask"
         )
@@ -217,7 +216,7 @@ def _checked_sparsity(
         given = BlockSparsity.from_blocks(
             masks.block_mask, (size[0], size[1]), extent.seqlen_q, extent.seqlen_k
         )
-    if masks.is_dense_mask:
+    if masks.is_dense_mask():
         check_attn_mask(masks.attn_mask, extent, q)
         assert masks.attn_mask is not None
         return BlockSparsity.from_mask(masks.attn_mask, seqlen_q=extent.seqlen_q)

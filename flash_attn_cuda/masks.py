@@ -356,7 +356,7 @@ def _everything(seqlen_q: int, seqlen_k: int, device: Device) -> BlockSparsity:
 
 def _bounds(window: Any, step: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(left, right) in keys; no two positions are further apart than the longer length."""
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: must be two integers, got {window!r}")
     for bound in window:
         _check_number("window", bound)
@@ -379,7 +379,7 @@ def _seqlens(seqlen_q: Any, seqlen_k: Any) -> int:
 
 
 def _check_number(name: str, value: Any, least: int | None = None) -> None:
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name}: must be an integer, got {type(value).__name__}")
     if least is not None and value < least:
         raise ValueError(f"{name}: must be at least {least}, got {value}")

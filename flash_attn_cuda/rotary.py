@@ -186,7 +186,7 @@ def _check(x: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any) -> None:
             raise ValueError(
                 f"seqlen_offsets: must have shape (batch,) = ({batch},), got {tuple(offsets.shape)}"
             )
-    elif not isinstance(offsets, int | torch.SymInt):
+    elif not isinstance(offsets, (int, torch.SymInt)):
         raise TypeError(f"seqlen_offsets: must be an int or a tensor, got {type(offsets).__name__}")
 
 

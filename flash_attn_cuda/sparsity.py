@@ -353,7 +353,7 @@ def _in_four_dimensions(name: str, mask: Tensor, last: str) -> Tensor:
 
 
 def _check_seqlen(name: str, seqlen: Any) -> None:
-    if not isinstance(seqlen, int | torch.SymInt) or isinstance(seqlen, bool):
+    if not isinstance(seqlen, (int, torch.SymInt)) or isinstance(seqlen, bool):
         raise TypeError(f"{name}: must be an integer, got {type(seqlen).__name__}")
     if not 0 <= seqlen <= MAX_SEQLEN:
         raise ValueError(f"{name}: must be from 0 to {MAX_SEQLEN}, got {seqlen}")
@@ -361,7 +361,7 @@ def _check_seqlen(name: str, seqlen: Any) -> None:
 
 def _checked_block_size(name: str, block_size: Any) -> tuple[int, int]:
     """The pair of a block size, or of one number for both."""
-    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(pair) != 2 or not all(type(size) is int for size in pair):
         raise TypeError(f"{name}: must be one or two integers, got {block_size!r}")
     if not all(size > 0 and size % PIECE == 0 for size in pair):

@@ -399,6 +399,6 @@ def _check(
 ) -> None:
     check_softmax_scale(options.softmax_scale)
     check_varlen_inputs(q, k, v, lengths, names)
-    check_alibi_slopes(options.alibi_slopes, lengths.batch, q)
+    check_alibi_slopes(options.alibi_slopes, lengths.batch(), q)
     check_num_splits(splits[0])
     check_sink(options.sink, q)

@@ -165,11 +165,6 @@ BAD_PACKED = {
         ValueError,
         r"^seqused_k: .*0 to 6, got 7",
     ),
-    "paged grad": (
-        packed(**{**PAGES, "v": zeros(6, 2, 2, 8, requires_grad=True)}),
-        NotImplementedError,
-        r"^v: must not require grad",
-    ),
 }
 
 
