@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import gpu_summary
+import torch
 
 SANITIZE = Path(__file__).with_name("sanitize.py")
 SM80_ALONE = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
@@ -76,7 +77,7 @@ def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> 
     command = ["compute-sanitizer", "--tool", run.tool, "--error-exitcode", str(ERROR_STATUS)]
     command += [sys.executable, str(SANITIZE), "--share", f"{share}/{shares}", *run.options]
     log = logs / f"{run.tool}-{run.family.replace(' ', '-')}-{share}.log"
-    environment = {**os.environ, **run.variables}
+    environment = {**os.environ, **run.variables, **own_resources(share, shares)}
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -88,6 +89,14 @@ def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> 
             process.wait()
             ended = False
     return log.read_text(), ended
+
+
+def own_resources(share: int, shares: int) -> dict[str, str]:
+    """A GPU, in turns, and an equal part of the cores."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    gpu = {"CUDA_VISIBLE_DEVICES": gpus[share % len(gpus)]} if gpus else {}
+    return {**gpu, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // shares))}
 
 
 def findings(text: str) -> int:
