@@ -209,8 +209,8 @@ class BlockSparsity:
 
         Raises:
             TypeError: block_mask is none.
-            ValueError: its BLOCK_SIZE is no multiple of 64; its tensors do not fit its lengths, as
-                after taking some of its query blocks.
+            ValueError: its BLOCK_SIZE is no multiple of 64; its tensors do not fit its lengths.
+            RuntimeError: it is a part of a block mask, whose mask_mod torch does not give out.
         """
         from torch.nn.attention.flex_attention import BlockMask, noop_mask
 

@@ -101,7 +101,7 @@ def test_all_contenders_run_for_a_second_before(clock):
     those = [contender_of([counted(name)], estimate_ms=1.0) for name in "ab"]
     turns.warm_up(those, Protocol(turn_ms=100.0), on_cuda=False)
     assert clock.seconds >= 1.0
-    assert calls["a"] == calls["b"]
+    assert min(calls["a"], calls["b"]) >= 500
     turns.warm_up([], Protocol(), on_cuda=False)
 
 

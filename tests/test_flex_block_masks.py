@@ -131,7 +131,9 @@ def test_what_is_no_block_mask_or_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"^block_mask.BLOCK_SIZE: must be positive multiples"):
         BlockSparsity.from_block_mask(block_mask("causal", 1, 1, 64, 64, block=32))
     mask = block_mask("causal", 1, 1, 512, 512)
-    with pytest.raises(ValueError, match=r"^block_mask.kv_indices: must have 4 rows for 512 "):
+    # Some query blocks: of newer torch releases with lengths that fit, and no mask_mod to ask.
+    refused = r"^block_mask.kv_indices: must have 4 rows for 512 |mask_mod from a sliced BlockMask"
+    with pytest.raises((ValueError, RuntimeError), match=refused):
         BlockSparsity.from_block_mask(mask[:, :, :2])
     with pytest.raises(RuntimeError, match="mask_mod from a sliced BlockMask"):
         BlockSparsity.from_block_mask(mask[:, :1])
