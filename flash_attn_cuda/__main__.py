@@ -20,7 +20,9 @@ def run() -> int:
 
 
 def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -> int:
-    """Returns the exit status: 1 when the self-check fails or there is nothing to explain."""
+    """Returns the exit status: 1 when the self-check fails, there is an extension that does not
+    load, or there is nothing to explain.
+    """
     given = _parser(program).parse_args(arguments)
     if given.explain:
         return explain(given)
@@ -28,6 +30,9 @@ def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -
     passed = run_self_check("cpu")
     if build_info.cuda_unavailable_reason() is None:
         passed = run_self_check("cuda") and passed
+    if not build_info.extension_loads():
+        print(build_info.cuda_unavailable_reason())
+        passed = False
     print("self-check passed" if passed else "self-check FAILED")
     return 0 if passed else 1
 

@@ -75,6 +75,11 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
         return None, reason
 
 
+def extension_loads() -> bool:
+    """False where there is an extension for this Python and it cannot be loaded."""
+    return extension is not None or find_spec(f"{__package__}._C") is None
+
+
 def _missing_reason() -> str:
     chosen = _installed_choice()
     others = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))

@@ -35,14 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "cuda_only: a gpu test that the CPU backend cannot stand in for"
     )
     gpu_summary.register(config)
-    _take_turns_with_gpus(config)
-
-
-def _take_turns_with_gpus(config: pytest.Config) -> None:
-    """Of pytest-xdist's workers each has one GPU as its current device, the first ones first."""
-    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,6 +70,18 @@ def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([]) == 1
 
 
+def test_an_extension_that_does_not_load_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without any there is nothing to fail: the CPU backend was asked for."""
+    monkeypatch.setattr(build_info, "extension", None)
+    monkeypatch.setattr(build_info, "_extension_error", "undefined symbol")
+    for spec, status in ((object(), 1), (None, 0)):
+        monkeypatch.setattr(build_info, "find_spec", lambda name, found=spec: found)
+        assert main([]) == status
+        assert ("undefined symbol\nself-check FAILED" in capsys.readouterr().out) == bool(status)
+
+
 def test_explain_without_an_extension(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
