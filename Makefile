@@ -5,14 +5,22 @@ PYTHON ?= $(shell python3 build_tools/choose_python.py)
 TORCH ?= torch
 DEMO_ARGS ?=
 TEST_ARGS ?=
+GPU_TEST_WORKERS ?= 8
 
-.PHONY: demo test kernels resource-report wheel lint format environment install-demo install-test lint-tools clean
+.PHONY: demo test gpu-test sanitize kernels resource-report wheel lint format environment install-demo install-test lint-tools clean
 
 demo: install-demo
 	"$(PYTHON)" examples/train_gpt.py $(DEMO_ARGS)
 
 test: install-test
 	"$(PYTHON)" -m pytest $(TEST_ARGS)
+
+# On a GPU: the summary in tests/gpu_results. Workers that each take all cores for the reference would be ten times as slow.
+gpu-test: install-test
+	OMP_NUM_THREADS=2 "$(PYTHON)" -m pytest -m gpu --numprocesses $(GPU_TEST_WORKERS) --gpu-summary tests/gpu_results $(TEST_ARGS)
+
+sanitize: install-test
+	"$(PYTHON)" tests/sanitize_all.py --summary tests/gpu_results
 
 kernels: environment
 	"$(PYTHON)" -m build_tools.build_kernels

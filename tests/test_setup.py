@@ -83,7 +83,11 @@ def test_what_is_wrong_is_said_in_a_line(tree: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(
-    "goal", ["demo", "test", "kernels", "resource-report", "wheel", "lint", "format"]
+    "goal",
+    [
+        *("demo", "test", "gpu-test", "sanitize", "kernels", "resource-report", "wheel"),
+        *("lint", "format"),
+    ],
 )
 def test_make_takes_a_python_whose_path_has_a_space(goal: str) -> None:
     command = ["make", "--dry-run", "PYTHON=/with a space/python", goal]
