@@ -1,0 +1,103 @@
+"""How far one argument reaches, and how much stands around the kernels: counts of the sources.
+
+python -m build_tools.reach [WORD...]
+
+Tests, docs, benchmarks and examples do not count: they are to name every argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from build_tools.toolchain import REPO
+
+FOLDERS = ("flash_attn_cuda", "csrc", "build_tools")
+SUFFIXES = (".py", ".pyi", ".cpp", ".cu", ".h")
+WORDS = ("sink", "softcap", "leftpad_k")
+LAUNCHERS = ("csrc/sm90/forward_launch.h", "csrc/sm90/backward_launch.h")
+
+
+def sources(*folders: str) -> list[Path]:
+    """The code in these folders, but for this file, which names what it counts."""
+    found = (path for folder in folders for path in sorted((REPO / folder).rglob("*")))
+    return [path for path in found if path.suffix in SUFFIXES and path != Path(__file__)]
+
+
+def naming(word: str, paths: Iterable[Path]) -> tuple[int, int]:
+    """In how many files and lines the word stands by itself, in capitals or not."""
+    pattern = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+    lines = [sum(bool(pattern.search(x)) for x in path.read_text().splitlines()) for path in paths]
+    return sum(count > 0 for count in lines), sum(lines)
+
+
+def length(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def headers_behind(header: Path) -> set[Path]:
+    """The project's headers that it includes, and those that they include."""
+    found: set[Path] = set()
+    waiting = [header]
+    while waiting:
+        text = waiting.pop().read_text()
+        named = (REPO / "csrc" / name for name in re.findall(r'#include "([^"]+)"', text))
+        new = {path for path in named if path.is_file()} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def entries() -> list[int]:
+    """The arguments of each function of the extension that takes q, in module.cpp's order."""
+    text = (REPO / "csrc/torch_binding/module.cpp").read_text()
+    definitions = re.findall(r"module\.def\((.*?)\);\n", text, flags=re.DOTALL)
+    counts = [len(re.findall(r"py::arg\(", each)) for each in definitions if '"q"' in each]
+    return counts
+
+
+def operators() -> int:
+    """Operators of torch that the package defines."""
+    return sum(
+        len(re.findall(r"^@torch\.library\.custom_op", path.read_text(), flags=re.MULTILINE))
+        for path in sources("flash_attn_cuda")
+    )
+
+
+def report(words: Sequence[str]) -> list[str]:
+    code = sources(*FOLDERS)
+    lines = []
+    for word in words:
+        files, named = naming(word, code)
+        lines.append(f"{word}: {files} files, {named} lines")
+    python = sources("flash_attn_cuda")
+    host = sources("csrc/torch_binding", "csrc/host")
+    taken = entries()
+    lines += [
+        f"functions of the extension that take q: {len(taken)}, of {min(taken)} to {max(taken)} "
+        "arguments",
+        f"operators of torch: {operators()}",
+        f"Python: {length(python)} lines in {len(python)} files",
+        f"binding and host C++: {length(host)} lines in {len(host)} files",
+    ]
+    for launcher in LAUNCHERS:
+        lines.append(f"headers behind {launcher}: {len(headers_behind(REPO / launcher))}")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m build_tools.reach",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", default=list(WORDS), metavar="WORD")
+    print("\n".join(report(parser.parse_args(arguments).words)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
