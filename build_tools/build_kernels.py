@@ -163,10 +163,10 @@ def _compiles(plan: Plan) -> list[Compile]:
 
 
 def _write_manifest(plan: Plan, compiles: Sequence[Compile]) -> None:
-    """What resource_report needs to judge this build: compiler logs and each kernel's allowance."""
+    """What resource_report needs to judge this build: compiler logs, and which rows it has."""
     manifest = {
         "logs": [f"{job.object}.log" for job in compiles if job.source.suffix == ".cu"],
-        "allowed_spill_bytes": {row.name: row.allowed_spill_bytes for row in plan.rows},
+        "rows": [row.name for row in plan.rows],
     }
     generate_units.write_if_changed(
         plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1)

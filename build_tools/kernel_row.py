@@ -63,9 +63,8 @@ NO_FEATURES = Feature(0)
 class KernelRow:
     """What the rows of both passes share.
 
-    ``head_dim_v`` is that of values and outputs, None for ``head_dim``; ``allowed_spill_bytes`` is
-    for resource_report alone; ``variant`` tells apart rows of one head dim, by features or by the
-    shared memory they need.
+    ``head_dim_v`` is that of values and outputs, None for ``head_dim``. ``variant`` tells apart the
+    rows of one head dim, by features or by the shared memory they need.
     """
 
     kernel_pass: ClassVar[Pass]
@@ -76,7 +75,6 @@ class KernelRow:
     mask: Mask
     head_dim: int
     head_dim_v: int | None = None
-    allowed_spill_bytes: int = field(default=0, metadata={"compiled": False})
     variant: str = field(default="", metadata={"compiled": False})
 
     @property

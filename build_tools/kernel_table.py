@@ -6,8 +6,8 @@ values too, come before larger ones, and rows without a feature's code before th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 from build_tools.kernel_row import (
     NO_FEATURES,
@@ -36,7 +36,7 @@ def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
 
 # A kernel is slower with a feature's code in it even where a call does not use it, so rows with
 # features come behind those without (docs/features_sm80.md). Dropout draws for every tile, whether
-# or not the scores are modified as well.
+# or not the scores are modified as well. What rows may spill: spill_allowances.json.
 FORWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.paged_kv | Feature.split_kv
 FORWARD_DROPOUT = Feature.softcap | Feature.alibi | Feature.dropout
 DECODE_FEATURES = (
@@ -48,25 +48,11 @@ BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
 MASKED = Feature.softcap | Feature.alibi | Feature.dropout | Feature.block_sparse | Feature.bias
 
 
-# Bytes that the rows of a tile may spill, by variant; "" is the plain one. As compiled for sm_90,
-# and for sm_80 at head_dim 64 and 128, whichever is more.
-Spills: TypeAlias = Mapping[str, int]
-NO_SPILLS: Spills = {}
-
-
-def sm80_forward_rows(
-    head_dim: int, *, spills: Spills = NO_SPILLS, **options: Any
-) -> Iterator[ForwardRow]:
+def sm80_forward_rows(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
     """A tile without features, with modified scores and a KV cache's, and with dropout."""
     names = {"": NO_FEATURES, "modifiers": FORWARD_MODIFIERS, "dropout": FORWARD_DROPOUT}
     for variant, features in names.items():
-        yield from sm80_forward(
-            head_dim,
-            **options,
-            features=features,
-            variant=variant,
-            allowed_spill_bytes=spills.get(variant, 0),
-        )
+        yield from sm80_forward(head_dim, **options, features=features, variant=variant)
 
 
 def sm80_decode(
@@ -118,9 +104,7 @@ def sm90_dropout(head_dim: int, *, block_n: int, **options: Any) -> Iterator[For
     )
 
 
-def sm80_masked_forward(
-    head_dim: int, *, block_m: int, allowed_spill_bytes: int = 0
-) -> Iterator[ForwardRow]:
+def sm80_masked_forward(head_dim: int, *, block_m: int) -> Iterator[ForwardRow]:
     """A tile whose sides divide the 128 of a list's tiles."""
     return sm80_forward(
         head_dim,
@@ -129,7 +113,6 @@ def sm80_masked_forward(
         num_warps=4,
         features=MASKED,
         variant="masked",
-        allowed_spill_bytes=allowed_spill_bytes,
     )
 
 
@@ -144,21 +127,14 @@ def sm90_sparse_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
     )
 
 
-def sm90_cache_forward(
-    head_dim: int, *, block_n: int, spills: Spills = NO_SPILLS
-) -> Iterator[ForwardRow]:
+def sm90_cache_forward(head_dim: int, *, block_n: int) -> Iterator[ForwardRow]:
     """Over a cache: in pages whose size is a multiple of 8, or with its keys split; at head_dim 64
     also for lower tiles. With the code for modified scores plain calls take 2 to 9 % longer.
     """
     of_a_cache = Feature.paged_kv | Feature.split_kv
     for variant, features in {"cache": of_a_cache, "cache_modifiers": FORWARD_MODIFIERS}.items():
         yield from sm90_forward(
-            head_dim,
-            block_m=128,
-            block_n=block_n,
-            variant=variant,
-            features=features,
-            allowed_spill_bytes=spills.get(variant, 0),
+            head_dim, block_m=128, block_n=block_n, variant=variant, features=features
         )
 
 
@@ -179,10 +155,9 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
         variant="short",
         most_causal_seqlen=1088,
         most_full_seqlen=256,
-        allowed_spill_bytes=8,
     ),
-    # What its producer warp spills, for which three consumer warpgroups leave 32 registers.
-    *sm90_forward(64, block_m=192, block_n=128, allowed_spill_bytes=20),
+    # Its producer warp spills: three consumer warpgroups leave it 32 registers.
+    *sm90_forward(64, block_m=192, block_n=128),
     *sm90_alibi(64),
     *sm90_dropout(64, block_n=128),
     *sm90_cache_forward(64, block_n=128),
@@ -199,32 +174,24 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
         most_full_seqlen=512,
     ),
     *sm90_forward(128, block_m=128, block_n=128),
-    *sm90_alibi(128, allowed_spill_bytes=12),
-    *sm90_dropout(128, block_n=128, allowed_spill_bytes=20),
-    *sm90_cache_forward(128, block_n=128, spills={"cache_modifiers": 12}),
+    *sm90_alibi(128),
+    *sm90_dropout(128, block_n=128),
+    *sm90_cache_forward(128, block_n=128),
     # Multi-head latent attention's: O has the registers of head_dim 128.
     *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
     *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_dropout(192, block_n=96, allowed_spill_bytes=68),
+    *sm90_dropout(192, block_n=96),
     *sm90_forward(256, block_m=128, block_n=64),
-    *sm90_dropout(256, block_n=64, allowed_spill_bytes=80),
-    *sm90_cache_forward(256, block_n=64, spills={"cache": 28, "cache_modifiers": 116}),
+    *sm90_dropout(256, block_n=64),
+    *sm90_cache_forward(256, block_n=64),
     *sm90_sparse_forward(64),
     *sm90_sparse_forward(128),
-    *sm90_bias_forward(64, allowed_spill_bytes=4),
+    *sm90_bias_forward(64),
     *sm90_bias_forward(128),
-    *sm80_forward_rows(
-        32, block_m=128, block_n=128, num_warps=4, spills={"modifiers": 76, "dropout": 56}
-    ),
-    *sm80_forward_rows(
-        64, block_m=128, block_n=96, num_warps=4, spills={"": 48, "modifiers": 104, "dropout": 136}
-    ),
-    *sm80_forward_rows(
-        96, block_m=128, block_n=64, num_warps=4, spills={"modifiers": 44, "dropout": 60}
-    ),
-    *sm80_forward_rows(
-        128, block_m=128, block_n=64, num_warps=4, spills={"": 44, "modifiers": 88, "dropout": 176}
-    ),
+    *sm80_forward_rows(32, block_m=128, block_n=128, num_warps=4),
+    *sm80_forward_rows(64, block_m=128, block_n=96, num_warps=4),
+    *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
+    *sm80_forward_rows(128, block_m=128, block_n=64, num_warps=4),
     *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
     *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
     *sm80_decode(32, block_n=32, num_warps=4),
@@ -234,8 +201,8 @@ FORWARD_ROWS: tuple[ForwardRow, ...] = (
     *sm80_decode(192, block_n=16, num_warps=4),
     *sm80_decode(256, block_n=16, num_warps=2),
     *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
-    *sm80_masked_forward(64, block_m=128, allowed_spill_bytes=68),
-    *sm80_masked_forward(128, block_m=128, allowed_spill_bytes=436),
+    *sm80_masked_forward(64, block_m=128),
+    *sm80_masked_forward(128, block_m=128),
     *sm80_masked_forward(256, block_m=64),
 )
 
@@ -269,9 +236,7 @@ DOUBLE_BUFFERED: dict[str, Any] = {"stages_q": 2, "stages_do": 2}
 SINGLE_BUFFERED: dict[str, Any] = {"stages_q": 1, "stages_do": 1}
 
 
-def sm80_backward_rows(
-    head_dim: int, *, spills: Spills = NO_SPILLS, **options: Any
-) -> Iterator[BackwardRow]:
+def sm80_backward_rows(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
     """A tile for what most calls ask for, with modified scores, and with dropout.
 
     The code of a fixed order costs a plain kernel nothing at head_dim 128, 2.5 % at 64 and 6 % at
@@ -285,22 +250,18 @@ def sm80_backward_rows(
     }
     if head_dim not in (64, 256):
         del names["ordered"]
-    return sm80_backward_variants(head_dim, names, spills, **options)
+    return sm80_backward_variants(head_dim, names, **options)
 
 
-def sm80_backward_small(
-    head_dim: int, *, smem: str, spills: Spills = NO_SPILLS, **options: Any
-) -> Iterator[BackwardRow]:
+def sm80_backward_small(head_dim: int, *, smem: str, **options: Any) -> Iterator[BackwardRow]:
     """A tile for less shared memory: plain, and with everything, to compile less."""
     names = {smem: NO_FEATURES, f"dropout_{smem}": BACKWARD_DROPOUT}
-    return sm80_backward_variants(head_dim, names, spills, **options)
+    return sm80_backward_variants(head_dim, names, **options)
 
 
-def sm80_masked_backward(
-    head_dim: int, *, smem: str = "", spills: int = 0, **options: Any
-) -> Iterator[BackwardRow]:
+def sm80_masked_backward(head_dim: int, *, smem: str = "", **options: Any) -> Iterator[BackwardRow]:
     variant = f"masked_{smem}" if smem else "masked"
-    return sm80_backward_variants(head_dim, {variant: MASKED}, {variant: spills}, **options)
+    return sm80_backward_variants(head_dim, {variant: MASKED}, **options)
 
 
 def sm90_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
@@ -314,30 +275,21 @@ def sm90_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
     )
 
 
-def sm90_masked_backward(
-    head_dim: int, variant: str, features: Feature, *, allowed_spill_bytes: int = 0
-) -> Iterator[BackwardRow]:
+def sm90_masked_backward(head_dim: int, variant: str, features: Feature) -> Iterator[BackwardRow]:
     return sm90_backward(
         head_dim,
         block_m=64,
         block_n=128,
         features=features,
         variant=variant,
-        allowed_spill_bytes=allowed_spill_bytes,
     )
 
 
 def sm80_backward_variants(
-    head_dim: int, names: dict[str, Feature], spills: Spills, **options: Any
+    head_dim: int, names: dict[str, Feature], **options: Any
 ) -> Iterator[BackwardRow]:
     for variant, features in names.items():
-        yield from sm80_backward(
-            head_dim,
-            **options,
-            features=features,
-            variant=variant,
-            allowed_spill_bytes=spills.get(variant, 0),
-        )
+        yield from sm80_backward(head_dim, **options, features=features, variant=variant)
 
 
 def sm90_backward_rows(
@@ -345,7 +297,6 @@ def sm90_backward_rows(
     *,
     block_m: int = 64,
     ctas_per_tile: int = 1,
-    spills: Spills = NO_SPILLS,
 ) -> Iterator[BackwardRow]:
     """A tile for what most calls ask for, and those for what stands between the products.
 
@@ -368,20 +319,15 @@ def sm90_backward_rows(
             ctas_per_tile=ctas_per_tile,
             features=features,
             variant=variant,
-            allowed_spill_bytes=spills.get(variant, 0),
         )
 
 
 # Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
 # the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
 BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128, spills={"": 16, "dropout": 12}),
-    *sm90_backward_rows(
-        96, spills={"": 12, "dropout": 16, "alibi": 8, "softcap": 8, "softcap_dropout": 72}
-    ),
-    *sm90_backward_rows(
-        128, spills={"": 24, "dropout": 48, "alibi": 28, "softcap": 92, "softcap_dropout": 68}
-    ),
+    *sm90_backward_rows(64, block_m=128),
+    *sm90_backward_rows(96),
+    *sm90_backward_rows(128),
     *sm90_backward(
         192,
         head_dim_v=128,
@@ -391,21 +337,18 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         features=Feature.deterministic,
     ),
     *sm90_backward_rows(192, ctas_per_tile=2),
-    *sm90_backward_rows(256, ctas_per_tile=2, spills={"": 236, "dropout": 348}),
-    *sm90_masked_backward(64, "sparse", Feature.block_sparse, allowed_spill_bytes=152),
-    *sm90_masked_backward(128, "sparse", Feature.block_sparse, allowed_spill_bytes=176),
+    *sm90_backward_rows(256, ctas_per_tile=2),
+    *sm90_masked_backward(64, "sparse", Feature.block_sparse),
+    *sm90_masked_backward(128, "sparse", Feature.block_sparse),
     *sm90_masked_backward(64, "bias", Feature.bias),
-    *sm90_masked_backward(128, "bias", Feature.bias, allowed_spill_bytes=12),
-    *sm80_backward_rows(
-        32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED, spills={"dropout": 44}
-    ),
+    *sm90_masked_backward(128, "bias", Feature.bias),
+    *sm80_backward_rows(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
     *sm80_backward_rows(
         64,
         block_m=128,
         block_n=128,
         **WARPS_2_4_4,
         **DOUBLE_BUFFERED,
-        spills={"ordered": 4, "dropout": 112},
     ),
     *sm80_backward_small(
         64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
@@ -423,7 +366,6 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=128,
         **WARPS_2_4_2,
         **DOUBLE_BUFFERED,
-        spills={"": 32, "modifiers": 28, "dropout": 40},
     ),
     *sm80_backward_small(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
@@ -435,7 +377,6 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=64,
         **WARPS_4_2_2,
         **DOUBLE_BUFFERED,
-        spills={"": 28, "ordered": 36, "modifiers": 40, "dropout": 80},
     ),
     *sm80_backward_small(
         256,
@@ -444,22 +385,18 @@ BACKWARD_ROWS: tuple[BackwardRow, ...] = (
         block_n=64,
         **WARPS_4_2_2,
         **SINGLE_BUFFERED,
-        spills={"smem163k": 44, "dropout_smem163k": 68},
     ),
     *sm80_backward_small(
         256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
     ),
     *sm80_masked_backward(64, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
-    *sm80_masked_backward(
-        128, spills=320, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED
-    ),
+    *sm80_masked_backward(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
     *sm80_masked_backward(
         128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
     ),
     *sm80_masked_backward(
         256,
         smem="smem163k",
-        spills=412,
         block_m=64,
         block_n=64,
         **WARPS_4_2_2,

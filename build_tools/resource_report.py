@@ -1,7 +1,7 @@
 """What every compiled kernel takes of an SM: registers, spills, stack and shared memory.
 
 ``python -m build_tools.resource_report`` prints the kernels of the last build and exits with status
-1 when one spills more than its row of the kernel table allows, or when ptxas could not keep wgmma
+1 when one spills more than spill_allowances.json allows its row, or when ptxas could not keep wgmma
 asynchronous or ignored setmaxnreg, which it mentions only in passing.
 """
 
@@ -12,12 +12,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_tools import toolchain
+from build_tools import spill_allowances, toolchain
 from build_tools.build_kernels import ARCHIVE_NAME, MANIFEST_NAME, BuildOptions, default_build_dir
+from build_tools.kernel_table import ALL_ROWS
 
 COLUMNS = ("kernel", "arch", "registers", "spill B", "stack B", "smem B")
 
@@ -156,12 +157,26 @@ def table(usages: Sequence[KernelUsage], allowed: dict[str, int], smem: dict[str
     return "\n".join("  ".join(line) for line in lines)
 
 
-def report(build_dir: Path) -> int:
-    """Prints the table and what is wrong with it; the process's exit status."""
+def spills_of(usages: Iterable[KernelUsage], rows: Collection[str]) -> dict[str, int]:
+    """The most that each row's kernels spill, over the archs that they were compiled for."""
+    spills: dict[str, int] = {}
+    for usage in usages:
+        if name := usage.instance(rows):
+            spills[name] = max(usage.spill, spills.get(name, 0))
+    return spills
+
+
+def report(build_dir: Path, accepts: bool = False) -> int:
+    """Prints the table and what is wrong with it; the process's exit status. With ``accepts`` what
+    the build spills is allowed from now on.
+    """
     manifest = json.loads((build_dir / MANIFEST_NAME).read_text())
-    allowed = manifest["allowed_spill_bytes"]
     texts = [Path(log).read_text() for log in manifest["logs"]]
     usages = [usage for text in texts for usage in parse_ptxas(text)]
+    if accepts:
+        spill_allowances.accept(spills_of(usages, manifest["rows"]), [row.name for row in ALL_ROWS])
+    allowances = spill_allowances.load()
+    allowed = {row: allowances.get(row, 0) for row in manifest["rows"]}
     print(table(usages, allowed, dynamic_smem(build_dir)))
     unseen = set(allowed) - {usage.instance(allowed) for usage in usages}
     problems = [f"{name}: ptxas reported no kernel" for name in sorted(unseen)]
@@ -178,11 +193,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--build-dir", type=Path, default=default_build_dir(), help="FLASH_ATTN_CUDA_BUILD_DIR"
     )
-    build_dir = parser.parse_args(arguments).build_dir
+    parser.add_argument(
+        "--accept",
+        action="store_true",
+        help="allow what this build's rows spill, in spill_allowances.json; build all archs first",
+    )
+    given = parser.parse_args(arguments)
+    build_dir = given.build_dir
     if not (build_dir / MANIFEST_NAME).is_file():
         print(f"error: no build in {build_dir}: build_tools.build_kernels first", file=sys.stderr)
         return 1
-    return report(build_dir)
+    return report(build_dir, given.accept)
 
 
 if __name__ == "__main__":

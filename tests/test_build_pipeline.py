@@ -29,11 +29,13 @@ from build_tools import (
     ninja_build,
     resource_report,
     run_job,
+    spill_allowances,
     supported_torch,
     toolchain,
 )
 from build_tools.archs import ArchError
 from build_tools.build_extension import Backend
+from build_tools.kernel_table import ALL_ROWS
 from build_tools.toolchain import Nvcc, ToolchainError
 from third_party.cutlass import fetch
 
@@ -81,7 +83,8 @@ def test_a_spill_beyond_the_rows_allowance_fails(
     monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {ROW.name: 1000})
     log = tmp_path / "unit.o.log"
     log.write_text(PTXAS)
-    manifest = {"logs": [str(log)], "allowed_spill_bytes": {ROW.name: allowed}}
+    monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: allowed})
+    manifest = {"logs": [str(log)], "rows": [ROW.name]}
     (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
     assert resource_report.main(["--build-dir", str(tmp_path)]) == status
     output = capsys.readouterr()
@@ -93,7 +96,8 @@ def test_wgmma_that_ptxas_serialized_fails_the_report(tmp_path, monkeypatch, cap
     monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
     remark = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     (tmp_path / "unit.log").write_text(f"ptxas info    : {remark}\n{PTXAS}")
-    manifest = {"logs": [str(tmp_path / "unit.log")], "allowed_spill_bytes": {ROW.name: 36}}
+    monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: 36})
+    manifest = {"logs": [str(tmp_path / "unit.log")], "rows": [ROW.name]}
     (tmp_path / "kernels.json").write_text(json.dumps(manifest))
     assert resource_report.report(tmp_path) == 1
     assert f"error: {remark}" in capsys.readouterr().err
@@ -101,10 +105,27 @@ def test_wgmma_that_ptxas_serialized_fails_the_report(tmp_path, monkeypatch, cap
 
 def test_a_row_without_a_kernel_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
-    manifest = {"logs": [], "allowed_spill_bytes": {ROW.name: 0}}
+    manifest = {"logs": [], "rows": [ROW.name]}
     (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
     assert resource_report.main(["--build-dir", str(tmp_path)]) == 1
     assert f"{ROW.name}: ptxas reported no kernel" in capsys.readouterr().err
+
+
+def test_what_a_build_spills_can_be_accepted(tmp_path, monkeypatch) -> None:
+    """Of its own rows; others keep what they have, and what is no row of the table goes."""
+    file = tmp_path / "allowances.json"
+    file.write_text(json.dumps({"another": 8, "gone": 4, ROW.name: 500}))
+    usages = resource_report.parse_ptxas(PTXAS)
+    spills = resource_report.spills_of(usages, [ROW.name])
+    assert spills == {ROW.name: 36}
+    spill_allowances.accept(spills, [ROW.name, "another"], file)
+    assert spill_allowances.load(file) == {"another": 8, ROW.name: 36}
+    spill_allowances.accept({ROW.name: 0}, [ROW.name, "another"], file)
+    assert spill_allowances.load(file) == {"another": 8}
+
+
+def test_allowances_are_of_rows_of_the_table() -> None:
+    assert set(spill_allowances.load()) <= {row.name for row in ALL_ROWS}
 
 
 def test_an_auxiliary_kernel_may_not_spill() -> None:
