@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tarfile
@@ -10,7 +9,7 @@ import zipfile
 from configparser import ConfigParser
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 import project_tree
@@ -22,7 +21,9 @@ from build_tools.wheel_metadata import TorchBuild
 from flash_attn_cuda import __version__
 
 LICENCES = ("LICENSE", "THIRD_PARTY_NOTICES.md")
-needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+# Not importlib.util.find_spec: to be asked for pip, setuptools gives up its distutils for good, and
+# the compiler behind torch.compile then cannot import setuptools.
+needs_pip = pytest.mark.skipif(not list(distributions(name="pip")), reason="needs pip")
 PLAIN_TORCH = supported_torch.requirement()
 # A front end calls each in a process of its own; the last line printed is the name of the result.
 HOOK = """
@@ -338,6 +339,7 @@ def test_pip_refuses_a_wheel_for_another_torch(compiled_tree: Path, tmp_path: Pa
 @needs_pip
 def test_pip_takes_an_sdist_that_it_finds_by_name(sdist: Path, tmp_path: Path) -> None:
     """Its wheel has the version of its file name, or pip would turn it down."""
-    result = pip_install(tmp_path, "--find-links", str(sdist.parent), "flash-attn-cuda")
+    options = ("--no-deps", "--ignore-installed")  # the package may be installed here
+    result = pip_install(tmp_path, *options, "--find-links", str(sdist.parent), "flash-attn-cuda")
     assert result.returncode == 0, result.stderr
     assert f"flash-attn-cuda-{__version__}\n" in result.stdout
