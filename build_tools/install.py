@@ -28,8 +28,25 @@ class Goal(Enum):
     test = "test"
 
 
+def has_headers() -> bool:
+    """Whether the extension without kernels can be compiled here. The CUDA headers that torch's own
+    packages lack are installed for it.
+    """
+    toolchain.make_torch_importable()
+    import torch
+
+    if torch.version.cuda is None:
+        return False
+    major = supported_torch.release_of(str(torch.version.cuda))[0]
+    try:
+        toolchain.cuda_headers(major)
+    except ToolchainError:
+        return subprocess.run([*PIP, toolchain.headers_package(major)]).returncode == 0
+    return True
+
+
 def backend_without_a_gpu(goal: Goal) -> Backend:
-    return Backend.cpu if goal is Goal.demo else Backend.binding
+    return Backend.binding if goal is Goal.test and has_headers() else Backend.cpu
 
 
 def wanted_backend(goal: Goal) -> str:
@@ -48,27 +65,9 @@ def wanted_backend(goal: Goal) -> str:
     return backend.value
 
 
-def bring_headers() -> None:
-    """The CUDA headers that the extension without kernels is compiled with, where they are
-    missing: torch's own packages have most of them.
-    """
-    toolchain.make_torch_importable()
-    import torch
-
-    if torch.version.cuda is None:
-        return
-    major = supported_torch.release_of(str(torch.version.cuda))[0]
-    try:
-        toolchain.cuda_headers(major)
-    except ToolchainError:
-        subprocess.run([*PIP, toolchain.headers_package(major)], check=True)
-
-
 def install(goal: Goal) -> None:
     """Builds first, in sight, as pip hides what a build prints; it then finds all up to date."""
     os.environ[BACKEND_VARIABLE] = wanted_backend(goal)
-    if os.environ[BACKEND_VARIABLE] == Backend.binding.value:
-        bring_headers()
     choice = build_extension.choose_backend()
     print(build_extension.announcement(choice), flush=True)
     if choice.backend is not Backend.cpu:

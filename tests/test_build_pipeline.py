@@ -13,6 +13,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -513,11 +514,33 @@ def test_what_the_makefile_installs(monkeypatch, capsys, goal, gpus, variables, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(archs, "usable_capabilities", lambda: gpus)
+    monkeypatch.setattr(install, "has_headers", lambda: True)
     assert install.wanted_backend(install.Goal(goal)) == expected
     lines = capsys.readouterr().out.splitlines()
     has_choice = gpus or any(name.startswith("FLASH") for name in variables)
     assert len(lines) == (0 if has_choice else 1)
     assert has_choice or f"FLASH_ATTN_CUDA_ARCHS=90 make {goal}" in lines[0]
+
+
+def test_tests_without_cuda_headers_take_the_cpu_backend(monkeypatch) -> None:
+    """Of a torch without CUDA, and where pip cannot bring what torch's packages lack."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert install.backend_without_a_gpu(install.Goal.test) is Backend.cpu
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [])
+    asked: list[str] = []
+
+    def run(command: list[str], status: int) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-1])
+        return subprocess.CompletedProcess(command, status)
+
+    for status, backend in ((0, Backend.binding), (1, Backend.cpu)):
+        monkeypatch.setattr(install.subprocess, "run", partial(run, status=status))
+        assert install.backend_without_a_gpu(install.Goal.test) is backend
+    assert asked == ["nvidia-cuda-crt==11.*"] * 2
+    assert install.backend_without_a_gpu(install.Goal.demo) is Backend.cpu
 
 
 def test_a_missing_torch_is_refused_with_what_helps(monkeypatch) -> None:
