@@ -143,9 +143,9 @@ template <class Traits>
 struct BackwardDispatcher {
   BackwardKernelArguments const& args;
   typename Traits::SharedStorage& smem;
-  RingPlace<Traits::work_stages> next_place{};
-  RingPlace<Traits::added_stages> added_place{};
-  RingPlace<Traits::drawn_stages> drawn_place{};
+  PipelineState<Traits::work_stages> next_state{};
+  PipelineState<Traits::added_stages> added_state{};
+  PipelineState<Traits::drawn_stages> drawn_state{};
   unsigned sweep_id = 0;  // the next tile of the sweep, if any are left
   int sweep_left = 0;
 
@@ -168,27 +168,27 @@ struct BackwardDispatcher {
   // The same for both CTAs of a pair: one draws, and tells the other.
   CUTE_DEVICE unsigned draw_in_pair() {
     auto& ring = smem.from_peer.drawn_ring;
-    std::uint32_t* drawn = &smem.from_peer.drawn[drawn_place.stage];
-    std::uint64_t* full = &ring.full[drawn_place.stage];
+    std::uint32_t* drawn = &smem.from_peer.drawn[drawn_state.stage];
+    std::uint64_t* full = &ring.full[drawn_state.stage];
     std::uint32_t ticket;
     if (rank_in_pair() == 0) {
       ticket = static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
-      wait_empty(ring, drawn_place);
+      producer_acquire(ring, drawn_state);
       send_to_peer(drawn, ticket, full);
     } else {
       FullBarrier::arrive_and_expect_tx(full, sizeof(ticket));
-      wait_full(ring, drawn_place);
+      consumer_wait(ring, drawn_state);
       ticket = *const_cast<std::uint32_t volatile*>(drawn);
-      arrive_at_peer_after_loads(&ring.empty[drawn_place.stage]);
+      arrive_at_peer_after_loads(&ring.empty[drawn_state.stage]);
     }
-    drawn_place.advance();
+    drawn_state.advance();
     return ticket;
   }
 
   // Tells the others of the next tile that a query sees, or that there is none.
   CUTE_DEVICE void announce_next() {
-    wait_empty(smem.work_ring, next_place);
-    typename Traits::WorkItem& item = smem.work[next_place.stage];
+    producer_acquire(smem.work_ring, next_state);
+    typename Traits::WorkItem& item = smem.work[next_state.stage];
     bool found = false;
     // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
     while (args.call.q_tiles > 0 && !found) {
@@ -209,24 +209,24 @@ struct BackwardDispatcher {
     } else {
       item.work.tile = no_tile;
     }
-    FullBarrier::arrive(&smem.work_ring.full[next_place.stage]);
-    next_place.advance();
+    FullBarrier::arrive(&smem.work_ring.full[next_state.stage]);
+    next_state.advance();
   }
 
   CUTE_DEVICE void wait_until_added() {
-    wait_full(smem.added_ring, added_place);
-    EmptyBarrier::arrive(&smem.added_ring.empty[added_place.stage]);
-    added_place.advance();
+    consumer_wait(smem.added_ring, added_state);
+    EmptyBarrier::arrive(&smem.added_ring.empty[added_state.stage]);
+    added_state.advance();
   }
 
   CUTE_DEVICE void run() {
     BackwardArguments const& call = args.call;
     const int steps_left = call.turns.used() ? steps_before_next_in_turns : steps_before_next;
-    [[maybe_unused]] RingPlace<1> wanted;
+    [[maybe_unused]] PipelineState<1> wanted;
     announce_next();
     CUTE_NO_UNROLL
-    for (RingPlace<Traits::work_stages> place;; place.advance()) {
-      typename Traits::WorkItem const& item = smem.work[place.stage];
+    for (PipelineState<Traits::work_stages> state;; state.advance()) {
+      typename Traits::WorkItem const& item = smem.work[state.stage];
       if (item.work.tile == no_tile) break;
       if constexpr (Traits::is_sparse) {
         FullBarrier::wait(&smem.tile_wanted, wanted.lap);

@@ -69,10 +69,10 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   constexpr int dq_columns = Traits::dq_columns;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::ds_stages> ds_place;
-  RingPlace<Traits::added_stages> added_place;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::key_stages> key_state;
+  PipelineState<Traits::ds_stages> ds_state;
+  PipelineState<Traits::added_stages> added_state;
 
   // Of a pair each CTA makes its columns of dQ, of both CTAs' keys.
   const int first_column = Traits::in_pairs ? rank_in_pair() * Traits::cta_columns : 0;
@@ -93,27 +93,27 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   auto tQrK = share.partition_fragment_B(sK);    // (atom, n, k, key_stages * parts)
   auto tQrdQ = partition_fragment_C(mma, Shape<_64, Int<dq_columns>>{});
 
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    typename Traits::WorkItem const& item = smem.work[work_place.stage];
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    typename Traits::WorkItem const& item = smem.work[work_state.stage];
     if (item.work.tile == no_tile) break;
     Sequence const& sequence = item.work.sequence;
-    wait_full(smem.key_ring, key_place);
+    consumer_wait(smem.key_ring, key_state);
     Step step = Step::first(item);
     for (int left = item.steps(); left > 0; --left, step.advance(item)) {
       const bool skips_half =
           Traits::skips_hidden_half && item.half_starts_later && step.tile == item.first_tile;
       if constexpr (Traits::is_sparse) {
-        wait_full(smem.ds_ring, ds_place);
-        step = smem.ds_steps[ds_place.stage];
+        consumer_wait(smem.ds_ring, ds_state);
+        step = smem.ds_steps[ds_state.stage];
       }
       const std::int64_t index = sum_of<Traits>(call, item, step);
       float* sums = call.dq_accum + index * (block_m * head_dim) + first_column * 64;
       const bool is_started = !Traits::writes_dq || item.added_before.holds(step.tile);
       const bool is_unfinished = !Traits::writes_dq || item.added_after.holds(step.tile);
-      if constexpr (!Traits::is_sparse) wait_full(smem.ds_ring, ds_place);
+      if constexpr (!Traits::is_sparse) consumer_wait(smem.ds_ring, ds_state);
       if constexpr (Traits::has_bias)
-        write_bias_gradient<Traits>(args, smem, ds_place.stage, item, step, thread);
+        write_bias_gradient<Traits>(args, smem, ds_state.stage, item, step, thread);
       const auto wait_for_turn = [&] {
         if (!call.turns.used()) return;
         call.turns.template wait<Traits::ctas_per_tile>(
@@ -141,8 +141,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           CUTE_UNROLL
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
-            start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_place.stage, part)),
-                          step_k(_, n, _, Traits::part_tile(key_place.stage, part)), tQrdQ,
+            start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_state.stage, part)),
+                          step_k(_, n, _, Traits::part_tile(key_state.stage, part)), tQrdQ,
                           part > 0 || resumes);
           }
           if constexpr (Traits::in_pairs) {
@@ -150,7 +150,7 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
                 transposed(smem_tile<typename Traits::ScoresLayout>(smem.from_peer.ds)));
             auto tQrKOfPeer = with_new_addresses(share.partition_fragment_B(
                 transposed(smem_tile<typename Traits::DqKeyLayout>(smem.from_peer.k))));
-            start_product(mma, tQrdSOfPeer(_, m, _, ds_place.stage), tQrKOfPeer(_, n, _, 0), tQrdQ,
+            start_product(mma, tQrdSOfPeer(_, m, _, ds_state.stage), tQrKOfPeer(_, n, _, 0), tQrdQ,
                           true);
           }
           wait_products<0>(tQrdQ);
@@ -159,14 +159,14 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
               if (thread == 0) wait_stores();
               __syncwarp();
             }
-            release(smem.ds_ring, ds_place);
+            consumer_release(smem.ds_ring, ds_state);
             if constexpr (Traits::in_pairs) {
-              if (threadIdx.x % 32 == 0) arrive_at_peer(&smem.ds_ring.empty[ds_place.stage]);
+              if (threadIdx.x % 32 == 0) arrive_at_peer(&smem.ds_ring.empty[ds_state.stage]);
             }
-            ds_place.advance();
+            ds_state.advance();
             // With the tile's last product, not its last addition.
             if (threadIdx.x % 32 == 0 && left == 1)
-              EmptyBarrier::arrive(&smem.key_ring.empty[key_place.stage]);
+              EmptyBarrier::arrive(&smem.key_ring.empty[key_state.stage]);
           }
           if (is_first && !resumes) wait_for_turn();
           if (!is_unfinished) {
@@ -183,21 +183,21 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
       // Where nobody counts as well: with a branch for it ptxas serialized the products (d = 64,
       // bf16).
       if constexpr (Traits::writes_dq) {
-        wait_empty(smem.added_ring, added_place);
+        producer_acquire(smem.added_ring, added_state);
         __syncwarp();
-        publish(smem.added_ring, added_place);
-        added_place.advance();
+        producer_commit(smem.added_ring, added_state);
+        added_state.advance();
       }
     }
     __syncwarp();
     if constexpr (Traits::is_sparse) {
-      wait_empty(smem.added_ring, added_place);
+      producer_acquire(smem.added_ring, added_state);
       __syncwarp();
-      publish(smem.added_ring, added_place);
-      added_place.advance();
+      producer_commit(smem.added_ring, added_state);
+      added_state.advance();
     }
-    key_place.advance();
-    release(smem.work_ring, work_place);
+    key_state.advance();
+    consumer_release(smem.work_ring, work_state);
   }
 }
 

@@ -17,13 +17,13 @@ namespace flash_attn_cuda::sm90 {
 // its own CTA's warps and the bytes that the other one sends. A buffer is empty when both have read
 // it.
 template <class Traits>
-CUTE_DEVICE void publish_in_pair(typename Traits::SharedStorage& smem,
-                                 RingPlace<Traits::ds_stages> const& place) {
+CUTE_DEVICE void producer_commit_in_pair(typename Traits::SharedStorage& smem,
+                                         PipelineState<Traits::ds_stages> const& state) {
   if (threadIdx.x % 32 != 0) return;
   constexpr int size = 16 * Traits::block_m;
   constexpr int bytes = size * int(sizeof(typename Traits::Element));
-  const int first = (place.stage * 4 + threadIdx.x % 128 / 32) * size;
-  std::uint64_t* full = &smem.ds_ring.full[place.stage];
+  const int first = (state.stage * 4 + threadIdx.x % 128 / 32) * size;
+  std::uint64_t* full = &smem.ds_ring.full[state.stage];
   FullBarrier::arrive_and_expect_tx(full, bytes);
   copy_to_peer(smem.from_peer.ds + first, smem.ds + first, bytes, full);
 }
@@ -32,12 +32,12 @@ CUTE_DEVICE void publish_in_pair(typename Traits::SharedStorage& smem,
 // what that shall find with it.
 template <class Traits, class Fragment, class Announce>
 CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
-                                 RingPlace<Traits::ds_stages>& place, int part,
+                                 PipelineState<Traits::ds_stages>& state, int part,
                                  Fragment const& tGrdS, Announce announce) {
   constexpr int block_m = Traits::block_m;
-  wait_empty(smem.ds_ring, place);
-  announce(place.stage);
-  auto* scores = smem.ds + Traits::part_tile(place.stage, part) * 64 * block_m;
+  producer_acquire(smem.ds_ring, state);
+  announce(state.stage);
+  auto* scores = smem.ds + Traits::part_tile(state.stage, part) * 64 * block_m;
   if constexpr (Traits::has_bias) {
     operand_to_transposed_box<block_m>(tGrdS, scores);
   } else {
@@ -46,30 +46,31 @@ CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
   if constexpr (Traits::in_pairs) {
-    publish_in_pair<Traits>(smem, place);
+    producer_commit_in_pair<Traits>(smem, state);
   } else {
-    publish(smem.ds_ring, place);
+    producer_commit(smem.ds_ring, state);
   }
-  place.advance();
+  state.advance();
 }
 
 // Passes a step's buffers on, unread and, of dS, unwritten.
 template <class Traits>
-CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem, RingPlace<Traits::stages>& q_place,
-                           RingPlace<Traits::dout_stages>& dout_place,
-                           RingPlace<Traits::ds_stages>& ds_place) {
-  wait_full(smem.q_ring, q_place);
+CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem,
+                           PipelineState<Traits::stages>& q_state,
+                           PipelineState<Traits::dout_stages>& dout_state,
+                           PipelineState<Traits::ds_stages>& ds_state) {
+  consumer_wait(smem.q_ring, q_state);
   __syncwarp();
-  release(smem.q_ring, q_place);
-  q_place.advance();
-  wait_full(smem.dout_ring, dout_place);
+  consumer_release(smem.q_ring, q_state);
+  q_state.advance();
+  consumer_wait(smem.dout_ring, dout_state);
   __syncwarp();
-  release(smem.dout_ring, dout_place);
-  dout_place.advance();
-  wait_empty(smem.ds_ring, ds_place);
+  consumer_release(smem.dout_ring, dout_state);
+  dout_state.advance();
+  producer_acquire(smem.ds_ring, ds_state);
   __syncwarp();
-  publish(smem.ds_ring, ds_place);
-  ds_place.advance();
+  producer_commit(smem.ds_ring, ds_state);
+  ds_state.advance();
 }
 
 template <class Traits>
@@ -80,11 +81,11 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place;
-  RingPlace<Traits::dout_stages> dout_place;
-  RingPlace<Traits::ds_stages> ds_place;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::key_stages> key_state;
+  PipelineState<Traits::stages> q_state;
+  PipelineState<Traits::dout_stages> dout_state;
+  PipelineState<Traits::ds_stages> ds_state;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages * parts)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, ..)
@@ -113,21 +114,21 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
 
   // Products run until they are waited for; then their buffer is given back.
   auto start_scores = [&]() {
-    wait_full(smem.q_ring, q_place);
-    start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
-                  tSrQ(_, _, _, q_place.stage), tSrS, false);
+    consumer_wait(smem.q_ring, q_state);
+    start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_state.stage, warpgroup)),
+                  tSrQ(_, _, _, q_state.stage), tSrS, false);
   };
 
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    typename Traits::WorkItem const& item = smem.work[work_place.stage];
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    typename Traits::WorkItem const& item = smem.work[work_state.stage];
     if (item.work.tile == no_tile) break;
     const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
     // Of the scores that are made.
     auto score_tile = [&](Step const& step) {
       if constexpr (Traits::announces) {
-        VisitedQueries const& visited = smem.visited[q_place.stage];
+        VisitedQueries const& visited = smem.visited[q_state.stage];
         return ScoreTile{.sequence = item.work.sequence,
                          .head = visited.step.head,
                          .query_begin = visited.step.tile * block_m,
@@ -143,11 +144,11 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       }
     };
 
-    wait_full(smem.key_ring, key_place);
+    consumer_wait(smem.key_ring, key_state);
     Step step = Step::first(item);
     int steps = item.steps();
     if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later) {
-      skip_step<Traits>(smem, q_place, dout_place, ds_place);
+      skip_step<Traits>(smem, q_state, dout_state, ds_state);
       step.advance(item);
       steps -= item.end_head - item.first_head;
     }
@@ -156,28 +157,28 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       const auto excluded = math.excluded_pairs(score_tile(step));
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
-        const int box = Traits::part_tile(q_place.stage, warpgroup);
+        const int box = Traits::part_tile(q_state.stage, warpgroup);
         add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                      call.params.score.softmax_scale, tSrS);
       }
-      math.probabilities(score_tile(step), excluded, smem.lse_log2[q_place.stage], tSrS, tGrP,
+      math.probabilities(score_tile(step), excluded, smem.lse_log2[q_state.stage], tSrS, tGrP,
                          weights);
 
-      if (index == 0) wait_full(smem.value_ring, key_place);  // it follows K
-      wait_full(smem.dout_ring, dout_place);
-      start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_place.stage, warpgroup)),
-                    tSrdO(_, _, _, dout_place.stage), tSrdP, false);
+      if (index == 0) consumer_wait(smem.value_ring, key_state);  // it follows K
+      consumer_wait(smem.dout_ring, dout_state);
+      start_product(scores_mma, tSrV(_, _, _, Traits::part_tile(key_state.stage, warpgroup)),
+                    tSrdO(_, _, _, dout_state.stage), tSrdP, false);
       auto start_dv = [&]() {
-        start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
+        start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_state.stage), tGrdV, index > 0);
       };
       if constexpr (!Traits::marks_dropped) start_dv();
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
-      math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
+      math.gradients(weights, smem.softmax_d[dout_state.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
-      publish_dscores<Traits>(smem, ds_place, warpgroup, tGrdS, [&](int stage) {
+      publish_dscores<Traits>(smem, ds_state, warpgroup, tGrdS, [&](int stage) {
         if constexpr (Traits::is_sparse) {
           if (warpgroup == 0 && thread == 0)
-            smem.ds_steps[stage] = smem.visited[q_place.stage].step;
+            smem.ds_steps[stage] = smem.visited[q_state.stage].step;
         }
       });
 
@@ -185,33 +186,33 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         zero_negative<Element>(tGrP);
         start_dv();
       }
-      start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
+      start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_state.stage), tGrdK, index > 0);
       wait_products<1>(tGrdV);
-      release(smem.dout_ring, dout_place);
-      dout_place.advance();
-      const RingPlace<Traits::stages> last_place = q_place;
-      q_place.advance();
+      consumer_release(smem.dout_ring, dout_state);
+      dout_state.advance();
+      const PipelineState<Traits::stages> last_state = q_state;
+      q_state.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdK);
-        release(smem.q_ring, last_place);
+        consumer_release(smem.q_ring, last_state);
         break;
       }
       if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later &&
           step.tile == item.last_tile) {
         // The next head's first step. Its queries are behind these, whose buffer comes after it.
         wait_products<0>(tGrdK);
-        release(smem.q_ring, last_place);
-        skip_step<Traits>(smem, q_place, dout_place, ds_place);
+        consumer_release(smem.q_ring, last_state);
+        skip_step<Traits>(smem, q_state, dout_state, ds_state);
         step.advance(item);
         start_scores();
         continue;
       }
       start_scores();
       wait_products<1>(tGrdK);
-      release(smem.q_ring, last_place);
+      consumer_release(smem.q_ring, last_state);
     }
-    release(smem.key_ring, key_place);
-    key_place.advance();
+    consumer_release(smem.key_ring, key_state);
+    key_state.advance();
 
     bool has_results = true;
     if constexpr (Traits::shares_tiles) {
@@ -246,7 +247,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       }
     }
     __syncwarp();
-    release(smem.work_ring, work_place);
+    consumer_release(smem.work_ring, work_state);
   }
   if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
 }

@@ -14,16 +14,16 @@ struct BackwardProducer {
 
   BackwardKernelArguments const& args;
   typename Traits::SharedStorage& smem;
-  RingPlace<Traits::key_stages> key_place{};
-  RingPlace<Traits::stages> q_place{};
-  RingPlace<Traits::dout_stages> dout_place{};
-  RingPlace<Traits::work_stages> work_place{};
+  PipelineState<Traits::key_stages> key_state{};
+  PipelineState<Traits::stages> q_state{};
+  PipelineState<Traits::dout_stages> dout_state{};
+  PipelineState<Traits::work_stages> work_state{};
 
   CUTE_DEVICE void load_keys(BackwardWorkItem const& item) {
     Sequence const& sequence = item.work.sequence;
-    wait_empty(smem.key_ring, key_place);
-    std::uint64_t* full_k = &smem.key_ring.full[key_place.stage];
-    std::uint64_t* full_v = &smem.value_ring.full[key_place.stage];
+    producer_acquire(smem.key_ring, key_state);
+    std::uint64_t* full_k = &smem.key_ring.full[key_state.stage];
+    std::uint64_t* full_v = &smem.value_ring.full[key_state.stage];
     FullBarrier::arrive_and_expect_tx(full_k, Traits::key_bytes);
     FullBarrier::arrive_and_expect_tx(full_v, Traits::value_bytes);
     // A part without keys is read from the tile's first row, and its scores are hidden.
@@ -40,7 +40,7 @@ struct BackwardProducer {
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
       load_tile<64, head_dim, box>(
-          args.k_map, full_k, smem.k + Traits::part_tile(key_place.stage, part) * 64 * head_dim,
+          args.k_map, full_k, smem.k + Traits::part_tile(key_state.stage, part) * 64 * head_dim,
           part_keys(first_part + part), last_box);
     }
     if constexpr (Traits::in_pairs) {
@@ -51,31 +51,32 @@ struct BackwardProducer {
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {
       load_tile<64, head_dim_v>(args.v_map, full_v,
-                                smem.v + Traits::part_tile(key_place.stage, part) * 64 * head_dim_v,
+                                smem.v + Traits::part_tile(key_state.stage, part) * 64 * head_dim_v,
                                 part_keys(first_part + part));
     }
-    key_place.advance();
+    key_state.advance();
   }
 
   // A tile of q or dout, and its rows of one statistic.
   // announce(stage): what the key warpgroups shall find with it, besides bytes of loads.
   template <int kColumns, int kMoreBytes = 0, int kStages, class Element, class Announce>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<kStages>& ring,
-                                RingPlace<kStages>& place, Element* tiles, RowSpan const& queries,
-                                float const* source, float (*rows)[block_m], Announce announce) {
-    wait_empty(ring, place);
-    announce(place.stage);
-    std::uint64_t* full = &ring.full[place.stage];
+                                PipelineState<kStages>& state, Element* tiles,
+                                RowSpan const& queries, float const* source, float (*rows)[block_m],
+                                Announce announce) {
+    producer_acquire(ring, state);
+    announce(state.stage);
+    std::uint64_t* full = &ring.full[state.stage];
     constexpr int bytes = block_m * kColumns * int(sizeof(Element));
     FullBarrier::arrive_and_expect_tx(full, bytes + Traits::row_bytes + kMoreBytes);
-    Element* tile = tiles + place.stage * block_m * kColumns;
+    Element* tile = tiles + state.stage * block_m * kColumns;
     if constexpr (Traits::in_pairs) {
       load_half_for_pair<block_m, kColumns>(map, full, tile, queries);
     } else {
       load_tile<block_m, kColumns>(map, full, tile, queries);
     }
-    SM90_BULK_COPY_G2S::copy(source, full, rows[place.stage], Traits::row_bytes);
-    place.advance();
+    SM90_BULK_COPY_G2S::copy(source, full, rows[state.stage], Traits::row_bytes);
+    state.advance();
   }
 
   template <class Announce>
@@ -87,8 +88,8 @@ struct BackwardProducer {
                           sequence.seqlen_q - query};
     const std::int64_t row =
         (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
-    const int stage = q_place.stage;
-    load_queries<head_dim, Traits::bias_bytes>(args.q_map, smem.q_ring, q_place, smem.q, queries,
+    const int stage = q_state.stage;
+    load_queries<head_dim, Traits::bias_bytes>(args.q_map, smem.q_ring, q_state, smem.q, queries,
                                                call.lse_log2 + row, smem.lse_log2, announce);
     if constexpr (Traits::has_bias) {
       constexpr int block_n = Traits::block_n;
@@ -97,16 +98,16 @@ struct BackwardProducer {
           args.bias_map, &smem.q_ring.full[stage], smem.bias + stage * block_m * block_n,
           PairBox::of(bias, item.work.tile * block_n, query, step.head, sequence.index), bias);
     }
-    load_queries<head_dim_v>(args.dout_map, smem.dout_ring, dout_place, smem.dout, queries,
+    load_queries<head_dim_v>(args.dout_map, smem.dout_ring, dout_state, smem.dout, queries,
                              call.softmax_d + row, smem.softmax_d, [](int) {});
   }
 
   // The keys of a tile are loaded behind its first step: their buffer is in use until the tile
   // before it ends, those of queries are not.
   CUTE_DEVICE void run() {
-    for (;; work_place.advance()) {
-      wait_full(smem.work_ring, work_place);
-      typename Traits::WorkItem const& item = smem.work[work_place.stage];
+    for (;; work_state.advance()) {
+      consumer_wait(smem.work_ring, work_state);
+      typename Traits::WorkItem const& item = smem.work[work_state.stage];
       if (item.work.tile == no_tile) break;
       const int steps = item.steps();
       if constexpr (Traits::is_sparse) {
@@ -134,7 +135,7 @@ struct BackwardProducer {
           if (index == 0) load_keys(item);
         }
       }
-      EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
+      EmptyBarrier::arrive(&smem.work_ring.empty[work_state.stage]);
     }
     *const_cast<int volatile*>(&smem.has_loads) = 0;
   }

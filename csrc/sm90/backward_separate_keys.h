@@ -16,34 +16,35 @@ CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
 // Between the same thread of the two warpgroups: what one holds of P, 16 bytes at a time.
 template <class Traits, class Fragment>
 CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
-                              RingPlace<Traits::ds_stages> const& place, Fragment const& weights) {
-  wait_empty(smem.weights_ring, place);
+                              PipelineState<Traits::ds_stages> const& state,
+                              Fragment const& weights) {
+  producer_acquire(smem.weights_ring, state);
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
   for (int i = 0; i < size(vectors); ++i)
-    smem.weights[place.stage][i][threadIdx.x % 128] = vectors(i);
+    smem.weights[state.stage][i][threadIdx.x % 128] = vectors(i);
   __syncwarp();
-  publish(smem.weights_ring, place);
+  producer_commit(smem.weights_ring, state);
 }
 
 template <class Traits, class Fragment>
 CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
-                                 RingPlace<Traits::ds_stages> const& place, Fragment& weights) {
-  wait_full(smem.weights_ring, place);
+                                 PipelineState<Traits::ds_stages> const& state, Fragment& weights) {
+  consumer_wait(smem.weights_ring, state);
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
   for (int i = 0; i < size(vectors); ++i)
-    vectors(i) = smem.weights[place.stage][i][threadIdx.x % 128];
+    vectors(i) = smem.weights[state.stage][i][threadIdx.x % 128];
   __syncwarp();
-  release(smem.weights_ring, place);
+  consumer_release(smem.weights_ring, state);
 }
 
 // A buffer of Q or dO, which both CTAs of a pair write.
 template <class Traits, int kStages>
-CUTE_DEVICE void release_queries(Ring<kStages>& ring, RingPlace<kStages> const& place) {
-  release(ring, place);
+CUTE_DEVICE void release_queries(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  consumer_release(ring, state);
   if constexpr (Traits::in_pairs) {
-    if (threadIdx.x % 32 == 0) arrive_at_peer(&ring.empty[place.stage]);
+    if (threadIdx.x % 32 == 0) arrive_at_peer(&ring.empty[state.stage]);
   }
 }
 
@@ -56,10 +57,10 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place;
-  RingPlace<Traits::dout_stages> dout_place;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::key_stages> key_state;
+  PipelineState<Traits::stages> q_state;
+  PipelineState<Traits::dout_stages> dout_state;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (64, head_dim, key_stages)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
@@ -78,19 +79,19 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   auto& weights = weights_beside<Traits>(tGrP, own_weights);
 
   auto start_scores = [&]() {
-    wait_full(smem.q_ring, q_place);
-    start_product(scores_mma, tSrK(_, _, _, key_place.stage), tSrQ(_, _, _, q_place.stage), tSrS,
+    consumer_wait(smem.q_ring, q_state);
+    start_product(scores_mma, tSrK(_, _, _, key_state.stage), tSrQ(_, _, _, q_state.stage), tSrS,
                   false);
   };
 
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    BackwardWorkItem const& item = smem.work[work_place.stage];
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    BackwardWorkItem const& item = smem.work[work_state.stage];
     if (item.work.tile == no_tile) break;
     const int key_begin = first_own_key<Traits>(item);
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
 
-    wait_full(smem.key_ring, key_place);
+    consumer_wait(smem.key_ring, key_state);
     start_scores();
     Step step = Step::first(item);
     const int steps = item.steps();
@@ -102,27 +103,27 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
                                  .is_interior = has_all_keys && item.range.is_interior(step.tile)};
       const auto excluded = math.excluded_pairs(score_tile);
       wait_products<0>(tSrS);
-      math.probabilities(score_tile, excluded, smem.lse_log2[q_place.stage], tSrS, tGrP, weights);
+      math.probabilities(score_tile, excluded, smem.lse_log2[q_state.stage], tSrS, tGrP, weights);
       __syncwarp();
-      release_queries<Traits>(smem.q_ring, q_place);
-      send_weights<Traits>(smem, q_place, weights);
-      q_place.advance();
+      release_queries<Traits>(smem.q_ring, q_state);
+      send_weights<Traits>(smem, q_state, weights);
+      q_state.advance();
 
-      wait_full(smem.dout_ring, dout_place);
-      start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_place.stage), tGrdV, index > 0);
-      const RingPlace<Traits::dout_stages> last_place = dout_place;
-      dout_place.advance();
+      consumer_wait(smem.dout_ring, dout_state);
+      start_product(gradient_mma, tGrP, tGrdO(_, _, _, dout_state.stage), tGrdV, index > 0);
+      const PipelineState<Traits::dout_stages> last_state = dout_state;
+      dout_state.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdV);
-        release_queries<Traits>(smem.dout_ring, last_place);
+        release_queries<Traits>(smem.dout_ring, last_state);
         break;
       }
       start_scores();
       wait_products<1>(tGrdV);
-      release_queries<Traits>(smem.dout_ring, last_place);
+      release_queries<Traits>(smem.dout_ring, last_state);
     }
-    release(smem.key_ring, key_place);
-    key_place.advance();
+    consumer_release(smem.key_ring, key_state);
+    key_state.advance();
 
     if constexpr (Traits::has(feature::dropout)) {
       const float kept = 1.0f / call.keep_probability;
@@ -132,7 +133,7 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
     write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
                            item, key_begin, tGrdV, thread);
     __syncwarp();
-    release(smem.work_ring, work_place);
+    consumer_release(smem.work_ring, work_state);
   }
 }
 
@@ -145,10 +146,10 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
   const ScoreMath<Traits> math(call);
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::key_stages> key_place;
-  RingPlace<Traits::stages> q_place;
-  RingPlace<Traits::dout_stages> dout_place;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::key_stages> key_state;
+  PipelineState<Traits::stages> q_state;
+  PipelineState<Traits::dout_stages> dout_state;
 
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (64, head_dim_v, key_stages)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim, stages)
@@ -166,55 +167,55 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   auto tGrdS = make_tensor_like<Element>(a_operand_view(tSrdP));
 
   auto start_dprobabilities = [&]() {
-    wait_full(smem.dout_ring, dout_place);
-    start_product(scores_mma, tSrV(_, _, _, key_place.stage), tSrdO(_, _, _, dout_place.stage),
+    consumer_wait(smem.dout_ring, dout_state);
+    start_product(scores_mma, tSrV(_, _, _, key_state.stage), tSrdO(_, _, _, dout_state.stage),
                   tSrdP, false);
   };
 
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    BackwardWorkItem const& item = smem.work[work_place.stage];
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    BackwardWorkItem const& item = smem.work[work_state.stage];
     if (item.work.tile == no_tile) break;
     const int key_begin = first_own_key<Traits>(item);
 
-    wait_full(smem.value_ring, key_place);
+    consumer_wait(smem.value_ring, key_state);
     start_dprobabilities();
     const int steps = item.steps();
     for (int index = 0;; ++index) {
-      receive_weights<Traits>(smem, q_place, weights);
+      receive_weights<Traits>(smem, q_state, weights);
       wait_products<0>(tSrdP);
-      math.gradients(weights, smem.softmax_d[dout_place.stage], tSrdP);
+      math.gradients(weights, smem.softmax_d[dout_state.stage], tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
-      auto ds_place = q_place;  // as many buffers, a step each
-      publish_dscores<Traits>(smem, ds_place, 0, tGrdS, [](int) {});
+      auto ds_state = q_state;  // as many buffers, a step each
+      publish_dscores<Traits>(smem, ds_state, 0, tGrdS, [](int) {});
       // Behind the fence in there: an arrival may overtake a load of D whose number is not used
       // yet, and where dO has one buffer the next D is there soon.
       __syncwarp();
-      release_queries<Traits>(smem.dout_ring, dout_place);
-      dout_place.advance();
+      release_queries<Traits>(smem.dout_ring, dout_state);
+      dout_state.advance();
 
-      wait_full(smem.q_ring, q_place);
-      start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_place.stage), tGrdK, index > 0);
-      const RingPlace<Traits::stages> last_place = q_place;
-      q_place.advance();
+      consumer_wait(smem.q_ring, q_state);
+      start_product(gradient_mma, tGrdS, tGrQ(_, _, _, q_state.stage), tGrdK, index > 0);
+      const PipelineState<Traits::stages> last_state = q_state;
+      q_state.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdK);
-        release_queries<Traits>(smem.q_ring, last_place);
+        release_queries<Traits>(smem.q_ring, last_state);
         break;
       }
       start_dprobabilities();
       wait_products<1>(tGrdK);
-      release_queries<Traits>(smem.q_ring, last_place);
+      release_queries<Traits>(smem.q_ring, last_state);
     }
-    release(smem.key_ring, key_place);
-    key_place.advance();
+    consumer_release(smem.key_ring, key_state);
+    key_state.advance();
 
     CUTE_UNROLL
     for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
     write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call, item,
                            key_begin, tGrdK, thread);
     __syncwarp();
-    release(smem.work_ring, work_place);
+    consumer_release(smem.work_ring, work_state);
   }
 }
 

@@ -31,14 +31,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   const int thread = threadIdx.x % 128;
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
       warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::q_stages> q_place;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::q_stages> q_state;
   // Where nothing overlaps, K and V of a step lie in the same place of their rings.
-  RingPlace<Traits::stages> k_place, own_v_place;
-  auto& v_place = Traits::overlaps_softmax ? own_v_place : k_place;
-  RingPlace<Traits::bias_stages> bias_place;
-  [[maybe_unused]] RingPlace<1> bits_place;
-  [[maybe_unused]] RingPlace<Traits::word_stages> word_place;
+  PipelineState<Traits::stages> k_state, own_v_state;
+  auto& v_state = Traits::overlaps_softmax ? own_v_state : k_state;
+  PipelineState<Traits::bias_stages> bias_state;
+  [[maybe_unused]] PipelineState<1> bits_state;
+  [[maybe_unused]] PipelineState<Traits::word_stages> word_state;
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, q_stages * parts)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
@@ -70,43 +70,43 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   // Products run while other code does; finish_.. waits for them and gives the buffer back. Of a
   // block in shared memory a product takes as many keys as its instructions, or its P, have.
   auto start_scores = [&](auto& mma, auto& accumulator) {
-    wait_full(smem.k_ring, k_place);
-    auto q = tSrQ(_, _, _, q_place.stage * Traits::consumers + warpgroup);
-    start_product(mma, q, tSrK(_, _, _, k_place.stage), accumulator, false);
+    consumer_wait(smem.k_ring, k_state);
+    auto q = tSrQ(_, _, _, q_state.stage * Traits::consumers + warpgroup);
+    start_product(mma, q, tSrK(_, _, _, k_state.stage), accumulator, false);
   };
   auto start_output = [&](auto& probabilities, bool add) {
-    wait_full(smem.v_ring, v_place);
-    start_product(output_mma, probabilities, tOrV(_, _, _, v_place.stage), tOrO, add);
+    consumer_wait(smem.v_ring, v_state);
+    start_product(output_mma, probabilities, tOrV(_, _, _, v_state.stage), tOrO, add);
   };
   auto finish_scores = [&](auto& accumulator, auto products_left, bool last_of_tile) {
     wait_products<products_left>(accumulator);
-    release(smem.k_ring, k_place);
-    if (Traits::overlaps_softmax) k_place.advance();
-    if (last_of_tile) release(smem.q_ring, q_place);
+    consumer_release(smem.k_ring, k_state);
+    if (Traits::overlaps_softmax) k_state.advance();
+    if (last_of_tile) consumer_release(smem.q_ring, q_state);
   };
   auto finish_output = [&]() {
     wait_products<0>(tOrO);
-    release(smem.v_ring, v_place);
-    v_place.advance();
+    consumer_release(smem.v_ring, v_state);
+    v_state.advance();
   };
   // A block that these queries do not see, and others of the tile do.
   auto drop_block = [&]() {
-    wait_full(smem.k_ring, k_place);
+    consumer_wait(smem.k_ring, k_state);
     __syncwarp();
-    release(smem.k_ring, k_place);
-    if (Traits::overlaps_softmax) k_place.advance();
-    wait_full(smem.v_ring, v_place);
+    consumer_release(smem.k_ring, k_state);
+    if (Traits::overlaps_softmax) k_state.advance();
+    consumer_wait(smem.v_ring, v_state);
     __syncwarp();
-    release(smem.v_ring, v_place);
-    v_place.advance();
+    consumer_release(smem.v_ring, v_state);
+    v_state.advance();
   };
 
   if constexpr (Traits::overlaps_softmax) turns.open();
-  for (;; work_place.advance(), q_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    TileWork const& work = smem.work[work_place.stage].work;
+  for (;; work_state.advance(), q_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    TileWork const& work = smem.work[work_state.stage].work;
     if (work.tile == no_tile) break;
-    const BlockRange of_tile = smem.work[work_place.stage].range;
+    const BlockRange of_tile = smem.work[work_state.stage].range;
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
     BlockRange range = of_tile;
@@ -130,18 +130,18 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     // What the block is of which the scores are multiplied, and what of it is seen. Behind the
     // products, so that whose turn is next does not wait for it.
     auto look_up_block = [&]() {
-      if constexpr (Traits::is_paged) misses_keys = smem.misses_keys[k_place.stage];
+      if constexpr (Traits::is_paged) misses_keys = smem.misses_keys[k_state.stage];
       if constexpr (Traits::is_sparse) {
-        visited = smem.sparse.visited[k_place.stage];
+        visited = smem.sparse.visited[k_state.stage];
         if (visited.shows_all(warpgroup)) return;
         seen = {};
         if (!wants_bits(params.sparsity.bits, visited.pieces, warpgroup)) return;
         auto& ring = smem.sparse.bits_ring[warpgroup];
-        wait_full(ring, bits_place);
+        consumer_wait(ring, bits_state);
         seen = read_mask_bits(smem.sparse.bits[warpgroup], visited.pieces, warpgroup, tScS);
         finish_reads();
-        release(ring, bits_place);
-        bits_place.advance();
+        consumer_release(ring, bits_state);
+        bits_state.advance();
       }
     };
 
@@ -171,12 +171,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         }
       }
       if constexpr (Traits::has_bias) {
-        wait_full(smem.bias_ring, bias_place);
-        add_bias<Traits::block_m, block_n>(smem.bias + bias_place.stage * Traits::block_m * block_n,
+        consumer_wait(smem.bias_ring, bias_state);
+        add_bias<Traits::block_m, block_n>(smem.bias + bias_state.stage * Traits::block_m * block_n,
                                            64 * warpgroup, params.score.softmax_scale, tSrS);
         finish_reads();
-        release(smem.bias_ring, bias_place);
-        bias_place.advance();
+        consumer_release(smem.bias_ring, bias_state);
+        bias_state.advance();
       }
       if constexpr (Traits::is_sparse) {
         if (!visited.shows_all(warpgroup)) {
@@ -200,8 +200,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       if constexpr (Traits::has_dropout) {
         if (params.dropout.threshold == 0) return;
         if constexpr (Traits::draws_ahead) {
-          kept = take_words<Traits>(smem, warpgroup, thread, word_place);
-          word_place.advance();
+          kept = take_words<Traits>(smem, warpgroup, thread, word_state);
+          word_state.advance();
         } else {
           kept = KeptPairs<Traits>::draw(dropout, [&](int tile) {
             const auto place = tScS(0, 4 * tile);
@@ -227,7 +227,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, keep_all);
     };
 
-    wait_full(smem.q_ring, q_place);
+    consumer_wait(smem.q_ring, q_state);
     if constexpr (Traits::drops_blocks) {
       CUTE_NO_UNROLL
       for (int block = of_tile.end - 1; block >= range.end; --block) {
@@ -345,17 +345,17 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     if constexpr (Traits::drops_blocks) {
       // Read again, because a register for it would be kept all the tile long.
-      const int first_of_tile = smem.work[work_place.stage].range.begin;
+      const int first_of_tile = smem.work[work_state.stage].range.begin;
       CUTE_NO_UNROLL
       for (int block = range.begin - 1; block >= first_of_tile; --block) {
         if constexpr (Traits::overlaps_softmax) turns.take_and_pass();
         drop_block();
       }
     }
-    write_output<Traits>(args, sequence, smem.work[work_place.stage].split, work.head, query_begin,
+    write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
                          output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();
-    release(smem.work_ring, work_place);
+    consumer_release(smem.work_ring, work_state);
   }
   if (Traits::stores_tiles && Traits::stores(thread))
     wait_stores();  // shared memory ends with the CTA

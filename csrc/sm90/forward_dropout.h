@@ -37,18 +37,18 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
   const RngState rng = read_rng(params.dropout.rng);
   const auto threshold = DropoutThreshold::of(params.dropout.threshold);
 
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<Traits::word_stages> place;
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    TileWork const& work = smem.work[work_place.stage].work;
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<Traits::word_stages> state;
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    TileWork const& work = smem.work[work_state.stage].work;
     if (work.tile == no_tile) break;
-    const BlockRange range = smem.work[work_place.stage].range;
+    const BlockRange range = smem.work[work_state.stage].range;
     const auto mask = DropoutMask::of(rng, params.dropout.threshold, work.sequence.index,
                                       params.shape.num_heads_q, work.head);
     const int first_query = work.tile * Traits::block_m + 16 * drawing_warp + lane / 4;
     __syncwarp();
-    release(smem.work_ring, work_place);
+    consumer_release(smem.work_ring, work_state);
 
     CUTE_NO_UNROLL
     for (int block = range.end - 1; block >= range.begin; --block) {
@@ -61,14 +61,14 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
         const std::uint32_t received =
             __shfl_xor_sync(0xffffffffu, drawn.word(1 - own_word), neighbour);
         auto& ring = smem.dropout.ring[warpgroup];
-        auto& words = smem.dropout.words[warpgroup][place.stage];
-        wait_empty(ring, place);  // late: these are drawn ahead of it
+        auto& words = smem.dropout.words[warpgroup][state.stage];
+        producer_acquire(ring, state);  // late: these are drawn ahead of it
         words[own_word][32 * drawing_warp + lane] = drawn.word(own_word);
         words[1 - own_word][32 * drawing_warp + lane] = received;
         __syncwarp();
-        publish(ring, place);
+        producer_commit(ring, state);
       }
-      place.advance();
+      state.advance();
     }
   }
 }
@@ -82,15 +82,15 @@ struct ThreadWords {
 template <class Traits>
 CUTE_DEVICE ThreadWords<Traits> take_words(typename Traits::SharedStorage& smem, int warpgroup,
                                            int thread,
-                                           RingPlace<Traits::word_stages> const& place) {
+                                           PipelineState<Traits::word_stages> const& state) {
   ThreadWords<Traits> kept;
   auto& ring = smem.dropout.ring[warpgroup];
-  wait_full(ring, place);
+  consumer_wait(ring, state);
   CUTE_UNROLL
   for (int word = 0; word < Traits::Words::words; ++word)
-    kept.words[word] = smem.dropout.words[warpgroup][place.stage][word][thread];
+    kept.words[word] = smem.dropout.words[warpgroup][state.stage][word][thread];
   __syncwarp();
-  release(ring, place);
+  consumer_release(ring, state);
   return kept;
 }
 

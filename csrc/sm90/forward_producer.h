@@ -108,19 +108,19 @@ struct TileAnnouncer {
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
   TileWalk<Traits> walk{args, args.tickets};
-  RingPlace<Traits::work_stages> place{};
+  PipelineState<Traits::work_stages> state{};
 
   // False at the end.
   CUTE_DEVICE bool announce_next() {
-    wait_empty(smem.work_ring, place);
-    auto& item = smem.work[place.stage];
+    producer_acquire(smem.work_ring, state);
+    auto& item = smem.work[state.stage];
     bool found;
     do {
       found = walk.next(item);
     } while (found && item.range.empty());
     if (!found) item.work.tile = no_tile;
-    FullBarrier::arrive(&smem.work_ring.full[place.stage]);
-    place.advance();
+    FullBarrier::arrive(&smem.work_ring.full[state.stage]);
+    state.advance();
     return found;
   }
 };
@@ -130,7 +130,7 @@ struct TileAnnouncer {
 template <class Traits>
 CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
   TileAnnouncer<Traits> tiles{args, smem};
-  for (RingPlace<1> wanted; tiles.announce_next(); wanted.advance())
+  for (PipelineState<1> wanted; tiles.announce_next(); wanted.advance())
     FullBarrier::wait(&smem.tile_wanted, wanted.lap);
 }
 
@@ -139,11 +139,11 @@ CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::Share
 template <class Traits>
 CUTE_DEVICE void load_bits(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
   PairBits const& bits = args.params.sparsity.bits;
-  RingPlace<Traits::work_stages> work_place;
-  RingPlace<1> places[Traits::consumers];
-  for (;; work_place.advance()) {
-    wait_full(smem.work_ring, work_place);
-    auto const& item = smem.work[work_place.stage];
+  PipelineState<Traits::work_stages> work_state;
+  PipelineState<1> places[Traits::consumers];
+  for (;; work_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    auto const& item = smem.work[work_state.stage];
     TileWork const& work = item.work;
     if (work.tile == no_tile) break;
     CUTE_NO_UNROLL
@@ -153,7 +153,7 @@ CUTE_DEVICE void load_bits(ForwardArguments const& args, typename Traits::Shared
       for (int part = 0; part < Traits::consumers; ++part) {
         if (!wants_bits(bits, visit.pieces, part)) continue;
         auto& ring = smem.sparse.bits_ring[part];
-        wait_empty(ring, places[part]);
+        producer_acquire(ring, places[part]);
         FullBarrier::arrive_and_expect_tx(&ring.full[0], sizeof(MaskBits));
         load_mask_bits(args.bits_map, &ring.full[0], smem.sparse.bits[part], bits,
                        work.sequence.index, work.head, work.tile * Traits::block_m + 64 * part,
@@ -161,7 +161,7 @@ CUTE_DEVICE void load_bits(ForwardArguments const& args, typename Traits::Shared
         places[part].advance();
       }
     }
-    EmptyBarrier::arrive(&smem.work_ring.empty[work_place.stage]);
+    EmptyBarrier::arrive(&smem.work_ring.empty[work_state.stage]);
   }
 }
 
@@ -176,10 +176,10 @@ struct Producer {
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
   TileAnnouncer<Traits> tiles{args, smem};  // of no use where another thread finds them
-  RingPlace<Traits::q_stages> q_place{};
-  RingPlace<Traits::stages> k_place{}, v_place{};
-  RingPlace<Traits::bias_stages> bias_place{};
-  RingPlace<Traits::work_stages> work_place{};
+  PipelineState<Traits::q_stages> q_state{};
+  PipelineState<Traits::stages> k_state{}, v_state{};
+  PipelineState<Traits::bias_stages> bias_state{};
+  PipelineState<Traits::work_stages> work_state{};
 
   // One thread, of the warps that load pages.
   CUTE_DEVICE static bool leads() { return !Traits::is_paged || threadIdx.x % 32 == 0; }
@@ -194,9 +194,9 @@ struct Producer {
 
   CUTE_DEVICE void load_queries(TileWork const& work) {
     Sequence const& sequence = work.sequence;
-    wait_empty(smem.q_ring, q_place);
-    const int stage = q_place.stage;
-    q_place.advance();
+    producer_acquire(smem.q_ring, q_state);
+    const int stage = q_state.stage;
+    q_state.advance();
     if (!leads()) return;
     std::uint64_t* full = &smem.q_ring.full[stage];
     FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes);
@@ -232,19 +232,19 @@ struct Producer {
   // announce(stage): what the consumers shall find with the tile.
   template <int kColumns, class Element, class Announce>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
-                             RingPlace<Traits::stages>& place, Element* tiles, KeySpan const& keys,
-                             int last_box, Announce announce) {
-    wait_empty(ring, place);
-    announce(place.stage);
-    std::uint64_t* full = &ring.full[place.stage];
-    Element* tile = tiles + place.stage * block_n * kColumns;
+                             PipelineState<Traits::stages>& state, Element* tiles,
+                             KeySpan const& keys, int last_box, Announce announce) {
+    producer_acquire(ring, state);
+    announce(state.stage);
+    std::uint64_t* full = &ring.full[state.stage];
+    Element* tile = tiles + state.stage * block_n * kColumns;
     if constexpr (Traits::is_paged) {
       load_pages<block_n, kColumns>(map, full, tile, keys, args.key_box_rows, last_box);
     } else {
       FullBarrier::arrive_and_expect_tx(full, block_n * kColumns * int(sizeof(Element)));
       load_tile<block_n, kColumns>(map, full, tile, keys, last_box);
     }
-    place.advance();
+    state.advance();
   }
 
   // K of a block, or of a position in the tile's list; where its values lie.
@@ -265,7 +265,7 @@ struct Producer {
       visited = {block, visit.pieces, hides_from, is_in_window};
     }
     const KeySpan keys = keys_of(smem.work[tile].work, block);
-    load_keys<head_dim>(args.k_map, smem.k_ring, k_place, smem.k, keys, head_dim, [&](int stage) {
+    load_keys<head_dim>(args.k_map, smem.k_ring, k_state, smem.k, keys, head_dim, [&](int stage) {
       if constexpr (Traits::is_sparse) smem.sparse.visited[stage] = visited;
       if constexpr (Traits::is_paged) {
         if (leads()) smem.misses_keys[stage] = keys.misses_keys;
@@ -277,28 +277,28 @@ struct Producer {
 
   CUTE_DEVICE void load_bias_tile(TileWork const& work, int block) {
     BiasParams const& bias = args.params.score.bias;
-    wait_empty(smem.bias_ring, bias_place);
-    std::uint64_t* full = &smem.bias_ring.full[bias_place.stage];
+    producer_acquire(smem.bias_ring, bias_state);
+    std::uint64_t* full = &smem.bias_ring.full[bias_state.stage];
     FullBarrier::arrive_and_expect_tx(full, Traits::bias_bytes);
     load_bias<block_m, block_n>(
-        args.bias_map, full, smem.bias + bias_place.stage * block_m * block_n,
+        args.bias_map, full, smem.bias + bias_state.stage * block_m * block_n,
         PairBox::of(bias, block * block_n, work.tile * block_m, work.head, work.sequence.index),
         bias);
-    bias_place.advance();
+    bias_state.advance();
   }
 
   // Columns of O that are made of what a box without values holds are not stored.
   CUTE_DEVICE void load_v(KeySpan const& values) {
-    load_keys<head_dim_v>(args.v_map, smem.v_ring, v_place, smem.v, values, args.last_v_box,
+    load_keys<head_dim_v>(args.v_map, smem.v_ring, v_state, smem.v, values, args.last_v_box,
                           [](int) {});
   }
 
   // Over a cache, in pages or not: what each of the two loading warps does. To start a tile's boxes
   // takes a warp as long as its products take, so that K and V have one each.
   CUTE_DEVICE void run_over_cache(bool loads_values) {
-    for (;; work_place.advance()) {
-      wait_full(smem.work_ring, work_place);
-      const int tile = work_place.stage;
+    for (;; work_state.advance()) {
+      consumer_wait(smem.work_ring, work_state);
+      const int tile = work_state.stage;
       TileWork const& work = smem.work[tile].work;
       if (work.tile == no_tile) break;
       const BlockRange range = smem.work[tile].range;
@@ -319,9 +319,9 @@ struct Producer {
 
   CUTE_DEVICE void run() {
     if constexpr (!Traits::has_finder) tiles.announce_next();
-    for (;; work_place.advance()) {
-      wait_full(smem.work_ring, work_place);
-      const int tile = work_place.stage;
+    for (;; work_state.advance()) {
+      consumer_wait(smem.work_ring, work_state);
+      const int tile = work_state.stage;
       if (smem.work[tile].work.tile == no_tile) break;
       const BlockRange range = smem.work[tile].range;
       load_queries(smem.work[tile].work);

@@ -1,4 +1,5 @@
-// Rings of shared-memory buffers between the warp that fills them and the warps that read them.
+// Pipelines: rings of shared-memory buffers between the warp that fills them, the producer, and the
+// warps that read them, the consumers.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -16,18 +17,18 @@ struct Ring {
   std::uint64_t full[kStages];   // the buffer may be read
   std::uint64_t empty[kStages];  // it may be written
 
-  CUTE_DEVICE void init(int readers, int writers = 1) {
+  CUTE_DEVICE void init(int consumers, int producers = 1) {
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
-      FullBarrier::init(&full[stage], writers);
-      EmptyBarrier::init(&empty[stage], readers);
+      FullBarrier::init(&full[stage], producers);
+      EmptyBarrier::init(&empty[stage], consumers);
     }
   }
 };
 
-// One side's place in a ring.
+// Which stage one side of a pipeline is at, and in which round of the ring.
 template <int kStages>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
   std::uint32_t lap = 0;  // its parity is the phase of the barriers
 
@@ -39,22 +40,22 @@ struct RingPlace {
   }
 };
 
-// The writer's side: wait_empty; fill, which completes full[stage]; advance.
+// The producer's side: producer_acquire; fill, which completes full[stage]; advance.
 template <int kStages>
-CUTE_DEVICE void wait_empty(Ring<kStages>& ring, RingPlace<kStages> const& place) {
-  EmptyBarrier::wait(&ring.empty[place.stage], place.lap ^ 1);  // passes in the first lap
+CUTE_DEVICE void producer_acquire(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  EmptyBarrier::wait(&ring.empty[state.stage], state.lap ^ 1);  // passes in the first lap
 }
 
-// The writers' side where they are warps: instead of completing full[stage], by each of them.
+// Where the producers are warps: instead of completing full[stage], by each of them.
 template <int kStages>
-CUTE_DEVICE void publish(Ring<kStages>& ring, RingPlace<kStages> const& place) {
-  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.full[place.stage]);
+CUTE_DEVICE void producer_commit(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.full[state.stage]);
 }
 
-// The readers' side: wait_full; read; release, by every warp; advance.
+// The consumers' side: consumer_wait; read; consumer_release, by every warp; advance.
 template <int kStages>
-CUTE_DEVICE void wait_full(Ring<kStages>& ring, RingPlace<kStages> const& place) {
-  FullBarrier::wait(&ring.full[place.stage], place.lap);
+CUTE_DEVICE void consumer_wait(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  FullBarrier::wait(&ring.full[state.stage], state.lap);
 }
 
 // Between reads by ordinary loads (not by wgmma) of what TMA fills and its release: an arrival does
@@ -66,8 +67,8 @@ CUTE_DEVICE void finish_reads() {
 }
 
 template <int kStages>
-CUTE_DEVICE void release(Ring<kStages>& ring, RingPlace<kStages> const& place) {
-  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.empty[place.stage]);
+CUTE_DEVICE void consumer_release(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.empty[state.stage]);
 }
 
 }  // namespace flash_attn_cuda::sm90
