@@ -43,8 +43,8 @@ class Code:
 
 
 def find_cuobjdump() -> str:
-    if path := shutil.which("cuobjdump"):
-        return path
+    if on_path := shutil.which("cuobjdump"):
+        return on_path
     triton = find_spec("triton")
     if triton is not None and triton.origin is not None:
         path = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
