@@ -15,7 +15,7 @@ demo: install-demo
 test: install-test
 	"$(PYTHON)" -m pytest $(TEST_ARGS)
 
-# On a GPU: the summary in tests/gpu_results. Workers that each take all cores for the reference would be ten times as slow.
+# On a GPU: the summary in tests/gpu_results. The workers share the cores, of which torch would give all to each.
 gpu-test: install-test
 	OMP_NUM_THREADS=2 "$(PYTHON)" -m pytest -m gpu --numprocesses $(GPU_TEST_WORKERS) --gpu-summary tests/gpu_results $(TEST_ARGS)
 

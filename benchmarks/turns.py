@@ -5,8 +5,8 @@ calls would share one clock, set by what all contenders draw on average: the hun
 flattered, by up to a tenth, and the leanest is punished. A turn of 100 ms runs at the clock that
 its own contender leaves, as a training run does. (benchmarks/README.md)
 
-Before the first turn all contenders run for a second, as a GPU that comes from rest holds a higher
-clock for a while than it can sustain. A turn starts with a lead-in that is not counted, in which
+Before the first turn all contenders run for a second, so that the first ones too find a GPU that is
+at work and not one that comes from rest. A turn starts with a lead-in that is not counted, in which
 clock and power follow the change of contenders. The order cancels a drift that is linear in time.
 What a turn gives is its time over its calls; a contender's figure is the median of its turns.
 
@@ -211,7 +211,7 @@ def rounds_for(contenders: Sequence[Contender], protocol: Protocol) -> int:
 
 
 def warm_up(contenders: Sequence[Contender], protocol: Protocol, on_cuda: bool) -> None:
-    """Runs a GPU at its power limit for as long as it takes to come down to a clock that lasts."""
+    """Has all contenders run, uncounted, so that no turn is of a GPU that comes from rest."""
     round_ms = sum(max(protocol.turn_ms, each.estimate_ms) for each in contenders)
     rounds = math.ceil(protocol.warm_up_ms / round_ms) if contenders else 0
     take_turns(contenders, rounds, protocol.turn_ms, on_cuda)

@@ -60,21 +60,20 @@ def _parse_entry(entry: str, variable: str) -> Arch:
     return arch
 
 
-def parse_archs(text: str, variable: str = VARIABLE) -> list[Arch]:
+def parse_archs(text: str) -> list[Arch]:
     """``"80;90"``, ``"8.0;9.0a+PTX"`` or ``"80+PTX"`` to entries in rising order; 90 is 90a.
 
-    Raises ArchError, naming the variable and the entry, for one that cannot be read or that no
-    kernel runs on.
+    Raises ArchError, naming the entry, for one that cannot be read or that no kernel runs on.
     """
     archs = set()
     for entry in _entries(text):
-        arch = _parse_entry(entry, variable)
+        arch = _parse_entry(entry, VARIABLE)
         if arch.capability < MINIMUM:
-            raise ArchError(f"{variable}: the kernels need capability >= {MINIMUM}, got {entry!r}")
+            raise ArchError(f"{VARIABLE}: the kernels need capability >= {MINIMUM}, got {entry!r}")
         first = FIRST_WITH_SUFFIX[arch.suffix]
         if arch.capability < first:
             raise ArchError(
-                f"{variable}: there is a suffix {arch.suffix} from {first} on, got {entry!r}"
+                f"{VARIABLE}: there is a suffix {arch.suffix} from {first} on, got {entry!r}"
             )
         archs.add(arch)
     return in_order(archs)

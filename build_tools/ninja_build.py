@@ -163,18 +163,24 @@ class Build:
     def _ninja_file(self) -> Path:
         return self.folder / "build.ninja"
 
-    def compile(self) -> None:
-        """Brings the objects up to date, with ccache where it is present."""
+    @property
+    def _objects(self) -> list[Path]:
+        return [job.object for job in self.compiles]
+
+    def _prepare(self) -> None:
         toolchain.find_ninja()  # before a file is written
-        objects = [job.object for job in self.compiles]
-        discard_damaged([*objects, self.link.target])
+        discard_damaged([*self._objects, self.link.target])
         write_ninja_file(self._ninja_file, self.compiles, self.link)
         write_compile_commands(self.folder / "compile_commands.json", self.compiles, self.folder)
-        run_ninja(self._ninja_file, self.jobs, self.folder, objects)
+
+    def compile(self) -> None:
+        """Brings the objects up to date, with ccache where it is present."""
+        self._prepare()
+        run_ninja(self._ninja_file, self.jobs, self.folder, self._objects)
 
     def finish(self) -> None:
-        """``compile``, then the link."""
-        self.compile()
+        """Brings objects and link up to date."""
+        self._prepare()
         run_ninja(self._ninja_file, self.jobs, self.folder)
         target = self.link.target
         write_if_changed(_record_of(target), json.dumps({"bytes": target.stat().st_size}))
