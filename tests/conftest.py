@@ -4,12 +4,14 @@ run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import gpu_summary
 import pytest
 import torch
 from cases import AttentionCase
+from gpus import gpus_of_worker, visible_gpus
 from harness import (
     DEVICE,
     ON_CPU,
@@ -35,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "cuda_only: a gpu test that the CPU backend cannot stand in for"
     )
     gpu_summary.register(config)
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and not ON_CPU and torch.cuda.device_count() > 1:
+        # Before CUDA starts, so that device 0 is another for every worker.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker(worker, visible_gpus()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

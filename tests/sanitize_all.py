@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import gpu_summary
-import torch
+from gpus import visible_gpus
 
 SANITIZE = Path(__file__).with_name("sanitize.py")
 SM80_ALONE = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
@@ -93,8 +93,7 @@ def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> 
 
 def own_resources(share: int, shares: int) -> dict[str, str]:
     """A GPU, in turns, and an equal part of the cores."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    gpus = visible_gpus()
     gpu = {"CUDA_VISIBLE_DEVICES": gpus[share % len(gpus)]} if gpus else {}
     return {**gpu, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // shares))}
 
