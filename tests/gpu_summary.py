@@ -120,14 +120,19 @@ def write(directory: Path, summary: dict[str, Any]) -> None:
 
 def add_sanitizer(directory: Path, verdicts: list[dict[str, Any]]) -> None:
     """Puts compute-sanitizer's verdicts into the summary of this device's tests, which must be of
-    the same commit: two of different ones would not belong together.
+    the same commit: two of different ones would not belong together. What is there of other tools
+    and families stays.
     """
     here = environment(Path(__file__).resolve().parent.parent)
     path = _path(directory, here["device"])
     summary = json.loads(path.read_text()) if path.is_file() else {**here, "outcomes": {}}
     if summary["commit"] != here["commit"]:
         raise ValueError(f"{path}: expected a summary of {here['commit']}, got {summary['commit']}")
-    write(directory, {**summary, "sanitizer": verdicts})
+    by_run = {
+        (verdict["tool"], verdict["family"]): verdict
+        for verdict in (*summary.get("sanitizer", ()), *verdicts)
+    }
+    write(directory, {**summary, "sanitizer": list(by_run.values())})
 
 
 def _device() -> str:

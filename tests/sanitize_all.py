@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.tools is None or run.tool in given.tools:
             verdicts.append(judge(run, given.processes, given.logs, given.seconds))
             print(json.dumps(asdict(verdicts[-1])), flush=True)
-    gpu_summary.add_sanitizer(given.summary, [asdict(verdict) for verdict in verdicts])
+            gpu_summary.add_sanitizer(given.summary, [asdict(verdicts[-1])])
     return 0 if all(verdict.passed for verdict in verdicts) else 1
 
 

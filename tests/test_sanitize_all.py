@@ -82,6 +82,10 @@ def test_verdicts_join_the_summary_of_the_same_commit(
     (verdict,) = json.loads(file.read_text())["sanitizer"]
     assert (verdict["tool"], verdict["calls"], verdict["findings"]) == ("memcheck", 4, 0)
     assert "| memcheck | as planned | 4 | 0 | 0 |" in file.with_suffix(".md").read_text()
+    gpu_summary.add_sanitizer(tmp_path / "results", [verdict | {"tool": "racecheck"}])
+    gpu_summary.add_sanitizer(tmp_path / "results", [verdict | {"calls": 5}])
+    known = json.loads(file.read_text())["sanitizer"]
+    assert [(each["tool"], each["calls"]) for each in known] == [("memcheck", 5), ("racecheck", 4)]
     monkeypatch.setenv("FLASH_ATTN_CUDA_COMMIT", "another")
     with pytest.raises(ValueError, match="expected a summary of another, got abc"):
         gpu_summary.add_sanitizer(tmp_path / "results", [verdict])
