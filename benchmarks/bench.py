@@ -167,22 +167,31 @@ def describe(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    cases, rows = list(cases_of(options)), []
-    for index, case in enumerate(cases, start=1):
-        results = [row_of(result) for result in measure(case, options)]
-        for which in unique_passes(results):
-            cells = "; ".join(describe(row) for row in results if row["pass"] == which)
-            print(f"[{index}/{len(cases)}] {case} {which}: {cells}", flush=True)
-        rows += results
-
-    command = shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])])
-    document = make_document(rows, options.baseline, options.device, command, protocol_of(options))
-    write_outputs(document, json_path=options.json, csv_path=options.csv, plot_path=options.plot)
-    print("\n".join(summary_lines(document)))
+    cases = list(cases_of(options))
+    rows: list[Row] = []
+    try:
+        for index, case in enumerate(cases, start=1):
+            results = [row_of(result) for result in measure(case, options)]
+            for which in unique_passes(results):
+                cells = "; ".join(describe(row) for row in results if row["pass"] == which)
+                print(f"[{index}/{len(cases)}] {case} {which}: {cells}", flush=True)
+            rows += results
+    finally:  # what was measured before an interruption is not lost with it
+        if rows:
+            write_results(rows, options, arguments)
     wrong = sum(1 for row in rows if row["check"] is not None and not row["check"]["passes"])
     if wrong:
         print(f"{wrong} results differ from the reference beyond rounding", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def write_results(
+    rows: list[Row], options: argparse.Namespace, arguments: list[str] | None
+) -> None:
+    command = shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])])
+    document = make_document(rows, options.baseline, options.device, command, protocol_of(options))
+    write_outputs(document, json_path=options.json, csv_path=options.csv, plot_path=options.plot)
+    print("\n".join(summary_lines(document)))
 
 
 def unique_passes(rows: list[Row]) -> list[str]:

@@ -11,8 +11,8 @@ writes: initcheck takes out, dk, dv and the gradient of a bias of Hopper kernels
 Decode kernels read words of the workspace before anybody wrote them, on purpose, and load O of
 splits without keys, which they do not use (marked_counter.h, decode_combine.h).
 Inputs come from the CPU and results go back there to be compared, so that nearly every kernel the
-sanitizer watches is this package's. Exit status 1 if a result is wrong; add --error-exitcode 1 for
-the sanitizer's findings.
+sanitizer watches is this package's; --references-on-gpu is faster where none watches. Exit status 1
+if a result is wrong; add --error-exitcode 1 for the sanitizer's findings.
 
 On a Hopper GPU FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80 in the environment brings the rows of other
 GPUs, and FLASH_ATTN_CUDA_SMEM_LIMIT those for less shared memory.
@@ -88,9 +88,12 @@ Call = tuple[str, Callable[[int], list[str]], str | None]
 # -- running them ----------------------------------------------------------------------------------
 
 
+reference_device = "cpu"
+
+
 def on_host(case: Case) -> Case:
-    """The same on the CPU, contiguous."""
-    case = replace(case, device="cpu")
+    """The same where references are made, contiguous."""
+    case = replace(case, device=reference_device)
     return replace(case, layout=Layout.contiguous) if isinstance(case, AttentionCase) else case
 
 
@@ -123,7 +126,7 @@ def run_spare_rows(case: VarlenCase, seed: int) -> list[str]:
         for name, x in result.tensors().items()
     }
     reference = run_reference(host_case, inputs, use_dlse=with_backward)
-    return flagged() + differences(AttentionResult(**trimmed).to("cpu"), reference)
+    return flagged() + differences(AttentionResult(**trimmed).to(reference_device), reference)
 
 
 def run_case(case: Case, seed: int) -> list[str]:
@@ -135,9 +138,11 @@ def run_case(case: Case, seed: int) -> list[str]:
         return run_cache(host_case, inputs, on_device)
     with_backward = missing_row(case, backward=True) is None
     result = (run_forward_backward if with_backward else run_forward)(case, on_device)
-    rng_state = drawn_rng_state(case, on_device).cpu() if case.dropout_p > 0.0 else None
+    rng_state = (
+        drawn_rng_state(case, on_device).to(reference_device) if case.dropout_p > 0.0 else None
+    )
     reference = run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
-    return differences(result.to("cpu"), reference)
+    return differences(result.to(reference_device), reference)
 
 
 def differences(result: AttentionResult, reference: Any) -> list[str]:
@@ -151,7 +156,12 @@ def run_cache(host_case: KvCacheCase, inputs: Any, on_device: Any) -> list[str]:
     for changes in ({}, {"num_splits": 3}, {"batch_invariant": True}):
         result, *caches = attend_over_cache(host_case, on_device, **changes)
         try:
-            assert_cache_close(host_case, inputs, result.to("cpu"), *(x.cpu() for x in caches))
+            assert_cache_close(
+                host_case,
+                inputs,
+                result.to(reference_device),
+                *(x.to(reference_device) for x in caches),
+            )
         except AssertionError as error:
             problems.append(f"{changes}: {error}")
     return problems
@@ -245,12 +255,12 @@ def run_masked_case(
         host_case.of,
         inputs.of,
         use_dlse=with_backward and not drops,
-        rng_state=drawn_rng_state(case.of, on_device.of).cpu() if drops else None,
+        rng_state=drawn_rng_state(case.of, on_device.of).to(reference_device) if drops else None,
         mask=inputs.mask,
         bias=inputs.bias,
         sink=inputs.sink,
     )
-    return problems + differences(result.to("cpu"), reference)
+    return problems + differences(result.to(reference_device), reference)
 
 
 def lists_of(case: MaskedCase, inputs: MaskedInputs) -> BlockSparsity | None:
@@ -306,7 +316,7 @@ def run_longer_sequence(case: MaskedCase, seed: int) -> list[str]:
     result = AttentionResult(out, lse.detach()[None, :, :seqlen], dq, dk, dv)
     masks = {"mask": inputs.mask, "bias": inputs.bias}
     reference = run_reference(host_case.of, inputs.of, use_dlse=False, **masks)
-    return problems + differences(result.to("cpu"), reference)
+    return problems + differences(result.to(reference_device), reference)
 
 
 def masked_call(
@@ -369,7 +379,12 @@ def main() -> int:
         metavar="I/N",
         help="run the I'th of N shares of them, so that several processes can share the work",
     )
+    parser.add_argument(
+        "--references-on-gpu", action="store_true", help="make what results are compared with there"
+    )
     options = parser.parse_args()
+    global reference_device
+    reference_device = DEVICE if options.references_on_gpu else "cpu"
     reason = None if ON_CPU else cuda_unavailable_reason()
     if reason is not None:
         print(f"sanitize: cannot run: {reason}", file=sys.stderr)
