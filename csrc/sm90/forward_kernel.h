@@ -4,7 +4,7 @@
 // (forward_producer.h), of which one thread finds the tiles and loads them by TMA, or two of its
 // warps load what lies in pages and another thread finds the tiles, one thread loads the bits of a
 // block-sparse mask, and one warp clears tiles without keys; and block_m / 64 consumer warpgroups
-// that multiply by wgmma (forward_consumer.h); setmaxnreg gives the producer's registers to them.
+// that multiply by wgmma (forward_consumer.h, of two CTAs on an SM forward_two_ctas.h); setmaxnreg gives the producer's registers to them.
 // Kernels with dropout have warps that draw its decisions for the consumers (forward_dropout.h).
 // Shared memory: Q block_m x head_dim, twice where there is room, so that the next tile's is there
 // in time; K block_n x head_dim and V block_n x head_dim_v in `stages` buffers each; O block_m x
@@ -18,6 +18,7 @@
 #include "sm90/forward_consumer.h"
 #include "sm90/forward_dropout.h"
 #include "sm90/forward_producer.h"
+#include "sm90/forward_two_ctas.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -70,7 +71,11 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     }
   } else if (!Traits::draws_ahead || warpgroup <= Traits::consumers) {
     cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
-    consume<Traits>(args, smem, warpgroup - 1);
+    if constexpr (Traits::overlaps_softmax) {
+      consume<Traits>(args, smem, warpgroup - 1);
+    } else {
+      consume_beside_a_cta<Traits>(args, smem, warpgroup - 1);
+    }
   } else if constexpr (Traits::draws_ahead) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::drawing_registers>();
     if (draws) draw_words<Traits>(args, smem, warp % 4);
