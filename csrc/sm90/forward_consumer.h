@@ -34,25 +34,30 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   turns.open();
   for (;; work_state.advance(), products.q_state.advance()) {
     consumer_wait(smem.work_ring, work_state);
-    WorkItem const& item = smem.work[work_state.stage];
-    if (item.work.tile == no_tile) break;
-    const auto tile = ForwardTile<Traits>::of(args, item, warpgroup);
-    const BlockRange range = tile.range;
-    const ForwardScores<Traits> scores(tile, smem, warpgroup, thread, score_pipelines);
+    TileWork const& work = smem.work[work_state.stage].work;
+    if (work.tile == no_tile) break;
+    const BlockRange of_tile = smem.work[work_state.stage].range;
+    Sequence const& sequence = work.sequence;
+    const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
+    BlockRange range = of_tile;
+    if (Traits::drops_blocks && !args.params.window.is_full())
+      range = own_blocks<Traits>(args.params, sequence, query_begin, of_tile);
+    const ForwardTile<Traits> tile{args.params, sequence, query_begin, range};
+    ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
     consumer_wait(smem.q_ring, products.q_state);
     if constexpr (Traits::drops_blocks) {
       CUTE_NO_UNROLL
-      for (int block = tile.of_tile.end - 1; block >= range.end; --block) {
-        if (block < tile.of_tile.end - 1) turns.take_and_pass();
+      for (int block = of_tile.end - 1; block >= range.end; --block) {
+        if (block < of_tile.end - 1) turns.take_and_pass();
         products.drop_block();
       }
     }
 
     // The first block's scores have no P V beside them.
-    const bool has_turn = range.end < tile.of_tile.end;
+    const bool has_turn = range.end < of_tile.end;
     if (has_turn) turns.take();
     products.start_scores(tSrS);
     if (has_turn) turns.pass();
@@ -61,8 +66,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       const BlockNews news = scores.look_up_block(products.k_state.stage);
       products.template finish_scores<0>(tSrS, block == range.begin);
       const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-      const auto kept = scores.decide_dropout(block);
-      scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
+      scores.decide_dropout(block);
+      scores.probabilities(tSrS, row_shifts, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
       for (int block = range.end - 2; block >= range.begin; --block) {
@@ -73,9 +78,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         const BlockNews news = scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, block == range.begin);
         const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-        const auto kept = scores.decide_dropout(block);
+        scores.decide_dropout(block);
         products.finish_output(tOrO);  // P is free
-        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, rescale_o);
+        scores.probabilities(tSrS, row_shifts, softmax, tOrP, rescale_o);
       }
       products.start_output(tOrP, tOrO, range.end - range.begin > 1);
     } else {
@@ -89,10 +94,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         const BlockNews news = scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, block == range.begin);
         const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-        const auto kept = scores.decide_dropout(block);
+        scores.decide_dropout(block);
         bool moved = false;
         float factors[2] = {1.0f, 1.0f};
-        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrNextP, [&](int row, float factor) {
+        scores.probabilities(tSrS, row_shifts, softmax, tOrNextP, [&](int row, float factor) {
           moved = true;
           factors[row] = factor;
         });
@@ -122,14 +127,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
 
     if constexpr (Traits::drops_blocks) {
       // Read again, because a register for it would be kept all the tile long.
-      const int first_of_tile = item.range.begin;
+      const int first_of_tile = smem.work[work_state.stage].range.begin;
       CUTE_NO_UNROLL
       for (int block = range.begin - 1; block >= first_of_tile; --block) {
         turns.take_and_pass();
         products.drop_block();
       }
     }
-    write_output<Traits>(args, tile.sequence(), item.split, item.work.head, tile.query_begin,
+    write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
                          products.output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();
     consumer_release(smem.work_ring, work_state);

@@ -41,26 +41,27 @@ struct ForwardScores {
   Pipelines& pipelines;
   ScoreModifiers modifiers{};
   DropoutMask dropout{};
+  KeptPairs<Traits> kept;
 
-  CUTE_DEVICE ForwardScores(Tile const& tile, Storage& smem, int warpgroup, int thread,
+  CUTE_DEVICE ForwardScores(Tile const& tile, int head, Storage& smem, int warpgroup, int thread,
                             Pipelines& pipelines)
       : tile(tile), smem(smem), warpgroup(warpgroup), thread(thread), pipelines(pipelines) {
     ForwardParams const& params = tile.params;
-    Sequence const& sequence = tile.sequence();
+    Sequence const& sequence = tile.sequence;
     if constexpr (Traits::has_modifiers) {
-      modifiers = ScoreModifiers::of(params.score, sequence.index, tile.work.head,
+      modifiers = ScoreModifiers::of(params.score, sequence.index, head,
                                      sequence.seqlen_k - sequence.seqlen_q);
     }
     if constexpr (Traits::has_dropout && !Traits::draws_ahead) {
       dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
-                                sequence.index, params.shape.num_heads_q, tile.work.head);
+                                sequence.index, params.shape.num_heads_q, head);
     }
   }
 
   // Of the block in `stage`, whose scores are multiplied. Called behind the products, so that whose
   // turn is next does not wait for it.
   CUTE_DEVICE BlockNews look_up_block(int stage) const {
-    BlockNews news;
+    BlockNews news{};
     if constexpr (Traits::is_paged) news.misses_keys = smem.misses_keys[stage];
     if constexpr (Traits::is_sparse) {
       news.visited = smem.sparse.visited[stage];
@@ -98,8 +99,8 @@ struct ForwardScores {
     }
     if constexpr (Traits::is_paged) {
       if (news.misses_keys) {
-        hide_missing_keys<block_n>(KeyRows::of(params.paged, tile.sequence()), scores, coords(),
-                                   key_begin, tile.sequence().seqlen_k, -INFINITY);
+        hide_missing_keys<block_n>(KeyRows::of(params.paged, tile.sequence), scores, coords(),
+                                   key_begin, tile.sequence.seqlen_k, -INFINITY);
       }
     }
     if (!is_interior)
@@ -107,11 +108,9 @@ struct ForwardScores {
     return row_shifts;
   }
 
-  // Of a block's pairs; of no meaning where nothing is dropped.
-  CUTE_DEVICE KeptPairs<Traits> decide_dropout([[maybe_unused]] int block) const {
-    KeptPairs<Traits> kept;
+  CUTE_DEVICE void decide_dropout([[maybe_unused]] int block) {
     if constexpr (Traits::has_dropout) {
-      if (tile.params.dropout.threshold == 0) return kept;
+      if (tile.params.dropout.threshold == 0) return;
       if constexpr (Traits::draws_ahead) {
         kept = take_words<Traits>(smem, warpgroup, thread, pipelines.words);
         pipelines.words.advance();
@@ -122,13 +121,11 @@ struct ForwardScores {
         });
       }
     }
-    return kept;
   }
 
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Shifts const& row_shifts,
-                                 KeptPairs<Traits> const& kept,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
                                  Rescale rescale) const {
     auto scores = rows_cols_view(tSrS);

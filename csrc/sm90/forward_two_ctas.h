@@ -36,20 +36,24 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
 
   for (;; work_state.advance(), products.q_state.advance()) {
     consumer_wait(smem.work_ring, work_state);
-    WorkItem const& item = smem.work[work_state.stage];
-    if (item.work.tile == no_tile) break;
-    const auto tile = ForwardTile<Traits>::of(args, item, warpgroup);
-    const BlockRange range = tile.range;
-    const int query_begin = tile.query_begin;
+    TileWork const& work = smem.work[work_state.stage].work;
+    if (work.tile == no_tile) break;
+    const BlockRange of_tile = smem.work[work_state.stage].range;
+    Sequence const& sequence = work.sequence;
+    const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
+    BlockRange range = of_tile;
+    if (Traits::drops_blocks && !args.params.window.is_full())
+      range = own_blocks<Traits>(args.params, sequence, query_begin, of_tile);
+    const ForwardTile<Traits> tile{args.params, sequence, query_begin, range};
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     consumer_wait(smem.q_ring, products.q_state);
-    drop_blocks(tile.of_tile.end - range.end);
+    drop_blocks(of_tile.end - range.end);
 
     // A warp without any multiplies as well, and nobody reads its O: it takes its scores for P.
-    const bool has_queries = query_begin + first_row_of_warp(thread) < tile.sequence().seqlen_q;
+    const bool has_queries = query_begin + first_row_of_warp(thread) < sequence.seqlen_q;
     int block = range.end - 1;
     bool has_output = false;
-    if (tile.sequence().seqlen_k - block * block_n <= Traits::narrow_keys) {
+    if (sequence.seqlen_k - block * block_n <= Traits::narrow_keys) {
       typename Traits::NarrowScoresMma narrow_mma;
       auto tNrS = partition_fragment_C(narrow_mma, Shape<_64, Int<Traits::narrow_keys>>{});
       auto tNrP = make_tensor_like<Element>(a_operand_view(tNrS));
@@ -89,8 +93,8 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
     }
 
     // Read again, because a register for it would be kept all the tile long.
-    drop_blocks(range.begin - item.range.begin);
-    write_output<Traits>(args, tile.sequence(), item.split, item.work.head, query_begin,
+    drop_blocks(range.begin - smem.work[work_state.stage].range.begin);
+    write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
                          products.output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();
     consumer_release(smem.work_ring, work_state);
