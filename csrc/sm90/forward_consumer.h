@@ -20,9 +20,10 @@ template <class Traits>
 CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
                          int warpgroup) {
   using Element = typename Traits::Element;
+  ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
-      warpgroup, Traits::drops_turns && args.params.dropout.threshold > 0};
+      warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
   PipelineState<Traits::work_stages> work_state;
   typename ForwardScores<Traits>::Pipelines score_pipelines;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
@@ -40,9 +41,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
     BlockRange range = of_tile;
-    if (Traits::drops_blocks && !args.params.window.is_full())
-      range = own_blocks<Traits>(args.params, sequence, query_begin, of_tile);
-    const ForwardTile<Traits> tile{args.params, sequence, query_begin, range};
+    if (Traits::drops_blocks && !params.window.is_full()) {
+      range = own_range(band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+                        query_begin, min(query_begin + 64, sequence.seqlen_q) - 1,
+                        sequence.seqlen_k, Traits::block_n, of_tile);
+    }
+    const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };

@@ -9,15 +9,6 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The blocks of a tile's that the 64 queries from query_begin on see.
-template <class Traits>
-CUTE_DEVICE BlockRange own_blocks(ForwardParams const& params, Sequence const& sequence,
-                                  int query_begin, BlockRange const& of_tile) {
-  return own_range(band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-                   query_begin, min(query_begin + 64, sequence.seqlen_q) - 1, sequence.seqlen_k,
-                   Traits::block_n, of_tile);
-}
-
 template <class Traits>
 struct ForwardTile {
   ForwardParams const& params;

@@ -18,6 +18,7 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
                                       typename Traits::SharedStorage& smem, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_n = Traits::block_n;
+  ForwardParams const& params = args.params;
   const int thread = threadIdx.x % 128;
   PipelineState<Traits::work_stages> work_state;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
@@ -29,9 +30,9 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
   // This thread's (rows, columns) of S -> (query, key)
   auto tScS = rows_cols_view(products.scores_mma.get_thread_slice(thread).partition_C(
       make_identity_tensor(Shape<_64, Int<block_n>>{})));
-  auto drop_blocks = [&](int count) {
+  auto drop_blocks = [&](int begin, int end) {
     CUTE_NO_UNROLL
-    for (; count > 0; --count) products.drop_block();
+    for (int block = end - 1; block >= begin; --block) products.drop_block();
   };
 
   for (;; work_state.advance(), products.q_state.advance()) {
@@ -42,12 +43,15 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
     BlockRange range = of_tile;
-    if (Traits::drops_blocks && !args.params.window.is_full())
-      range = own_blocks<Traits>(args.params, sequence, query_begin, of_tile);
-    const ForwardTile<Traits> tile{args.params, sequence, query_begin, range};
+    if (Traits::drops_blocks && !params.window.is_full()) {
+      range = own_range(band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+                        query_begin, min(query_begin + 64, sequence.seqlen_q) - 1,
+                        sequence.seqlen_k, Traits::block_n, of_tile);
+    }
+    const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     consumer_wait(smem.q_ring, products.q_state);
-    drop_blocks(of_tile.end - range.end);
+    drop_blocks(range.end, of_tile.end);
 
     // A warp without any multiplies as well, and nobody reads its O: it takes its scores for P.
     const bool has_queries = query_begin + first_row_of_warp(thread) < sequence.seqlen_q;
@@ -62,7 +66,7 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
       if (has_queries) {
         auto narrow_scores = rows_cols_view(tNrS);
         const int key_begin = block * block_n;
-        if (args.params.window.is_full()) {
+        if (params.window.is_full()) {
           tile.mask().apply_end(narrow_scores, tScS, key_begin, -INFINITY);
         } else {
           tile.mask().apply(narrow_scores, tScS, query_begin, key_begin, -INFINITY);
@@ -93,7 +97,7 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
     }
 
     // Read again, because a register for it would be kept all the tile long.
-    drop_blocks(range.begin - smem.work[work_state.stage].range.begin);
+    drop_blocks(smem.work[work_state.stage].range.begin, range.begin);
     write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
                          products.output_mma, tOrO, softmax, smem, warpgroup, thread);
     __syncwarp();
