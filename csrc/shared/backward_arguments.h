@@ -75,14 +75,15 @@ inline float score_factor(const BackwardParams& params) {
   return params.score.softmax_scale / keep_probability(params.dropout.threshold);
 }
 
-// Of the instance that the plan chose; has_modifiers: its kernel scales modified scores itself.
+// Of the instance that the plan chose; can_modify: its kernel scales scores itself
+// where the call modifies them.
 inline BackwardArguments backward_arguments(const BackwardPlan& plan, const BackwardParams& params,
-                                            bool has_modifiers) {
+                                            bool can_modify) {
   constexpr float log2e = 1.44269504088896f;
   const AttentionShape& shape = params.shape;
   const int block_m = plan.instance->config.block_m;
   char* workspace = static_cast<char*>(params.workspace);
-  const bool scales_scores = has_modifiers && has_score_modifiers(params.score);
+  const bool scales_scores = can_modify && modifies_scores(params.score);
   return {
       .params = params,
       .schedule = plan.schedule,

@@ -4,7 +4,7 @@
 //   S = Q K^T, P = exp(scale * S - LSE), dP = dO V^T, dS = P * (dP - D), D = rowsum(dO * O) - dLSE
 //   dV = P^T dO, dK = scale * dS^T Q, dQ = scale * dS K
 //
-// backward_scores.h has what softcap, ALiBi and dropout change between the products, turns.h how
+// backward_scores.h has what modifiers and dropout change between the products, turns.h how
 // dQ is summed in a fixed order.
 //
 // Threads: num_warps x 32. dK and dV stay in registers for the life of the CTA, which walks the
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       gemm(scores_mma, tSrS, q, k);
     }
     auto scores = rows_cols_view(tSrS);
-    if constexpr (!Traits::has_modifiers) probabilities(scores, tScS, args.scale_log2, lse_log2);
+    if constexpr (Traits::is_plain) probabilities(scores, tScS, args.scale_log2, lse_log2);
 
     auto tdPrdP = partition_fragment_C(scores_mma, Shape<Int<block_m>, Int<block_n>>{});
     clear(tdPrdP);
@@ -251,11 +251,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
         bias.add(scores, tScS, query_begin, key_begin, 1.0f / score_unit(params.score));
       }
     };
-    if constexpr (Traits::has_modifiers) {
+    if constexpr (!Traits::is_plain) {
       const ModifiedScores<Traits::has(feature::dropout)> modified{
           .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head,
                                           sequence.seqlen_k - sequence.seqlen_q),
-          .is_modified = has_score_modifiers(params.score),
+          .is_modified = modifies_scores(params.score),
           .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.index,
                                      shape.num_heads_q, step.head),
           .scale_log2 = args.scale_log2,

@@ -10,7 +10,7 @@ namespace flash_attn_cuda::sm80 {
 template <class Tag>
 void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
-  const BackwardArguments arguments = backward_arguments(plan, params, Traits::has_modifiers);
+  const BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
   launch_kernel<&backward_kernel<Tag>>(plan.schedule.grid_size(), Traits::threads,
                                        sizeof(typename Traits::SharedStorage), stream, arguments);
 }

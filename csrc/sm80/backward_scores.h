@@ -39,13 +39,13 @@ CUTE_DEVICE void score_gradients(Scores const& probs, Scores& dscores, Coords co
   }
 }
 
-// The same with softcap, ALiBi and dropout. With keep probability k, P is kept / k where it is
+// The same with modifiers and dropout. With keep probability k, P is kept / k where it is
 // kept, and dS = P * (dP * kept / k - D): the factor 1 / k is left to the ends of dV, dK and dQ,
 // and D is multiplied by k instead.
 template <bool kDrops>
 struct ModifiedScores {
   ScoreModifiers modifiers;
-  bool is_modified;     // by softcap, ALiBi or a bias: scores are scaled here
+  bool is_modified;     // by modifiers or a bias: scores are scaled here
   DropoutMask dropout;  // if kDrops
   float scale_log2;
   float keep_probability;
@@ -58,12 +58,16 @@ struct ModifiedScores {
   CUTE_DEVICE void differentiate(Scores& scores, Scores& dscores, Coords const& coords,
                                  float const* lse_log2, float const* softmax_d, AddBias add_bias,
                                  Hide hide, Store store_probabilities) const {
-    if (modifiers.has_softcap) {
+    if (modifiers.bends()) {
       if constexpr (kDrops) drop(dscores, coords);
-      tanh_of_scores(scores, modifiers.factor);
-      through_softcap(scores, dscores, coords, softmax_d);
-      if (modifiers.alibi_slope != 0.0f)
-        modifiers.add_alibi(scores, coords, query_begin, key_begin);
+      bool has_subtracted_d = false;  // late, for its registers
+      modifiers.apply_and_differentiate(
+          scores, coords, query_begin, key_begin, [&](auto derivative) {
+            if (!has_subtracted_d) subtract_d(dscores, coords, softmax_d);
+            has_subtracted_d = true;
+            CUTE_UNROLL
+            for (int i = 0; i < size(dscores); ++i) dscores(i) *= derivative(scores(i));
+          });
       add_bias();
       probabilities(scores, coords, scale_log2, lse_log2);
       hide();
@@ -115,18 +119,15 @@ struct ModifiedScores {
     }
   }
 
-  // dP -> (dP - D) times the slope of tanh.
+  // dP -> dP - D.
   template <class Scores, class Coords>
-  CUTE_DEVICE void through_softcap(Scores const& tanh, Scores& dscores, Coords const& coords,
-                                   float const* softmax_d) const {
+  CUTE_DEVICE void subtract_d(Scores& dscores, Coords const& coords,
+                              float const* softmax_d) const {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(dscores); ++row) {
       const float row_d = softmax_d[get<0>(coords(row, 0))] * keep_probability;
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(dscores); ++col) {
-        const float slope = 1.0f - tanh(row, col) * tanh(row, col);
-        dscores(row, col) = (dscores(row, col) - row_d) * slope;
-      }
+      for (int col = 0; col < size<1>(dscores); ++col) dscores(row, col) -= row_d;
     }
   }
 };

@@ -4,6 +4,7 @@
 
 #include "flash_attn/api.h"
 #include "shared/block_range.h"
+#include "shared/score_modifiers.h"
 #include "shared/tile_work.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
@@ -21,10 +22,10 @@ struct BackwardTraits {
   static constexpr int stages_do = config.stages_do;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers =  // anything between the products
-      has(feature::softcap | feature::alibi | feature::dropout | feature::bias);
+  // Nothing but the softmax lies between the products.
+  static constexpr bool is_plain = !has(modifier_features | feature::dropout | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
-  static_assert(has_modifiers || !is_sparse, "what hides unlisted pairs runs beside them");
+  static_assert(!is_plain || !is_sparse, "what hides unlisted pairs runs beside them");
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma =

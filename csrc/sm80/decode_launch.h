@@ -50,7 +50,7 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
   constexpr std::size_t smem_bytes = sizeof(typename Traits::SharedStorage);
   const AttentionShape& shape = params.shape;
   char* workspace = static_cast<char*>(params.workspace);
-  const bool scales_scores = has_score_modifiers(params.score);
+  const bool scales_scores = modifies_scores(params.score);
   const float scale = params.score.softmax_scale;
   const std::int64_t ctas_per_split = plan.schedule.grid_size();
   const bool decide = lengths_decide(plan, params);

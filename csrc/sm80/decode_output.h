@@ -4,7 +4,7 @@
 
 #include "shared/layout_views.h"
 #include "shared/online_softmax.h"
-#include "shared/score_modifiers.h"
+#include "shared/sink.h"
 #include "sm80/decode_split.h"
 
 namespace flash_attn_cuda::sm80 {

@@ -18,6 +18,7 @@
 #include "shared/pair_mask.h"
 #include "shared/score_bias.h"
 #include "shared/score_modifiers.h"
+#include "shared/sink.h"
 #include "shared/tile_work.h"
 #include "sm80/epilogue.h"
 #include "sm80/forward_traits.h"
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreModifiers modifiers{};
-  if constexpr (Traits::has_modifiers)
+  if constexpr (Traits::modifies_scores)
     modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
                                    sequence.seqlen_k - sequence.seqlen_q);
   [[maybe_unused]] DropoutMask dropout{};
@@ -296,8 +297,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
-    if constexpr (Traits::has_modifiers) {
-      if (has_score_modifiers(params.score)) modifiers.apply(scores, tScS, query_begin, key_begin);
+    if constexpr (Traits::modifies_scores) {
+      if (modifies_scores(params.score)) modifiers.apply(scores, tScS, query_begin, key_begin);
     }
     if constexpr (Traits::has(feature::bias)) {
       if (params.score.bias.data != nullptr) {

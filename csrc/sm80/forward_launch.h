@@ -16,7 +16,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   constexpr float log2e = 1.44269504088896f;
   const AttentionShape& shape = params.shape;
   char* workspace = static_cast<char*>(params.workspace);
-  const bool scales_scores = Traits::has_modifiers && has_score_modifiers(params.score);
+  const bool scales_scores = Traits::modifies_scores && modifies_scores(params.score);
   const float scale = params.score.softmax_scale;
   const std::int64_t ctas_per_split = plan.schedule.grid_size();
   const ForwardArguments arguments{

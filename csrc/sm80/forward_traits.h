@@ -4,6 +4,7 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
+#include "shared/score_modifiers.h"
 #include "shared/tile_work.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
@@ -19,7 +20,7 @@ struct ForwardTraits {
   static constexpr int threads = config.num_warps * 32;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::bias);
+  static constexpr bool modifies_scores = has(modifier_features | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
 
   // Whether registers are left for pointers to K and V from block to block. On an H200 that gained

@@ -37,7 +37,7 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
       .dv_map = value_map(params.dv),
       .bias_map = {},
       .dbias_map = {},
-      .call = backward_arguments(plan, params, Traits::has_modifiers || Traits::has_bias),
+      .call = backward_arguments(plan, params, Traits::has_score_modifiers || Traits::has_bias),
       .num_tiles = plan.schedule.grid_size(),
       .num_tickets = count_tickets(plan)};
   if constexpr (Traits::has_bias) {

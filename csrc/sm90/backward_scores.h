@@ -6,8 +6,8 @@
 //
 //   dS = |P| * (kept dP - D),
 //
-// until dS is made, and then 0 for dV. With a softcap dS takes a weight P * (1 - tanh^2) instead,
-// beside P. With keep probability k a kept dP counts 1 / k times: the factor is left to the ends of
+// until dS is made, and then 0 for dV. Where modifiers bend scores dS takes a weight P * their slope
+// instead, beside P. With keep probability k a kept dP counts 1 / k times: the factor is left to the ends of
 // dV, dK and dQ, and D is multiplied by k instead.
 #pragma once
 
@@ -126,8 +126,8 @@ struct ScoreMath {
       }
     } else {
       auto scores = rows_cols_view(tSrS);  // (keys, queries)
-      if constexpr (Traits::has(feature::alibi)) {
-        if (has_score_modifiers(call.params.score)) {
+      if constexpr (Traits::has_score_modifiers) {
+        if (modifies_scores(call.params.score)) {
           auto by_query = exchanged(scores);
           modifiers(tile).apply(by_query, coords_by_query<queries>(), tile.query_begin,
                                 tile.key_begin);
@@ -240,14 +240,12 @@ struct ScoreMath {
     const ScoreModifiers modifiers = this->modifiers(tile);
     CUTE_UNROLL
     for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
-    if (modifiers.has_softcap) {
-      tanh_of_scores(by_query, modifiers.factor);
-      CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) slopes(i) -= tSrS(i) * tSrS(i);
-      if (modifiers.alibi_slope != 0.0f)
-        modifiers.add_alibi(by_query, query_coords, tile.query_begin, tile.key_begin);
-    } else if (has_score_modifiers(call.params.score)) {
-      modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
+    if (modifies_scores(call.params.score)) {
+      modifiers.apply_and_differentiate(
+          by_query, query_coords, tile.query_begin, tile.key_begin, [&](auto derivative) {
+            CUTE_UNROLL
+            for (int i = 0; i < size(tSrS); ++i) slopes(i) *= derivative(tSrS(i));
+          });
     }
     if (!tile.is_interior) hide(tile, scores, coords_by_key<kQueries>());
     exponentiate(scores, lse_log2);

@@ -98,14 +98,15 @@ struct BackwardTraits {
   static constexpr int threads = 128 * (2 + key_warpgroups);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi | feature::dropout);
-  // A softcap's slope makes weights of their own of P (backward_scores.h).
-  static constexpr bool has_weights = has(feature::softcap);
+  static constexpr bool has_score_modifiers = has(modifier_features);
+  static constexpr bool draws = has(feature::dropout);
+  // A modifier's slope makes weights of their own of P (backward_scores.h).
+  static constexpr bool has_weights = has(bending_features);
 
   static constexpr bool is_sparse = has(feature::block_sparse);
-  static_assert(!is_sparse || (!separate && !has_modifiers && block_n == list_tile));
+  static_assert(!is_sparse || (!separate && !has_score_modifiers && !draws && block_n == list_tile));
   static constexpr bool has_bias = has(feature::bias);
-  static_assert(!has_bias || (!separate && !has_modifiers && !is_sparse));
+  static_assert(!has_bias || (!separate && !has_score_modifiers && !draws && !is_sparse));
   // The producer tells the key warpgroups of every step, for which they have no registers.
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
@@ -129,12 +130,12 @@ struct BackwardTraits {
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
   // P stays in registers for dV while dS is made, but where there are none for it: beside a
-  // softcap's weights, unless the head is narrow, and a bias added at head_dim 128. Beside the
+  // such weights, unless the head is narrow, and a bias added at head_dim 128. Beside the
   // code for ALiBi alone, or for dropout, ptxas serializes the products then (C7512).
   static constexpr bool lacks_registers =
       (has_weights && head_dim > 96) || (has_bias && head_dim == 128);
   static constexpr bool would_serialize =
-      has(feature::dropout) || (has(feature::alibi) && !has_weights);
+      draws || (has_score_modifiers && !has_weights);
   static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists

@@ -3,7 +3,7 @@
 
 #include "shared/dropout.h"
 #include "shared/online_softmax.h"
-#include "shared/score_modifiers.h"
+#include "shared/sink.h"
 #include "sm90/epilogue.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_traits.h"

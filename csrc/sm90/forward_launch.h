@@ -29,7 +29,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       Traits::is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
   const TensorExtent outputs = output_extent(shape, params.sequences);
   const bool scales_scores =
-      (Traits::has_modifiers || Traits::has_bias) && has_score_modifiers(params.score);
+      (Traits::has_score_modifiers || Traits::has_bias) && modifies_scores(params.score);
   const std::int64_t num_tiles = plan.schedule.grid_size();
   char* workspace = static_cast<char*>(params.workspace);
   ForwardArguments arguments{

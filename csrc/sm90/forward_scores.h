@@ -48,7 +48,7 @@ struct ForwardScores {
       : tile(tile), smem(smem), warpgroup(warpgroup), thread(thread), pipelines(pipelines) {
     ForwardParams const& params = tile.params;
     Sequence const& sequence = tile.sequence;
-    if constexpr (Traits::has_modifiers) {
+    if constexpr (Traits::has_score_modifiers) {
       modifiers = ScoreModifiers::of(params.score, sequence.index, head,
                                      sequence.seqlen_k - sequence.seqlen_q);
     }
@@ -82,8 +82,8 @@ struct ForwardScores {
     }
     const int key_begin = block * block_n;
     Shifts row_shifts{};
-    if constexpr (Traits::has_modifiers) {
-      if (has_score_modifiers(params.score)) {
+    if constexpr (Traits::has_score_modifiers) {
+      if (modifies_scores(params.score)) {
         if constexpr (Traits::shifts_rows) {
           modifiers.template apply_but_shifts<64, block_n>(scores, coords(), tile.query_begin,
                                                            key_begin, row_shifts);

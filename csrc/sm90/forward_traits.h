@@ -7,6 +7,7 @@
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
 #include "shared/narrow_step.h"
+#include "shared/score_modifiers.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
@@ -51,7 +52,7 @@ struct ForwardTraits {
   static constexpr int consumer_warps = config.num_warps;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_modifiers = has(feature::softcap | feature::alibi);
+  static constexpr bool has_score_modifiers = has(modifier_features);
   // What a row's scores have in common under ALiBi goes to the softmax (score_modifiers.h); with
   // dropout there are no registers for it, and calls without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
@@ -62,15 +63,15 @@ struct ForwardTraits {
   static constexpr bool has_bias = has(feature::bias);
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
-  static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
+  static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
 
   // Up to head dim 128 a warpgroup of its own draws dropout's decisions, a warp on each of the SM's
   // schedulers (forward_dropout.h). Above, the products have no registers to give, and consumers
   // that draw for themselves are faster.
   static constexpr bool draws_ahead = has_dropout && head_dim <= 128;
   static constexpr int drawing_warps = 4;
-  // Where something is dropped narrow heads are better off without turns, under a softcap alone
-  // with them.
+  // Where something is dropped narrow heads are better off without turns, where scores are only
+  // modified with them.
   static constexpr bool drops_turns = draws_ahead && head_dim == 64;
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = 128 * warpgroups;
@@ -94,7 +95,7 @@ struct ForwardTraits {
   // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
   // saves.
   static constexpr bool drops_blocks =
-      !is_sparse && !is_paged && !has_bias && !has_modifiers && !has_dropout;
+      !is_sparse && !is_paged && !has_bias && !has_score_modifiers && !has_dropout;
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
@@ -114,7 +115,7 @@ struct ForwardTraits {
   static constexpr bool is_for_short_calls =
       config.most_causal_seqlen > 0 || config.most_full_seqlen > 0;
   static constexpr bool alternates_probabilities =
-      overlaps_softmax && consumer_registers == 232 && !has_modifiers && !has_dropout &&
+      overlaps_softmax && consumer_registers == 232 && !has_score_modifiers && !has_dropout &&
       !is_for_short_calls && (head_dim < 256 || is_paged);
 
   using Element = ElementOf<config.dtype>;

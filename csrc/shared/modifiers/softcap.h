@@ -1,0 +1,75 @@
+// Softcap (Gemma 2, section 2): score -> cap * tanh(score / cap). Kernels count its scores in units
+// of cap and go on with tanh alone.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/params.h"
+#include "shared/online_softmax.h"
+
+namespace flash_attn_cuda {
+
+struct Softcap {
+  static constexpr FeatureSet feature = feature::softcap;
+  static constexpr bool is_linear = false;
+
+  float factor;  // from q k^T to the argument of tanh
+  bool is_used;
+
+  FAC_HOST_DEVICE static constexpr bool is_wanted(const ScoreParams& params) {
+    return params.softcap > 0.0f;
+  }
+  FAC_HOST_DEVICE static constexpr float unit(const ScoreParams& params) { return params.softcap; }
+
+  CUTE_DEVICE float apply(float score) const { return tanh_by_exp(score * factor); }
+
+  // A tile's, in place, all lanes of the warp together: by the polynomial where it reaches for
+  // every score of the tile, which with the caps that models have it usually does.
+  template <class Scores>
+  CUTE_DEVICE void apply(Scores& scores) const {
+    using namespace cute;
+    const float z_factor = factor * (1.0f / polynomial_argument);
+    std::uint32_t bits = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) {
+      scores(i) *= z_factor;
+      bits |= __float_as_uint(scores(i));
+    }
+    constexpr std::uint32_t from_two_on = 0x4000'0000;  // a bit of the exponent, of NaN as well
+    if (__any_sync(0xffffffffu, (bits & from_two_on) != 0)) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i)
+        scores(i) = tanh_by_exp(scores(i) * polynomial_argument);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_by_polynomial(scores(i));
+    }
+  }
+
+  // At the score that apply() made.
+  CUTE_DEVICE static float derivative(float modified) { return 1.0f - modified * modified; }
+
+ private:
+  // tanh to the last places of fp32 around 1: tanh.approx, with 11 bits, would show in LSE. Two
+  // MUFU operations; neither end overflows.
+  CUTE_DEVICE static float tanh_by_exp(float x) {
+    constexpr float two_log2e = 2.88539008177793f;
+    return 1.0f - 2.0f * fast_inverse(fast_exp2(x * two_log2e) + 1.0f);
+  }
+
+  static constexpr float polynomial_argument = 0.275f;  // x = this * z
+
+  // tanh(0.275 z) for |z| < 2 by a polynomial, to 1e-7: MUFU, at 4 operations a clock and quadrant,
+  // is what a kernel with a softcap has least of. Chebyshev interpolation of tanh(x) / x in x^2.
+  CUTE_DEVICE static float tanh_by_polynomial(float z) {
+    const float w = z * z;
+    float p = 1.467097440e-07f;
+    p = p * w - 6.254623056e-06f;
+    p = p * w + 2.094735433e-04f;
+    p = p * w - 6.932178978e-03f;
+    p = p * w + 2.749999910e-01f;
+    return p * z;
+  }
+};
+
+}  // namespace flash_attn_cuda
