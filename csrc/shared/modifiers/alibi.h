@@ -34,21 +34,24 @@ struct Alibi {
   CUTE_DEVICE void apply(Scores& scores, Coords const& coords, int query_begin,
                          int key_begin) const {
     using namespace cute;
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row)
-      apply_to_row(scores, coords, row, query_begin + get<0>(coords(row, 0)), key_begin);
-  }
-
-  template <class Scores, class Coords>
-  CUTE_DEVICE void apply_to_row(Scores& scores, Coords const& coords, int row, int query,
-                                int key_begin) const {
-    using namespace cute;
     // From the thread's first column, so that the others are constants away.
     const int first_column = get<1>(coords(0, 0));
-    const float centre = static_cast<float>(query + shift - key_begin - first_column);
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      apply_to_row(scores, coords, row,
+                   static_cast<float>(query_begin + get<0>(coords(row, 0)) + shift - key_begin -
+                                      first_column));
+    }
+  }
+
+  // A row of it; first_distance: from its query to the thread's first column.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void apply_to_row(Scores& scores, Coords const& coords, int row,
+                                float first_distance) const {
+    using namespace cute;
     CUTE_UNROLL
     for (int column = 0; column < size<1>(scores); ++column)
-      scores(row, column) -= slope * fabsf(centre - step_to(coords, row, column));
+      scores(row, column) -= slope * fabsf(first_distance - step_to(coords, row, column));
   }
 
   // Whether a tile's keys are all on one side of all its queries: then the distances to a row are
