@@ -8,6 +8,7 @@
 #include "shared/dropout.h"
 #include "shared/launch.h"
 #include "shared/paged_kv.h"
+#include "shared/score_modifiers.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -78,10 +79,8 @@ __global__ void __launch_bounds__(threads)
                             : -INFINITY;
   const KeyRows keys = KeyRows::of(params.paged, sequence);
   const int centre = query + sequence.seqlen_k - sequence.seqlen_q;
-  const float slope =
-      attends && params.score.alibi_slopes != nullptr
-          ? params.score.alibi_slopes[sequence.index * params.score.alibi_batch_stride + head]
-          : 0.0f;
+  const auto modifiers = ScoreModifiers::of(params.score, sequence.index, head,
+                                            sequence.seqlen_k - sequence.seqlen_q);
   const DropoutMask dropout =
       DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold, sequence.index,
                       shape.num_heads_q, head);
@@ -96,10 +95,7 @@ __global__ void __launch_bounds__(threads)
         float dot = 0.0f;
         for (int i = 0; i < shape.head_dim; ++i)
           dot += static_cast<float>(q[i]) * static_cast<float>(k[i]);
-        float score = dot * params.score.softmax_scale;
-        if (params.score.softcap > 0.0f)
-          score = params.score.softcap * tanhf(score / params.score.softcap);
-        score -= slope * fabsf(static_cast<float>(centre - key));
+        const float score = modifiers.apply(dot, query, key) * score_unit(params.score);
         probability = expf(score - lse);
       }
     }

@@ -61,15 +61,18 @@ struct ScoreModifiers {
   template <class Scores, class Coords>
   CUTE_DEVICE void apply(Scores& scores, Coords const& coords, int query_begin,
                          int key_begin) const {
-    apply_and_differentiate(scores, coords, query_begin, key_begin, [](auto) {});
+    scale_or_cap(scores);
+    if (alibi.is_used()) alibi.apply(scores, coords, query_begin, key_begin);
   }
 
-  // The same for a backward: after each modifier that bends scores, multiply(derivative) with what
-  // makes a factor of the chain rule of each of `scores`.
+  // The same for the backward of a call that bends scores: after each modifier that does,
+  // multiply(derivative), of which derivative(score) is the chain rule's factor of each of `scores`
+  // as they are then.
   template <class Scores, class Coords, class Multiply>
   CUTE_DEVICE void apply_and_differentiate(Scores& scores, Coords const& coords, int query_begin,
                                            int key_begin, Multiply multiply) const {
-    scale_or_cap(scores, multiply);
+    softcap.apply(scores);
+    multiply([](float modified) { return Softcap::derivative(modified); });
     if (alibi.is_used()) alibi.apply(scores, coords, query_begin, key_begin);
   }
 
@@ -86,20 +89,52 @@ struct ScoreModifiers {
       apply(scores, coords, query_begin, key_begin);
       return;
     }
-    scale_or_cap(scores, [](auto) {});
+    scale_or_cap(scores);
     alibi.template apply_but_shifts<kKeys>(scores, coords, query_begin, key_begin, row_shifts);
   }
 
  private:
-  template <class Scores, class Multiply>
-  CUTE_DEVICE void scale_or_cap(Scores& scores, Multiply multiply) const {
+  template <class Scores>
+  CUTE_DEVICE void scale_or_cap(Scores& scores) const {
     using namespace cute;
     if (softcap.is_used) {
       softcap.apply(scores);
-      multiply([](float modified) { return Softcap::derivative(modified); });
     } else if (softcap.factor != 1.0f) {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) *= softcap.factor;
+    }
+  }
+};
+
+// Of a tile whose rows are of several heads. Its scores are not in units.
+template <int kRows>
+struct RowModifiers {
+  Alibi alibi[kRows];
+
+  CUTE_DEVICE void set(int row, const ScoreParams& params, bool attends, int sequence, int head) {
+    alibi[row] = {.slope = attends ? Alibi::slope_of(params, sequence, head) : 0.0f, .shift = 0};
+  }
+
+  // Raw scores -> scores, in place. centres: the key that each row's query is at; columns count
+  // from key_begin.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void apply(const ScoreParams& params, Scores& scores, Coords const& coords,
+                         int const (&centres)[kRows], int key_begin) const {
+    using namespace cute;
+    if (Softcap::is_wanted(params)) {
+      Softcap::scale_and_apply(params, scores);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) *= params.softmax_scale;
+    }
+    if (!Alibi::is_wanted(params)) return;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int key = key_begin + get<1>(coords(row, col));
+        scores(row, col) = alibi[row].apply(scores(row, col), centres[row], key);
+      }
     }
   }
 };

@@ -60,13 +60,11 @@ struct ModifiedScores {
                                  Hide hide, Store store_probabilities) const {
     if (modifiers.bends()) {
       if constexpr (kDrops) drop(dscores, coords);
-      bool has_subtracted_d = false;  // late, for its registers
+      bool lacks_d = true;  // until scores are modified, for its registers
       modifiers.apply_and_differentiate(
           scores, coords, query_begin, key_begin, [&](auto derivative) {
-            if (!has_subtracted_d) subtract_d(dscores, coords, softmax_d);
-            has_subtracted_d = true;
-            CUTE_UNROLL
-            for (int i = 0; i < size(dscores); ++i) dscores(i) *= derivative(scores(i));
+            multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);
+            lacks_d = false;
           });
       add_bias();
       probabilities(scores, coords, scale_log2, lse_log2);
@@ -119,15 +117,19 @@ struct ModifiedScores {
     }
   }
 
-  // dP -> dP - D.
-  template <class Scores, class Coords>
-  CUTE_DEVICE void subtract_d(Scores& dscores, Coords const& coords,
-                              float const* softmax_d) const {
+  // dP -> (dP - D) times the slopes at modified scores; without softmax_d it is subtracted already.
+  template <class Scores, class Coords, class Derivative>
+  CUTE_DEVICE void multiply_slopes(Scores const& modified, Scores& dscores, Coords const& coords,
+                                   float const* softmax_d, Derivative derivative) const {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(dscores); ++row) {
-      const float row_d = softmax_d[get<0>(coords(row, 0))] * keep_probability;
+      const float row_d =
+          softmax_d == nullptr ? 0.0f : softmax_d[get<0>(coords(row, 0))] * keep_probability;
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(dscores); ++col) dscores(row, col) -= row_d;
+      for (int col = 0; col < size<1>(dscores); ++col) {
+        const float slope = derivative(modified(row, col));
+        dscores(row, col) = (dscores(row, col) - row_d) * slope;
+      }
     }
   }
 };

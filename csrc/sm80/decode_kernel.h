@@ -19,40 +19,15 @@ namespace flash_attn_cuda::sm80 {
 // What a thread needs of each of its rows to modify and hide its scores.
 template <int kRows>
 struct RowPositions {
-  float alibi_slope[kRows];
-  int centre[kRows];  // the key that windows and ALiBi count from
+  RowModifiers<kRows> modifiers;
+  int centre[kRows];  // the key that windows and modifiers count from
 
   CUTE_DEVICE void set(int i, ScoreParams const& score, Sequence const& sequence, Band const& band,
                        PackedRow const& row) {
-    const bool has_slope = score.alibi_slopes != nullptr && row.query < sequence.seqlen_q;
-    alibi_slope[i] =
-        has_slope ? score.alibi_slopes[sequence.index * score.alibi_batch_stride + row.head] : 0.0f;
+    modifiers.set(i, score, row.query < sequence.seqlen_q, sequence.index, row.head);
     centre[i] = row.query + band.shift;
   }
 
-  // Raw scores -> scores. Columns count from key_begin.
-  template <class Scores, class Coords>
-  CUTE_DEVICE void modify(ScoreParams const& params, Scores& scores, Coords const& coords,
-                          int key_begin) const {
-    if (params.softcap > 0.0f) {
-      const float inner = __fdividef(params.softmax_scale, params.softcap);
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i)
-        scores(i) = params.softcap * tanh_by_exp(scores(i) * inner);
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) *= params.softmax_scale;
-    }
-    if (params.alibi_slopes == nullptr) return;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        const int distance = centre[row] - (key_begin + get<1>(coords(row, col)));
-        scores(row, col) -= alibi_slope[row] * fabsf(static_cast<float>(distance));
-      }
-    }
-  }
 
   // What is outside the window or the span becomes -inf.
   template <class Scores, class Coords>
@@ -229,7 +204,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       gemm_registers_a(mma, tSrS, tSrQ, k);
 
     auto scores = rows_cols_view(tSrS);
-    if (args.scales_scores) positions.modify(params.score, scores, tScS, key_begin);
+    if (args.scales_scores)
+      positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
     if (key_begin < interior_begin || key_begin + slice > interior_end) {
       positions.hide(params.window, span, scores, tScS, key_begin);
     }

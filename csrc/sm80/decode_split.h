@@ -22,7 +22,7 @@ struct DecodeArguments {
   Divider group;       // query heads of a key head
   float scale_log2;    // as in ForwardArguments
   bool negate_q;       // softmax_scale < 0
-  bool scales_scores;  // softcap or ALiBi: scores are scaled before the softmax
+  bool scales_scores;  // modifiers: scores are scaled before the softmax
   bool
       has_vector_rows;  // every row of q, k, v and out begins at 16 bytes and is a multiple of them
   bool lengths_decide;  // about the number of splits

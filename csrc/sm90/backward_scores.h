@@ -240,12 +240,14 @@ struct ScoreMath {
     const ScoreModifiers modifiers = this->modifiers(tile);
     CUTE_UNROLL
     for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
-    if (modifies_scores(call.params.score)) {
+    if (modifiers.bends()) {
       modifiers.apply_and_differentiate(
           by_query, query_coords, tile.query_begin, tile.key_begin, [&](auto derivative) {
             CUTE_UNROLL
             for (int i = 0; i < size(tSrS); ++i) slopes(i) *= derivative(tSrS(i));
           });
+    } else if (modifies_scores(call.params.score)) {
+      modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
     }
     if (!tile.is_interior) hide(tile, scores, coords_by_key<kQueries>());
     exponentiate(scores, lse_log2);

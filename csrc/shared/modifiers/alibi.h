@@ -1,8 +1,10 @@
 // ALiBi (Press et al., "Train Short, Test Long", 2022): score -> score - slope * |i + shift - j|.
 #pragma once
 
+#include <cute/tensor.hpp>
+
 #include "flash_attn/params.h"
-#include "shared/block_range.h"
+#include "shared/host_device.h"
 
 namespace flash_attn_cuda {
 

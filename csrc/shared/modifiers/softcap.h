@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "flash_attn/params.h"
+#include "shared/host_device.h"
 #include "shared/online_softmax.h"
 
 namespace flash_attn_cuda {
@@ -44,6 +45,17 @@ struct Softcap {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) = tanh_by_polynomial(scores(i));
     }
+  }
+
+  // From q k^T to scores that are not in units, by exponentials alone: little code, for a kernel
+  // that waits for memory.
+  template <class Scores>
+  CUTE_DEVICE static void scale_and_apply(const ScoreParams& params, Scores& scores) {
+    using namespace cute;
+    const float inner = __fdividef(params.softmax_scale, params.softcap);
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i)
+      scores(i) = params.softcap * tanh_by_exp(scores(i) * inner);
   }
 
   // At the score that apply() made.
