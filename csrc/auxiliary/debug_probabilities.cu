@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(threads)
                             : -INFINITY;
   const KeyRows keys = KeyRows::of(params.paged, sequence);
   const int centre = query + sequence.seqlen_k - sequence.seqlen_q;
-  const auto modifiers = ScoreModifiers::of(params.score, sequence.index, head,
-                                            sequence.seqlen_k - sequence.seqlen_q);
+  const auto modifiers =
+      ScoreModifiers::of(params.score, sequence.index, head, sequence.seqlen_k - sequence.seqlen_q);
   const DropoutMask dropout =
       DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold, sequence.index,
                       shape.num_heads_q, head);

@@ -18,9 +18,10 @@ namespace flash_attn_cuda {
 inline constexpr FeatureSet modifier_features = Softcap::feature | Alibi::feature;
 inline constexpr FeatureSet bending_features = Softcap::feature;
 
-// Whether the call wants more than the scale.
+// Whether the call wants more than the scale. Here and below params are asked themselves: with
+// calls of is_wanted() kernels with a bias spill.
 FAC_HOST_DEVICE constexpr bool modifies_scores(const ScoreParams& params) {
-  return Softcap::is_wanted(params) || Alibi::is_wanted(params) || params.bias.data != nullptr;
+  return params.softcap > 0.0f || params.alibi_slopes != nullptr || params.bias.data != nullptr;
 }
 
 // A score is score_unit times what kernels hold: with a softcap they go on with tanh alone, and to
@@ -28,8 +29,8 @@ FAC_HOST_DEVICE constexpr bool modifies_scores(const ScoreParams& params) {
 // smaller than any that is used might overflow.
 FAC_HOST_DEVICE constexpr float score_unit(const ScoreParams& params) {
   constexpr float least_unit = 1e-6f;
-  if (Softcap::is_wanted(params)) return Softcap::unit(params);
-  const bool is_alibi_alone = Alibi::is_wanted(params) && params.bias.data == nullptr;
+  if (params.softcap > 0.0f) return params.softcap;
+  const bool is_alibi_alone = params.alibi_slopes != nullptr && params.bias.data == nullptr;
   return is_alibi_alone && params.softmax_scale >= least_unit ? params.softmax_scale : 1.0f;
 }
 
@@ -43,9 +44,9 @@ struct ScoreModifiers {
                                        int shift) {
     const float slope = Alibi::slope_of(params, sequence, head);
     const float unit = score_unit(params);
-    return {.softcap = {.factor = params.softmax_scale / unit,
-                        .is_used = Softcap::is_wanted(params)},
-            .alibi = {.slope = slope / unit, .shift = shift}};
+    return {
+        .softcap = {.factor = params.softmax_scale / unit, .is_used = Softcap::is_wanted(params)},
+        .alibi = {.slope = slope / unit, .shift = shift}};
   }
 
   // Whether derivatives are not all 1.

@@ -28,7 +28,6 @@ struct RowPositions {
     centre[i] = row.query + band.shift;
   }
 
-
   // What is outside the window or the span becomes -inf.
   template <class Scores, class Coords>
   CUTE_DEVICE void hide(Window const& window, KeySpan const& span, Scores& scores,

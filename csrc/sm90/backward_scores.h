@@ -6,9 +6,9 @@
 //
 //   dS = |P| * (kept dP - D),
 //
-// until dS is made, and then 0 for dV. Where modifiers bend scores dS takes a weight P * their slope
-// instead, beside P. With keep probability k a kept dP counts 1 / k times: the factor is left to the ends of
-// dV, dK and dQ, and D is multiplied by k instead.
+// until dS is made, and then 0 for dV. Where modifiers bend scores dS takes a weight P * their
+// slope instead, beside P. With keep probability k a kept dP counts 1 / k times: the factor is left
+// to the ends of dV, dK and dQ, and D is multiplied by k instead.
 #pragma once
 
 #include "shared/backward_arguments.h"
@@ -241,11 +241,12 @@ struct ScoreMath {
     CUTE_UNROLL
     for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
     if (modifiers.bends()) {
-      modifiers.apply_and_differentiate(
-          by_query, query_coords, tile.query_begin, tile.key_begin, [&](auto derivative) {
-            CUTE_UNROLL
-            for (int i = 0; i < size(tSrS); ++i) slopes(i) *= derivative(tSrS(i));
-          });
+      modifiers.apply_and_differentiate(by_query, query_coords, tile.query_begin, tile.key_begin,
+                                        [&](auto derivative) {
+                                          CUTE_UNROLL
+                                          for (int i = 0; i < size(tSrS); ++i)
+                                            slopes(i) *= derivative(tSrS(i));
+                                        });
     } else if (modifies_scores(call.params.score)) {
       modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
     }

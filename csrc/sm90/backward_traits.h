@@ -104,7 +104,8 @@ struct BackwardTraits {
   static constexpr bool has_weights = has(bending_features);
 
   static constexpr bool is_sparse = has(feature::block_sparse);
-  static_assert(!is_sparse || (!separate && !has_score_modifiers && !draws && block_n == list_tile));
+  static_assert(!is_sparse ||
+                (!separate && !has_score_modifiers && !draws && block_n == list_tile));
   static constexpr bool has_bias = has(feature::bias);
   static_assert(!has_bias || (!separate && !has_score_modifiers && !draws && !is_sparse));
   // The producer tells the key warpgroups of every step, for which they have no registers.
@@ -134,8 +135,7 @@ struct BackwardTraits {
   // code for ALiBi alone, or for dropout, ptxas serializes the products then (C7512).
   static constexpr bool lacks_registers =
       (has_weights && head_dim > 96) || (has_bias && head_dim == 128);
-  static constexpr bool would_serialize =
-      draws || (has_score_modifiers && !has_weights);
+  static constexpr bool would_serialize = draws || (has_score_modifiers && !has_weights);
   static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists

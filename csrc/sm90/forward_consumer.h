@@ -31,6 +31,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   auto tOrO = products.make_output();
   auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto output = rows_cols_view(tOrO);
+  BlockNews news{};
 
   turns.open();
   for (;; work_state.advance(), products.q_state.advance()) {
@@ -47,7 +48,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
                         sequence.seqlen_k, Traits::block_n, of_tile);
     }
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
-    ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
+    [[maybe_unused]] KeptPairs<Traits> kept;
+    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
@@ -67,11 +69,11 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     if (has_turn) turns.pass();
     {
       const int block = range.end - 1;
-      const BlockNews news = scores.look_up_block(products.k_state.stage);
+      scores.look_up_block(products.k_state.stage, news);
       products.template finish_scores<0>(tSrS, block == range.begin);
       const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-      scores.decide_dropout(block);
-      scores.probabilities(tSrS, row_shifts, softmax, tOrP, [](int, float) {});
+      scores.decide_dropout(block, kept);
+      scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
       for (int block = range.end - 2; block >= range.begin; --block) {
@@ -79,12 +81,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         products.start_scores(tSrS);
         products.start_output(tOrP, tOrO, block < range.end - 2);
         turns.pass();
-        const BlockNews news = scores.look_up_block(products.k_state.stage);
+        scores.look_up_block(products.k_state.stage, news);
         products.template finish_scores<1>(tSrS, block == range.begin);
         const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-        scores.decide_dropout(block);
+        scores.decide_dropout(block, kept);
         products.finish_output(tOrO);  // P is free
-        scores.probabilities(tSrS, row_shifts, softmax, tOrP, rescale_o);
+        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, rescale_o);
       }
       products.start_output(tOrP, tOrO, range.end - range.begin > 1);
     } else {
@@ -95,13 +97,13 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         products.start_scores(tSrS);
         products.start_output(tOrP, tOrO, block < range.end - 2);
         turns.pass();
-        const BlockNews news = scores.look_up_block(products.k_state.stage);
+        scores.look_up_block(products.k_state.stage, news);
         products.template finish_scores<1>(tSrS, block == range.begin);
         const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
-        scores.decide_dropout(block);
+        scores.decide_dropout(block, kept);
         bool moved = false;
         float factors[2] = {1.0f, 1.0f};
-        scores.probabilities(tSrS, row_shifts, softmax, tOrNextP, [&](int row, float factor) {
+        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrNextP, [&](int row, float factor) {
           moved = true;
           factors[row] = factor;
         });

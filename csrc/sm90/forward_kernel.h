@@ -4,12 +4,12 @@
 // (forward_producer.h), of which one thread finds the tiles and loads them by TMA, or two of its
 // warps load what lies in pages and another thread finds the tiles, one thread loads the bits of a
 // block-sparse mask, and one warp clears tiles without keys; and block_m / 64 consumer warpgroups
-// that multiply by wgmma (forward_consumer.h, of two CTAs on an SM forward_two_ctas.h); setmaxnreg gives the producer's registers to them.
-// Kernels with dropout have warps that draw its decisions for the consumers (forward_dropout.h).
-// Shared memory: Q block_m x head_dim, twice where there is room, so that the next tile's is there
-// in time; K block_n x head_dim and V block_n x head_dim_v in `stages` buffers each; O block_m x
-// head_dim_v where there is room; two places for tiles of work; for a bias two tiles block_m x
-// block_n, for a mask the bits of one (forward_traits.h).
+// that multiply by wgmma (forward_consumer.h, of two CTAs on an SM forward_two_ctas.h); setmaxnreg
+// gives the producer's registers to them. Kernels with dropout have warps that draw its decisions
+// for the consumers (forward_dropout.h). Shared memory: Q block_m x head_dim, twice where there is
+// room, so that the next tile's is there in time; K block_n x head_dim and V block_n x head_dim_v
+// in `stages` buffers each; O block_m x head_dim_v where there is room; two places for tiles of
+// work; for a bias two tiles block_m x block_n, for a mask the bits of one (forward_traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

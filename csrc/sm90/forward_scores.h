@@ -41,7 +41,6 @@ struct ForwardScores {
   Pipelines& pipelines;
   ScoreModifiers modifiers{};
   DropoutMask dropout{};
-  KeptPairs<Traits> kept;
 
   CUTE_DEVICE ForwardScores(Tile const& tile, int head, Storage& smem, int warpgroup, int thread,
                             Pipelines& pipelines)
@@ -60,14 +59,12 @@ struct ForwardScores {
 
   // Of the block in `stage`, whose scores are multiplied. Called behind the products, so that whose
   // turn is next does not wait for it.
-  CUTE_DEVICE BlockNews look_up_block(int stage) const {
-    BlockNews news{};
+  CUTE_DEVICE void look_up_block(int stage, BlockNews& news) const {
     if constexpr (Traits::is_paged) news.misses_keys = smem.misses_keys[stage];
     if constexpr (Traits::is_sparse) {
       news.visited = smem.sparse.visited[stage];
       if (!news.visited.shows_all(warpgroup)) news.seen = take_bits(news.visited.pieces);
     }
-    return news;
   }
 
   // Raw scores -> those of the softmax; returns what rows of them lack.
@@ -108,7 +105,9 @@ struct ForwardScores {
     return row_shifts;
   }
 
-  CUTE_DEVICE void decide_dropout([[maybe_unused]] int block) {
+  // Of the pairs of a block. Left as it was where nothing is dropped.
+  CUTE_DEVICE void decide_dropout([[maybe_unused]] int block,
+                                  [[maybe_unused]] KeptPairs<Traits>& kept) const {
     if constexpr (Traits::has_dropout) {
       if (tile.params.dropout.threshold == 0) return;
       if constexpr (Traits::draws_ahead) {
@@ -126,6 +125,7 @@ struct ForwardScores {
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Shifts const& row_shifts,
+                                 [[maybe_unused]] KeptPairs<Traits> const& kept,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
                                  Rescale rescale) const {
     auto scores = rows_cols_view(tSrS);
@@ -152,8 +152,7 @@ struct ForwardScores {
     if (!wants_bits(tile.params.sparsity.bits, pieces, warpgroup)) return {};
     auto& ring = smem.sparse.bits_ring[warpgroup];
     consumer_wait(ring, pipelines.bits);
-    const SeenPairs seen =
-        read_mask_bits(smem.sparse.bits[warpgroup], pieces, warpgroup, coords());
+    const SeenPairs seen = read_mask_bits(smem.sparse.bits[warpgroup], pieces, warpgroup, coords());
     finish_reads();
     consumer_release(ring, pipelines.bits);
     pipelines.bits.advance();

@@ -62,8 +62,8 @@ struct Alibi {
   template <int kQueries, int kKeys>
   CUTE_DEVICE bool is_one_sided(int query_begin, int key_begin) const {
     const int first_distance = query_begin + shift - key_begin;
-    return is_used() && (keys_come_first<kKeys>(first_distance) ||
-                         first_distance + kQueries - 1 <= 0);
+    return is_used() &&
+           (keys_come_first<kKeys>(first_distance) || first_distance + kQueries - 1 <= 0);
   }
 
   // How much higher what is left out makes the rows than that of the next tile of keys did: tiles

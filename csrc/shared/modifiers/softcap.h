@@ -20,7 +20,6 @@ struct Softcap {
   FAC_HOST_DEVICE static constexpr bool is_wanted(const ScoreParams& params) {
     return params.softcap > 0.0f;
   }
-  FAC_HOST_DEVICE static constexpr float unit(const ScoreParams& params) { return params.softcap; }
 
   CUTE_DEVICE float apply(float score) const { return tanh_by_exp(score * factor); }
 
