@@ -5,7 +5,7 @@ The public functions are those of FlashAttention-2, with its names and parameter
 
 __version__ = "0.1.0"
 
-from . import kvcache_ops, masked_ops, masks, ops, varlen_ops
+from . import combine_ops, masks, ops
 from .build_info import compiled_rows, cuda_unavailable_reason
 from .interface import (
     check_device_errors,
@@ -23,6 +23,7 @@ from .sparsity import BlockSparsity
 __all__ = [
     "BlockSparsity",
     "check_device_errors",
+    "combine_ops",
     "compiled_rows",
     "cuda_unavailable_reason",
     "flash_attn_combine",
@@ -33,9 +34,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
-    "kvcache_ops",
-    "masked_ops",
     "masks",
     "ops",
-    "varlen_ops",
 ]

@@ -58,7 +58,6 @@ class Options(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     deterministic: bool
-    sink: Tensor | None = None  # of a call that reads pages; masked.py has its own
 
     @property
     def is_mask_only(self) -> bool:
@@ -175,10 +174,9 @@ def rows_bound(x: Tensor, block_table: Any = None) -> int:
     return block_table.shape[1] * x.shape[1] if block_table.dim() == 2 and x.dim() > 1 else 0
 
 
-def is_plain_cuda_call(q: Any, k: Any, v: Any, *others: Any) -> bool:
-    """Whether nothing but eager autograd would see an operator: half a microsecond.
-
-    `others` may be None. While a compiler is tracing, the answer is no.
+def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:
+    """Whether nothing but eager autograd would see an operator: half a microsecond. While a
+    compiler is tracing, the answer is no.
     """
     return (
         not is_compiling()
@@ -190,13 +188,7 @@ def is_plain_cuda_call(q: Any, k: Any, v: Any, *others: Any) -> bool:
         and _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and not _are_functorch_transforms_active()
-        and (not others or all(x is None or type(x) is Tensor for x in others))
     )
-
-
-def default_scale(q: Tensor, softmax_scale: float | None) -> float:
-    """head_dim ** -0.5, of q before any padding, unless a scale is given."""
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def pad_head_dim(x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
-"""Attention with a mask of its own, a bias or a sink: what the public functions do with those.
-
-Everything becomes one call of _masked_forward: lists and bits of a BlockSparsity, a bias in four
-dimensions, a sink in fp32. Calls with none of them do not come here.
+"""Masks, biases and sinks as callers give them, made into what an AttentionCall has: lists and
+bits of a BlockSparsity, a bias in four dimensions, a sink in softmax_lse's dtype.
 """
 
 from __future__ import annotations
@@ -11,33 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import (
-    Options,
-    Result,
-    cast_for_autocast,
-    default_scale,
-    is_plain_cuda_call,
-    needs_padding,
-    pad_head_dim,
-    rows_bound,
-    seqlen_bound,
-)
-from .checks import (
-    check_alibi_slopes,
-    check_attention_inputs,
-    check_sink,
-    check_softmax_scale,
-    check_tensor,
-    refuse_forward_gradients,
-    sink_for,
-)
-from .length_checks import Lengths, check_varlen_inputs
+from .arguments import cast_for_autocast, rows_bound, seqlen_bound
+from .call import AttentionCall
+from .call_checks import check_call, extent_of
+from .checks import sink_for
 from .mask_checks import PairExtent, check_attn_mask, check_blocks, check_sparsity
-from .masked_ops import MaskedForwardCall, masked_forward_for_transforms
-from .op_support import arguments_of, check_vmap_randomness, is_functorch_active
 from .sparsity import BlockSparsity
-
-_ops = torch.ops.flash_attn_cuda
 
 
 class Masks(NamedTuple):
@@ -46,141 +23,45 @@ class Masks(NamedTuple):
     attn_mask: Tensor | None
     block_mask: Any
     block_size: Any
-    sink: Tensor | None
 
-    def is_dense_mask(self) -> bool:  # no property, as in Lengths
+    def is_dense_mask(self) -> bool:  # no property: torch 2.10 does not compile those of a tuple
         return isinstance(self.attn_mask, Tensor) and self.attn_mask.dtype == torch.bool
 
-    def sink_over_pages(self, q: Any) -> Tensor | None:
-        """The sink of a call that reads pages, which can have none of the others."""
-        for name in ("attn_mask", "block_mask", "block_size"):
-            if getattr(self, name) is not None:
+
+def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -> None:
+    """Sets lists, bits and bias of a call, whose other arguments are checked first, and the bounds
+    of packed sequences, which may be those of the mask.
+    """
+    if call.block_table is not None:
+        for name in Masks._fields:
+            if getattr(masks, name) is not None:
                 raise NotImplementedError(f"{name}: must be None with a block_table")
-        check_tensor("q", q)
-        sink = sink_for(q, self.sink)
-        # With a gradient in view it stays in the graph, so that the backward can refuse.
-        is_differentiated = sink is not None and sink.requires_grad and torch.is_grad_enabled()
-        return sink if sink is None or is_differentiated else sink.detach()
-
-
-def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, masks: Masks, return_attn_probs: bool
-) -> Result:
-    """flash_attn_func where one of the masks is given."""
-    q, k, v = cast_for_autocast(q, k, v)
-    check_attention_inputs(q, k, v, options.softmax_scale)
-    check_alibi_slopes(options.alibi_slopes, q.shape[0], q)
-    extent = PairExtent(q.shape[0], q.shape[2], q.shape[1], k.shape[1], is_packed=False)
+    call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     sparsity = _given_sparsity(masks)
-    return _attend(q, k, v, None, extent, options, masks, sparsity, return_attn_probs)
-
-
-def attend_masked_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: tuple[Any, Any],
-    max_seqlens: tuple[Any, Any],
-    used: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: Options,
-    masks: Masks,
-    return_attn_probs: bool,
-) -> Result:
-    """flash_attn_varlen_func, without a block_table, where one of the masks is given."""
-    q, k, v = cast_for_autocast(q, k, v)
-    check_tensor("q", q)
-    check_tensor("k", k)
-    sparsity = _given_sparsity(masks)
-    most_q, most_k = (None, None) if sparsity is None else (sparsity.seqlen_q, sparsity.seqlen_k)
-    bounds = (
-        _bound("max_seqlen_q", max_seqlens[0], masks, most_q, q),
-        _bound("max_seqlen_k", max_seqlens[1], masks, most_k, k),
-    )
-    lengths = Lengths(*cu_seqlens, *bounds, *used)
-    check_softmax_scale(options.softmax_scale)
-    check_varlen_inputs(q, k, v, lengths)
-    check_alibi_slopes(options.alibi_slopes, lengths.batch(), q)
-    extent = PairExtent(lengths.batch(), q.shape[1], *bounds, is_packed=True)
-    return _attend(q, k, v, lengths, extent, options, masks, sparsity, return_attn_probs)
-
-
-def sink_without_gradient(q: Tensor, sink: Any) -> Tensor | None:
-    """sink_for of a call without a backward: a parameter becomes a plain tensor."""
-    sink = sink_for(q, sink)
-    return None if sink is None else sink.detach()
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths | None,
-    extent: PairExtent,
-    options: Options,
-    masks: Masks,
-    sparsity: BlockSparsity | None,
-    return_attn_probs: bool,
-) -> Result:
-    if return_attn_probs and options.dropout_p > 0.0:
-        raise NotImplementedError(
-            "return_attn_probs: must be False where there is dropout and an attn_mask, a "
-            f"block_mask or a sink, got True and dropout_p {options.dropout_p}"
+    if call.is_packed():
+        most_q, most_k = (
+            (None, None) if sparsity is None else (sparsity.seqlen_q, sparsity.seqlen_k)
         )
-    sparsity = _checked_sparsity(masks, sparsity, extent, q)
-    bias = None if masks.is_dense_mask() else _bias_of(masks.attn_mask, extent, q)
-    sink = sink_for(q, masks.sink)
-    check_sink(sink, q)
-
-    head_dim_v = v.shape[-1]
-    scale = default_scale(q, options.softmax_scale)
-    is_padded = q.is_cuda and needs_padding(q, v)
-    if is_padded:
-        q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    needs_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, bias, sink)
-    )
-    call = MaskedForwardCall(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=None if lengths is None else lengths.cu_seqlens_q,
-        cu_seqlens_k=None if lengths is None else lengths.cu_seqlens_k,
-        seqused_q=None if lengths is None else lengths.seqused_q,
-        seqused_k=None if lengths is None else lengths.seqused_k,
-        leftpad_k=None if lengths is None else lengths.leftpad_k,
-        max_seqlen_q=extent.seqlen_q,
-        max_seqlen_k=extent.seqlen_k,
-        dropout_p=options.dropout_p,
-        softmax_scale=scale,
-        causal=options.causal,
-        window_size_left=options.window_left,
-        window_size_right=options.window_right,
-        softcap=options.softcap,
-        alibi_slopes=options.alibi_slopes,
-        deterministic=options.deterministic,
-        block_rows=None if sparsity is None else sparsity.rows,
-        block_columns=None if sparsity is None else sparsity.columns,
-        mask_bits=None if sparsity is None else sparsity.bits,
-        bias=bias,
-        # A parameter that needs no gradient is a plain tensor.
-        sink=sink.detach() if sink is not None and not needs_gradient else sink,
-    )
-    if needs_gradient:
-        call.check_gradients(wants_dbias=bias is not None and bias.requires_grad)
-    refuse_forward_gradients(q=q, k=k, v=v, attn_mask=bias, sink=sink)
-    arguments = arguments_of(call)
-    check_vmap_randomness(options.dropout_p, *arguments)
-    others = (x for x in arguments[3:] if isinstance(x, Tensor))
-    if not needs_gradient and is_plain_cuda_call(q, k, v, *others):
-        out, softmax_lse, _ = call.on_cuda()
-    else:
-        op = masked_forward_for_transforms if is_functorch_active() else _ops._masked_forward
-        out, softmax_lse, _ = op(*arguments)
-    out = out[..., :head_dim_v] if is_padded else out
-    return (out, softmax_lse, q.new_empty((0,))) if return_attn_probs else out
+        call.max_seqlen_q = _bound("max_seqlen_q", max_seqlens[0], masks, most_q, call.q)
+        call.max_seqlen_k = _bound("max_seqlen_k", max_seqlens[1], masks, most_k, call.k)
+    check_call(call, is_padded=False)
+    extent = extent_of(call)
+    sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
+    if sparsity is not None:
+        call.block_rows, call.block_columns = sparsity.rows, sparsity.columns
+        call.mask_bits = sparsity.bits
+    if not masks.is_dense_mask():
+        call.bias = _bias_of(masks.attn_mask, extent, call.q)
 
 
-# -- the arguments -------------------------------------------------------------------------------
+def add_sink(call: AttentionCall, sink: Any, is_differentiable: bool = True) -> None:
+    """Sets the sink of a call whose q is a tensor; a parameter without a gradient is detached."""
+    sink = sink_for(call.q, sink)
+    if sink is not None and not (
+        is_differentiable and sink.requires_grad and torch.is_grad_enabled()
+    ):
+        sink = sink.detach()
+    call.sink = sink
 
 
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:

@@ -1,263 +1,296 @@
-"""Custom operators of namespace `flash_attn_cuda`, for torch.compile, export, vmap, autograd.
+"""Custom operators of namespace `flash_attn_cuda`, for torch.compile, export, vmap, autograd. Their
+arguments are the fields of an AttentionCall (call.py), in order.
 
-    _flash_attn_forward    FlashAttention-2's operator; differentiable, through softmax_lse too
-    _flash_attn_backward   FlashAttention-2's operator; writes dq, dk, dv and returns softmax_d
-    _flash_attn_gradients  the same gradients as new tensors: the first one's autograd formula
+    attention              differentiable in q, k, v, bias and sink, through softmax_lse too
+    attention_with_append  writes new keys and values into a cache first; without gradients
+    attention_gradients    the first one's gradients as new tensors: its autograd formula
+    attention_backward     the same into given dq, dk and dv; returns softmax_d
+    gradient_over_pages    stands for a gradient through pages or a cache, and refuses to run
 
-Those of packed sequences are in varlen_ops.py, of a KV cache in kvcache_ops.py, of masks, biases
-and sinks in masked_ops.py. private.py and interface.py are what people call.
+attend.py, private.py and kvcache.py call them; combine_ops.py has those of partial results.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import cpu
-from .checks import (
-    check_attention_inputs,
-    check_backward_tensors,
-    check_cuda_head_dims,
-    check_rng_state,
-    check_targets,
-    lse_dtype,
-    output_shape,
-    refuse_forward_gradients,
-)
+from .call import APPENDED, DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
+from .call_checks import check_call, check_contents, check_gradients, check_incoming
+from .checks import output_shape, refuse_forward_gradients
+from .cpu_calls import backward_on_cpu, forward_on_cpu
 from .op_support import (
-    FORWARD_RETURNS,
-    GRADIENTS_RETURNS,
     RANDOM,
-    Tensors3,
     Tensors4,
+    Tensors5,
     arguments_of,
     call_extension,
     check_randomness,
-    check_score_arguments,
-    cpu_options,
     draw_rng_state,
     empty_rng_state,
-    empty_s_dmask,
-    extension_options,
     for_transforms,
     is_functorch_active,
     no_double_backward,
+    one_by_one,
     save_nothing,
     schema_of,
     select_entry,
 )
 
 _ops = torch.ops.flash_attn_cuda
+_RETURNS = "Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state"
+_NO_GRADIENTS_OVER_PAGES = (
+    "block_table: must be None in a call whose gradients are wanted, got a tensor; gradients "
+    "through the pages of a block_table are not implemented"
+)
 
 # -- forward -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ForwardCall:
-    """Arguments of _flash_attn_forward: FlashAttention-2's, and what its backward will want."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dropout_p: float
-    softmax_scale: float
-    causal: bool
-    window_size_left: int
-    window_size_right: int
-    softcap: float
-    alibi_slopes: Tensor | None
-    return_softmax: bool
-    deterministic: bool = False
-
-    def check(self) -> None:
-        """Raise for what no backend runs."""
-        check_attention_inputs(self.q, self.k, self.v, self.softmax_scale)
-        check_score_arguments(self, self.q.shape[0], self.q)
-        check_cuda_head_dims(self.q, self.v)
-
-    @property
-    def wants_s_dmask(self) -> bool:
-        return self.return_softmax and self.dropout_p > 0.0
-
-    @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        batch, seqlen_q, heads_q, _ = self.q.shape
-        return batch, heads_q, seqlen_q
+def _checked(args: tuple[Any, ...], names: Sequence[str] = READ) -> AttentionCall:
+    call = AttentionCall(**dict(zip(names, args, strict=True)))
+    check_call(call)
+    return call
 
 
-@torch.library.custom_op(
-    "flash_attn_cuda::_flash_attn_forward",
-    mutates_args=(),
-    device_types="cpu",
-    schema=schema_of(ForwardCall, FORWARD_RETURNS),
-    **RANDOM,
-)
-def _forward_op(*args: Any) -> Tensors4:
-    call = ForwardCall(*args)
-    call.check()
-    q, k, v = call.q, call.k, call.v
+def _on_cpu(call: AttentionCall) -> Tensors4:
+    check_contents(call)
     rng_state = draw_rng_state(call.dropout_p)
-    options = cpu_options(call, rng_state)
-    with torch.autocast("cpu", enabled=False):
-        out, softmax_lse = cpu.attention_forward(q, k, v, options)
-        if call.wants_s_dmask:
-            s_dmask = cpu.probabilities(q, k, softmax_lse, options)
-        else:
-            s_dmask = q.new_empty((0,))
+    return *forward_on_cpu(call, rng_state), rng_state
+
+
+def _on_cuda(call: AttentionCall) -> Tensors4:
+    with torch.no_grad():
+        out, softmax_lse, s_dmask, rng_state = call_extension("forward", call.q.device, call)
+    if s_dmask is None:
+        s_dmask = call.q.new_empty((0,))
+    if rng_state is None:
+        rng_state = empty_rng_state(call.q, 0.0)
     return out, softmax_lse, s_dmask, rng_state
 
 
-@_forward_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors4:
-    call = ForwardCall(*args)
-    call.check()
-    out, softmax_lse, s_dmask, rng_state = call_extension(
-        "fwd",
-        *(call.q, call.k, call.v),
-        out=None,
-        p_dropout=call.dropout_p,
-        return_softmax=call.wants_s_dmask,
-        unused_generator=None,
-        **extension_options(call),
-    )
-    return out, softmax_lse, s_dmask, rng_state
-
-
-@_forward_op.register_fake
-def _(*args: Any) -> Tensors4:
-    call = ForwardCall(*args)
-    call.check()
+def _empty_results(call: AttentionCall) -> Tensors4:
     q = call.q
-    softmax_lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype))
-    s_dmask = empty_s_dmask(q, call.wants_s_dmask, (*call.lse_shape, call.k.shape[1]))
     out = q.new_empty(output_shape(q, call.v))
+    softmax_lse = q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
+    s_dmask = q.new_empty(call.s_dmask_shape())
     return out, softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
 
 
+@torch.library.custom_op(
+    "flash_attn_cuda::attention",
+    mutates_args=(),
+    device_types="cpu",
+    schema=schema_of(AttentionCall, without=APPENDED, returns=_RETURNS),
+    **RANDOM,
+)
+def _attention_op(*args: Any) -> Tensors4:
+    return _on_cpu(_checked(args))
+
+
+@_attention_op.register_kernel("cuda")
+def _(*args: Any) -> Tensors4:
+    return _on_cuda(_checked(args))
+
+
+@_attention_op.register_fake
+def _(*args: Any) -> Tensors4:
+    return _empty_results(_checked(args))
+
+
+@torch.library.custom_op(
+    "flash_attn_cuda::attention_with_append",
+    mutates_args=("k", "v"),
+    device_types="cpu",
+    schema=schema_of(AttentionCall, mutated=("k", "v"), returns=_RETURNS),
+)
+def _append_op(*args: Any) -> Tensors4:
+    return _on_cpu(_checked(args, FIELDS))
+
+
+@_append_op.register_kernel("cuda")
+def _(*args: Any) -> Tensors4:
+    return _on_cuda(_checked(args, FIELDS))
+
+
+@_append_op.register_fake
+def _(*args: Any) -> Tensors4:
+    return _empty_results(_checked(args, FIELDS))
+
+
+def run_operator(call: AttentionCall) -> Tensors4:
+    """(out, softmax_lse, S_dmask, rng_state) by the operator that the call is for."""
+    if call.k_new is not None:
+        return _ops.attention_with_append(*arguments_of(call, FIELDS))
+    op = _attention_for_transforms if is_functorch_active() else _ops.attention
+    return op(*arguments_of(call, READ))
+
+
+# -- the autograd formula ------------------------------------------------------------------------
+
+
+_SAVED = tuple(name for name in TENSORS if name in READ)
+
+
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
-    call = ForwardCall(*inputs)
-    out, softmax_lse, s_dmask, rng_state = output
-    ctx.save_for_backward(call.q, call.k, call.v, out, softmax_lse, rng_state, call.alibi_slopes)
-    ctx.options = (
-        *(call.dropout_p, call.softmax_scale, call.causal, call.window_size_left),
-        *(call.window_size_right, call.softcap, call.deterministic),
-    )
-    ctx.mark_non_differentiable(s_dmask, rng_state)
+    call = AttentionCall(**dict(zip(READ, inputs, strict=True)))
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.in_place = call.reads_in_place()
+    if ctx.in_place:
+        # Not the tensors: nothing reads them, and pages may be written before the backward refuses.
+        tensors = {name: getattr(call, name) for name in DIFFERENTIABLE}
+        ctx.wanted = {name: (x.shape, x.dtype) for name, x in tensors.items() if x is not None}
+        return
+    check_gradients(call, wants_dbias=ctx.needs_input_grad[READ.index("bias")])
+    out, softmax_lse, _, rng_state = output
+    ctx.save_for_backward(*arguments_of(call, _SAVED), out, softmax_lse, rng_state)
+    ctx.others = {name: getattr(call, name) for name in READ if name not in TENSORS}
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     refuse_forward_gradients(dout=dout, dlse=dlse)
-    options = (None,) * (len(fields(ForwardCall)) - 3)
-    if dout is None and dlse is None:
-        return None, None, None, *options
-    op = _gradients_for_transforms if is_functorch_active() else _ops._flash_attn_gradients
-    return *op(dout, dlse, *ctx.saved_tensors, *ctx.options), *options
+    gradient = dlse if dout is None else dout
+    if gradient is None:
+        return (None,) * len(READ)
+    if ctx.in_place:
+        return _gradients_in_place(ctx, gradient)
+    wanted = dict(zip(READ, ctx.needs_input_grad, strict=True))
+    *saved, out, softmax_lse, rng_state = ctx.saved_tensors
+    tensors = dict(zip(_SAVED, saved, strict=True))
+    sink = tensors["sink"]
+    if not wanted["sink"]:
+        tensors["sink"] = None
+    call = AttentionCall(**tensors, **ctx.others)
+    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, wants_dbias=wanted["bias"])
+    op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
+    found = op(*arguments_of(call, READ), *arguments_of(incoming, _INCOMING))
+    made = dict(zip(DIFFERENTIABLE, found, strict=True))
+    made["bias"] = made["bias"] if wanted["bias"] else None
+    made["sink"] = made["sink"].to(sink.dtype) if wanted["sink"] and sink is not None else None
+    return tuple(made.get(name) for name in READ)
 
 
-_forward_op.register_autograd(_gradients, setup_context=_save_for_gradients)
-forward_for_transforms = for_transforms(_forward_op, _save_for_gradients, _gradients)
-
-
-@_forward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors4, tuple[Any, ...]]:
-    call, size = ForwardCall(*args), info.batch_size
-    dims: Any = ForwardCall(*in_dims)
-    check_randomness(call.dropout_p, info.randomness)
-    q, k, v = (
-        _fold_into_batch(size, x, dim)
-        for x, dim in ((call.q, dims.q), (call.k, dims.k), (call.v, dims.v))
-    )
-    batch = _batch_of(call.q, dims.q)
-    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
-    folded = replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
-    out, softmax_lse, s_dmask, rng_state = _forward_op(*arguments_of(folded))
-    out, softmax_lse = (_unfold_batch(size, batch, x) for x in (out, softmax_lse))
-    if call.wants_s_dmask:
-        return (out, softmax_lse, _unfold_batch(size, batch, s_dmask), rng_state), (0, 0, 0, None)
-    return (out, softmax_lse, s_dmask, rng_state), (0, 0, None, None)
-
-
-# -- backward into given tensors -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BackwardCall:
-    """Arguments of _flash_attn_backward: FlashAttention-2's, and dlse."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    softmax_lse: Tensor
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    dropout_p: float
-    softmax_scale: float
-    causal: bool
-    window_size_left: int
-    window_size_right: int
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    rng_state: Tensor | None = None
-    dlse: Tensor | None = None
-
-    def check(self) -> None:
-        """Raise for what no backend runs."""
-        q = self.q
-        check_attention_inputs(q, self.k, self.v, self.softmax_scale)
-        check_score_arguments(self, q.shape[0], q)
-        batch, seqlen_q, heads_q, _ = q.shape
-        rows = (batch, heads_q, seqlen_q)
-        check_backward_tensors(self.dout, self.out, self.softmax_lse, self.dlse, q, self.v, rows)
-        check_rng_state(self.rng_state, self.dropout_p, q)
-        check_cuda_head_dims(q, self.v)
-        check_targets(self.dq, self.dk, self.dv, q, self.k, self.v)
-
-    def on_cpu(self) -> Tensors4:
-        """(dq, dk, dv, softmax_d) in new tensors."""
-        with torch.autocast("cpu", enabled=False):
-            return cpu.attention_backward(
-                *(self.dout, self.q, self.k, self.v, self.out, self.softmax_lse),
-                cpu_options(self, self.rng_state),
-                self.dlse,
-            )
-
-    def on_cuda(self) -> Tensors4:
-        """(dq, dk, dv, softmax_d), in the targets where given, else in new tensors."""
-        dq, dk, dv, softmax_d = call_extension(
-            "bwd",
-            *(self.dout, self.q, self.k, self.v, self.out, self.softmax_lse),
-            dq=self.dq,
-            dk=self.dk,
-            dv=self.dv,
-            p_dropout=self.dropout_p,
-            deterministic=self.deterministic,
-            unused_generator=None,
-            rng_state=self.rng_state if self.dropout_p > 0.0 else None,
-            dlse=self.dlse,
-            **extension_options(self),
-        )
-        return dq, dk, dv, softmax_d
+def _gradients_in_place(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """Refuses, or, where a compiler traces this together with the forward, leaves it to operators
+    that refuse when the backward runs.
+    """
+    if is_functorch_active():
+        raise NotImplementedError(_NO_GRADIENTS_OVER_PAGES)
+    op = _ops.gradient_over_pages
+    return tuple(op(gradient, *ctx.wanted[x]) if x in ctx.wanted else None for x in READ)
 
 
 @torch.library.custom_op(
-    "flash_attn_cuda::_flash_attn_backward",
-    mutates_args=("dq", "dk", "dv"),
+    "flash_attn_cuda::gradient_over_pages",
+    mutates_args=(),
+    schema="(Tensor gradient, SymInt[] sizes, ScalarType dtype) -> Tensor",
+)
+def _gradient_over_pages_op(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    raise NotImplementedError(_NO_GRADIENTS_OVER_PAGES)
+
+
+@_gradient_over_pages_op.register_fake
+def _(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(sizes, dtype=dtype)
+
+
+_attention_op.register_autograd(_gradients, setup_context=_save_for_gradients)
+_attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _gradients)
+
+# -- backward ------------------------------------------------------------------------------------
+
+_TARGETS = ("dq", "dk", "dv")
+_INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
+_OTHERS = tuple(x.name for x in fields(Incoming) if x.name not in _INCOMING)
+
+
+def _checked_backward(
+    args: tuple[Any, ...], names: Sequence[str]
+) -> tuple[AttentionCall, Incoming]:
+    call = _checked(args[: len(READ)])
+    incoming = Incoming(**dict(zip(names, args[len(READ) :], strict=True)))
+    check_incoming(call, incoming)
+    return call, incoming
+
+
+def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> list[Any]:
+    if call.dropout_p == 0.0:
+        incoming = replace(incoming, rng_state=None)
+    return call_extension("backward", call.q.device, call, incoming)
+
+
+def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
+    q, k, v = call.q, call.k, call.v
+    dbias = q.new_empty((0,))
+    if wants_dbias and call.bias is not None:
+        dbias = q.new_empty(tuple(call.bias.shape), dtype=call.bias.dtype)
+    elif call.bias is not None:
+        dbias = dbias.to(call.bias.dtype)
+    sizes = (0,) if call.sink is None else tuple(call.sink.shape)
+    dsink = q.new_empty(sizes, dtype=call.lse_dtype())
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsink
+
+
+@torch.library.custom_op(
+    "flash_attn_cuda::attention_gradients",
+    mutates_args=(),
     device_types="cpu",
-    schema=schema_of(BackwardCall, "Tensor softmax_d", mutated=("dq", "dk", "dv")),
+    schema=schema_of(
+        AttentionCall,
+        Incoming,
+        without=(*APPENDED, *_OTHERS),
+        returns="Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
+    ),
+)
+def _gradients_op(*args: Any) -> Tensors5:
+    call, incoming = _checked_backward(args, _INCOMING)
+    check_contents(call)
+    dq, dk, dv, _, dbias, dsink = backward_on_cpu(call, incoming)
+    return dq, dk, dv, dbias, dsink
+
+
+@_gradients_op.register_kernel("cuda")
+def _(*args: Any) -> Tensors5:
+    call, incoming = _checked_backward(args, _INCOMING)
+    dq, dk, dv, _, dbias, dsink = _backward_on_cuda(call, incoming)
+    *_, no_dbias, no_dsink = _empty_gradients(call, wants_dbias=False)
+    dbias = no_dbias if dbias is None else dbias.to(no_dbias.dtype)
+    return dq, dk, dv, dbias, no_dsink if dsink is None else dsink
+
+
+@_gradients_op.register_fake
+def _(*args: Any) -> Tensors5:
+    call, incoming = _checked_backward(args, _INCOMING)
+    return _empty_gradients(call, incoming.wants_dbias)
+
+
+_gradients_op.register_autograd(no_double_backward)
+_gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_double_backward)
+
+
+@torch.library.custom_op(
+    "flash_attn_cuda::attention_backward",
+    mutates_args=_TARGETS,
+    device_types="cpu",
+    schema=schema_of(
+        AttentionCall,
+        Incoming,
+        without=(*APPENDED, "wants_softmax_d"),
+        mutated=_TARGETS,
+        returns="Tensor softmax_d",
+    ),
 )
 def _backward_op(*args: Any) -> Tensor:
-    call = BackwardCall(*args)
-    call.check()
-    *gradients, softmax_d = call.on_cpu()
-    for target, gradient in zip((call.dq, call.dk, call.dv), gradients, strict=True):
+    call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    check_contents(call)
+    dq, dk, dv, softmax_d, _, _ = backward_on_cpu(call, incoming)
+    for name, gradient in zip(_TARGETS, (dq, dk, dv), strict=True):
+        target = getattr(incoming, name)
         if target is not None:
             target.copy_(gradient)
     return softmax_d
@@ -265,104 +298,92 @@ def _backward_op(*args: Any) -> Tensor:
 
 @_backward_op.register_kernel("cuda")
 def _(*args: Any) -> Tensor:
-    call = BackwardCall(*args)
-    call.check()
-    return call.on_cuda()[3]
+    call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True))[3]
 
 
 @_backward_op.register_fake
 def _(*args: Any) -> Tensor:
-    call = BackwardCall(*args)
-    call.check()
-    batch, seqlen_q, heads_q, _ = call.q.shape
-    rows = cpu.round_up_seqlen(seqlen_q)
-    return call.q.new_empty((batch, heads_q, rows), dtype=lse_dtype(call.q.dtype))
+    call, _ = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    return call.q.new_empty(call.softmax_d_shape(), dtype=call.lse_dtype())
 
 
-# -- backward into new tensors -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GradientsCall:
-    """Arguments of _flash_attn_gradients. dout or dlse None: the loss does not depend on it."""
-
-    dout: Tensor | None
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    softmax_lse: Tensor
-    rng_state: Tensor | None
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    softmax_scale: float
-    causal: bool
-    window_size_left: int
-    window_size_right: int
-    softcap: float
-    deterministic: bool
-
-    def backward_call(self) -> BackwardCall:
-        """The same as arguments of the backward, checked."""
-        call = BackwardCall(
-            dout=torch.zeros_like(self.out) if self.dout is None else self.dout,
-            dq=None,
-            dk=None,
-            dv=None,
-            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "dout"},
-        )
-        call.check()
-        return call
-
-
-@torch.library.custom_op(
-    "flash_attn_cuda::_flash_attn_gradients",
-    mutates_args=(),
-    device_types="cpu",
-    schema=schema_of(GradientsCall, GRADIENTS_RETURNS),
-)
-def _gradients_op(*args: Any) -> Tensors3:
-    return GradientsCall(*args).backward_call().on_cpu()[:3]
-
-
-@_gradients_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors3:
-    return GradientsCall(*args).backward_call().on_cuda()[:3]
-
-
-@_gradients_op.register_fake
-def _(*args: Any) -> Tensors3:
-    call = GradientsCall(*args).backward_call()
-    q, k, v = call.q, call.k, call.v
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-_gradients_op.register_autograd(no_double_backward)
-_gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_double_backward)
-
-
-@_gradients_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensors3, tuple[int, ...]]:
-    call, size = GradientsCall(*args), info.batch_size
-    dims: Any = GradientsCall(*in_dims)
-    if call.dropout_p > 0.0 and dims.out is None and size > 0:
-        # The forward was not mapped, and batch entries are part of what decides about dropout.
-        each = [_gradients_op(*select_entry(args, in_dims, index)) for index in range(size)]
-        dq, dk, dv = (torch.stack(x) for x in zip(*each, strict=True))
-        return (dq, dk, dv), (0, 0, 0)
-    names = ("dout", "dlse", "q", "k", "v", "out", "softmax_lse")
-    tensors = {
-        name: _fold_into_batch(size, getattr(call, name), getattr(dims, name)) for name in names
-    }
-    batch = _batch_of(call.q, dims.q)
-    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims.alibi_slopes)
-    folded = replace(call, alibi_slopes=slopes, **tensors)
-    dq, dk, dv = (_unfold_batch(size, batch, x) for x in _gradients_op(*arguments_of(folded)))
-    return (dq, dk, dv), (0, 0, 0)
+def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
+    """Writes dq, dk and dv where they are given; returns softmax_d."""
+    return _ops.attention_backward(
+        *arguments_of(call, READ), *arguments_of(incoming, (*_INCOMING, *_TARGETS))
+    )
 
 
 # -- vmap ----------------------------------------------------------------------------------------
+
+_DROPOUT = READ.index("dropout_p")
+_forward_one_by_one = one_by_one(_attention_op, _DROPOUT)
+_FOLDED = frozenset(
+    (
+        "q",
+        "k",
+        "v",
+        "dropout_p",
+        "softmax_scale",
+        "causal",
+        "window_size_left",
+        "window_size_right",
+        "softcap",
+        "alibi_slopes",
+        "deterministic",
+        "return_softmax",
+    )
+)
+
+
+def _folds_into_batch(call: AttentionCall) -> bool:
+    """Whether a call over one more dimension is a call of a larger batch: one whose other tensors
+    are None.
+    """
+    return all(getattr(call, name) is None for name in TENSORS if name not in _FOLDED)
+
+
+@_attention_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    call, size = AttentionCall(**dict(zip(READ, args, strict=True))), info.batch_size
+    if not _folds_into_batch(call):
+        return _forward_one_by_one(info, in_dims, *args)
+    check_randomness(call.dropout_p, info.randomness)
+    folded, batch = _folded(call, dict(zip(READ, in_dims, strict=True)), size)
+    out, softmax_lse, s_dmask, rng_state = _attention_op(*arguments_of(folded, READ))
+    out, softmax_lse = (_unfold_batch(size, batch, x) for x in (out, softmax_lse))
+    if call.wants_s_dmask():
+        return (out, softmax_lse, _unfold_batch(size, batch, s_dmask), rng_state), (0, 0, 0, None)
+    return (out, softmax_lse, s_dmask, rng_state), (0, 0, None, None)
+
+
+@_gradients_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    size, count = info.batch_size, len(READ)
+    call = AttentionCall(**dict(zip(READ, args[:count], strict=True)))
+    given = dict(zip(_INCOMING, args[count:], strict=True))
+    dims = dict(zip((*READ, *_INCOMING), in_dims, strict=True))
+    # Where the forward was not mapped, batch entries are part of what decides about dropout.
+    is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
+    if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):
+        each = [_gradients_op(*select_entry(args, in_dims, index)) for index in range(size)]
+        results = tuple(torch.stack(x) for x in zip(*each, strict=True))
+        return results, (0,) * len(results)
+    folded, batch = _folded(call, dims, size)
+    for name in ("dout", "dlse", "out", "softmax_lse"):
+        given[name] = _fold_into_batch(size, given[name], dims[name])
+    *found, dbias, dsink = _gradients_op(*arguments_of(folded, READ), *given.values())
+    dq, dk, dv = (_unfold_batch(size, batch, x) for x in found)
+    return (dq, dk, dv, dbias, dsink), (0, 0, 0, None, None)
+
+
+def _folded(call: AttentionCall, dims: dict[str, Any], size: int) -> tuple[AttentionCall, int]:
+    """The call with vmap's dimension in its batch, and the batch of one entry."""
+    batch = _batch_of(call.q, dims["q"])
+    tensors = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in "qkv"}
+    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims["alibi_slopes"])
+    return replace(call, **tensors, alibi_slopes=slopes), batch
 
 
 def _fold_into_batch(size: int, x: Any, dim: int | None) -> Any:

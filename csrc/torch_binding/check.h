@@ -9,10 +9,9 @@
 #include <optional>
 
 #include "flash_attn/params.h"
+#include "torch_binding/arguments.h"
 
 namespace flash_attn_cuda::binding {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // How q, k and v lie, and what errors call k and v.
 struct InputLayout {

@@ -17,7 +17,7 @@ that have passed checks.py and length_checks.py, contents of lengths included.
 
 from __future__ import annotations
 
-from .dense import attention_backward, attention_forward, probabilities, round_up_seqlen
+from .dense import attention_backward, attention_forward, probabilities
 from .kvcache import combine, kvcache_forward
 from .tiles import DEFAULT_TILING, AttentionOptions, Tiling
 from .varlen import varlen_backward, varlen_forward, varlen_probabilities
@@ -33,7 +33,6 @@ __all__ = [
     "combine",
     "kvcache_forward",
     "probabilities",
-    "round_up_seqlen",
     "varlen_backward",
     "varlen_forward",
     "varlen_probabilities",
