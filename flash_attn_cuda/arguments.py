@@ -47,37 +47,13 @@ class _Window(NamedTuple):
 UNLIMITED = _Window(-1, -1)  # the window_size that hides nothing
 
 
-class Options(NamedTuple):
-    """The options of one call, checked as far as no other argument is needed for that."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-
-    @property
-    def is_mask_only(self) -> bool:
-        """Whether there is no option but a full or a causal mask."""
-        return (
-            self.dropout_p == 0.0
-            and self.softcap <= 0.0
-            and self.alibi_slopes is None
-            and not self.deterministic
-            and self.window_left < 0
-            and (self.causal or self.window_right <= 0)
-        )
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal or self.window_right == 0
-
+# Fields of an AttentionCall: the options that every public function has, checked as far as no other
+# argument is needed for that.
+Options: TypeAlias = dict[str, Any]
 
 # What nearly every call wants, full and causal: making one would be a tenth of a small call's time.
-_FULL, _CAUSAL = (Options(0.0, None, causal, -1, -1, 0.0, None, False) for causal in (False, True))
+_FULL: Options = {"causal": False}
+_CAUSAL: Options = {"causal": True}
 
 
 def make_options(
@@ -103,10 +79,33 @@ def make_options(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
     left, right = window_bounds(window_size)
-    return Options(
-        *(float(dropout_p), softmax_scale, causal, left, right, float(softcap)),
-        *(alibi_slopes, bool(deterministic)),
-    )
+    return {
+        "dropout_p": float(dropout_p),
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": float(softcap),
+        "alibi_slopes": alibi_slopes,
+        "deterministic": bool(deterministic),
+    }
+
+
+def plain_mask(options: Options) -> tuple[float | None, bool] | None:
+    """(softmax_scale, causal) where there is no option but a full or a causal mask; else None."""
+    if len(options) == 1:
+        return None, options["causal"]
+    if (
+        options["dropout_p"] == 0.0
+        and options["softcap"] <= 0.0
+        and options["alibi_slopes"] is None
+        and not options["deterministic"]
+        and options["window_size_left"] < 0
+        and (options["causal"] or options["window_size_right"] <= 0)
+    ):
+        causal = options["causal"] or options["window_size_right"] == 0
+        return options["softmax_scale"], causal
+    return None
 
 
 def window_bounds(window_size: WindowSize) -> tuple[int, int]:

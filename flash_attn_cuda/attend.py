@@ -8,7 +8,6 @@ inputs itself; everything else goes through the operators of ops.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 from types import ModuleType, NoneType
 from typing import Any, cast
 
@@ -30,8 +29,8 @@ from .checks import refuse_forward_gradients
 from .op_support import arguments_of, check_vmap_randomness, is_functorch_active
 from .ops import run_operator
 
-_tensors_of = attrgetter(*TENSORS)
-_PLAIN = {Tensor, torch.nn.Parameter, NoneType}
+# Of what a call has: no subclass of a tensor that would want to see an operator.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
 
 
 def attend(
@@ -82,7 +81,7 @@ def needs_gradient(call: AttentionCall) -> bool:
 def _is_plain(call: AttentionCall) -> bool:
     return (
         is_plain_cuda_call(call.q, call.k, call.v)
-        and set(map(type, _tensors_of(call))) <= _PLAIN
+        and _PLAIN.issuperset(map(type, vars(call).values()))
         # Such a call has a backward, which refuses.
         and not (call.block_table is not None and not call.over_cache and needs_gradient(call))
     )

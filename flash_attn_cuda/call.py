@@ -7,10 +7,11 @@ An argument is a field here and in arguments.h, a rule in call_checks.py, and wh
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .checks import lse_dtype, round_up_seqlen
 
@@ -60,6 +61,7 @@ class AttentionCall:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
+    out: Tensor | None = None  # to be written, by the extension alone
 
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
@@ -111,11 +113,25 @@ class AttentionCall:
         return *self.lse_shape(), self.k.shape[1]
 
 
-FIELDS = tuple(field.name for field in fields(AttentionCall))
-# What only a call that writes into a cache has: the operator that does not write does without.
+def describe(**given: Any) -> AttentionCall:
+    """AttentionCall(**given), q, k and v among them, in less time: what is not given stays with the
+    class. A small call's host time shows what its description costs.
+    """
+    if is_compiling():
+        return AttentionCall(**given)
+    call = object.__new__(AttentionCall)
+    call.__dict__ = given
+    return call
+
+
+# The arguments of the operator that writes into a cache; an operator makes its results itself.
+FIELDS = tuple(field.name for field in fields(AttentionCall) if field.name != "out")
+# What the operator that does not write does without.
 APPENDED = ("k_new", "v_new", "cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_interleaved")
 READ = tuple(name for name in FIELDS if name not in APPENDED)
-TENSORS = tuple(x.name for x in fields(AttentionCall) if "Tensor" in str(x.type))
+TENSORS = tuple(
+    x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
+)
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
 

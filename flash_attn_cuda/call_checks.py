@@ -118,6 +118,12 @@ def _check_one_length(call: AttentionCall, names: Names) -> None:
     for name in ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table"):
         if getattr(call, name) is not None:
             raise ValueError(f"{name}: must be None without cu_seqlens_q, got a tensor")
+    for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
+        if getattr(call, name) not in (0, x.shape[1]):
+            raise ValueError(
+                f"{name}: must be the length of {name[-1]} ({x.shape[1]}) without cu_seqlens_q, "
+                f"got {getattr(call, name)}"
+            )
 
 
 def _check_entries(call: AttentionCall, rows: int | None) -> None:
@@ -255,6 +261,10 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
     q, out_shape, rows = call.q, output_shape(call.q, call.v), call.lse_shape()
+    if call.reads_in_place():
+        raise NotImplementedError(
+            "block_table: must be None in a call whose gradients are wanted, as must be a cache"
+        )
     check_gradients(call, incoming.wants_dbias)
     if incoming.wants_dbias and call.bias is None:
         raise ValueError("wants_dbias: must be False without a bias, got True")

@@ -80,7 +80,7 @@ def check_partials(out_partial: Any, lse_partial: Any) -> None:
     "flash_attn_cuda::_flash_attn_combine",
     mutates_args=(),
     device_types="cpu",
-    schema=schema_of(CombineCall, returns=_RETURNS),
+    schema=schema_of(_RETURNS, (CombineCall, ("out_partial", "lse_partial", "out_dtype"))),
 )
 def _combine_op(*args: Any) -> Tensors2:
     call = CombineCall(*args)
@@ -136,7 +136,11 @@ class CombineOutCall:
     "flash_attn_cuda::_flash_attn_combine_out",
     mutates_args=("out",),
     device_types="cpu",
-    schema=schema_of(CombineOutCall, returns="Tensor softmax_lse", mutated=("out",)),
+    schema=schema_of(
+        "Tensor softmax_lse",
+        (CombineOutCall, ("out_partial", "lse_partial", "out")),
+        mutated=("out",),
+    ),
 )
 def _combine_out_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     combined, softmax_lse = CombineOutCall(out_partial, lse_partial, out).check().on_cpu()

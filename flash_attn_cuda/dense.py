@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import UNLIMITED, Options, Result, WindowSize, make_options
+from .arguments import UNLIMITED, Options, Result, WindowSize, make_options, plain_mask
 from .attend import attend, attend_plainly
-from .call import NAMES, AttentionCall, Names
+from .call import NAMES, Names, describe
 from .checks import check_packed, check_tensor
 from .masked import Masks, add_masks, add_sink
 
@@ -99,9 +99,12 @@ def flash_attn_func(
     if attn_mask is None and block_mask is None and block_size is None and sink is None:
         return _attend(q, k, v, options, return_attn_probs, NAMES)
     check_tensor("q", q)
-    call = describe(q, k, v, options)
-    add_sink(call, sink)
-    add_masks(call, Masks(attn_mask, block_mask, block_size), (None, None))
+    call = describe(q=q, k=k, v=v, **options)
+    masks = Masks(attn_mask, block_mask, block_size)
+    if sink is not None:
+        add_sink(call, sink)
+    if masks.are_given():
+        add_masks(call, masks, (None, None))
     return attend(call, return_attn_probs)
 
 
@@ -154,30 +157,13 @@ def flash_attn_qkvpacked_func(
     return _attend(q, k, v, options, return_attn_probs, _QKVPACKED_NAMES)
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, options: Options, **others: Any) -> AttentionCall:
-    """A call with these options."""
-    return AttentionCall(
-        q=q,
-        k=k,
-        v=v,
-        dropout_p=options.dropout_p,
-        softmax_scale=options.softmax_scale,
-        causal=options.causal,
-        window_size_left=options.window_left,
-        window_size_right=options.window_right,
-        softcap=options.softcap,
-        alibi_slopes=options.alibi_slopes,
-        deterministic=options.deterministic,
-        **others,
-    )
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool, names: Names
 ) -> Result:
-    if options.is_mask_only:
-        results = attend_plainly(q, k, v, options.softmax_scale, options.is_causal, names)
+    plain = plain_mask(options)
+    if plain is not None:
+        results = attend_plainly(q, k, v, *plain, names)
         if results is not None:
             out, softmax_lse = results
             return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
-    return attend(describe(q, k, v, options), return_attn_probs, names)
+    return attend(describe(q=q, k=k, v=v, **options), return_attn_probs, names)

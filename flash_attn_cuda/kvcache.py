@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .arguments import UNLIMITED, WindowSize, make_options, rows_bound, seqlen_bound
 from .attend import attend_over_cache
+from .call import describe
 from .checks import check_tensor, refuse_gradients
-from .dense import describe
 from .length_checks import check_batch_invariant, check_num_splits
 from .masked import add_sink
 
@@ -111,7 +111,9 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is not None:
         most = bound
     call = describe(
-        *(q, k_cache, v_cache, options),
+        q=q,
+        k=k_cache,
+        v=v_cache,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=most,
         seqused_k=used,
@@ -128,6 +130,7 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=bool(rotary_interleaved),
+        **options,
     )
     if sink is not None:
         add_sink(call, sink, is_differentiable=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .arguments import cast_for_autocast, rows_bound, seqlen_bound
 from .call import AttentionCall
 from .call_checks import check_call, extent_of
-from .checks import sink_for
+from .checks import refuse_forward_gradients, sink_for
 from .mask_checks import PairExtent, check_attn_mask, check_blocks, check_sparsity
 from .sparsity import BlockSparsity
 
@@ -23,6 +23,9 @@ class Masks(NamedTuple):
     attn_mask: Tensor | None
     block_mask: Any
     block_size: Any
+
+    def are_given(self) -> bool:
+        return not (self.attn_mask is None and self.block_mask is None and self.block_size is None)
 
     def is_dense_mask(self) -> bool:  # no property: torch 2.10 does not compile those of a tuple
         return isinstance(self.attn_mask, Tensor) and self.attn_mask.dtype == torch.bool
@@ -56,12 +59,13 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
 
 def add_sink(call: AttentionCall, sink: Any, is_differentiable: bool = True) -> None:
     """Sets the sink of a call whose q is a tensor; a parameter without a gradient is detached."""
+    refuse_forward_gradients(sink=sink)  # which detaching would drop
     sink = sink_for(call.q, sink)
-    if sink is not None and not (
-        is_differentiable and sink.requires_grad and torch.is_grad_enabled()
-    ):
-        sink = sink.detach()
-    call.sink = sink
+    # Whether a plain tensor needs a gradient is not known where torch.vmap maps it.
+    is_differentiable &= not isinstance(sink, torch.nn.Parameter) or (
+        sink.requires_grad and torch.is_grad_enabled()
+    )
+    call.sink = sink if sink is None or is_differentiable else sink.detach()
 
 
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:

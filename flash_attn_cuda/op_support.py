@@ -41,21 +41,21 @@ _SCHEMA_TYPES = {
 
 
 def schema_of(
-    *calls: type, returns: str, mutated: Collection[str] = (), without: Collection[str] = ()
+    returns: str, *parts: tuple[type, Sequence[str]], mutated: Collection[str] = ()
 ) -> str:
-    """The schema of an operator whose arguments are the fields of these dataclasses, in order.
+    """The schema of an operator whose arguments are these fields of these dataclasses, in order.
 
     `returns` is the schema's list of results; `mutated` names the arguments it writes into.
     """
     aliases = dict(zip(mutated, "abc", strict=False))
     arguments = []
-    for argument in (x for call in calls for x in dataclasses.fields(call)):
-        if argument.name in without:
-            continue
-        kind = _SCHEMA_TYPES[str(argument.type)]
-        if argument.name in aliases:
-            kind = kind.replace("Tensor", f"Tensor({aliases[argument.name]}!)")
-        arguments.append(f"{kind} {argument.name}")
+    for described, names in parts:
+        types = {field.name: str(field.type) for field in dataclasses.fields(described)}
+        for name in names:
+            kind = _SCHEMA_TYPES[types[name]]
+            if name in aliases:
+                kind = kind.replace("Tensor", f"Tensor({aliases[name]}!)")
+            arguments.append(f"{kind} {name}")
     return f"({', '.join(arguments)}) -> ({returns})"
 
 

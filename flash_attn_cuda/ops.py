@@ -13,13 +13,13 @@ attend.py, private.py and kvcache.py call them; combine_ops.py has those of part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import APPENDED, DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
+from .call import DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
 from .call_checks import check_call, check_contents, check_gradients, check_incoming
 from .checks import output_shape, refuse_forward_gradients
 from .cpu_calls import backward_on_cpu, forward_on_cpu
@@ -85,7 +85,7 @@ def _empty_results(call: AttentionCall) -> Tensors4:
     "flash_attn_cuda::attention",
     mutates_args=(),
     device_types="cpu",
-    schema=schema_of(AttentionCall, without=APPENDED, returns=_RETURNS),
+    schema=schema_of(_RETURNS, (AttentionCall, READ)),
     **RANDOM,
 )
 def _attention_op(*args: Any) -> Tensors4:
@@ -102,24 +102,31 @@ def _(*args: Any) -> Tensors4:
     return _empty_results(_checked(args))
 
 
+def _checked_append(args: tuple[Any, ...]) -> AttentionCall:
+    call = _checked(args, FIELDS)
+    if call.k_new is None or not call.over_cache:
+        raise ValueError("k: must be given, over a cache; attention reads one alone")
+    return call
+
+
 @torch.library.custom_op(
     "flash_attn_cuda::attention_with_append",
     mutates_args=("k", "v"),
     device_types="cpu",
-    schema=schema_of(AttentionCall, mutated=("k", "v"), returns=_RETURNS),
+    schema=schema_of(_RETURNS, (AttentionCall, FIELDS), mutated=("k", "v")),
 )
 def _append_op(*args: Any) -> Tensors4:
-    return _on_cpu(_checked(args, FIELDS))
+    return _on_cpu(_checked_append(args))
 
 
 @_append_op.register_kernel("cuda")
 def _(*args: Any) -> Tensors4:
-    return _on_cuda(_checked(args, FIELDS))
+    return _on_cuda(_checked_append(args))
 
 
 @_append_op.register_fake
 def _(*args: Any) -> Tensors4:
-    return _empty_results(_checked(args, FIELDS))
+    return _empty_results(_checked_append(args))
 
 
 def run_operator(call: AttentionCall) -> Tensors4:
@@ -206,7 +213,6 @@ _attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _
 
 _TARGETS = ("dq", "dk", "dv")
 _INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
-_OTHERS = tuple(x.name for x in fields(Incoming) if x.name not in _INCOMING)
 
 
 def _checked_backward(
@@ -241,10 +247,9 @@ def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
     mutates_args=(),
     device_types="cpu",
     schema=schema_of(
-        AttentionCall,
-        Incoming,
-        without=(*APPENDED, *_OTHERS),
-        returns="Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
+        "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
+        (AttentionCall, READ),
+        (Incoming, _INCOMING),
     ),
 )
 def _gradients_op(*args: Any) -> Tensors5:
@@ -278,11 +283,10 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
     mutates_args=_TARGETS,
     device_types="cpu",
     schema=schema_of(
-        AttentionCall,
-        Incoming,
-        without=(*APPENDED, "wants_softmax_d"),
+        "Tensor softmax_d",
+        (AttentionCall, READ),
+        (Incoming, (*_INCOMING, *_TARGETS)),
         mutated=_TARGETS,
-        returns="Tensor softmax_d",
     ),
 )
 def _backward_op(*args: Any) -> Tensor:

@@ -16,9 +16,8 @@ from .arguments import (
     seqlen_bound,
 )
 from .attend import attend
-from .call import NAMES, AttentionCall, Names
+from .call import AttentionCall, Names, describe
 from .checks import check_packed, check_tensor
-from .dense import describe
 from .length_checks import check_batch_invariant, check_num_splits
 from .masked import Masks, add_masks, add_sink
 
@@ -116,21 +115,33 @@ def flash_attn_varlen_func(
     if type(num_splits) is not int or batch_invariant is not False:
         check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
-    call = _describe(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        options,
-        block_table=block_table,
+    check_tensor("q", q)
+    check_tensor("k", k)
+    if cu_seqlens_q is None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
+    call = describe(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
+        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
+        block_table=block_table,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
+        **options,
     )
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
         add_sink(call, sink)
         masks = Masks(attn_mask, block_mask, block_size)
-        add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+        if masks.are_given():
+            add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
         if block_table is None:  # keys are not split, which is batch-invariant
+            check_num_splits(num_splits)
             call.num_splits, call.batch_invariant = 0, False
     return attend(call, return_attn_probs)
 
@@ -162,7 +173,7 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(1)
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = _describe(q, k, v, *given, options, _KVPACKED_NAMES)
+    call = _packed_call(q, k, v, given, options, _KVPACKED_NAMES)
     return attend(call, return_attn_probs, _KVPACKED_NAMES)
 
 
@@ -190,33 +201,25 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "(total, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(1)
     given = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    call = _describe(q, k, v, *given, options, _QKVPACKED_NAMES)
+    call = _packed_call(q, k, v, given, options, _QKVPACKED_NAMES)
     return attend(call, return_attn_probs, _QKVPACKED_NAMES)
 
 
-def _describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    options: Options,
-    names: Names = NAMES,
-    **others: Any,
+def _packed_call(
+    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], options: Options, names: Names
 ) -> AttentionCall:
+    """`given`: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
     check_tensor(names.q, q)
     check_tensor(names.k, k)
-    if cu_seqlens_q is None:
-        raise TypeError(f"{names.cu_seqlens_q}: must be a torch.Tensor, got NoneType")
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given
+    check_tensor(names.cu_seqlens_q, cu_seqlens_q)
     return describe(
-        *(q, k, v, options),
+        q=q,
+        k=k,
+        v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
-        max_seqlen_k=seqlen_bound(
-            names.max_seqlen_k, max_seqlen_k, rows_bound(k, others.get("block_table"))
-        ),
-        **others,
+        max_seqlen_k=seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k)),
+        **options,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import binding
 import pytest
 import torch
 from bad_input import Guard
@@ -110,16 +111,17 @@ def random_like(x: Tensor, least: int, most: int) -> Tensor:
 
 def forward_into(out: Tensor, case: MaskedCase, inputs: MaskedInputs, lists: BlockSparsity) -> None:
     """The extension's forward: the public functions make their output themselves."""
-    absent = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
-    packed = isinstance(case.of, VarlenCase)
-    most = case.seqlens if packed else (None, None)
-    build_info.extension.masked_fwd(
-        *(inputs.of.q, inputs.of.k, inputs.of.v, out),
-        **(inputs.of.lengths() if packed else dict.fromkeys(absent)),
-        **dict(zip(("max_seqlen_q", "max_seqlen_k"), most, strict=True)),
-        **{"alibi_slopes": None, "p_dropout": 0.0, "softmax_scale": case.of.head_dim**-0.5},
-        **{"is_causal": case.of.causal, "window_left": -1, "window_right": -1, "softcap": 0.0},
-        **{"block_rows": lists.rows, "mask_bits": lists.bits, "bias": None, "sink": None},
+    lengths: dict[str, Any] = {}
+    if isinstance(case.of, VarlenCase):
+        lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
+        lengths |= inputs.of.lengths()
+    binding.forward(
+        *(build_info.extension, inputs.of.q, inputs.of.k, inputs.of.v),
+        **lengths,
+        causal=case.of.causal,
+        block_rows=lists.rows,
+        mask_bits=lists.bits,
+        out=out,
     )
 
 

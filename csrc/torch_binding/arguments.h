@@ -24,7 +24,8 @@ struct CallArguments {
   OptionalTensor alibi_slopes, bias, sink;
   bool deterministic = false;
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k;
-  OptionalInt max_seqlen_q, max_seqlen_k;
+  std::int64_t max_seqlen_q = 0;  // 0: not known
+  std::int64_t max_seqlen_k = 0;
   OptionalTensor block_table;
   OptionalTensor block_rows, block_columns, mask_bits;
   bool return_softmax = false;
@@ -36,10 +37,9 @@ struct CallArguments {
   OptionalTensor k_new, v_new, cu_seqlens_k_new;
   OptionalTensor rotary_cos, rotary_sin;
   bool rotary_interleaved = true;
+  OptionalTensor out;  // to be written; not given: a new one
 
-  // Not of Python's description.
-  OptionalTensor out;
-  const char* dropout_p_name = "dropout_p";
+  const char* dropout_p_name = "dropout_p";  // in errors
 
   template <class Visitor>
   void visit(Visitor&& visitor) {
@@ -79,6 +79,7 @@ struct CallArguments {
     visitor("rotary_cos", rotary_cos);
     visitor("rotary_sin", rotary_sin);
     visitor("rotary_interleaved", rotary_interleaved);
+    visitor("out", out);
   }
 };
 

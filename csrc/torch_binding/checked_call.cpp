@@ -30,16 +30,14 @@ std::int64_t set_packed_queries(const CallArguments& given, AttentionCall& call)
   const std::int64_t batch = checked_num_sequences("cu_seqlens_q", *given.cu_seqlens_q, given.q);
   call.cu_seqlens_q = *given.cu_seqlens_q;
   check_max_seqlen("max_seqlen_q", given.max_seqlen_q);
-  if (given.max_seqlen_q.has_value())
-    call.max_seqlen_q = useful_bound(*given.max_seqlen_q, given.q.size(0));
+  call.max_seqlen_q = useful_bound(given.max_seqlen_q, given.q.size(0));
   return batch;
 }
 
 void set_packed_keys(const CallArguments& given, std::int64_t batch, AttentionCall& call) {
   const bool is_paged = given.block_table.has_value();
   check_max_seqlen("max_seqlen_k", given.max_seqlen_k);
-  if (given.max_seqlen_k.has_value())
-    call.max_seqlen_k = useful_bound(*given.max_seqlen_k, std::numeric_limits<int>::max());
+  call.max_seqlen_k = useful_bound(given.max_seqlen_k, std::numeric_limits<int>::max());
   if (!given.cu_seqlens_k.has_value()) {
     TORCH_CHECK_VALUE(is_paged && given.seqused_k.has_value(),
                       "cu_seqlens_k: must be given, got None");
@@ -57,8 +55,8 @@ MaskTensors checked_masks(const CallArguments& given, Pass pass, std::int64_t ba
   const bool is_packed = given.cu_seqlens_q.has_value();
   const PairExtent extent{.batch = batch,
                           .heads_q = q.size(q.dim() - 2),
-                          .seqlen_q = is_packed ? given.max_seqlen_q.value_or(0) : q.size(1),
-                          .seqlen_k = is_packed ? given.max_seqlen_k.value_or(0) : given.k.size(1),
+                          .seqlen_q = is_packed ? given.max_seqlen_q : q.size(1),
+                          .seqlen_k = is_packed ? given.max_seqlen_k : given.k.size(1),
                           .at_least = is_packed};
   MaskTensors masks;
   if (pass != Pass::backward)

@@ -86,8 +86,8 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
   run_forward(plan, params, stream);
   if (given.return_softmax && call.options.p_dropout > 0.0) {
     const bool is_packed = call.is_packed();
-    const std::int64_t rows = is_packed ? given.max_seqlen_q.value_or(0) : call.q.size(1);
-    const std::int64_t columns = is_packed ? given.max_seqlen_k.value_or(0) : call.k.size(1);
+    const std::int64_t rows = is_packed ? given.max_seqlen_q : call.q.size(1);
+    const std::int64_t columns = is_packed ? given.max_seqlen_k : call.k.size(1);
     results.probabilities = probabilities_of(params, results, call, rows, columns, stream);
   }
   if (has_device_contents) {

@@ -1,4 +1,5 @@
-// How pybind11 reads CallArguments and GradientArguments: each field is the attribute of its name.
+// How pybind11 reads CallArguments and GradientArguments: each field is the instance's attribute of
+// its name. What an instance does not have itself has its default, which is the same on both sides.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -51,12 +52,21 @@ struct arguments_caster {
   PYBIND11_TYPE_CASTER(Arguments, const_name("object"));
 
   bool load(handle source, bool /*convert*/) {
+    const auto given =
+        reinterpret_steal<object>(PyObject_GenericGetDict(source.ptr(), /*context=*/nullptr));
+    if (!given) throw error_already_set();
     const std::vector<PyObject*>& names = field_names<Arguments>();
     std::size_t index = 0;
     value.visit([&](const char* name, auto& field) {
-      const auto given = reinterpret_steal<object>(PyObject_GetAttr(source.ptr(), names[index++]));
-      if (!given) throw error_already_set();
-      read_field(name, given, field);
+      using Field = std::remove_reference_t<decltype(field)>;
+      const handle attribute = PyDict_GetItemWithError(given.ptr(), names[index++]);
+      if (attribute) {
+        read_field(name, attribute, field);
+      } else if (PyErr_Occurred()) {
+        throw error_already_set();
+      } else if (std::is_same_v<Field, at::Tensor>) {
+        throw attribute_error(std::string(name) + ": is not described");
+      }
     });
     return true;
   }
