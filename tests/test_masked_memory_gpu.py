@@ -25,6 +25,7 @@ from harness import (
 )
 from masked_cases import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
 from masked_harness import masked_reference, run_masked, skip_without_masked_row
+from operators import arguments, gradients_arguments
 from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
@@ -316,13 +317,20 @@ def test_opcheck() -> None:
         x.detach().requires_grad_()
         for x in (inputs.of.q, inputs.of.k, inputs.of.v, inputs.bias, inputs.sink)
     )
-    forward = (
-        *(q, k, v, None, None, None, None, None, 140, 150, 0.0, 0.125, True, -1, -1, 0.0, None),
-        *(False, made.rows, made.columns, made.bits, bias, sink),
-    )
+    described = {
+        "softmax_scale": 0.125,
+        "causal": True,
+        "block_rows": made.rows,
+        "block_columns": made.columns,
+        "mask_bits": made.bits,
+    }
+    forward = arguments(q, k, v, bias=bias, sink=sink, **described)
     close = {"atol": 1e-2, "rtol": 1e-2}
-    torch.library.opcheck(OPS._masked_forward.default, forward, **close)
-    detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in forward)
-    out, lse, state = OPS._masked_forward(*detached)
-    backward = (inputs.of.dout, inputs.of.dlse, *detached, out, lse, state, True)
-    torch.library.opcheck(OPS._masked_gradients.default, backward, **close)
+    torch.library.opcheck(OPS.attention.default, forward, **close)
+    detached = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
+    detached = {name: x.detach() for name, x in detached.items()}
+    out, lse, _, state = OPS.attention(*arguments(**detached, **described))
+    incoming = {"dout": inputs.of.dout, "dlse": inputs.of.dlse, "wants_dbias": True}
+    incoming |= {"out": out, "softmax_lse": lse, "rng_state": state}
+    backward = gradients_arguments(**detached, **described, **incoming)
+    torch.library.opcheck(OPS.attention_gradients.default, backward, **close)
