@@ -5,7 +5,7 @@ The public functions are those of FlashAttention-2, with its names and parameter
 
 __version__ = "0.1.0"
 
-from . import combine_ops, masks, ops
+from . import masks
 from .build_info import compiled_rows, cuda_unavailable_reason
 from .interface import (
     check_device_errors,
@@ -18,12 +18,11 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .sparsity import BlockSparsity
+from .masks.sparsity import BlockSparsity
 
 __all__ = [
     "BlockSparsity",
     "check_device_errors",
-    "combine_ops",
     "compiled_rows",
     "cuda_unavailable_reason",
     "flash_attn_combine",
@@ -35,5 +34,4 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "masks",
-    "ops",
 ]

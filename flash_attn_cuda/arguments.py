@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from . import build_info
-from .checks import (
+from .checks.tensors import (
     MAX_INT32,
     as_number,
     check_dropout_p,

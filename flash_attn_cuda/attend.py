@@ -2,7 +2,7 @@
 
 Where the tensors are plain and nothing is watching (no compiler, no torch mode, no functorch
 transform), CUDA calls go straight to the extension, whose autograd is in C++ and which checks its
-inputs itself; everything else goes through the operators of ops.py.
+inputs itself; everything else goes through the operators.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .arguments import (
     pad_head_dim,
 )
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
-from .call_checks import check_call, check_contents, check_gradients
-from .checks import refuse_forward_gradients
-from .op_support import arguments_of, check_vmap_randomness, is_functorch_active
-from .ops import run_operator
+from .checks.calls import check_call, check_contents, check_gradients
+from .checks.tensors import refuse_forward_gradients
+from .operators.attention import run_operator
+from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))

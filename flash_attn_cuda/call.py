@@ -1,7 +1,7 @@
 """One attention call: the description that every public function makes of its arguments, and that
-operators (ops.py), both backends and the extension (csrc/torch_binding/arguments.h) read.
+operators, both backends and the extension (csrc/torch_binding/arguments.h) read.
 
-An argument is a field here and in arguments.h, a rule in call_checks.py, and what uses it.
+An argument is a field here and in arguments.h, a rule in checks/calls.py, and what uses it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks import lse_dtype, round_up_seqlen
+from .checks.tensors import lse_dtype, round_up_seqlen
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class AttentionCall:
     max_seqlen_q: int = 0  # of packed sequences, upper bounds; 0: not known
     max_seqlen_k: int = 0
     block_table: Tensor | None = None  # (B, max_pages)
-    block_rows: Tensor | None = None  # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (sparsity.py)
+    block_rows: Tensor | None = None  # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
     block_columns: Tensor | None = None  # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
     mask_bits: Tensor | None = None  # (B|1, Hq|1, Sq, 4 * Tk)
     return_softmax: bool = False  # S_dmask, where there is dropout

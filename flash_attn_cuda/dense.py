@@ -9,8 +9,8 @@ from torch import Tensor
 from .arguments import UNLIMITED, Options, Result, WindowSize, make_options, plain_mask
 from .attend import attend, attend_plainly
 from .call import NAMES, Names, describe
-from .checks import check_packed, check_tensor
-from .masked import Masks, add_masks, add_sink
+from .checks.tensors import check_packed, check_tensor
+from .masks.given import Masks, add_masks, add_sink
 
 _KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
 _QKVPACKED_NAMES = Names("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")

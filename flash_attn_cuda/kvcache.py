@@ -11,11 +11,10 @@ from torch import Tensor
 from .arguments import UNLIMITED, WindowSize, make_options, rows_bound, seqlen_bound
 from .attend import attend_over_cache
 from .call import describe
-from .checks import check_tensor, refuse_gradients
-from .length_checks import check_batch_invariant, check_num_splits
-from .masked import add_sink
-
-_ops = torch.ops.flash_attn_cuda
+from .checks.lengths import check_batch_invariant, check_num_splits
+from .checks.tensors import check_tensor, refuse_gradients
+from .masks.given import add_sink
+from .operators.combine import run_combine, run_combine_out
 
 
 def flash_attn_with_kvcache(
@@ -172,11 +171,11 @@ def flash_attn_combine(
         kind = type(out_dtype).__name__
         raise TypeError(f"out_dtype: must be a torch.dtype or None, got {kind}")
     if out is None:
-        return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
+        return run_combine(out_partial, lse_partial, out_dtype)
     check_tensor("out", out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out_dtype: must be the dtype of out ({out.dtype}), got {out_dtype}")
-    softmax_lse = _ops._flash_attn_combine_out(out_partial, lse_partial, out)
+    softmax_lse = run_combine_out(out_partial, lse_partial, out)
     return out, softmax_lse
 
 

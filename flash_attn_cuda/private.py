@@ -1,6 +1,6 @@
 """FlashAttention-2's private functions, which others build on: its names, arguments and order.
 
-Context parallelism, for one, calls them by keyword. They go through the operators of ops.py.
+Context parallelism, for one, calls them by keyword. They go through operators/attention.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
 from .call import TENSORS, AttentionCall, Incoming
-from .checks import check_tensor, refuse_forward_gradients
-from .op_support import Tensors4, arguments_of, check_vmap_randomness
-from .ops import run_backward_operator, run_operator
+from .checks.tensors import check_tensor, refuse_forward_gradients
+from .operators.attention import run_backward_operator, run_operator
+from .operators.support import Tensors4, arguments_of, check_vmap_randomness
 
 
 def _flash_attn_forward(

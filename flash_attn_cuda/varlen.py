@@ -17,9 +17,9 @@ from .arguments import (
 )
 from .attend import attend
 from .call import AttentionCall, Names, describe
-from .checks import check_packed, check_tensor
-from .length_checks import check_batch_invariant, check_num_splits
-from .masked import Masks, add_masks, add_sink
+from .checks.lengths import check_batch_invariant, check_num_splits
+from .checks.tensors import check_packed, check_tensor
+from .masks.given import Masks, add_masks, add_sink
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
 _QKVPACKED_NAMES = Names(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cuda.call import FIELDS, READ, AttentionCall, Incoming
-from flash_attn_cuda.op_support import arguments_of
+from flash_attn_cuda.operators.support import arguments_of
 
 _OF_INCOMING = tuple(field.name for field in fields(Incoming))
 _TARGETS = ("dq", "dk", "dv")

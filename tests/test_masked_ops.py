@@ -26,9 +26,9 @@ from flash_attn_cuda import (
     BlockSparsity,
     flash_attn_func,
     flash_attn_varlen_func,
-    ops,
 )
 from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.operators import attention as attention_operators
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -301,13 +301,13 @@ def test_no_graph_without_need() -> None:
 
 def test_a_gradient_that_nothing_wants_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    on_cpu = ops.backward_on_cpu
+    on_cpu = attention_operators.backward_on_cpu
 
     def spy(call: AttentionCall, incoming: Incoming) -> Any:
         seen.append((incoming.wants_dbias, call.sink is not None))
         return on_cpu(call, incoming)
 
-    monkeypatch.setattr(ops, "backward_on_cpu", spy)
+    monkeypatch.setattr(attention_operators, "backward_on_cpu", spy)
     for wanted in ((), (3,), (4,), (3, 4)):
         inputs = make_inputs()
         leaves = [inputs[index].requires_grad_() for index in (0, *wanted)]

@@ -17,7 +17,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
 )
 from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.cpu_calls import _sink_gradient, backward_on_cpu
+from flash_attn_cuda.cpu.calls import _sink_gradient, backward_on_cpu
 
 # -- dropout, autocast -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ probabilities from the log-sum-exp. Extra memory is O(seqlen * head_dim).
     visibility  the pairs that a sparse mask leaves
 
 Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. The functions expect arguments
-that have passed checks.py and length_checks.py, contents of lengths included.
+that have passed checks/, contents of lengths included. calls.py makes them of an AttentionCall.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype, output_shape, round_up_seqlen
+from ..checks.tensors import lse_dtype, output_shape, round_up_seqlen
 from .tiles import DEFAULT_TILING, AttentionOptions, Problem, Tiling
 
 

@@ -7,7 +7,7 @@ arguments are the fields of an AttentionCall (call.py), in order.
     attention_backward     the same into given dq, dk and dv; returns softmax_d
     gradient_over_pages    stands for a gradient through pages or a cache, and refuses to run
 
-attend.py, private.py and kvcache.py call them; combine_ops.py has those of partial results.
+attend.py and private.py call them; combine.py has those of partial results.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
-from .call_checks import check_call, check_contents, check_gradients, check_incoming
-from .checks import output_shape, refuse_forward_gradients
-from .cpu_calls import backward_on_cpu, forward_on_cpu
-from .op_support import (
+from ..call import DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
+from ..checks.calls import check_call, check_contents, check_gradients, check_incoming
+from ..checks.tensors import output_shape, refuse_forward_gradients
+from ..cpu.calls import backward_on_cpu, forward_on_cpu
+from .support import (
     RANDOM,
     Tensors4,
     Tensors5,

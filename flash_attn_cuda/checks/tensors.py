@@ -2,7 +2,7 @@
 
 Every error names the argument, the rule and the offending value. TypeError: not a tensor, not a
 number, a dtype without a kernel. ValueError: shapes, devices, values. Lengths and indices, of
-packed sequences and of caches, are in length_checks.py.
+packed sequences and of caches, are in lengths.py.
 """
 
 from __future__ import annotations

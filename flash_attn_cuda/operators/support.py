@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.compiler import is_compiling
 
-from . import build_info
+from .. import build_info
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]

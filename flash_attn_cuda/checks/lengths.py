@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks import check_like, check_tensor
+from .tensors import check_like, check_tensor
 
 MAX_SPLITS = 256
 MAX_INT64 = 2**63 - 1

@@ -2,7 +2,7 @@
 and on the CPU the contents of its lengths and indices, which on CUDA kernels check themselves
 (device_errors.py).
 
-The rules of single arguments are in checks.py, length_checks.py and mask_checks.py.
+The rules of single arguments are in tensors.py, lengths.py and masks.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,20 @@ from typing import Any
 
 import torch
 
-from .call import CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
-from .checks import (
+from ..call import CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
+from .lengths import (
+    check_block_table,
+    check_bound,
+    check_cu_seqlens,
+    check_cu_seqlens_contents,
+    check_max_seqlen,
+    check_num_splits,
+    check_optional,
+    check_pages,
+    check_range,
+)
+from .masks import PairExtent, check_bias, check_lists
+from .tensors import (
     CACHE_LAYOUT,
     DENSE_LAYOUT,
     PACKED_LAYOUT,
@@ -30,18 +42,6 @@ from .checks import (
     check_tensor,
     output_shape,
 )
-from .length_checks import (
-    check_block_table,
-    check_bound,
-    check_cu_seqlens,
-    check_cu_seqlens_contents,
-    check_max_seqlen,
-    check_num_splits,
-    check_optional,
-    check_pages,
-    check_range,
-)
-from .mask_checks import PairExtent, check_bias, check_lists
 
 
 def names_of(call: AttentionCall) -> Names:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import cast_for_autocast, rows_bound, seqlen_bound
-from .call import AttentionCall
-from .call_checks import check_call, extent_of
-from .checks import refuse_forward_gradients, sink_for
-from .mask_checks import PairExtent, check_attn_mask, check_blocks, check_sparsity
+from ..arguments import cast_for_autocast, rows_bound, seqlen_bound
+from ..call import AttentionCall
+from ..checks.calls import check_call, extent_of
+from ..checks.masks import PairExtent, check_attn_mask, check_blocks, check_sparsity
+from ..checks.tensors import refuse_forward_gradients, sink_for
 from .sparsity import BlockSparsity
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import cpu
-from .call import AttentionCall, Incoming
+from .. import cpu
+from ..call import AttentionCall, Incoming
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu
-from .checks import check_like, check_tensor
-from .op_support import Tensors2, call_extension, schema_of
+from .. import cpu
+from ..checks.tensors import check_like, check_tensor
+from .support import Tensors2, call_extension, schema_of
 
+_ops = torch.ops.flash_attn_cuda
 _RETURNS = "Tensor out, Tensor softmax_lse"
 COMBINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -158,3 +159,15 @@ def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
 @_combine_out_op.register_fake
 def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     return CombineOutCall(out_partial, lse_partial, out).check().empty_lse()
+
+
+def run_combine(
+    out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
+) -> Tensors2:
+    """(out, softmax_lse)."""
+    return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
+
+
+def run_combine_out(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
+    """softmax_lse; writes out."""
+    return _ops._flash_attn_combine_out(out_partial, lse_partial, out)
