@@ -9,7 +9,7 @@
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 #include "shared/block_lists.h"
-#include "shared/narrow_step.h"
+#include "shared/block_range.h"
 #include "shared/splits.h"
 
 namespace flash_attn_cuda {

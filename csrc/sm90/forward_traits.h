@@ -6,7 +6,6 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
-#include "shared/narrow_step.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
