@@ -163,6 +163,8 @@ void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
                               "block_table: must be None in a call whose gradients are wanted");
   TORCH_CHECK_NOT_IMPLEMENTED(!call.options.deterministic || !call.masks.block_columns.defined(),
                               "deterministic: must be False with block_columns, got True");
+  TORCH_CHECK_NOT_IMPLEMENTED(!call.options.deterministic || !call.masks.bias.defined(),
+                              "deterministic: must be False with a bias, got True");
   TORCH_CHECK_VALUE(!wants_dbias || call.masks.bias.defined(),
                     "wants_dbias: must be False without a bias, got True");
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.options.softcap == 0.0f,
