@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,13 @@ def _registered() -> Iterator[None]:
 def test_patterns() -> None:
     causal = masking_utils.causal_mask_function
     segments = torch.tensor([[0, 0, 1]])
-    packed = masking_utils.packed_sequence_compatibility_function
+
+    def packed(function: Any, positions: Tensor, segments: Tensor) -> Any:
+        """As transformers makes the mask of packed sequences."""
+        within = masking_utils.remap_positions_for_packed_sequence(function, positions)
+        same = masking_utils.packed_sequence_mask_function(segments)
+        return masking_utils.and_masks(within, same)
+
     known = {
         causal: Pattern(right=0),
         masking_utils.bidirectional_mask_function: Pattern(),

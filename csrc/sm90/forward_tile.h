@@ -3,7 +3,7 @@
 
 #include "shared/block_range.h"
 #include "shared/mask.h"
-#include "shared/own_range.h"
+#include "shared/block_range.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_traits.h"
 
