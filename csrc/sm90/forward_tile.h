@@ -3,7 +3,6 @@
 
 #include "shared/block_range.h"
 #include "shared/mask.h"
-#include "shared/block_range.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_traits.h"
 
