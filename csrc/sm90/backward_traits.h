@@ -4,6 +4,7 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
+#include "shared/score_modifiers.h"
 #include "shared/tile_parts.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
