@@ -25,6 +25,8 @@ from build_tools.toolchain import ToolchainError
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)$")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+# Of functions without a name outside their file nvcc's names have a number that changes with it.
+FILE_NUMBER = re.compile(r"(?<=_GLOBAL__N__)[0-9a-f]{8}_")
 LOCAL = ("LDL", "STL")  # loads and stores of what was spilled
 
 
@@ -59,7 +61,7 @@ def functions(lines: Iterator[str]) -> dict[str, Code]:
     current: list[str] = []
     for line in lines:
         if found := FUNCTION.match(line):
-            current = opcodes.setdefault(found[1], [])
+            current = opcodes.setdefault(FILE_NUMBER.sub("", found[1]), [])
         elif found := INSTRUCTION.match(line):
             current.append(found[1])
     return {name: Code(tuple(code)) for name, code in opcodes.items()}

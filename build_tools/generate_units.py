@@ -55,6 +55,8 @@ def _flag_names(value: Flag) -> list[str]:
 def _cpp_value(value: Any) -> str:
     if isinstance(value, Flag):
         return " | ".join(f"feature::{name}" for name in _flag_names(value)) or "0"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{CPP_ENUMS[type(value)]}::{value.value}" if isinstance(value, Enum) else str(value)
 
 

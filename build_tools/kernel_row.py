@@ -1,16 +1,25 @@
-"""What a row of kernel_table.py is: its fields and the names of their values.
+"""What a row of kernel_table.py is: its fields, the names of their values and who has which.
 
 The fields are those of ``ForwardConfig`` and ``BackwardConfig`` in csrc/flash_attn/config.h, in
-their order; the compiled kernel and the host code that chooses it both read the row.
+their order and with their defaults; the compiled kernel and the host code that chooses it both read
+the row. A row that gives a field of other kernels, or breaks a rule of its own (kernel_rules.py),
+raises RowError.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from enum import Enum, Flag
+from enum import Enum, EnumMeta, Flag
 from itertools import product
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from build_tools import kernel_rules
+from build_tools.kernel_rules import RowError
+
+FEATURE_LIST = Path(__file__).resolve().parent.parent / "csrc/flash_attn/feature_list.h"
 
 
 class Pass(Enum):
@@ -42,21 +51,39 @@ class Kind(Enum):
     decode = "decode"  # each its own keys, for tiles of 16 rows
 
 
-class Feature(Flag):
-    """What a row supports beyond masks; the bits are those of namespace feature in config.h."""
+class _FeatureNames(EnumMeta):
+    if TYPE_CHECKING:  # the members come from a file
 
-    softcap = 1
-    alibi = 2
-    dropout = 4
-    deterministic = 8
-    paged_kv = 16
-    split_kv = 32
-    packed_gqa = 64
-    block_sparse = 128
-    bias = 256
+        def __getattr__(cls, name: str) -> Feature: ...
+
+
+class Feature(Flag, metaclass=_FeatureNames):
+    """What a row supports beyond masks: the bits of csrc/flash_attn/feature_list.h."""
+
+    _ignore_ = "members listed bit"
+    members = vars()
+    for listed, bit in re.findall(r"(?m)^FEATURE\((\w+), (\d+)\)", FEATURE_LIST.read_text()):
+        members[listed] = 1 << int(bit)
 
 
 NO_FEATURES = Feature(0)
+
+
+class Kernel(Enum):
+    """The kernels that rows are made of: one for each launch header of csrc/sm80 and csrc/sm90."""
+
+    sm80_forward = "sm80 forward"
+    sm80_decode = "sm80 decode"
+    sm80_backward = "sm80 backward"
+    sm90_forward = "sm90 forward"
+    sm90_backward = "sm90 backward"
+
+
+def of(*kernels: Kernel, default: Any = None) -> Any:
+    """A field that only these kernels have, and in whose rows it must be given if it has no
+    default; in others it has to keep that.
+    """
+    return field(default=default, metadata={"kernels": kernels})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +96,8 @@ class KernelRow:
 
     kernel_pass: ClassVar[Pass]
     config_struct: ClassVar[str]
+    # What CuTe's layouts are made of: rows that share it share most of their compile.
+    tile_fields: ClassVar[tuple[str, ...]]
 
     family: Family
     dtype: Dtype
@@ -76,6 +105,30 @@ class KernelRow:
     head_dim: int
     head_dim_v: int | None = None
     variant: str = field(default="", metadata={"compiled": False})
+
+    if TYPE_CHECKING:  # both passes have them
+        block_m: int
+        block_n: int
+        num_warps: int
+        features: Feature
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            kernels, value = f.metadata.get("kernels"), getattr(self, f.name)
+            if kernels is None:
+                continue
+            if self.kernel in kernels and value is None:
+                raise RowError(f"{self.name}: a row of {self.kernel.value} must give {f.name}")
+            if self.kernel not in kernels and value != f.default:
+                owners = " and ".join(kernel.value for kernel in kernels)
+                raise RowError(
+                    f"{self.name}: {f.name} is of {owners}, a row of {self.kernel.value} has none"
+                )
+        kernel_rules.check(self)
+
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel(f"{self.family.value} {self.kernel_pass.name}")
 
     @property
     def name(self) -> str:
@@ -93,14 +146,13 @@ class KernelRow:
 
     @property
     def tile(self) -> tuple[Any, ...]:
-        """What CuTe's layouts are made of: rows that share it share most of their compile."""
-        apart = ("dtype", "mask", "features", "most_causal_seqlen", "most_full_seqlen")
-        return tuple(value for name, value in self.config().items() if name not in apart)
+        return tuple(getattr(self, name) for name in ("family", "head_dim", *self.tile_fields))
 
     def config(self) -> dict[str, Any]:
-        """The compiled fields by name, in the order of the C++ struct."""
-        compiled = [f.name for f in fields(self) if f.metadata.get("compiled", True)]
-        config = {name: getattr(self, name) for name in compiled}
+        """The compiled fields that its kernel has, by name, in the order of the C++ struct."""
+        compiled = [f for f in fields(self) if f.metadata.get("compiled", True)]
+        owned = [f for f in compiled if self.kernel in f.metadata.get("kernels", Kernel)]
+        config = {f.name: getattr(self, f.name) for f in owned}
         config["head_dim_v"] = self.value_dim
         return config
 
@@ -111,61 +163,127 @@ class KernelRow:
     @property
     def launch_header(self) -> str:
         """The header of the kernel's make_..._instance, without its folder and ending."""
-        return f"{self.kernel_pass.name}_launch"
+        return f"{self.kernel.value.split()[1]}_launch"
 
     @property
     def make_instance(self) -> str:
-        return f"make_{self.kernel_pass.name}_instance"
+        return f"make_{self.kernel.value.split()[1]}_instance"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRow(KernelRow):
     kernel_pass: ClassVar[Pass] = Pass.forward
     config_struct: ClassVar[str] = "ForwardConfig"
+    tile_fields: ClassVar[tuple[str, ...]] = (
+        *("value_dim", "kind", "block_m", "block_n", "num_warps"),
+    )
 
     kind: Kind = Kind.tiles
     block_m: int
     block_n: int
     num_warps: int
+    stages_q: int | None = of(Kernel.sm90_forward)
+    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm80_decode)
+    ctas_per_sm: int = of(Kernel.sm90_forward, default=1)
+    producer_registers: int | None = of(Kernel.sm90_forward)
+    consumer_registers: int | None = of(Kernel.sm90_forward)
+    drawing_registers: int = of(Kernel.sm90_forward, default=0)
+    drops_turns: bool = of(Kernel.sm90_forward, default=False)
+    alternates_probabilities: bool = of(Kernel.sm90_forward, default=False)
+    keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
+    shares_queries: bool = of(Kernel.sm80_decode, default=False)
     most_causal_seqlen: int = 0
     most_full_seqlen: int = 0
     features: Feature = NO_FEATURES
 
     @property
-    def launch_header(self) -> str:
-        return "decode_launch" if self.kind is Kind.decode else super().launch_header
-
-    @property
-    def make_instance(self) -> str:
-        return "make_decode_instance" if self.kind is Kind.decode else super().make_instance
+    def kernel(self) -> Kernel:
+        decodes = self.kind is Kind.decode
+        return Kernel(f"{self.family.value} decode") if decodes else super().kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRow(KernelRow):
     kernel_pass: ClassVar[Pass] = Pass.backward
     config_struct: ClassVar[str] = "BackwardConfig"
+    tile_fields: ClassVar[tuple[str, ...]] = (
+        *("value_dim", "block_m", "block_n", "num_warps", "ctas_per_tile"),
+        *("warps_m_scores", "warps_n_dkdv", "warps_m_dq", "stages_q", "stages_do"),
+    )
 
     block_m: int
     block_n: int
     num_warps: int
-    ctas_per_tile: int = 1
-    warps_m_scores: int = 0
-    warps_n_dkdv: int = 0
-    warps_m_dq: int = 0
-    stages_q: int = 0
-    stages_do: int = 0
+    ctas_per_tile: int = of(Kernel.sm90_backward, default=1)
+    warps_m_scores: int | None = of(Kernel.sm80_backward)
+    warps_n_dkdv: int | None = of(Kernel.sm80_backward)
+    warps_m_dq: int | None = of(Kernel.sm80_backward)
+    stages_q: int
+    stages_do: int
+    stages_kv: int | None = of(Kernel.sm90_backward)
+    producer_registers: int | None = of(Kernel.sm90_backward)
+    key_registers: int | None = of(Kernel.sm90_backward)
+    dq_registers: int | None = of(Kernel.sm90_backward)
+    dq_columns: int | None = of(Kernel.sm90_backward)
+    separate_keys: bool = of(Kernel.sm90_backward, default=False)
+    keeps_probabilities: bool = of(Kernel.sm90_backward, default=False)
+    stores_tiles: bool = of(Kernel.sm90_backward, default=False)
+    shares_tiles: bool = of(Kernel.sm90_backward, default=False)
+    finishes_dq: bool = of(Kernel.sm90_backward, default=False)
+    finish_keys_full: int = of(Kernel.sm90_backward, default=0)
+    finish_keys_windowed: int = of(Kernel.sm90_backward, default=0)
     features: Feature = NO_FEATURES
 
 
-Row = TypeVar("Row", ForwardRow, BackwardRow)
+@dataclass(frozen=True)
+class Tile:
+    """The variants of an entry that share a tile, each with its features, and the fields in which
+    they differ from what the entry says.
+    """
+
+    variants: dict[str, Feature]
+    fields: dict[str, Any]
 
 
-def expand(
-    row_type: type[Row],
-    *,
-    dtypes: tuple[Dtype, ...] = tuple(Dtype),
-    masks: tuple[Mask, ...] = tuple(Mask),
-    **config: Any,
-) -> Iterator[Row]:
-    """One row per dtype and mask that share a tile."""
-    return (row_type(dtype=d, mask=m, **config) for d, m in product(dtypes, masks))
+def tile(variants: dict[str, Feature], **fields: Any) -> Tile:
+    return Tile(variants, fields)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All kernels of one family, pass and head dim: what most of them have, and what they come in.
+    ``head_dim`` may be a pair, of queries and keys and of values; decode kernels have an entry of
+    their own.
+    """
+
+    kernel: Kernel
+    head_dim: int | tuple[int, int]
+    fields: dict[str, Any]
+    tiles: tuple[Tile, ...]
+
+    def rows(self) -> Iterator[KernelRow]:
+        """Every variant in every dtype. One mask for the whole: kernels compiled for the full mask
+        were within 2 % of the windowed ones run on full attention (docs/forward_sm80.md).
+        """
+        family, name = self.kernel.value.split()
+        row_type = BackwardRow if name == Pass.backward.name else ForwardRow
+        of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
+        pair = self.head_dim if isinstance(self.head_dim, tuple) else (self.head_dim, None)
+        for each in self.tiles:
+            for (variant, features), dtype in product(each.variants.items(), Dtype):
+                yield row_type(
+                    family=Family(family),
+                    dtype=dtype,
+                    mask=Mask.windowed,
+                    head_dim=pair[0],
+                    head_dim_v=pair[1],
+                    variant=variant,
+                    features=features,
+                    **{**of_kind, **self.fields, **each.fields},
+                )
+
+
+def entry(
+    kernel: Kernel, head_dim: int | tuple[int, int], *, tiles: tuple[Tile, ...], **fields: Any
+) -> Entry:
+    return Entry(kernel, head_dim, fields, tiles)

@@ -1,407 +1,438 @@
-"""The kernel table: every attention kernel this package compiles, one row each.
+"""The kernel table: every attention kernel this package compiles, and all that is decided for it.
 
-Order is meaning: of the rows that cover a request the first one runs, so smaller head dims, of
-values too, come before larger ones, and rows without a feature's code before those with it.
+One entry for each family, pass and head dim: tile, stages, warps, registers and paths, then the
+variants that it comes in and where they differ. csrc/flash_attn/config.h says what each field
+means; kernels and planning read them from the row and decide nothing by a head dim of their own.
+``python -m build_tools.kernel_table`` prints the rows that come of it.
+
+Of the rows that cover a request the first one runs: see ``in_order`` below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
 from typing import Any
 
+from build_tools import generate_units
 from build_tools.kernel_row import (
     NO_FEATURES,
     BackwardRow,
+    Entry,
     Family,
     Feature,
     ForwardRow,
+    Kernel,
     KernelRow,
     Kind,
-    Mask,
-    expand,
+    entry,
+    tile,
 )
-
-
-# One mask for the whole sm80 family: on an H200, kernels compiled for the full mask were within 2 %
-# of the windowed ones run on full attention (docs/forward_sm80.md).
-def sm80_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
-    masks = (Mask.windowed,)
-    return expand(ForwardRow, family=Family.sm80, head_dim=head_dim, masks=masks, **options)
-
-
-def sm80_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
-    masks = (Mask.windowed,)
-    return expand(BackwardRow, family=Family.sm80, head_dim=head_dim, masks=masks, **options)
-
 
 # A kernel is slower with a feature's code in it even where a call does not use it, so rows with
 # features come behind those without (docs/features_sm80.md). Dropout draws for every tile, whether
 # or not the scores are modified as well. What rows may spill: spill_allowances.json.
-FORWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.paged_kv | Feature.split_kv
-FORWARD_DROPOUT = Feature.softcap | Feature.alibi | Feature.dropout
-DECODE_FEATURES = (
-    Feature.softcap | Feature.alibi | Feature.paged_kv | Feature.split_kv | Feature.packed_gqa
-)
-BACKWARD_MODIFIERS = Feature.softcap | Feature.alibi | Feature.deterministic
-BACKWARD_DROPOUT = BACKWARD_MODIFIERS | Feature.dropout
+SOFTCAP, ALIBI, DROPOUT = Feature.softcap, Feature.alibi, Feature.dropout
+ORDERED = Feature.deterministic
+LISTS, BIAS = Feature.block_sparse, Feature.bias
+OF_A_CACHE = Feature.paged_kv | Feature.split_kv
+MODIFIERS = SOFTCAP | ALIBI
+CACHE_MODIFIERS = MODIFIERS | OF_A_CACHE
 # Lists of blocks, a bias, and whatever comes with them.
-MASKED = Feature.softcap | Feature.alibi | Feature.dropout | Feature.block_sparse | Feature.bias
+MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 
+# sm90 forward ------------------------------------------------------------------------------------
+# A warp multiplies 16 queries, of two warpgroups or three. Stages: as many as fit, up to 4; the
+# next tile's queries get a buffer before keys get a third, and a bias its two before either.
+#
+# drawing_registers: up to head dim 128 a warpgroup of its own draws dropout's decisions; above, the
+# products have no registers to give, and consumers that draw for themselves are faster. The variant
+# "alibi" is without those warps; softcap is no faster without them.
+# drops_turns: where something is dropped narrow heads are better off without turns, under a softcap
+# alone with them.
+# alternates_probabilities: rows with modified scores gain nothing by it, or find no room (C7514 in
+# pages), nor do short sequences, whose tiles have few steps (with one P instead of two the code is
+# half as long), and at head dim 256 only those over pages gain.
+# "cache": in pages whose size is a multiple of 8, or with keys split; at head dim 64 also for lower
+# tiles. With the code for modified scores plain calls take 2 to 9 % longer.
 
-def sm80_forward_rows(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
-    """A tile without features, with modified scores and a KV cache's, and with dropout."""
-    names = {"": NO_FEATURES, "modifiers": FORWARD_MODIFIERS, "dropout": FORWARD_DROPOUT}
-    for variant, features in names.items():
-        yield from sm80_forward(head_dim, **options, features=features, variant=variant)
-
-
-def sm80_decode(
-    head_dim: int, *, block_n: int, num_warps: int, variant: str = "decode"
-) -> Iterator[ForwardRow]:
-    return sm80_forward(
-        head_dim,
-        kind=Kind.decode,
-        block_m=16,
-        block_n=block_n,
-        num_warps=num_warps,
-        features=DECODE_FEATURES,
-        variant=variant,
-    )
-
-
-def sm90_forward(
-    head_dim: int, *, block_m: int, block_n: int, variant: str = "", **options: Any
-) -> Iterator[ForwardRow]:
-    """A tile of wgmma kernels, of which each warp multiplies 16 query rows."""
-    return expand(
-        ForwardRow,
-        family=Family.sm90,
-        masks=(Mask.windowed,),
-        head_dim=head_dim,
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=block_m // 16,
-        variant=variant,
-        **options,
-    )
-
-
-def sm90_alibi(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
-    """Without the warps that draw for dropout; softcap is no faster without them."""
-    return sm90_forward(
-        head_dim, block_m=128, block_n=128, variant="alibi", features=Feature.alibi, **options
-    )
-
-
-def sm90_dropout(head_dim: int, *, block_n: int, **options: Any) -> Iterator[ForwardRow]:
-    return sm90_forward(
-        head_dim,
-        block_m=128,
-        block_n=block_n,
-        variant="dropout",
-        features=FORWARD_DROPOUT,
-        **options,
-    )
-
-
-def sm80_masked_forward(head_dim: int, *, block_m: int) -> Iterator[ForwardRow]:
-    """A tile whose sides divide the 128 of a list's tiles."""
-    return sm80_forward(
-        head_dim,
-        block_m=block_m,
-        block_n=64,
-        num_warps=4,
-        features=MASKED,
-        variant="masked",
-    )
-
-
-def sm90_sparse_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
-    return sm90_forward(
-        head_dim,
-        block_m=128,
-        block_n=128,
-        variant="sparse",
-        features=Feature.block_sparse,
-        **options,
-    )
-
-
-def sm90_cache_forward(head_dim: int, *, block_n: int) -> Iterator[ForwardRow]:
-    """Over a cache: in pages whose size is a multiple of 8, or with its keys split; at head_dim 64
-    also for lower tiles. With the code for modified scores plain calls take 2 to 9 % longer.
-    """
-    of_a_cache = Feature.paged_kv | Feature.split_kv
-    for variant, features in {"cache": of_a_cache, "cache_modifiers": FORWARD_MODIFIERS}.items():
-        yield from sm90_forward(
-            head_dim, block_m=128, block_n=block_n, variant=variant, features=features
-        )
-
-
-def sm90_bias_forward(head_dim: int, **options: Any) -> Iterator[ForwardRow]:
-    return sm90_forward(
-        head_dim, block_m=128, block_n=128, variant="bias", features=Feature.bias, **options
-    )
-
-
-# The sm90 family comes first: where it runs it is the faster one. Of the sm80 family, four warps of
-# 32 query rows up to head_dim 128, of 16 above: what O and S leave of 255 registers.
-FORWARD_ROWS: tuple[ForwardRow, ...] = (
-    # Two CTAs an SM.
-    *sm90_forward(
-        64,
-        block_m=128,
-        block_n=64,
-        variant="short",
-        most_causal_seqlen=1088,
-        most_full_seqlen=256,
+# fmt: off
+SM90_FORWARD = (
+    entry(
+        Kernel.sm90_forward, 64,
+        block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=4,
+        producer_registers=40, consumer_registers=232,
+        tiles=(
+            # A narrow head and few keys a step leave room for a second CTA on the SM.
+            tile({"short": NO_FEATURES}, block_n=64, stages_kv=3, ctas_per_sm=2,
+                 producer_registers=32, consumer_registers=104,
+                 most_causal_seqlen=1088, most_full_seqlen=256),
+            # Its producer warp spills: three consumer warpgroups leave it 32 registers.
+            tile({"": NO_FEATURES}, block_m=192, num_warps=12,
+                 producer_registers=32, consumer_registers=160),
+            tile({"alibi": ALIBI}),
+            tile({"dropout": MODIFIERS | DROPOUT},
+                 consumer_registers=200, drawing_registers=72, drops_turns=True),
+            tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
+            tile({"cache_modifiers": CACHE_MODIFIERS}),
+            tile({"sparse": LISTS, "bias": BIAS}, alternates_probabilities=True),
+        ),
     ),
-    # Its producer warp spills: three consumer warpgroups leave it 32 registers.
-    *sm90_forward(64, block_m=192, block_n=128),
-    *sm90_alibi(64),
-    *sm90_dropout(64, block_n=128),
-    *sm90_cache_forward(64, block_n=128),
-    *sm90_forward(96, block_m=128, block_n=128),
-    *sm90_alibi(96),
-    *sm90_dropout(96, block_n=128),
-    # One P instead of two, which halves the code: it counts for tiles of few steps.
-    *sm90_forward(
-        128,
-        block_m=128,
-        block_n=128,
-        variant="few_steps",
-        most_causal_seqlen=512,
-        most_full_seqlen=512,
+    entry(
+        Kernel.sm90_forward, 96,
+        block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=3,
+        producer_registers=40, consumer_registers=232,
+        tiles=(
+            tile({"": NO_FEATURES}, alternates_probabilities=True),
+            tile({"alibi": ALIBI}),
+            tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),
+        ),
     ),
-    *sm90_forward(128, block_m=128, block_n=128),
-    *sm90_alibi(128),
-    *sm90_dropout(128, block_n=128),
-    *sm90_cache_forward(128, block_n=128),
-    # Multi-head latent attention's: O has the registers of head_dim 128.
-    *sm90_forward(192, head_dim_v=128, block_m=128, block_n=128),
-    *sm90_forward(192, block_m=128, block_n=96),
-    *sm90_dropout(192, block_n=96),
-    *sm90_forward(256, block_m=128, block_n=64),
-    *sm90_dropout(256, block_n=64),
-    *sm90_cache_forward(256, block_n=64),
-    *sm90_sparse_forward(64),
-    *sm90_sparse_forward(128),
-    *sm90_bias_forward(64),
-    *sm90_bias_forward(128),
-    *sm80_forward_rows(32, block_m=128, block_n=128, num_warps=4),
-    *sm80_forward_rows(64, block_m=128, block_n=96, num_warps=4),
-    *sm80_forward_rows(96, block_m=128, block_n=64, num_warps=4),
-    *sm80_forward_rows(128, block_m=128, block_n=64, num_warps=4),
-    *sm80_forward_rows(192, block_m=64, block_n=64, num_warps=4),
-    *sm80_forward_rows(256, block_m=64, block_n=64, num_warps=4),
-    *sm80_decode(32, block_n=32, num_warps=4),
-    *sm80_decode(64, block_n=32, num_warps=4),
-    *sm80_decode(96, block_n=16, num_warps=4),
-    *sm80_decode(128, block_n=16, num_warps=4),
-    *sm80_decode(192, block_n=16, num_warps=4),
-    *sm80_decode(256, block_n=16, num_warps=2),
-    *sm80_decode(256, block_n=16, num_warps=1, variant="decode_smem99k"),
-    *sm80_masked_forward(64, block_m=128),
-    *sm80_masked_forward(128, block_m=128),
-    *sm80_masked_forward(256, block_m=64),
-)
-
-# How the backward's eight warps lie over its products: scores along queries, dK and dV along keys,
-# dQ along queries. Each product wants the most square share of its own shape.
-WARPS_2_4_4: dict[str, Any] = {
-    "num_warps": 8,
-    "warps_m_scores": 2,
-    "warps_n_dkdv": 4,
-    "warps_m_dq": 4,
-}
-WARPS_2_4_2: dict[str, Any] = {
-    "num_warps": 8,
-    "warps_m_scores": 2,
-    "warps_n_dkdv": 4,
-    "warps_m_dq": 2,
-}
-WARPS_4_2_2: dict[str, Any] = {
-    "num_warps": 8,
-    "warps_m_scores": 4,
-    "warps_n_dkdv": 2,
-    "warps_m_dq": 2,
-}
-FOUR_WARPS: dict[str, Any] = {
-    "num_warps": 4,
-    "warps_m_scores": 2,
-    "warps_n_dkdv": 2,
-    "warps_m_dq": 2,
-}
-DOUBLE_BUFFERED: dict[str, Any] = {"stages_q": 2, "stages_do": 2}
-SINGLE_BUFFERED: dict[str, Any] = {"stages_q": 1, "stages_do": 1}
-
-
-def sm80_backward_rows(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
-    """A tile for what most calls ask for, with modified scores, and with dropout.
-
-    The code of a fixed order costs a plain kernel nothing at head_dim 128, 2.5 % at 64 and 6 % at
-    256, which have a row of their own for it; elsewhere the row of modified scores serves it.
-    """
-    names = {
-        "": Feature.deterministic if head_dim == 128 else NO_FEATURES,
-        "ordered": Feature.deterministic,
-        "modifiers": BACKWARD_MODIFIERS,
-        "dropout": BACKWARD_DROPOUT,
-    }
-    if head_dim not in (64, 256):
-        del names["ordered"]
-    return sm80_backward_variants(head_dim, names, **options)
-
-
-def sm80_backward_small(head_dim: int, *, smem: str, **options: Any) -> Iterator[BackwardRow]:
-    """A tile for less shared memory: plain, and with everything, to compile less."""
-    names = {smem: NO_FEATURES, f"dropout_{smem}": BACKWARD_DROPOUT}
-    return sm80_backward_variants(head_dim, names, **options)
-
-
-def sm80_masked_backward(head_dim: int, *, smem: str = "", **options: Any) -> Iterator[BackwardRow]:
-    variant = f"masked_{smem}" if smem else "masked"
-    return sm80_backward_variants(head_dim, {variant: MASKED}, **options)
-
-
-def sm90_backward(head_dim: int, **options: Any) -> Iterator[BackwardRow]:
-    return expand(
-        BackwardRow,
-        family=Family.sm90,
-        masks=(Mask.windowed,),
-        head_dim=head_dim,
-        num_warps=8,
-        **options,
-    )
-
-
-def sm90_masked_backward(head_dim: int, variant: str, features: Feature) -> Iterator[BackwardRow]:
-    return sm90_backward(
-        head_dim,
-        block_m=64,
-        block_n=128,
-        features=features,
-        variant=variant,
-    )
-
-
-def sm80_backward_variants(
-    head_dim: int, names: dict[str, Feature], **options: Any
-) -> Iterator[BackwardRow]:
-    for variant, features in names.items():
-        yield from sm80_backward(head_dim, **options, features=features, variant=variant)
-
-
-def sm90_backward_rows(
-    head_dim: int,
-    *,
-    block_m: int = 64,
-    ctas_per_tile: int = 1,
-) -> Iterator[BackwardRow]:
-    """A tile for what most calls ask for, and those for what stands between the products.
-
-    Up to head_dim 128 a softcap has rows of its own: its weights take registers that make the
-    others slower, and decisions about dropout make it slower even where none are wanted.
-    """
-    tiles = {"": (block_m, Feature.deterministic)}
-    if head_dim <= 128:
-        tiles["alibi"] = (block_m, Feature.alibi | Feature.deterministic)
-        tiles["dropout"] = (block_m, BACKWARD_DROPOUT & ~Feature.softcap)
-        tiles["softcap"] = (64, BACKWARD_MODIFIERS)
-        tiles["softcap_dropout"] = (64, BACKWARD_DROPOUT)
-    else:
-        tiles["dropout"] = (block_m, BACKWARD_DROPOUT)
-    for variant, (rows, features) in tiles.items():
-        yield from sm90_backward(
-            head_dim,
-            block_m=rows,
-            block_n=128,
-            ctas_per_tile=ctas_per_tile,
-            features=features,
-            variant=variant,
-        )
-
-
-# Of the sm80 family shared memory decides who runs what: the first rows of head_dim 32 to 192 fit
-# the 163 KiB of an A100, that of 256 needs a Hopper GPU; the variants serve what has less.
-BACKWARD_ROWS: tuple[BackwardRow, ...] = (
-    *sm90_backward_rows(64, block_m=128),
-    *sm90_backward_rows(96),
-    *sm90_backward_rows(128),
-    *sm90_backward(
-        192,
-        head_dim_v=128,
-        block_m=64,
-        block_n=128,
-        ctas_per_tile=2,
-        features=Feature.deterministic,
+    entry(
+        Kernel.sm90_forward, 128,
+        block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=2,
+        producer_registers=40, consumer_registers=232,
+        tiles=(
+            tile({"few_steps": NO_FEATURES}, most_causal_seqlen=512, most_full_seqlen=512),
+            tile({"": NO_FEATURES}, alternates_probabilities=True),
+            tile({"alibi": ALIBI}),
+            tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),
+            tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
+            tile({"cache_modifiers": CACHE_MODIFIERS}),
+            tile({"sparse": LISTS}, alternates_probabilities=True),
+            tile({"bias": BIAS}, stages_q=1, alternates_probabilities=True),
+        ),
     ),
-    *sm90_backward_rows(192, ctas_per_tile=2),
-    *sm90_backward_rows(256, ctas_per_tile=2),
-    *sm90_masked_backward(64, "sparse", Feature.block_sparse),
-    *sm90_masked_backward(128, "sparse", Feature.block_sparse),
-    *sm90_masked_backward(64, "bias", Feature.bias),
-    *sm90_masked_backward(128, "bias", Feature.bias),
-    *sm80_backward_rows(32, block_m=128, block_n=128, **WARPS_2_4_4, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(
-        64,
-        block_m=128,
-        block_n=128,
-        **WARPS_2_4_4,
-        **DOUBLE_BUFFERED,
+    # Multi-head latent attention's: O has the registers of head dim 128.
+    entry(
+        Kernel.sm90_forward, (192, 128),
+        block_m=128, block_n=128, num_warps=8, stages_q=1, stages_kv=2,
+        producer_registers=40, consumer_registers=232,
+        tiles=(tile({"": NO_FEATURES}, alternates_probabilities=True),),
     ),
-    *sm80_backward_small(
-        64, smem="smem99k", block_m=64, block_n=128, **WARPS_2_4_2, **SINGLE_BUFFERED
+    entry(
+        Kernel.sm90_forward, 192,
+        block_m=128, block_n=96, num_warps=8, stages_q=1, stages_kv=2,
+        producer_registers=40, consumer_registers=232,
+        tiles=(
+            tile({"": NO_FEATURES}, alternates_probabilities=True),
+            tile({"dropout": MODIFIERS | DROPOUT}),
+        ),
     ),
-    *sm80_backward_rows(
-        96,
-        block_m=64,
-        block_n=128,
-        **WARPS_2_4_4,
-        **DOUBLE_BUFFERED,
-    ),
-    *sm80_backward_rows(
-        128,
-        block_m=64,
-        block_n=128,
-        **WARPS_2_4_2,
-        **DOUBLE_BUFFERED,
-    ),
-    *sm80_backward_small(
-        128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
-    ),
-    *sm80_backward_rows(192, block_m=64, block_n=64, **WARPS_4_2_2, **DOUBLE_BUFFERED),
-    *sm80_backward_rows(
-        256,
-        block_m=64,
-        block_n=64,
-        **WARPS_4_2_2,
-        **DOUBLE_BUFFERED,
-    ),
-    *sm80_backward_small(
-        256,
-        smem="smem163k",
-        block_m=64,
-        block_n=64,
-        **WARPS_4_2_2,
-        **SINGLE_BUFFERED,
-    ),
-    *sm80_backward_small(
-        256, smem="smem99k", block_m=32, block_n=32, **FOUR_WARPS, **SINGLE_BUFFERED
-    ),
-    *sm80_masked_backward(64, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
-    *sm80_masked_backward(128, block_m=64, block_n=128, **WARPS_2_4_2, **DOUBLE_BUFFERED),
-    *sm80_masked_backward(
-        128, smem="smem99k", block_m=64, block_n=64, **WARPS_4_2_2, **SINGLE_BUFFERED
-    ),
-    *sm80_masked_backward(
-        256,
-        smem="smem163k",
-        block_m=64,
-        block_n=64,
-        **WARPS_4_2_2,
-        **SINGLE_BUFFERED,
+    entry(
+        Kernel.sm90_forward, 256,
+        block_m=128, block_n=64, num_warps=8, stages_q=1, stages_kv=2,
+        producer_registers=40, consumer_registers=232,
+        tiles=(
+            tile({"": NO_FEATURES, "dropout": MODIFIERS | DROPOUT}),
+            tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
+            tile({"cache_modifiers": CACHE_MODIFIERS}),
+        ),
     ),
 )
+# fmt: on
 
+# sm80 forward ------------------------------------------------------------------------------------
+# Four warps of 32 query rows up to head dim 128, of 16 above: what O and S leave of 255 registers.
+# keeps_pointers: on an H200 that gained 3 % at head dim 64, and cost 6 % at 128 (causal, seqlen
+# 512), where they are spilled. Masked tiles have sides that divide the 128 of a list's tiles.
+
+PLAIN_AND_FEATURES = {"": NO_FEATURES, "modifiers": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT}
+
+# fmt: off
+SM80_FORWARD = (
+    entry(
+        Kernel.sm80_forward, 32,
+        block_m=128, block_n=128, num_warps=4, keeps_pointers=True,
+        tiles=(tile(PLAIN_AND_FEATURES),),
+    ),
+    entry(
+        Kernel.sm80_forward, 64,
+        block_m=128, block_n=96, num_warps=4, keeps_pointers=True,
+        tiles=(tile(PLAIN_AND_FEATURES), tile({"masked": MASKED}, block_n=64)),
+    ),
+    entry(
+        Kernel.sm80_forward, 96,
+        block_m=128, block_n=64, num_warps=4,
+        tiles=(tile(PLAIN_AND_FEATURES),),
+    ),
+    entry(
+        Kernel.sm80_forward, 128,
+        block_m=128, block_n=64, num_warps=4,
+        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED}),),
+    ),
+    entry(
+        Kernel.sm80_forward, 192,
+        block_m=64, block_n=64, num_warps=4,
+        tiles=(tile(PLAIN_AND_FEATURES),),
+    ),
+    entry(
+        Kernel.sm80_forward, 256,
+        block_m=64, block_n=64, num_warps=4,
+        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED}),),
+    ),
+)
+# fmt: on
+
+# sm80 decode -------------------------------------------------------------------------------------
+# For tiles of 16 rows; block_n: keys that a warp takes at a time. Stages: about 96 KiB of them, as
+# two CTAs then share an SM of a Hopper GPU with 128 KiB of loads under way, and one fits the 99 KiB
+# of the GPUs that have least; there a single warp's leave room for Q as well. At most 6.
+# shares_queries: fragments of Q and O fill the registers up to head dim 192.
+
+DECODE = CACHE_MODIFIERS | Feature.packed_gqa
+
+# fmt: off
+SM80_DECODE = (
+    entry(
+        Kernel.sm80_decode, 32,
+        block_m=16, block_n=32, num_warps=4, stages_kv=6,
+        tiles=(tile({"decode": DECODE}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 64,
+        block_m=16, block_n=32, num_warps=4, stages_kv=3,
+        tiles=(tile({"decode": DECODE}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 96,
+        block_m=16, block_n=16, num_warps=4, stages_kv=4,
+        tiles=(tile({"decode": DECODE}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 128,
+        block_m=16, block_n=16, num_warps=4, stages_kv=3,
+        tiles=(tile({"decode": DECODE}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 192,
+        block_m=16, block_n=16, num_warps=4, stages_kv=2,
+        tiles=(tile({"decode": DECODE}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 256,
+        block_m=16, block_n=16, shares_queries=True,
+        tiles=(
+            tile({"decode": DECODE}, num_warps=2, stages_kv=3),
+            tile({"decode_smem99k": DECODE}, num_warps=1, stages_kv=5),
+        ),
+    ),
+)
+# fmt: on
+
+# sm90 backward -----------------------------------------------------------------------------------
+# Two warpgroups hold dK and dV. Of wide heads a CTA of a pair holds half of a tile's keys and
+# multiplies half of dQ's columns of all of them (sm90/cta_pair.h), so that dQ is added half as
+# often; there one of the warpgroups holds dK, the other dV of the same keys (separate_keys).
+#
+# Registers: of the 128 that the launch gives every thread. 96 columns of dQ, all or a CTA's half,
+# take more for dQ.
+# stages_kv: two at head dim 64, so that the next tile's keys are there when this one ends. At 96
+# they cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
+# addresses.
+# stores_tiles: where there is room, which is up to head dim 128 and not beside a bias.
+# keeps_probabilities: not where there are no registers for P, beside a softcap's weights unless the
+# head is narrow, and beside a bias at head dim 128. Beside the code for ALiBi alone, or for
+# dropout, ptxas serializes the products then (C7512).
+# finishes_dq, shares_tiles: those with issue slots, L2 and registers to spare. The few warps that
+# finish keep up where a query sees so many keys; below, a kernel that follows is faster, as it is
+# at head dim 64 under a mask (docs/backward_sm90.md). Beside lists they always do.
+#
+# Up to head dim 128 a softcap has rows of its own: its weights take registers that make the others
+# slower, and decisions about dropout make it slower even where none are wanted.
+
+NEVER = 2**31 - 1  # more keys than a sequence can have
+
+# fmt: off
+SM90_BACKWARD = (
+    entry(
+        Kernel.sm90_backward, 64,
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=2,
+        producer_registers=32, key_registers=208, dq_registers=64, dq_columns=64,
+        stores_tiles=True,
+        tiles=(
+            tile({"": ORDERED}, block_m=128, keeps_probabilities=True, shares_tiles=True,
+                 finishes_dq=True, finish_keys_full=768, finish_keys_windowed=NEVER),
+            tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}, block_m=128),
+            tile({"softcap": MODIFIERS | ORDERED}, keeps_probabilities=True),
+            tile({"softcap_dropout": MODIFIERS | DROPOUT | ORDERED}),
+            tile({"sparse": LISTS}, stages_kv=1, keeps_probabilities=True, shares_tiles=True,
+                 finishes_dq=True),
+            tile({"bias": BIAS}, stores_tiles=False, keeps_probabilities=True),
+        ),
+    ),
+    entry(
+        Kernel.sm90_backward, 96,
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=1,
+        producer_registers=32, key_registers=200, dq_registers=80, dq_columns=96,
+        stores_tiles=True,
+        tiles=(
+            tile({"": ORDERED}, keeps_probabilities=True, shares_tiles=True,
+                 finishes_dq=True, finish_keys_full=768, finish_keys_windowed=768),
+            tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}),
+            tile({"softcap": MODIFIERS | ORDERED}, keeps_probabilities=True),
+            tile({"softcap_dropout": MODIFIERS | DROPOUT | ORDERED}),
+        ),
+    ),
+    entry(
+        Kernel.sm90_backward, 128,
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=1,
+        producer_registers=32, key_registers=208, dq_registers=64, dq_columns=64,
+        stores_tiles=True,
+        tiles=(
+            tile({"": ORDERED}, keeps_probabilities=True, shares_tiles=True,
+                 finishes_dq=True, finish_keys_full=384, finish_keys_windowed=384),
+            tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}),
+            tile({"softcap": MODIFIERS | ORDERED,
+                  "softcap_dropout": MODIFIERS | DROPOUT | ORDERED}),
+            # What reads lists needs more registers here, at the expense of dQ's columns.
+            tile({"sparse": LISTS}, key_registers=216, dq_registers=48, dq_columns=32,
+                 keeps_probabilities=True, shares_tiles=True, finishes_dq=True),
+            tile({"bias": BIAS}, stores_tiles=False),
+        ),
+    ),
+    entry(
+        Kernel.sm90_backward, (192, 128),
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=1,
+        producer_registers=32, key_registers=200, dq_registers=80, dq_columns=96,
+        ctas_per_tile=2, separate_keys=True,
+        tiles=(tile({"": ORDERED}, keeps_probabilities=True),),
+    ),
+    entry(
+        Kernel.sm90_backward, 192,
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=1,
+        producer_registers=32, key_registers=200, dq_registers=80, dq_columns=96,
+        ctas_per_tile=2, separate_keys=True,
+        tiles=(
+            tile({"": ORDERED}, keeps_probabilities=True),
+            tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
+        ),
+    ),
+    # One buffer of dO is all that there is room for. dQ gets eight registers from the producer's
+    # warps, to spill less in its loop.
+    entry(
+        Kernel.sm90_backward, 256,
+        block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=1, stages_kv=1,
+        producer_registers=24, key_registers=208, dq_registers=72, dq_columns=64,
+        ctas_per_tile=2, separate_keys=True,
+        tiles=(
+            tile({"": ORDERED}, keeps_probabilities=True),
+            tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
+        ),
+    ),
+)
+# fmt: on
+
+# sm80 backward -----------------------------------------------------------------------------------
+# Shared memory decides who runs what: the first tiles of head dim 32 to 192 fit the 163 KiB of an
+# A100, that of 256 needs a Hopper GPU; the variants named by shared memory serve what has less,
+# plain and with everything, to compile less.
+#
+# The code of a fixed order costs a plain kernel nothing at head dim 128, 2.5 % at 64 and 6 % at
+# 256, which have a row of their own for it; elsewhere the row of modified scores serves it.
+
+# How the eight warps lie over the products: scores along queries, dK and dV along keys, dQ along
+# queries. Each product wants the most square share of its own shape.
+WARPS_2_4_4 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 4}
+WARPS_2_4_2 = {"num_warps": 8, "warps_m_scores": 2, "warps_n_dkdv": 4, "warps_m_dq": 2}
+WARPS_4_2_2 = {"num_warps": 8, "warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_dq": 2}
+FOUR_WARPS = {"num_warps": 4, "warps_m_scores": 2, "warps_n_dkdv": 2, "warps_m_dq": 2}
+
+EVERYTHING = MODIFIERS | ORDERED | DROPOUT
+WITH_FEATURES = {"modifiers": MODIFIERS | ORDERED, "dropout": EVERYTHING}
+
+# fmt: off
+SM80_BACKWARD = (
+    entry(
+        Kernel.sm80_backward, 32,
+        block_m=128, block_n=128, **WARPS_2_4_4, stages_q=2, stages_do=2,
+        tiles=(tile({"": NO_FEATURES, **WITH_FEATURES}),),
+    ),
+    entry(
+        Kernel.sm80_backward, 64,
+        block_m=128, block_n=128, **WARPS_2_4_4, stages_q=2, stages_do=2,
+        tiles=(
+            tile({"": NO_FEATURES, "ordered": ORDERED, **WITH_FEATURES}),
+            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING},
+                 block_m=64, **WARPS_2_4_2, stages_q=1, stages_do=1),
+            tile({"masked": MASKED}, block_m=64, **WARPS_2_4_2),
+        ),
+    ),
+    entry(
+        Kernel.sm80_backward, 96,
+        block_m=64, block_n=128, **WARPS_2_4_4, stages_q=2, stages_do=2,
+        tiles=(tile({"": NO_FEATURES, **WITH_FEATURES}),),
+    ),
+    entry(
+        Kernel.sm80_backward, 128,
+        block_m=64, block_n=128, **WARPS_2_4_2, stages_q=2, stages_do=2,
+        tiles=(
+            tile({"": ORDERED, **WITH_FEATURES, "masked": MASKED}),
+            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING, "masked_smem99k": MASKED},
+                 block_n=64, **WARPS_4_2_2, stages_q=1, stages_do=1),
+        ),
+    ),
+    entry(
+        Kernel.sm80_backward, 192,
+        block_m=64, block_n=64, **WARPS_4_2_2, stages_q=2, stages_do=2,
+        tiles=(tile({"": NO_FEATURES, **WITH_FEATURES}),),
+    ),
+    entry(
+        Kernel.sm80_backward, 256,
+        block_m=64, block_n=64, **WARPS_4_2_2, stages_q=2, stages_do=2,
+        tiles=(
+            tile({"": NO_FEATURES, "ordered": ORDERED, **WITH_FEATURES}),
+            tile({"smem163k": NO_FEATURES, "dropout_smem163k": EVERYTHING,
+                  "masked_smem163k": MASKED},
+                 stages_q=1, stages_do=1),
+            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING},
+                 block_m=32, block_n=32, **FOUR_WARPS, stages_q=1, stages_do=1),
+        ),
+    ),
+)
+# fmt: on
+
+ENTRIES: tuple[Entry, ...] = (
+    *SM90_FORWARD,
+    *SM80_FORWARD,
+    *SM80_DECODE,
+    *SM90_BACKWARD,
+    *SM80_BACKWARD,
+)
+
+
+def in_order(entries: tuple[Entry, ...], row_type: type[Any]) -> tuple[Any, ...]:
+    """The rows of a pass as selection tries them: those of sm90 first, which are the faster ones
+    where they run, and of a family those for lists and a bias last, so that no other call runs
+    their code. Else as in the entries: smaller head dims, of values too, before larger ones, and
+    the variants of each as they stand there.
+    """
+
+    def place(row: KernelRow) -> tuple[bool, bool, bool, bool]:
+        is_decode = isinstance(row, ForwardRow) and row.kind is Kind.decode
+        has_lists = Feature.block_sparse in row.features
+        return (
+            row.family is not Family.sm90,
+            Feature.bias in row.features and not has_lists,
+            has_lists,
+            is_decode,
+        )
+
+    rows = [row for each in entries for row in each.rows() if isinstance(row, row_type)]
+    return tuple(sorted(rows, key=place))
+
+
+FORWARD_ROWS: tuple[ForwardRow, ...] = in_order(ENTRIES, ForwardRow)
+BACKWARD_ROWS: tuple[BackwardRow, ...] = in_order(ENTRIES, BackwardRow)
 ALL_ROWS: tuple[KernelRow, ...] = (*FORWARD_ROWS, *BACKWARD_ROWS)
+
+
+def table_text() -> str:
+    """All rows as ``python -m flash_attn_cuda --table`` prints those of a build."""
+    from flash_attn_cuda import build_info  # needs torch, which the table itself does not
+
+    records = (generate_units.row_record(row) for row in ALL_ROWS)
+    return build_info.table_text([build_info.compiled_row(record) for record in records])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table_text() + "\n")

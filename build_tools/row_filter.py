@@ -23,7 +23,7 @@ class RowFilterError(ValueError):
 def _field_texts(row: KernelRow) -> dict[str, str]:
     """A row as the filter sees it: field name to text. An empty ``variant`` is ``plain``."""
     texts = {
-        name: value.value if isinstance(value, Enum) else str(value)
+        name: value.value if isinstance(value, Enum) else str(value).lower()
         for name, value in row.config().items()
         if not isinstance(value, Flag)
     }

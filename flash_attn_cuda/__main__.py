@@ -1,6 +1,7 @@
 """python -m flash_attn_cuda, or flash-attn-cuda: versions, devices, kernels and a self-check.
 
-With --explain: which kernel a call of given shapes would run.
+With --explain: which kernel a call of given shapes would run. With --table: what was decided for
+each compiled kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ def run() -> int:
 
 def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -> int:
     """Returns the exit status: 1 when the self-check fails, there is an extension that does not
-    load, or there is nothing to explain.
+    load, or there is nothing to explain or to print.
     """
     given = _parser(program).parse_args(arguments)
+    if given.table:
+        return print_table()
     if given.explain:
         return explain(given)
     print(build_info.describe())
@@ -46,6 +49,17 @@ def run_self_check(device: str) -> bool:
         passed = passed and error <= 1.0
         print(f"  {check}: {error:.2f}{'' if error <= 1.0 else '  FAILED'}")
     return passed
+
+
+def print_table() -> int:
+    """Print the table of compiled kernels; returns the exit status."""
+    rows = build_info.compiled_rows()
+    if not rows:
+        reason = build_info.cuda_unavailable_reason() or "the extension was built without kernels"
+        print(f"no kernels: {reason}", file=sys.stderr)
+        return 1
+    print(build_info.table_text(rows))
+    return 0
 
 
 def explain(given: argparse.Namespace) -> int:
@@ -128,6 +142,9 @@ def _int32(text: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--explain", action="store_true", help="print the kernels of one call")
+    parser.add_argument(
+        "--table", action="store_true", help="print tile, stages, registers, ... of every kernel"
+    )
     call = parser.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
     call.add_argument("--head-dim", type=_int32, default=128)

@@ -47,6 +47,11 @@ class CompiledRow:
     config: dict[str, Any]  # tile sizes and what else the table says
 
     @property
+    def variant(self) -> str:
+        """What tells it from other rows of its head dim; "plain" where nothing has to."""
+        return self.name.partition(f"_{self.mask}")[2].removeprefix("_") or "plain"
+
+    @property
     def kind(self) -> str:
         """ "tiles" of many queries, or "decode", for few queries over many keys."""
         return self.config.get("kind", "tiles")
@@ -123,10 +128,11 @@ def build_record() -> dict[str, Any]:
 @cache
 def compiled_rows() -> tuple[CompiledRow, ...]:
     """The compiled kernels, in selection order; empty without the extension."""
-    return tuple(_row(instance) for instance in build_record().get("instances", ()))
+    return tuple(compiled_row(instance) for instance in build_record().get("instances", ()))
 
 
-def _row(instance: dict[str, Any]) -> CompiledRow:
+def compiled_row(instance: dict[str, Any]) -> CompiledRow:
+    """A row as the build record has it."""
     config = dict(instance)
     return CompiledRow(
         name=config.pop("name"),
@@ -228,3 +234,68 @@ def _describe_rows() -> list[str]:
         dims = ", ".join(f"{of_q}" if of_q == of_v else f"{of_q}/{of_v}" for of_q, of_v in pairs)
         lines.append(f"  {pass_name:8} {family} {kind:22} head dims {dims}")
     return lines
+
+
+# Fields of a row that share a column of the printed table, each with the part of its name that
+# tells it from the others.
+_SHARED_COLUMNS = {
+    "stages": re.compile(r"stages_(\w+)"),
+    "registers": re.compile(r"(\w+)_registers"),
+    "warps along": re.compile(r"warps_(\w+)"),
+    "up to seqlen": re.compile(r"most_(\w+)_seqlen"),
+    "finishes from keys": re.compile(r"finish_keys_(\w+)"),
+}
+_LAST = ("dtypes", "paths", "features")
+_NEVER = 2**31 - 1
+
+
+def table_text(rows: Sequence[CompiledRow]) -> str:
+    """The rows as aligned text: a part for each family, pass and head dim, with a line for each
+    variant, in selection order. Columns that would be empty are left out.
+    """
+    parts: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
+    for row in rows:
+        head_dims = f"{row.head_dim}"
+        if row.head_dim_v != row.head_dim:
+            head_dims += f", of values {row.head_dim_v}"
+        name = "decode" if row.kind == "decode" else row.pass_name
+        lines = parts.setdefault(f"{row.family} {name}, head dim {head_dims}", {})
+        cells = _cells(row)
+        line = lines.setdefault(tuple(cells.values()), cells)
+        line["dtypes"] = f"{line.get('dtypes', '')} {row.dtype}".strip()
+    return "\n\n".join(f"{title}\n{_aligned(list(part.values()))}" for title, part in parts.items())
+
+
+def _cells(row: CompiledRow) -> dict[str, str]:
+    """What the table prints of a row, by column. Fields that are 0 go without saying."""
+    config = dict(row.config)
+    config.pop("kind", None)
+    features = config.pop("features", None) or ()
+    tile = f"{config.pop('block_m')} x {config.pop('block_n')}"
+    cells = {"variant": row.variant, "mask": row.mask, "tile": tile}
+    cells["warps"] = str(config.pop("num_warps"))
+    paths = [name for name, value in config.items() if value is True]
+    for name, value in config.items():
+        if isinstance(value, bool) or not value:
+            continue
+        text = "never" if value == _NEVER else str(value)
+        for column, pattern in _SHARED_COLUMNS.items():
+            if part := pattern.fullmatch(name):
+                before = f"{cells[column]}, " if column in cells else ""
+                cells[column] = f"{before}{part[1]} {text}"
+                break
+        else:
+            cells[name] = text
+    cells["paths"] = ", ".join(paths)
+    cells["features"] = ", ".join(features)
+    return cells
+
+
+def _aligned(lines: Sequence[dict[str, str]]) -> str:
+    """Lines of cells by column under a line of the columns' names."""
+    named = dict.fromkeys(column for line in lines for column in line if column not in _LAST)
+    columns = [*named, *_LAST]
+    columns = [column for column in columns if any(line.get(column) for line in lines)]
+    texts = [columns, *([line.get(column, "") for column in columns] for line in lines)]
+    widths = [max(map(len, cells)) for cells in zip(*texts, strict=True)]
+    return "\n".join("  ".join(["", *map(str.ljust, text, widths)]).rstrip() for text in texts)

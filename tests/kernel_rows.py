@@ -17,13 +17,30 @@ ROW = ForwardRow(
     num_warps=4,
 )
 FEATURES_ROW = replace(ROW, features=Feature.softcap | Feature.dropout, variant="features")
-DECODE_ROW = replace(ROW, kind=Kind.decode, block_m=16, features=Feature.split_kv, variant="decode")
-SM90_ROW = replace(ROW, family=Family.sm90, block_n=128, num_warps=8)
+DECODE_ROW = replace(
+    ROW,
+    kind=Kind.decode,
+    block_m=16,
+    block_n=16,
+    stages_kv=2,
+    features=Feature.split_kv,
+    variant="decode",
+)
+SM90_ROW = replace(
+    ROW,
+    family=Family.sm90,
+    block_n=128,
+    num_warps=8,
+    stages_q=2,
+    stages_kv=2,
+    producer_registers=40,
+    consumer_registers=232,
+)
 SHORT_ROW = replace(SM90_ROW, most_causal_seqlen=1000, variant="short")
 DROPOUT_ROW = replace(SM90_ROW, features=Feature.dropout, variant="dropout")
 
 # Of a backward row of the sm80 family alone.
-SM80_FIELDS = ("warps_m_scores", "warps_n_dkdv", "warps_m_dq", "stages_q", "stages_do")
+SM80_FIELDS = ("warps_m_scores", "warps_n_dkdv", "warps_m_dq")
 
 BACKWARD_CONFIG = {
     **{"block_m": 64, "block_n": 64, "num_warps": 8},
@@ -37,6 +54,13 @@ SM90_BACKWARD_ROW = BackwardRow(
     block_m=64,
     block_n=128,
     num_warps=8,
+    stages_q=2,
+    stages_do=2,
+    stages_kv=1,
+    producer_registers=32,
+    key_registers=208,
+    dq_registers=64,
+    dq_columns=64,
     features=Feature.deterministic,
 )
 SM90_BACKWARD_DROPOUT_ROW = replace(
@@ -55,6 +79,6 @@ TABLE = [
             dtype=Dtype.bf16,
             **BACKWARD_CONFIG,
         )
-        for head_dim in (32, 64)
+        for head_dim in (64, 128)
     ),
 ]

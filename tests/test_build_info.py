@@ -15,7 +15,7 @@ import torch
 import flash_attn_cuda
 from build_tools.build_extension import CHOICE_NAME, Backend, Choice, record_choice
 from build_tools.generate_units import row_record
-from build_tools.kernel_table import ALL_ROWS
+from build_tools.kernel_table import ALL_ROWS, table_text
 from flash_attn_cuda import build_info, flash_attn_func
 from flash_attn_cuda.__main__ import main
 
@@ -88,6 +88,17 @@ def test_explain_without_an_extension(
     monkeypatch.setattr(build_info, "extension", None)
     assert main(["--explain"]) == 1
     assert "nothing to explain" in capsys.readouterr().err
+
+
+def test_table_without_an_extension(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_info, "extension", None)
+    monkeypatch.setattr(build_info, "_extension_error", "there is none")
+    for cached in (build_info.build_record, build_info.compiled_rows):
+        monkeypatch.setattr(build_info, cached.__name__, cached.__wrapped__)
+    assert main(["--table"]) == 1
+    assert capsys.readouterr().err == "no kernels: there is none\n"
 
 
 def test_explain_without_a_gpu(
@@ -167,6 +178,8 @@ def test_compiled_rows_and_explain(
     assert "compiled for     80, 90a" in build_info.describe()
     assert [row.head_dim_v for row in rows] == [row.value_dim for row in ALL_ROWS]
     assert "128, 192/128, 192, 256" in build_info.describe()
+    assert main(["--table"]) == 0
+    assert capsys.readouterr().out == f"{table_text()}\n"
 
     assert main(["--explain", "--heads-q", "8", "--seqlen-q", "512", "--causal"]) == 1
     printed = capsys.readouterr().out

@@ -31,6 +31,16 @@ def test_functions_are_read_with_their_predicates() -> None:
     assert second.opcodes == ("UMOV", "EXIT")
 
 
+def test_functions_of_one_file_are_paired_whatever_its_number() -> None:
+    old, new = (
+        compare_sass.functions(
+            iter([f"Function : _ZN2fa45_GLOBAL__N__{n}_9_append_cu_7ba410e43addEv"])
+        )
+        for n in ("0aa8c342", "b1ba5bfa")
+    )
+    assert old.keys() == new.keys() and len(old) == 1
+
+
 @pytest.mark.parametrize(
     ("after", "lines", "worse"),
     [

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
-from kernel_rows import SM80_FIELDS
 
 from build_tools import generate_units
 from build_tools.kernel_row import (
@@ -18,12 +17,20 @@ from build_tools.kernel_row import (
     Family,
     Feature,
     ForwardRow,
+    Kernel,
     KernelRow,
     Kind,
     Mask,
     Pass,
+    RowError,
 )
-from build_tools.kernel_table import ALL_ROWS, BACKWARD_ROWS, FORWARD_ROWS
+from build_tools.kernel_table import (
+    ALL_ROWS,
+    BACKWARD_ROWS,
+    ENTRIES,
+    FORWARD_ROWS,
+    table_text,
+)
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -33,14 +40,42 @@ def test_row_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
-def test_rows_have_the_fields_of_the_struct_in_its_order(rows) -> None:
+def _cpp_fields(row_type: type[KernelRow]) -> dict[str, str | None]:
+    """Those of the struct in config.h in its order, with their defaults."""
     header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(rf"struct {rows[0].config_struct} {{(.*?)\n}};", header, flags=re.DOTALL)
+    body = re.search(rf"struct {row_type.config_struct} {{(.*?)\n}};", header, flags=re.DOTALL)
     assert body is not None
-    assert re.findall(r"^\s+\w+ (\w+)(?: = \d+)?;", body[1], flags=re.MULTILINE) == list(
-        rows[0].config()
-    )
+    found = re.findall(r"^\s+\w+ (\w+)(?: = (\w+))?;", body[1], flags=re.MULTILINE)
+    return {name: default or None for name, default in found}
+
+
+def _row_fields(row_type: type[KernelRow]) -> dict[str, Field]:
+    return {f.name: f for f in fields(row_type) if f.metadata.get("compiled", True)}
+
+
+@pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
+def test_rows_have_the_fields_of_the_struct_in_its_order(row_type) -> None:
+    assert list(_cpp_fields(row_type)) == list(_row_fields(row_type))
+
+
+@pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
+def test_fields_that_rows_leave_out_have_a_default_in_the_struct(row_type) -> None:
+    """Which is the row's where that has one as well."""
+    for name, default in _cpp_fields(row_type).items():
+        of_row = _row_fields(row_type)[name]
+        if kernels := of_row.metadata.get("kernels"):
+            assert default is not None, name
+            assert of_row.default is None or str(of_row.default).lower() == default
+            assert set(kernels) < set(Kernel)
+        else:
+            assert default is None, name
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_a_row_has_the_fields_of_its_kernel(row: KernelRow) -> None:
+    owners = {name: f.metadata.get("kernels", Kernel) for name, f in _row_fields(type(row)).items()}
+    assert list(row.config()) == [name for name in owners if row.kernel in owners[name]]
+    assert None not in row.config().values()
 
 
 @pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])
@@ -52,18 +87,17 @@ def test_enumerators_are_those_of_the_header(enum) -> None:
     assert body[1].split(", ") == [member.value for member in enum]
 
 
-def test_features_are_those_of_the_header() -> None:
-    header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(r"namespace feature {(.*?)}  // namespace feature", header, flags=re.DOTALL)
-    assert body is not None
-    bits = re.findall(r"FeatureSet (\w+) = 1u << (\d+);", body[1])
+def test_features_are_those_of_the_list() -> None:
+    """Which config.h and host/names.h include; tests/host has the names that errors print."""
+    text = (REPO / "csrc/flash_attn/feature_list.h").read_text()
+    bits = re.findall(r"^FEATURE\((\w+), (\d+)\)", text, flags=re.MULTILINE)
     assert {name: 1 << int(bit) for name, bit in bits} == {f.name: f.value for f in Feature}
-
-
-def test_features_have_the_names_that_errors_print() -> None:
-    text = (REPO / "csrc/host/names.h").read_text()
-    named = re.findall(r"{feature::(\w+), \"(\w+)\"}", text)
-    assert named == [(feature.name, feature.name) for feature in Feature]
+    assert [int(bit) for _, bit in bits] == list(range(len(Feature)))
+    for header in ("csrc/flash_attn/config.h", "csrc/host/names.h"):
+        text = (REPO / header).read_text()
+        assert '#include "flash_attn/feature_list.h"' in text
+        for feature in Feature:
+            assert f"{feature.name} =" not in text and f'"{feature.name}"' not in text
 
 
 def _kind(row: KernelRow) -> Kind | None:
@@ -106,16 +140,16 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     their family runs on, and masked rows come behind plain ones that need less.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
-    tiles = {
-        *("block_m", "block_n", "num_warps", "warps_m_scores", "warps_n_dkdv", "warps_m_dq"),
-        *("stages_q", "stages_do"),
-    }
+    served = (
+        *("family", "dtype", "mask", "head_dim", "head_dim_v", "kind"),
+        *("most_causal_seqlen", "most_full_seqlen"),
+    )
 
     def tile(row: KernelRow) -> dict:
         is_masked = bool(row.features & MASKS)
         is_any = is_masked or row.family is Family.sm90 or row.kernel_pass is Pass.forward
-        left_out = {"features", *(tiles if is_any else ())}
-        return {name: value for name, value in row.config().items() if name not in left_out}
+        config = {name: value for name, value in row.config().items() if name != "features"}
+        return {name: config[name] for name in served if name in config} if is_any else config
 
     for position, row in enumerate(rows):
         if _kind(row) is Kind.decode or not row.features & ~free:
@@ -130,23 +164,128 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
         assert twins, row.name
 
 
+SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD_ROW = (
+    next(row for row in ALL_ROWS if row.kernel is kernel and row.head_dim == 128)
+    for kernel in (
+        *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm90_forward),
+        *(Kernel.sm80_backward, Kernel.sm90_backward),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        (SM80_FORWARD_ROW, {"head_dim": 96, "block_m": 80, "block_n": 160, "num_warps": 5}),
+        (SM80_FORWARD_ROW, {"head_dim": 32, "block_m": 80, "block_n": 128, "num_warps": 1}),
+        (SM80_FORWARD_ROW, {"block_m": 96, "block_n": 48, "num_warps": 2}),
+        (SM90_FORWARD_ROW, {"block_m": 192, "block_n": 96, "num_warps": 12}
+         | {"producer_registers": 32, "consumer_registers": 160}),
+        (SM80_BACKWARD_ROW, {"block_n": 96, "warps_m_scores": 4, "warps_n_dkdv": 2}),
+    ],
+)  # fmt: skip
+def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
+    changed = replace(row, **changes, variant="changed", features=Feature(0))
+    assert changed.config().items() >= changes.items()
+    assert [unit.rows for unit in generate_units.units_of([row, changed])] == [(row,), (changed,)]
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "rule"),
+    [
+        (SM80_FORWARD_ROW, {"num_warps": 4}, "every warp multiplies whole 16 queries"),
+        (SM80_FORWARD_ROW, {"num_warps": 5}, "160 threads copy 20 rows at a time, not whole"),
+        (DECODE_ROW, {}, "a tile is the 16 rows of one product"),
+        (SM90_FORWARD_ROW, {"num_warps": 5}, "a warpgroup multiplies 64 queries"),
+        (SM90_BACKWARD_ROW, {}, "a warpgroup multiplies dQ of 64 queries"),
+        (SM80_BACKWARD_ROW, {}, "warps share 80 x 128 in whole 16 x 16 (warps_m_scores)"),
+        (
+            SM80_BACKWARD_ROW,
+            {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2, "warps_m_dq": 1},
+            "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
+        ),
+    ],
+)
+def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rule) -> None:
+    with pytest.raises(RowError, match=re.escape(rule)) as error:
+        replace(row, **{"block_m": 80, "block_n": 128, **changes})
+    assert row.name in str(error.value) and "80 x 128" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "complaint"),
+    [
+        (SM90_FORWARD_ROW, {"block_n": 80}, "the keys of a step are one of CuTe's"),
+        (SM90_FORWARD_ROW, {"stages_kv": 1}, "one buffer fills while the other is read"),
+        (SM90_FORWARD_ROW, {"consumer_registers": 240}, "520 registers are asked for where"),
+        (SM90_FORWARD_ROW, {"consumer_registers": 236}, "consumer_registers: a multiple of 8"),
+        (SM90_BACKWARD_ROW, {"ctas_per_tile": 2}, "a warpgroup holds dK, dV or both"),
+        (SM90_BACKWARD_ROW, {"dq_columns": 96}, "dq_columns divide"),
+        (SM80_BACKWARD_ROW, {"warps_m_dq": 3}, "warps_m_dq divides num_warps"),
+        (SM80_FORWARD_ROW, {"stages_q": 2}, "stages_q is of sm90 forward, a row of sm80 forward"),
+        (SM80_FORWARD_ROW, {"stages_kv": 2}, "stages_kv is of sm90 forward and sm80 decode"),
+        (DECODE_ROW, {"keeps_pointers": True}, "keeps_pointers is of sm80 forward"),
+        (SM90_FORWARD_ROW, {"shares_queries": True}, "shares_queries is of sm80 decode"),
+        (SM90_FORWARD_ROW, {"producer_registers": None}, "must give producer_registers"),
+        (SM80_BACKWARD_ROW, {"finishes_dq": True}, "finishes_dq is of sm90 backward"),
+        (SM80_BACKWARD_ROW, {"ctas_per_tile": 2}, "ctas_per_tile is of sm90 backward"),
+        (SM90_BACKWARD_ROW, {"warps_m_dq": 2}, "warps_m_dq is of sm80 backward"),
+    ],
+)
+def test_what_a_kernel_cannot_be_is_refused(row, changes, complaint) -> None:
+    with pytest.raises(RowError, match=re.escape(complaint)):
+        replace(row, **changes)
+
+
 @pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-def test_tiles_are_whole_atoms_of_16(row: KernelRow) -> None:
-    """What the kernels assert of their configuration when they are compiled."""
-    assert row.block_m % 16 == row.block_n % 16 == 0
-    if row.family is Family.sm90:
-        assert row.num_warps % 4 == 0  # warpgroups
-    elif isinstance(row, BackwardRow):
-        # Warps along one side of each product; the others stand along the other side.
-        for along, rows, columns in (
-            (row.warps_m_scores, row.block_m, row.block_n),
-            (row.warps_n_dkdv, row.block_n, row.head_dim),
-            (row.warps_m_dq, row.block_m, row.head_dim),
-        ):
-            assert row.num_warps % along == rows % (16 * along) == 0
-            assert columns % (16 * (row.num_warps // along)) == 0
-    elif row.kind is Kind.tiles:
-        assert row.block_m % (16 * row.num_warps) == 0
+def test_a_row_is_made_of_its_launch_header(row: KernelRow) -> None:
+    header = (REPO / f"csrc/{row.family.value}/{row.launch_header}.h").read_text()
+    assert f"constexpr {row.config_struct.removesuffix('Config')}Instance {row.make_instance}(" in (
+        header
+    )
+
+
+def test_an_entry_says_all_of_a_head_dim() -> None:
+    """No family, pass and head dim has two, and a variant stands in one place."""
+    places = [(each.kernel, each.head_dim) for each in ENTRIES]
+    assert len(set(places)) == len(places)
+    for each in ENTRIES:
+        variants = [variant for one in each.tiles for variant in one.variants]
+        assert len(set(variants)) == len(variants)
+    rows = [row for each in ENTRIES for row in each.rows()]
+    assert sorted(row.name for row in rows) == sorted(row.name for row in ALL_ROWS)
+
+
+TRAITS_AND_PLANS = sorted(
+    path
+    for folder in ("sm80", "sm90", "shared", "host", "auxiliary")
+    for path in (REPO / "csrc" / folder).iterdir()
+)
+
+
+@pytest.mark.parametrize("path", TRAITS_AND_PLANS, ids=lambda path: path.name)
+def test_no_head_dim_decides_outside_the_table(path: Path) -> None:
+    """Comparisons with a number: what is decided for a head dim is a field of its row."""
+    tests = re.findall(
+        r".*\b(?:head_dim(?:_v)?|cta_columns)\s*(?:[<>!=]=|[<>])\s*\d+.*", path.read_text()
+    )
+    assert not tests
+
+
+def test_the_whole_table_can_be_printed() -> None:
+    lines = table_text().splitlines()
+    titles = [line for line in lines if line and not line.startswith(" ")]
+    assert len(set(titles)) == len(titles) == len(ENTRIES)
+    for row in ALL_ROWS:
+        of_values = "" if row.head_dim_v is None else f", of values {row.head_dim_v}"
+        title = f"{row.kernel.value}, head dim {row.head_dim}{of_values}"
+        rest = lines[lines.index(title) + 2 :]
+        line = next(line for line in rest if line.split()[0] == (row.variant or "plain"))
+        assert f" {row.block_m} x {row.block_n} " in line and " fp16 bf16" in line
+        assert all(f.name in line for f in Feature if f in row.features)
+    (plain,) = (line for line in lines if "windowed never" in line)
+    for text in ("128 x 128", "producer 32, key 208, dq 64", "q 2, do 2, kv 2", "finishes_dq"):
+        assert text in plain
 
 
 def test_every_sm80_forward_tile_fits_every_gpu() -> None:
@@ -465,16 +604,6 @@ def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
         assert f"_hd{row.head_dim}_dv{row.value_dim}_" in row.name
         twins = [replace(row, head_dim_v=None), replace(row, head_dim_v=64)]
         assert all(row.tile != twin.tile for twin in twins), "units are named by tiles"
-
-
-@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
-def test_sm80_alone_shares_out_its_warps_and_buffers(row) -> None:
-    values = [getattr(row, name) for name in SM80_FIELDS]
-    if row.family is Family.sm90:
-        assert not any(values)
-    else:
-        assert all(values)
-        assert all(row.num_warps % warps == 0 for warps in values[:3])
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

@@ -64,7 +64,8 @@ def test_sm90_backward_rows_can_be_chosen() -> None:
     backward = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
     assert select_rows("pass=backward,family=sm90", table) == backward
     assert select_rows("pass=backward,family=sm90,variant=plain", table) == [SM90_BACKWARD_ROW]
-    assert select_rows("stages_q=0", table) == backward
+    assert select_rows("finishes_dq=false", table) == backward
+    assert select_rows("ctas_per_tile=1,stages_q=2", table) == backward
 
 
 def test_every_row_is_chosen_by_what_it_says_of_itself() -> None:

@@ -10,7 +10,6 @@ struct ForwardInstance {
   ForwardConfig config;
   int smem_bytes;
   void (*launch)(const ForwardPlan&, const ForwardParams&, Stream);
-  int ctas_per_sm = 1;  // sm90: that stay on an SM
 };
 
 struct BackwardInstance {

@@ -25,15 +25,9 @@ constexpr const char* name_of(ForwardKind kind) {
 // "softcap, dropout", or "none".
 inline std::string names_of(FeatureSet features) {
   constexpr std::pair<FeatureSet, const char*> known[] = {
-      {feature::softcap, "softcap"},
-      {feature::alibi, "alibi"},
-      {feature::dropout, "dropout"},
-      {feature::deterministic, "deterministic"},
-      {feature::paged_kv, "paged_kv"},
-      {feature::split_kv, "split_kv"},
-      {feature::packed_gqa, "packed_gqa"},
-      {feature::block_sparse, "block_sparse"},
-      {feature::bias, "bias"},
+#define FEATURE(name, bit) {feature::name, #name},
+#include "flash_attn/feature_list.h"
+#undef FEATURE
   };
   std::string names;
   for (const auto& [bit, name] : known) {

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 
 #include "auxiliary/auxiliary.h"
 #include "host/error.h"
@@ -125,13 +124,6 @@ int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config
   return static_cast<int>(splits);
 }
 
-// The few warps that finish dq beside the products keep up where a query sees so many keys; below,
-// a kernel that follows is faster, as it is at head_dim 64 under a mask (docs/backward_sm90.md).
-int keys_to_finish_beside(int head_dim, const Window& window) {
-  if (head_dim > 96) return 384;
-  return head_dim <= 64 && !window.is_full() ? std::numeric_limits<int>::max() : 768;
-}
-
 // Keys that a query sees, about: of some queries, or, of packed sequences, of one of average
 // length.
 int average_keys(const BackwardParams& params, const Window& window) {
@@ -171,15 +163,16 @@ bool pays_to_sweep(const BackwardParams& params, const TileSchedule& schedule,
          4 * bytes_per_head * device.num_sms <= 3 * device.l2_bytes;
 }
 
+// The few warps that finish dq beside the products keep up where a query sees enough keys; below, a
+// kernel that follows is faster.
 DqPath choose_dq_path(const BackwardParams& params, const Window& window,
                       const BackwardInstance& instance, bool sweeps) {
-  if (!instance.writes_dq) {
-    return can_finish_dq(instance.config) ? DqPath::finished : DqPath::converted;
-  }
-  if (params.shape.seqlen_k <= instance.config.block_n) return DqPath::direct;
+  const BackwardConfig& config = instance.config;
+  if (!instance.writes_dq) return config.finishes_dq ? DqPath::finished : DqPath::converted;
+  if (params.shape.seqlen_k <= config.block_n) return DqPath::direct;
   if (sweeps || params.deterministic) return DqPath::ordered;
-  const int enough = keys_to_finish_beside(instance.config.head_dim, window);
-  const bool finishes = can_finish_dq(instance.config) && average_keys(params, window) >= enough;
+  const int enough = window.is_full() ? config.finish_keys_full : config.finish_keys_windowed;
+  const bool finishes = config.finishes_dq && average_keys(params, window) >= enough;
   return finishes ? DqPath::finished : DqPath::converted;
 }
 
@@ -219,7 +212,7 @@ SharedTiles choose_shared_tiles(const BackwardParams& params, const BackwardPlan
   constexpr std::int64_t always_affordable = 1 << 23;  // sums, 32 MiB
   const BackwardConfig& config = plan.instance->config;
   const TileSchedule& schedule = plan.schedule;
-  if (!can_share_tiles(config) || params.sequences.cu_seqlens_q != nullptr ||
+  if (!config.shares_tiles || params.sequences.cu_seqlens_q != nullptr ||
       schedule.grid_size() == 0 || plan.dq_path == DqPath::ordered || params.deterministic)
     return {};
   const int q_tiles = checked_tiles(params.shape.seqlen_q, 1, config.block_m);

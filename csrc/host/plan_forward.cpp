@@ -9,7 +9,7 @@
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
 #include "shared/block_lists.h"
-#include "shared/narrow_step.h"
+#include "shared/block_range.h"
 #include "shared/splits.h"
 
 namespace flash_attn_cuda {
@@ -334,14 +334,14 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
                     device);
 
   if (config.family == KernelFamily::sm90) {
-    plan.num_ctas = device.num_sms * instance.ctas_per_sm;
+    plan.num_ctas = device.num_sms * config.ctas_per_sm;
     // Of two bounds the tiles at one end or both are the short ones and the others alike, which no
     // order of rounds evens out; a left bound alone has not been tried.
     const bool has_left_bound = window.left != Window::unbounded;
     if (!draws && !has_left_bound) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
     // Short steps leave out what queries a tile lacks.
     const int last_rows = shape.seqlen_q - (num_tiles - 1) * config.block_m;
-    if (is_even && instance.ctas_per_sm > 1 && num_tiles > 1 && 4 * last_rows <= 3 * config.block_m)
+    if (is_even && config.ctas_per_sm > 1 && num_tiles > 1 && 4 * last_rows <= 3 * config.block_m)
       end_with_low_tiles(
           plan.schedule, group, plan.num_ctas,
           device.l2_bytes / 2 / std::max<std::int64_t>(1, bytes_per_key * shape.seqlen_k) * group);

@@ -83,4 +83,22 @@ FAC_HOST_DEVICE constexpr BlockRange block_range(Band band, int first, int last,
       .begin = begin, .end = end, .interior_begin = interior_begin, .interior_end = interior_end};
 }
 
+// Of the blocks [of_tile.begin, of_tile.end) those that own indices [first, last] see, of which
+// there may be none; if they see none the last of the tile's, which is no interior one.
+FAC_HOST_DEVICE constexpr BlockRange own_range(Band band, int first, int last, int limit, int block,
+                                               BlockRange const& of_tile) {
+  BlockRange own = block_range(band, first, last, limit, block);
+  if (own.begin < of_tile.begin) own.begin = of_tile.begin;
+  if (own.end > of_tile.end) own.end = of_tile.end;
+  if (own.empty()) {
+    own.end = own.interior_begin = own.interior_end = of_tile.end;
+    own.begin = own.end - 1;
+  }
+  return own;
+}
+
+// Keys of a narrow step, the fewest that P V can multiply: where steps are short, a last block of
+// no more is multiplied by instructions as wide. Planning knows of it as well as the kernels.
+inline constexpr int narrow_step_keys = 16;
+
 }  // namespace flash_attn_cuda

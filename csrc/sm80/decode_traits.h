@@ -2,8 +2,6 @@
 // (build_tools/kernel_table.py).
 #pragma once
 
-#include <algorithm>
-
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 
@@ -47,8 +45,8 @@ struct DecodeTraits {
   using Mma = WarpGridMma<Element, 1, 1>;
   static constexpr int rows_per_thread = 2;
 
-  // Fragments of Q and O fill the registers up to head_dim 192; above, Q waits in shared memory.
-  static constexpr bool shares_queries = head_dim > 192;
+  // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
+  static constexpr bool shares_queries = config.shares_queries;
 
   // V and O are multiplied in pieces of head_dim, to keep few fragments of V alive.
   static constexpr int piece = head_dim % 64 == 0 ? 64 : 32;
@@ -56,13 +54,9 @@ struct DecodeTraits {
   using KeyLayout = TileLayout<slice, head_dim>;
   using ValueLayout = TileLayout<slice, piece>;  // V is one such tile after the other
 
-  // A slice of K and one of V make a stage. About 96 KiB of stages: two CTAs share an SM of a
-  // Hopper GPU with 128 KiB of loads under way, and one fits the 99 KiB of the GPUs that have
-  // least; where Q is in shared memory too, that of a single warp does. Two stages at least.
+  // A slice of K and one of V make a stage.
   static constexpr int stage_elements = 2 * slice * head_dim;
-  static constexpr int pipeline_bytes =
-      96 * 1024 - (shares_queries && num_warps == 1 ? block_m * head_dim * 2 : 0);
-  static constexpr int stages = std::clamp(pipeline_bytes / (num_warps * stage_elements * 2), 2, 6);
+  static constexpr int stages = config.stages_kv;
 
   // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
   // the banks.
@@ -82,6 +76,7 @@ struct DecodeTraits {
   static_assert(block_m == 16, "one m16 atom");
   static_assert(slice % 16 == 0 && slice <= 32, "a lane looks up one key of a slice");
   static_assert(head_dim % 32 == 0);
+  static_assert(stages >= 2, "one fills while the other is read");
   static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Element),
                 "O of a warp fits its stages");

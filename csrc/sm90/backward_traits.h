@@ -4,7 +4,6 @@
 
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
-#include "shared/finishes_dq.h"
 #include "shared/tile_parts.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
@@ -89,12 +88,11 @@ struct BackwardTraits {
   static constexpr int cta_keys = block_n / ctas_per_tile;
   static constexpr int cta_columns = head_dim / ctas_per_tile;
   static constexpr int key_parts = cta_keys / 64;
-  // Of wide heads one warpgroup holds dV, another dK of the same 64 keys; else each both of its
-  // own.
-  static constexpr bool separate = key_parts < key_warpgroups;
+  // One warpgroup holds dV, another dK of the same 64 keys; else each both of its own.
+  static constexpr bool separate = config.separate_keys;
+  static_assert(separate == (key_parts < key_warpgroups));
   static constexpr int dq_warps = 4;
-  // Of dO; of a pair's widest heads one is all that there is room for.
-  static constexpr int dout_stages = in_pairs && head_dim_v > 192 ? 1 : 2;
+  static constexpr int dout_stages = config.stages_do;
   static constexpr int threads = 128 * (2 + key_warpgroups);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
@@ -113,12 +111,12 @@ struct BackwardTraits {
   // The kernel writes dq where no other key tile adds to it any more; beside lists that is not
   // known without reading them all. Its idle warps may turn sums of dQ into dq (backward_finish.h).
   static constexpr bool writes_dq = !is_sparse;
-  static constexpr bool finishes_dq = can_finish_dq(config);
+  static constexpr bool finishes_dq = config.finishes_dq;
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
     return writes_dq && sequence.seqlen_k <= block_n;
   }
 
-  static constexpr bool shares_tiles = can_share_tiles(config);
+  static constexpr bool shares_tiles = config.shares_tiles;
 
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
   // key warpgroups nothing to do in the first.
@@ -128,37 +126,29 @@ struct BackwardTraits {
   // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
-  // P stays in registers for dV while dS is made, but where there are none for it: beside a
-  // softcap's weights, unless the head is narrow, and a bias added at head_dim 128. Beside the
-  // code for ALiBi alone, or for dropout, ptxas serializes the products then (C7512).
-  static constexpr bool lacks_registers =
-      (has_weights && head_dim > 96) || (has_bias && head_dim == 128);
-  static constexpr bool would_serialize =
-      has(feature::dropout) || (has(feature::alibi) && !has_weights);
-  static constexpr bool keeps_probabilities = !lacks_registers && !would_serialize;
+  // P stays in registers for dV while dS is made.
+  static constexpr bool keeps_probabilities = config.keeps_probabilities;
 
-  // What setmaxnreg makes of the 128 registers that the launch gives every thread. What reads lists
-  // needs more where dK and dV take most of them, at the expense of dQ's columns; 96 of those, all
-  // or a CTA's half, take more for dQ. At head_dim 256 dQ gets eight from the producer's warps, to
-  // spill less in its loop.
-  static constexpr int producer_registers = head_dim == 256 ? 24 : 32;
-  static constexpr bool is_tight = is_sparse && head_dim == 128;
-  static constexpr int dq_registers = is_tight ? 48
-                                               : (cta_columns == 96 ? 80
-                                                  : head_dim == 256 ? 72
-                                                                    : 64);
-  static constexpr int key_registers = (4 * 128 - producer_registers - dq_registers) / 2;
+  // What setmaxnreg makes of the 128 registers that the launch gives every thread.
+  static constexpr int launch_registers = 128;
+  static constexpr int producer_registers = config.producer_registers;
+  static constexpr int dq_registers = config.dq_registers;
+  static constexpr int key_registers = config.key_registers;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
+  static constexpr int accumulator_registers(int columns) { return 64 * columns / 128; }
   template <int kColumns>
-  using GradientMma = RegisterMma<Element, kColumns == 256 ? 128 : kColumns, block_m>;
+  using GradientMma =
+      RegisterMma<Element,
+                  accumulator_registers(kColumns) < launch_registers ? kColumns : kColumns / 2,
+                  block_m>;
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
   // At a time, for its registers: the fewer, the more often dS is read.
-  static constexpr int dq_columns = cta_columns == 96 ? 96 : (is_tight ? 32 : 64);
+  static constexpr int dq_columns = config.dq_columns;
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
   using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
                                    TransposedMma<Element, dq_columns, 64>>;
@@ -174,17 +164,14 @@ struct BackwardTraits {
   CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
     return stage * key_parts + part;
   }
-  static constexpr int stages = 2;     // of Q and a bias
-  static constexpr int ds_stages = 2;  // of dS, and of P between warpgroups
+  static constexpr int stages = config.stages_q;  // and of a bias
+  static constexpr int ds_stages = 2;             // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
   static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other
-  // Of K and V two at head_dim 64, so that the next tile's are there when this one ends. At 96 they
-  // cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
-  // addresses. Where there is room, dK and dV leave through shared memory of their own, while the
-  // next tile begins: at 64 that fills it.
-  static constexpr int key_stages = head_dim == 64 && !is_sparse ? 2 : 1;
-  static constexpr bool stores_tiles = head_dim <= 128 && !has_bias;
+  static constexpr int key_stages = config.stages_kv;  // of K and V
+  // dK and dV leave through shared memory of their own, while the next tile begins.
+  static constexpr bool stores_tiles = config.stores_tiles;
   // In boxes of which a CTA's columns of dQ are whole ones.
   static constexpr int key_box_columns = box_columns<cta_columns>;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts, key_box_columns>;
@@ -246,8 +233,9 @@ struct BackwardTraits {
   static_assert(!separate || stages == ds_stages, "one place for Q, P and dS of a step");
   static_assert(!in_pairs || (key_stages == 1 && block_m == 64 && cta_keys == 64));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
-                (2 + key_warpgroups) * 128);
+                (2 + key_warpgroups) * launch_registers);
   static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");
+  static_assert(!finishes_dq || !in_pairs, "nobody has tried");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");

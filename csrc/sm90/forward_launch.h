@@ -79,8 +79,7 @@ constexpr ForwardInstance make_forward_instance(const char* name) {
   return {.name = name,
           .config = Tag::config,
           .smem_bytes = static_cast<int>(sizeof(typename ForwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_forward<Tag>,
-          .ctas_per_sm = ForwardTraits<Tag>::ctas_per_sm};
+          .launch = &launch_forward<Tag>};
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -2,11 +2,8 @@
 // (build_tools/kernel_table.py).
 #pragma once
 
-#include <algorithm>
-
 #include "shared/block_lists.h"
 #include "shared/block_range.h"
-#include "shared/narrow_step.h"
 #include "shared/tile_work.h"
 #include "sm90/bias.h"
 #include "sm90/copy.h"
@@ -64,22 +61,22 @@ struct ForwardTraits {
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_modifiers && block_n % box_keys == 0));
 
-  // Up to head dim 128 a warpgroup of its own draws dropout's decisions, a warp on each of the SM's
-  // schedulers (forward_dropout.h). Above, the products have no registers to give, and consumers
-  // that draw for themselves are faster.
-  static constexpr bool draws_ahead = has_dropout && head_dim <= 128;
+  // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
+  // (forward_dropout.h), unless consumers draw for themselves.
+  static constexpr bool draws_ahead = config.drawing_registers > 0;
   static constexpr int drawing_warps = 4;
-  // Where something is dropped narrow heads are better off without turns, under a softcap alone
-  // with them.
-  static constexpr bool drops_turns = draws_ahead && head_dim == 64;
+  static constexpr bool drops_turns = config.drops_turns;
+  static_assert(has_dropout || !draws_ahead);
+  static_assert(draws_ahead || !drops_turns, "consumers that draw for themselves take turns");
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = 128 * warpgroups;
 
-  // A narrow head and few keys a step leave room for a second CTA on the SM, which multiplies while
-  // the first begins or ends a tile. It takes the registers in which a warpgroup would hold the
-  // scores of one step beside the probabilities of another: here products and softmax alternate.
-  static constexpr int ctas_per_sm = head_dim == 64 && block_n == 64 ? 2 : 1;
+  // A second CTA on the SM multiplies while the first begins or ends a tile. It takes the registers
+  // in which a warpgroup would hold the scores of one step beside the probabilities of another:
+  // here products and softmax alternate.
+  static constexpr int ctas_per_sm = config.ctas_per_sm;
   static constexpr bool overlaps_softmax = ctas_per_sm == 1;
+  static_assert(ctas_per_sm == 1 || ctas_per_sm == 2);
 
   // There sequences are short and their ends count: if the last block has no more keys than these,
   // it is a narrow step, and a warp without queries leaves scores alone.
@@ -102,20 +99,14 @@ struct ForwardTraits {
   // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
   // overlap.
   static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
-  static constexpr int producer_registers = consumers == 3 || ctas_per_sm == 2 ? 32 : 40;
-  static constexpr int drawing_registers = draws_ahead ? 72 : 0;
-  static constexpr int consumer_registers =
-      ctas_per_sm == 2 ? 104 : (draws_ahead ? 200 : (consumers == 3 ? 160 : 232));
+  static constexpr int producer_registers = config.producer_registers;
+  static constexpr int drawing_registers = config.drawing_registers;
+  static constexpr int consumer_registers = config.consumer_registers;
 
   // With registers for two P the next one is made while P V still reads this one, and the code of a
-  // step is there twice. Rows with modified scores gain nothing by it, or find no room (C7514 in
-  // pages), nor do short sequences, whose tiles have few steps, and at d = 256 only those over
-  // pages gain.
-  static constexpr bool is_for_short_calls =
-      config.most_causal_seqlen > 0 || config.most_full_seqlen > 0;
-  static constexpr bool alternates_probabilities =
-      overlaps_softmax && consumer_registers == 232 && !has_modifiers && !has_dropout &&
-      !is_for_short_calls && (head_dim < 256 || is_paged);
+  // step is there twice.
+  static constexpr bool alternates_probabilities = config.alternates_probabilities;
+  static_assert(overlaps_softmax || !alternates_probabilities);
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
@@ -123,8 +114,7 @@ struct ForwardTraits {
   using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
   static constexpr int rows_per_thread = 2;
 
-  // Buffers: as many as fit. The next tile's queries get one before keys get a third, and a bias
-  // its two before either.
+  // Buffers: as many as the row says, which have to fit.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
@@ -133,15 +123,13 @@ struct ForwardTraits {
   static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
   static constexpr int smem_reserved = 2048;  // barriers and work; a mask's bits fit beside
   static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
-  static constexpr int most_stages = ctas_per_sm == 2 ? 3 : 4;
   static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
   static constexpr int bias_stages = 2;
   static constexpr int smem_for_tiles =
       smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
-  static constexpr int q_stages =
-      2 * query_bytes + least_stages * stage_bytes <= smem_for_tiles ? 2 : 1;
-  static constexpr int stages =
-      std::min(most_stages, (smem_for_tiles - q_stages * query_bytes) / stage_bytes);
+  static constexpr int q_stages = config.stages_q;
+  static constexpr int stages = config.stages_kv;
+  static_assert(q_stages * query_bytes + stages * stage_bytes <= smem_for_tiles);
   // O goes through shared memory of its own where there is room.
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
   static constexpr bool stores_tiles =

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -113,7 +114,12 @@ inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, i
   instance.config.family = KernelFamily::sm90;
   instance.config.ctas_per_tile = head_dim > 128 ? 2 : 1;
   instance.config.warps_m_scores = instance.config.warps_n_dkdv = instance.config.warps_m_dq = 0;
-  instance.config.stages_q = instance.config.stages_do = 0;
+  const bool is_plain = (features & ~(feature::deterministic | feature::block_sparse)) == 0;
+  if (head_dim <= 128 && is_plain) {
+    instance.config.finishes_dq = instance.config.shares_tiles = true;
+    instance.config.finish_keys_full = head_dim == 64 ? 768 : 384;
+    instance.config.finish_keys_windowed = head_dim == 64 ? std::numeric_limits<int>::max() : 384;
+  }
   instance.smem_bytes = 200 * 1024;
   instance.writes_dq = (features & feature::block_sparse) == 0;
   return instance;

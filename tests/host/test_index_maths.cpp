@@ -8,7 +8,6 @@
 #include "host/normalize_window.h"
 #include "host/plan_steps.h"
 #include "shared/block_range.h"
-#include "shared/own_range.h"
 #include "shared/tile_scheduler.h"
 
 using namespace host_tests;

@@ -97,7 +97,7 @@ TEST(sequences_whose_ends_fill_little_of_a_step_get_smaller_ones) {
 TEST(low_last_tiles_of_short_steps_end_the_grid) {
   ForwardInstance narrow = sm90_instance("short", 64, 128, 1280, 0, 256);
   narrow.config.block_n = 64;
-  narrow.ctas_per_sm = 2;
+  narrow.config.ctas_per_sm = 2;
   const InstanceList<ForwardInstance> rows({narrow, sm90_instance("plain", 64, 192)});
   AttentionShape shape = training;
   shape.batch_size = 256;
