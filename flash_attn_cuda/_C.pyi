@@ -1,32 +1,23 @@
-"""The compiled extension: csrc/torch_binding/module.cpp has its documentation."""
+"""The compiled extension, whose documentation is in csrc/torch_binding/module.cpp.
+
+Written by build_tools/generate_stub.py.
+"""
 
 from typing import Any
 
 from torch import Generator, Tensor, dtype
 
+from .call import AttentionCall, Incoming
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
-) -> tuple[Tensor, Tensor]: ...
-def attention_full(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
+def forward(call: AttentionCall) -> list[Tensor | None]: ...
+def backward(call: AttentionCall, incoming: Incoming) -> list[Tensor | None]: ...
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -65,9 +56,6 @@ def varlen_fwd(
     return_softmax: bool,
     unused_generator: Generator | None,
     num_splits: int = 0,
-    seqused_q: Tensor | None = None,
-    batch_invariant: bool = False,
-    sink: Tensor | None = None,
 ) -> list[Tensor]: ...
 def bwd(
     dout: Tensor,
@@ -89,7 +77,6 @@ def bwd(
     deterministic: bool,
     unused_generator: Generator | None,
     rng_state: Tensor | None,
-    dlse: Tensor | None = None,
 ) -> list[Tensor]: ...
 def varlen_bwd(
     dout: Tensor,
@@ -116,65 +103,6 @@ def varlen_bwd(
     deterministic: bool,
     unused_generator: Generator | None,
     rng_state: Tensor | None,
-    dlse: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-) -> list[Tensor]: ...
-def masked_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    block_rows: Tensor | None,
-    mask_bits: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-) -> list[Tensor]: ...
-def masked_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    rng_state: Tensor | None,
-    dlse: Tensor | None,
-    block_columns: Tensor | None,
-    mask_bits: Tensor | None,
-    bias: Tensor | None,
-    wants_dbias: bool,
-    sink: Tensor | None = None,
-    wants_softmax_d: bool = True,
 ) -> list[Tensor]: ...
 def fwd_kvcache(
     q: Tensor,
@@ -197,12 +125,6 @@ def fwd_kvcache(
     softcap: float,
     is_rotary_interleaved: bool,
     num_splits: int,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    batch_invariant: bool = False,
-    seqlen_k: int | None = None,
-    sink: Tensor | None = None,
 ) -> list[Tensor]: ...
 def combine(
     out_partial: Tensor,

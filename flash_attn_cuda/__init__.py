@@ -5,7 +5,7 @@ The public functions are those of FlashAttention-2, with its names and parameter
 
 __version__ = "0.1.0"
 
-from . import kvcache_ops, masked_ops, masks, ops, varlen_ops
+from . import masks
 from .build_info import compiled_rows, cuda_unavailable_reason
 from .interface import (
     check_device_errors,
@@ -18,7 +18,7 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .sparsity import BlockSparsity
+from .masks.sparsity import BlockSparsity
 
 __all__ = [
     "BlockSparsity",
@@ -33,9 +33,5 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
-    "kvcache_ops",
-    "masked_ops",
     "masks",
-    "ops",
-    "varlen_ops",
 ]

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from . import build_info
-from .checks import (
+from .checks.tensors import (
     MAX_INT32,
     as_number,
     check_dropout_p,
@@ -47,38 +47,13 @@ class _Window(NamedTuple):
 UNLIMITED = _Window(-1, -1)  # the window_size that hides nothing
 
 
-class Options(NamedTuple):
-    """The options of one call, checked as far as no other argument is needed for that."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    sink: Tensor | None = None  # of a call that reads pages; masked.py has its own
-
-    @property
-    def is_mask_only(self) -> bool:
-        """Whether there is no option but a full or a causal mask."""
-        return (
-            self.dropout_p == 0.0
-            and self.softcap <= 0.0
-            and self.alibi_slopes is None
-            and not self.deterministic
-            and self.window_left < 0
-            and (self.causal or self.window_right <= 0)
-        )
-
-    @property
-    def is_causal(self) -> bool:
-        return self.causal or self.window_right == 0
-
+# Fields of an AttentionCall: the options that every public function has, checked as far as no other
+# argument is needed for that.
+Options: TypeAlias = dict[str, Any]
 
 # What nearly every call wants, full and causal: making one would be a tenth of a small call's time.
-_FULL, _CAUSAL = (Options(0.0, None, causal, -1, -1, 0.0, None, False) for causal in (False, True))
+_FULL: Options = {"causal": False}
+_CAUSAL: Options = {"causal": True}
 
 
 def make_options(
@@ -104,10 +79,33 @@ def make_options(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
     left, right = window_bounds(window_size)
-    return Options(
-        *(float(dropout_p), softmax_scale, causal, left, right, float(softcap)),
-        *(alibi_slopes, bool(deterministic)),
-    )
+    return {
+        "dropout_p": float(dropout_p),
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": float(softcap),
+        "alibi_slopes": alibi_slopes,
+        "deterministic": bool(deterministic),
+    }
+
+
+def plain_mask(options: Options) -> tuple[float | None, bool] | None:
+    """(softmax_scale, causal) where there is no option but a full or a causal mask; else None."""
+    if len(options) == 1:
+        return None, options["causal"]
+    if (
+        options["dropout_p"] == 0.0
+        and options["softcap"] <= 0.0
+        and options["alibi_slopes"] is None
+        and not options["deterministic"]
+        and options["window_size_left"] < 0
+        and (options["causal"] or options["window_size_right"] <= 0)
+    ):
+        causal = options["causal"] or options["window_size_right"] == 0
+        return options["softmax_scale"], causal
+    return None
 
 
 def window_bounds(window_size: WindowSize) -> tuple[int, int]:
@@ -175,10 +173,9 @@ def rows_bound(x: Tensor, block_table: Any = None) -> int:
     return block_table.shape[1] * x.shape[1] if block_table.dim() == 2 and x.dim() > 1 else 0
 
 
-def is_plain_cuda_call(q: Any, k: Any, v: Any, *others: Any) -> bool:
-    """Whether nothing but eager autograd would see an operator: half a microsecond.
-
-    `others` may be None. While a compiler is tracing, the answer is no.
+def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:
+    """Whether nothing but eager autograd would see an operator: half a microsecond. While a
+    compiler is tracing, the answer is no.
     """
     return (
         not is_compiling()
@@ -190,13 +187,7 @@ def is_plain_cuda_call(q: Any, k: Any, v: Any, *others: Any) -> bool:
         and _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and not _are_functorch_transforms_active()
-        and (not others or all(x is None or type(x) is Tensor for x in others))
     )
-
-
-def default_scale(q: Tensor, softmax_scale: float | None) -> float:
-    """head_dim ** -0.5, of q before any padding, unless a scale is given."""
-    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def pad_head_dim(x: Tensor) -> Tensor:

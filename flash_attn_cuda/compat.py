@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -85,7 +85,24 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-_OPERATORS = {name: getattr(torch.ops.flash_attn_cuda, name) for name in _PRIVATE_FUNCTIONS}
+class _Operator:
+    """What stands for an operator of FlashAttention-2: it is called with that one's arguments, and
+    `default`, which policies of selective checkpointing list, is the operator that runs.
+    """
+
+    def __init__(self, function: Callable[..., Any], runs: Any) -> None:
+        self._function = function
+        self.default = runs.default
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+_ops = torch.ops.flash_attn_cuda
+_OPERATORS = {
+    name: _Operator(function, _ops.attention_gradients if "backward" in name else _ops.attention)
+    for name, function in _PRIVATE_FUNCTIONS.items()
+}
 
 _PROVIDED: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": VERSION, **_FUNCTIONS},

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 
-from . import build_info
-from .arguments import (
-    UNLIMITED,
-    Options,
-    Result,
-    WindowSize,
-    cast_for_autocast,
-    default_scale,
-    is_plain_cuda_call,
-    make_options,
-    needs_padding,
-    pad_head_dim,
-)
-from .checks import (
-    MAX_INT32,
-    QKV_NAMES,
-    Names,
-    check_alibi_slopes,
-    check_attention_inputs,
-    check_packed,
-)
-from .masked import Masks, attend_masked
-from .private import _flash_attn_forward
+from .arguments import UNLIMITED, Options, Result, WindowSize, make_options, plain_mask
+from .attend import attend, attend_plainly
+from .call import NAMES, Names, describe
+from .checks.tensors import check_packed, check_tensor
+from .masks.given import Masks, add_masks, add_sink
 
-_KVPACKED_NAMES: Names = ("q", "kv[:, :, 0]", "kv[:, :, 1]")
-_QKVPACKED_NAMES: Names = ("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")
+_KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
+_QKVPACKED_NAMES = Names("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")
 
 
 def flash_attn_func(
@@ -117,9 +97,15 @@ def flash_attn_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     if attn_mask is None and block_mask is None and block_size is None and sink is None:
-        return _attend(q, k, v, options, return_attn_probs, QKV_NAMES)
-    masks = Masks(attn_mask, block_mask, block_size, sink)
-    return attend_masked(q, k, v, options, masks, return_attn_probs)
+        return _attend(q, k, v, options, return_attn_probs, NAMES)
+    check_tensor("q", q)
+    call = describe(q=q, k=k, v=v, **options)
+    masks = Masks(attn_mask, block_mask, block_size)
+    if sink is not None:
+        add_sink(call, sink)
+    if masks.are_given():
+        add_masks(call, masks, (None, None))
+    return attend(call, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -174,73 +160,10 @@ def flash_attn_qkvpacked_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool, names: Names
 ) -> Result:
-    wants_s_dmask = return_attn_probs and options.dropout_p > 0.0
-    slopes = () if options.alibi_slopes is None else (options.alibi_slopes,)
-    if not wants_s_dmask and is_plain_cuda_call(q, k, v, *slopes):
-        out, softmax_lse = _attend_by_extension(q, k, v, options, names)
-        if return_attn_probs:
-            return out, softmax_lse, q.new_empty((0,), dtype=out.dtype)
-        return out
-    out, softmax_lse, s_dmask = _attend_by_operator(q, k, v, options, wants_s_dmask, names)
-    return (out, softmax_lse, s_dmask) if return_attn_probs else out
-
-
-def _attend_by_extension(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, names: Names
-) -> tuple[Tensor, Tensor]:
-    """The fast path: the extension checks its inputs, so only a rejected call is checked here."""
-    if _is_any_autocast_enabled():
-        q, k, v = cast_for_autocast(q, k, v)
-    try:
-        if not needs_padding(q, v):
-            return _call_attention(q, k, v, options, options.softmax_scale)
-        scale = default_scale(q, options.softmax_scale)
-        padded = (pad_head_dim(q), pad_head_dim(k), pad_head_dim(v))
-        out, softmax_lse = _call_attention(*padded, options, scale)
-        return out[..., : v.shape[-1]], softmax_lse
-    except Exception as error:
-        check_attention_inputs(q, k, v, options.softmax_scale, names)
-        check_alibi_slopes(options.alibi_slopes, q.shape[0], q)
-        build_info.require_cuda(q.device, error)
-        raise
-
-
-def _call_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    extension = cast(ModuleType, build_info.extension)
-    if options.is_mask_only:
-        return extension.attention(q, k, v, scale, options.is_causal)
-    no_lengths = (None, None, None, None, None)
-    out, softmax_lse, _ = extension.attention_full(
-        *(q, k, v, *no_lengths, q.shape[1], k.shape[1], options.dropout_p),
-        *(default_scale(q, scale), options.causal),
-        *(min(options.window_left, MAX_INT32), min(options.window_right, MAX_INT32)),
-        *(options.softcap, options.alibi_slopes, options.deterministic),
-    )
-    return out, softmax_lse
-
-
-def _attend_by_operator(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, wants_s_dmask: bool, names: Names
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = cast_for_autocast(q, k, v)
-    check_attention_inputs(q, k, v, options.softmax_scale, names)
-    scale = default_scale(q, options.softmax_scale)
-    head_dim_v = v.shape[-1]
-    is_padded = q.is_cuda and needs_padding(q, v)
-    if is_padded:
-        q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    out, softmax_lse, s_dmask, _ = _flash_attn_forward(
-        *(q, k, v),
-        dropout_p=options.dropout_p,
-        softmax_scale=scale,
-        causal=options.causal,
-        window_size_left=options.window_left,
-        window_size_right=options.window_right,
-        softcap=options.softcap,
-        alibi_slopes=options.alibi_slopes,
-        return_softmax=wants_s_dmask,
-        deterministic=options.deterministic,
-    )
-    return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask
+    plain = plain_mask(options)
+    if plain is not None:
+        results = attend_plainly(q, k, v, *plain, names)
+        if results is not None:
+            out, softmax_lse = results
+            return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
+    return attend(describe(q=q, k=k, v=v, **options), return_attn_probs, names)

@@ -2,10 +2,8 @@
 
 The maths is that of Dao et al., "FlashAttention" (2022, section 3.1) and Dao, "FlashAttention-2"
 (2023, section 3.1): for every batch and head, softmax(softmax_scale * q k^T + mask) v, without
-storing the scores. Where the tensors are plain and nothing is watching (no compiler, no torch mode,
-no functorch transform), CUDA calls go straight to the extension, whose autograd is in C++;
-everything else goes through the operators of ops.py, varlen_ops.py and kvcache_ops.py. Calls with a
-mask, a bias or a sink are those of masked.py and masked_ops.py, also where they need gradients.
+storing the scores. Each function describes its call (call.py), and all descriptions go one way
+(attend.py).
 """
 
 from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import operator
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import build_info
-from .arguments import (
-    UNLIMITED,
-    WindowSize,
-    default_scale,
-    is_plain_cuda_call,
-    make_options,
-    rows_bound,
-    seqlen_bound,
-)
-from .checks import check_softmax_scale, check_tensor, refuse_gradients
-from .kvcache_ops import KvCacheCall
-from .length_checks import check_batch_invariant, check_num_splits
-from .masked import sink_without_gradient
-
-_ops = torch.ops.flash_attn_cuda
+from .arguments import UNLIMITED, WindowSize, make_options, rows_bound, seqlen_bound
+from .attend import attend_over_cache
+from .call import describe
+from .checks.lengths import check_batch_invariant, check_num_splits
+from .checks.tensors import check_tensor, refuse_gradients
+from .masks.given import add_sink
+from .operators.combine import run_combine, run_combine_out
 
 
 def flash_attn_with_kvcache(
@@ -112,32 +102,38 @@ def flash_attn_with_kvcache(
     options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
-    check_softmax_scale(softmax_scale)
-    if sink is not None:
-        sink = sink_without_gradient(q, sink)
     used, seqlen_k = _cache_lengths(cache_seqlens)
     if k is not None and cu_seqlens_k_new is None:
         cu_seqlens_k_new = cu_seqlens_q
-    total_q = rows_bound(q) if cu_seqlens_q is not None else 0
-    max_seqlen_q = seqlen_bound("max_seqlen_q", max_seqlen_q, total_q)
-    arguments = (
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, used, cache_batch_idx),
-        *(cache_leftpad, block_table, _scale(q, options.softmax_scale), options.causal),
-        *(options.window_left, options.window_right, options.softcap, bool(rotary_interleaved)),
-        *(options.alibi_slopes, num_splits, cu_seqlens_q),
-        max_seqlen_q if cu_seqlens_q is not None else 0,  # of no use without
-        *(cu_seqlens_k_new, batch_invariant, seqlen_k, sink),
+    most = 0  # of no use without cu_seqlens_q
+    bound = seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q))
+    if cu_seqlens_q is not None:
+        most = bound
+    call = describe(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=most,
+        seqused_k=used,
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        over_cache=True,
+        cache_batch_idx=cache_batch_idx,
+        seqlen_k=seqlen_k,
+        k_new=k,
+        v_new=v,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=bool(rotary_interleaved),
+        **options,
     )
-    indices = (used, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q, cu_seqlens_k_new)
-    others = (k, v, rotary_cos, rotary_sin, alibi_slopes, sink, *indices)
-    if is_plain_cuda_call(q, k_cache, v_cache, *others):
-        out, softmax_lse = _attend_by_extension(KvCacheCall(*arguments))
-    else:
-        KvCacheCall(*arguments).check()
-        if k is None:
-            out, softmax_lse = _ops._flash_attn_with_kvcache(*arguments)
-        else:
-            out, softmax_lse = _ops._flash_attn_with_kvcache_append(*arguments)
+    if sink is not None:
+        add_sink(call, sink, is_differentiable=False)
+    out, softmax_lse = attend_over_cache(call)
     return (out, softmax_lse) if return_softmax_lse else out
 
 
@@ -175,23 +171,11 @@ def flash_attn_combine(
         kind = type(out_dtype).__name__
         raise TypeError(f"out_dtype: must be a torch.dtype or None, got {kind}")
     if out is None:
-        return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
+        return run_combine(out_partial, lse_partial, out_dtype)
     check_tensor("out", out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out_dtype: must be the dtype of out ({out.dtype}), got {out_dtype}")
-    softmax_lse = _ops._flash_attn_combine_out(out_partial, lse_partial, out)
-    return out, softmax_lse
-
-
-def _attend_by_extension(call: KvCacheCall) -> tuple[Tensor, Tensor]:
-    """The fast path: the extension checks its inputs, so only a rejected call is checked here."""
-    extension = cast(ModuleType, build_info.extension)
-    try:
-        out, softmax_lse = extension.fwd_kvcache(call.q, **call.extension_arguments())
-    except Exception as error:
-        call.check()
-        build_info.require_cuda(call.q.device, error)
-        raise
+    softmax_lse = run_combine_out(out_partial, lse_partial, out)
     return out, softmax_lse
 
 
@@ -206,11 +190,6 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
     except TypeError as error:
         kind = type(cache_seqlens).__name__
         raise TypeError(f"cache_seqlens: must be an integer or a tensor, got {kind}") from error
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    """default_scale, of a q that is not checked yet."""
-    return 1.0 if q.dim() == 0 or q.shape[-1] == 0 else default_scale(q, softmax_scale)
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

@@ -1,20 +1,17 @@
 """FlashAttention-2's private functions, which others build on: its names, arguments and order.
 
-Context parallelism, for one, calls them by keyword. They go through the operators of ops.py.
+Context parallelism, for one, calls them by keyword. They go through operators/attention.py.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
-from .checks import check_tensor, refuse_forward_gradients, refuse_gradients
-from .op_support import Tensors4, check_vmap_randomness, is_functorch_active
-from .ops import forward_for_transforms
-from .varlen_ops import varlen_forward_for_transforms
-
-_ops = torch.ops.flash_attn_cuda
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming
+from .checks.tensors import check_tensor, refuse_forward_gradients
+from .operators.attention import run_backward_operator, run_operator
+from .operators.support import Tensors4, arguments_of, check_vmap_randomness
 
 
 def _flash_attn_forward(
@@ -39,14 +36,13 @@ def _flash_attn_forward(
     Dv must be multiples of 8. Errors as flash_attn_func. Unlike FlashAttention-2's, it is
     differentiable in q, k, v; `deterministic`, of its backward, is an addition.
     """
-    check_slopes_have_no_gradient(alibi_slopes)
-    refuse_forward_gradients(q=q, k=k, v=v)
-    check_vmap_randomness(dropout_p, q, k, v, alibi_slopes)
-    op = forward_for_transforms if is_functorch_active() else _ops._flash_attn_forward
-    return op(
-        *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right),
-        *(softcap, alibi_slopes, return_softmax, deterministic),
+    call = AttentionCall(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_softmax=return_softmax,
     )
+    return _run(call)
 
 
 def _flash_attn_backward(
@@ -76,12 +72,13 @@ def _flash_attn_backward(
     dtype, zero beyond Sq. `dlse` (B, Hq, Sq), the gradient of softmax_lse, is an addition to
     FlashAttention-2's arguments. rng_state is the forward's, and of no use without dropout.
     """
-    refuse_forward_gradients(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse, dlse=dlse)
-    return _ops._flash_attn_backward(
-        *(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal),
-        *(window_size_left, window_size_right, softcap, alibi_slopes, deterministic),
-        *(rng_state, dlse),
+    call = AttentionCall(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
     )
+    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, False, dq, dk, dv)
+    return _run_backward(call, incoming)
 
 
 def _flash_attn_varlen_forward(
@@ -115,27 +112,29 @@ def _flash_attn_varlen_forward(
     Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
     no effect, as all rows are written. Returns (out, softmax_lse (Hq, total_q), S_dmask (B, Hq,
     max_seqlen_q, max_seqlen_k), rng_state), the last two empty without dropout. On CUDA D must be a
-    multiple of 8. Differentiable in q, k, v, but not with a sink (Hq,), fp32, which inputs that
-    require grad refuse, or a block_table, which refuses in the backward.
+    multiple of 8. Differentiable in q, k, v and sink (Hq,), fp32, but not with a block_table, which
+    refuses in the backward.
     """
-    check_slopes_have_no_gradient(alibi_slopes)
     check_tensor("q", q)
     check_tensor("k", k)
-    if sink is not None and block_table is None:
-        reason = "as this function has no backward with a sink"
-        refuse_gradients(reason, q=q, k=k, v=v, sink=sink)
-    refuse_forward_gradients(q=q, k=k, v=v, sink=sink)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
-    check_vmap_randomness(dropout_p, q, k, v, alibi_slopes, *lengths)
-    op = varlen_forward_for_transforms if is_functorch_active() else _ops._flash_attn_varlen_forward
-    return op(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
-        seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
-        *(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
-        *(alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors),
-        *(num_splits, seqused_q, batch_invariant, deterministic, sink),
+    call = AttentionCall(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
+        block_table=block_table,
+        return_softmax=return_softmax,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
     )
+    return _run(call)
 
 
 def _flash_attn_varlen_backward(
@@ -176,12 +175,37 @@ def _flash_attn_varlen_backward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
-    refuse_forward_gradients(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse, dlse=dlse)
-    return _ops._flash_attn_varlen_backward(
-        *(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k),
-        seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
-        seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k)),
-        *(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
-        *(alibi_slopes, deterministic, rng_state, zero_tensors, dlse),
-        *(seqused_q, seqused_k, leftpad_k),
+    call = AttentionCall(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k)),
     )
+    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, False, dq, dk, dv)
+    return _run_backward(call, incoming)
+
+
+def _run(call: AttentionCall) -> Tensors4:
+    check_slopes_have_no_gradient(call.alibi_slopes)
+    refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
+    check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
+    return run_operator(call)
+
+
+def _run_backward(call: AttentionCall, incoming: Incoming) -> Tensor:
+    refuse_forward_gradients(
+        dout=incoming.dout,
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        out=incoming.out,
+        softmax_lse=incoming.softmax_lse,
+        dlse=incoming.dlse,
+    )
+    return run_backward_operator(call, incoming)

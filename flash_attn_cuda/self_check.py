@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .build_info import CompiledRow, compiled_rows
-from .checks import lse_dtype
+from .checks.tensors import lse_dtype
 from .interface import flash_attn_func, flash_attn_with_kvcache
 
 DTYPES = {

@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 
-from . import build_info
 from .arguments import (
     UNLIMITED,
     Options,
     Result,
     WindowSize,
-    cast_for_autocast,
-    default_scale,
-    is_plain_cuda_call,
     make_options,
-    needs_padding,
-    pad_head_dim,
     rows_bound,
     seqlen_bound,
 )
-from .checks import (
-    MAX_INT32,
-    check_alibi_slopes,
-    check_packed,
-    check_sink,
-    check_softmax_scale,
-    check_tensor,
-    refuse_forward_gradients,
-)
-from .length_checks import (
-    VARLEN_NAMES,
-    Lengths,
-    VarlenNames,
-    check_batch_invariant,
-    check_num_splits,
-    check_varlen_contents,
-    check_varlen_inputs,
-)
-from .masked import Masks, attend_masked_varlen
-from .op_support import is_functorch_active
-from .private import _flash_attn_varlen_forward
-from .varlen_ops import VarlenForwardCall
+from .attend import attend
+from .call import AttentionCall, Names, describe
+from .checks.lengths import check_batch_invariant, check_num_splits
+from .checks.tensors import check_packed, check_tensor
+from .masks.given import Masks, add_masks, add_sink
 
-_KVPACKED_NAMES = VarlenNames(k="kv[:, 0]", v="kv[:, 1]")
-_QKVPACKED_NAMES = VarlenNames(
+_KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
+_QKVPACKED_NAMES = Names(
     *("qkv[:, 0]", "qkv[:, 1]", "qkv[:, 2]", "cu_seqlens", "cu_seqlens"),
     *("max_seqlen", "max_seqlen", "total", "total"),
 )
@@ -141,23 +115,35 @@ def flash_attn_varlen_func(
     if type(num_splits) is not int or batch_invariant is not False:
         check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
-    if block_table is not None:
-        refuse_forward_gradients(q=q, k=k, v=v, sink=sink)
-        if options.dropout_p > 0.0:
-            raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {dropout_p}")
+    check_tensor("q", q)
+    check_tensor("k", k)
+    if cu_seqlens_q is None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
+    call = describe(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
+        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
+        block_table=block_table,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        **options,
+    )
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
-        masks = Masks(attn_mask, block_mask, block_size, sink)
-        if block_table is None:
+        add_sink(call, sink)
+        masks = Masks(attn_mask, block_mask, block_size)
+        if masks.are_given():
+            add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+        if block_table is None:  # keys are not split, which is batch-invariant
             check_num_splits(num_splits)
-            return attend_masked_varlen(
-                *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
-                *((seqused_q, seqused_k, leftpad_k), options, masks, return_attn_probs),
-            )
-        options = options._replace(sink=masks.sink_over_pages(q))
-    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    used = (seqused_q, seqused_k, leftpad_k, block_table)
-    splits = (num_splits, batch_invariant)
-    return _attend(q, k, v, given, used, options, return_attn_probs, splits, VARLEN_NAMES)
+            call.num_splits, call.batch_invariant = 0, False
+    return attend(call, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -187,7 +173,8 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(1)
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(q, k, v, given, _ALL, options, return_attn_probs, _AUTOMATIC, _KVPACKED_NAMES)
+    call = _packed_call(q, k, v, given, options, _KVPACKED_NAMES)
+    return attend(call, return_attn_probs, _KVPACKED_NAMES)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -214,191 +201,25 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "(total, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(1)
     given = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend(q, k, v, given, _ALL, options, return_attn_probs, _AUTOMATIC, _QKVPACKED_NAMES)
+    call = _packed_call(q, k, v, given, options, _QKVPACKED_NAMES)
+    return attend(call, return_attn_probs, _QKVPACKED_NAMES)
 
 
-_ALL = (None, None, None, None)  # seqused_q, seqused_k, leftpad_k, block_table
-_AUTOMATIC = (0, False)  # num_splits, batch_invariant
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: tuple[Any, Any, Any, Any],
-    used: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    options: Options,
-    return_attn_probs: bool,
-    splits: tuple[int, bool],
-    names: VarlenNames,
-) -> Result:
+def _packed_call(
+    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], options: Options, names: Names
+) -> AttentionCall:
+    """`given`: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
     check_tensor(names.q, q)
     check_tensor(names.k, k)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given
-    lengths = Lengths(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
-        seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k, used[3])),
-        *used,
+    check_tensor(names.cu_seqlens_q, cu_seqlens_q)
+    return describe(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
+        max_seqlen_k=seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k)),
+        **options,
     )
-    wants_s_dmask = return_attn_probs and options.dropout_p > 0.0
-    if (
-        not wants_s_dmask
-        and is_plain_cuda_call(
-            *(q, k, v, options.alibi_slopes, options.sink, cu_seqlens_q, cu_seqlens_k), *used
-        )
-        and not (_is_split(lengths, splits) and _needs_gradient(q, k, v, options.sink))
-    ):
-        out, softmax_lse = _attend_by_extension(q, k, v, lengths, options, splits, names)
-        if return_attn_probs:
-            return out, softmax_lse, q.new_empty((0,), dtype=out.dtype)
-        return out
-    out, softmax_lse, s_dmask = _attend_by_operator(
-        q, k, v, lengths, options, wants_s_dmask, splits, names
-    )
-    return (out, softmax_lse, s_dmask) if return_attn_probs else out
-
-
-def _is_split(lengths: Lengths, splits: tuple[int, bool]) -> bool:
-    """Whether the call is for the forward that reads pages and splits keys."""
-    num_splits, batch_invariant = splits
-    return lengths.block_table is not None or num_splits not in (0, 1) or batch_invariant
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _attend_by_extension(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    options: Options,
-    splits: tuple[int, bool],
-    names: VarlenNames,
-) -> tuple[Tensor, Tensor]:
-    """The fast path: the extension checks its inputs, so only a rejected call is checked here."""
-    if _is_any_autocast_enabled():
-        q, k, v = cast_for_autocast(q, k, v)
-    call = _call_split if _is_split(lengths, splits) else _call_attention
-    try:
-        scale = default_scale(q, options.softmax_scale)
-        if not needs_padding(q, v):
-            return call(q, k, v, lengths, options, scale, splits)
-        padded = (pad_head_dim(q), pad_head_dim(k), pad_head_dim(v))
-        out, softmax_lse = call(*padded, lengths, options, scale, splits)
-        return out[..., : v.shape[-1]], softmax_lse
-    except Exception as error:
-        _check(q, k, v, lengths, options, splits, names)
-        build_info.require_cuda(q.device, error)
-        raise
-
-
-def _call_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    options: Options,
-    scale: float,
-    splits: tuple[int, bool],
-) -> tuple[Tensor, Tensor]:
-    out, softmax_lse, _ = cast(ModuleType, build_info.extension).attention_full(
-        *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
-        *(lengths.seqused_q, lengths.seqused_k, lengths.leftpad_k),
-        *(min(lengths.max_seqlen_q, MAX_INT32), min(lengths.max_seqlen_k, MAX_INT32)),
-        *(options.dropout_p, scale, options.causal),
-        *(min(options.window_left, MAX_INT32), min(options.window_right, MAX_INT32)),
-        *(options.softcap, options.alibi_slopes, options.deterministic),
-    )
-    return out, softmax_lse
-
-
-def _call_split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    options: Options,
-    scale: float,
-    splits: tuple[int, bool],
-) -> tuple[Tensor, Tensor]:
-    refuse_forward_gradients(q=q, k=k, v=v)
-    return VarlenForwardCall(
-        *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
-        **_operator_options(lengths, options, scale, splits),
-    ).on_cuda()[:2]
-
-
-def _operator_options(
-    lengths: Lengths, options: Options, scale: float, splits: tuple[int, bool]
-) -> dict[str, Any]:
-    """What the operator takes behind cu_seqlens, but return_softmax."""
-    return {
-        "max_seqlen_q": lengths.max_seqlen_q,
-        "max_seqlen_k": lengths.max_seqlen_k,
-        "dropout_p": options.dropout_p,
-        "softmax_scale": scale,
-        "causal": options.causal,
-        "window_size_left": options.window_left,
-        "window_size_right": options.window_right,
-        "softcap": options.softcap,
-        "alibi_slopes": options.alibi_slopes,
-        "block_table": lengths.block_table,
-        "leftpad_k": lengths.leftpad_k,
-        "seqused_k": lengths.seqused_k,
-        "num_splits": splits[0],
-        "seqused_q": lengths.seqused_q,
-        "batch_invariant": splits[1],
-        "deterministic": options.deterministic,
-        "sink": options.sink,
-    }
-
-
-def _attend_by_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    options: Options,
-    wants_s_dmask: bool,
-    splits: tuple[int, bool],
-    names: VarlenNames,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = cast_for_autocast(q, k, v)
-    _check(q, k, v, lengths, options, splits, names)
-    scale = default_scale(q, options.softmax_scale)
-    head_dim_v = v.shape[-1]
-    is_padded = q.is_cuda and needs_padding(q, v)
-    if is_padded:
-        q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    try:
-        out, softmax_lse, s_dmask, _ = _flash_attn_varlen_forward(
-            *(q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k),
-            **_operator_options(lengths, options, scale, splits),
-            return_softmax=wants_s_dmask,
-        )
-    except ValueError:
-        # Of contents, for which the operator has names of its own.
-        if q.device.type == "cpu" and not is_functorch_active():
-            check_varlen_contents(q, k, lengths, names)
-        raise
-    return out[..., :head_dim_v] if is_padded else out, softmax_lse, s_dmask
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    options: Options,
-    splits: tuple[int, bool],
-    names: VarlenNames,
-) -> None:
-    check_softmax_scale(options.softmax_scale)
-    check_varlen_inputs(q, k, v, lengths, names)
-    check_alibi_slopes(options.alibi_slopes, lengths.batch(), q)
-    check_num_splits(splits[0])
-    check_sink(options.sink, q)

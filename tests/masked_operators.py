@@ -1,14 +1,14 @@
-"""Arguments of the operators of masks, biases and sinks, small and on the CPU."""
+"""Calls with masks, biases and sinks for the operators, small and on the CPU."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
+from operators import arguments
 from torch import Tensor
 
-from flash_attn_cuda import BlockSparsity, masked_ops
+from flash_attn_cuda import BlockSparsity
 
 _ops = torch.ops.flash_attn_cuda
 SCALE = 0.3
@@ -32,47 +32,44 @@ def make_sparsity(seqlens: Any = (7, 9)) -> BlockSparsity:
     return BlockSparsity.from_mask(torch.rand(2, 1, *seqlens) < 0.6)
 
 
-def forward_arguments(
+def forward_fields(
     packed: bool,
     requires_grad: bool = False,
     dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Of _masked_forward, with everything."""
+    """Of an AttentionCall, with everything."""
     q, k, v, bias, sink = make_inputs(requires_grad, dtype)
     bias = bias if bias_dtype is None else bias.to(bias_dtype)
     sink = sink if dtype == torch.float64 else sink.float()
     sparsity = make_sparsity()
-    arguments = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_q": None,
-        "seqused_k": None, "leftpad_k": None, "max_seqlen_q": 7, "max_seqlen_k": 9,
-        "dropout_p": 0.0, "softmax_scale": SCALE, "causal": False, "window_size_left": 5,
-        "window_size_right": 2, "softcap": 0.0, "alibi_slopes": torch.rand(2, 4),
-        "deterministic": False, "block_rows": sparsity.rows, "block_columns": sparsity.columns,
-        "mask_bits": sparsity.bits, "bias": bias, "sink": sink,
+    given = {
+        "q": q, "k": k, "v": v, "softmax_scale": SCALE, "window_size_left": 5,
+        "window_size_right": 2, "alibi_slopes": torch.rand(2, 4), "block_rows": sparsity.rows,
+        "block_columns": sparsity.columns, "mask_bits": sparsity.bits, "bias": bias, "sink": sink,
     }  # fmt: skip
     if packed:
-        arguments |= {name: arguments[name].detach().flatten(0, 1) for name in "qkv"}
+        given |= {name: given[name].detach().flatten(0, 1) for name in "qkv"}
         for name in "qkv":
-            arguments[name].requires_grad_(requires_grad)
-        arguments |= {"cu_seqlens_q": int32(0, 7, 10), "cu_seqlens_k": int32(0, 9, 17)}
-        arguments |= {"seqused_q": int32(7, 2), "seqused_k": int32(8, 8)}
-        arguments |= {"leftpad_k": int32(1, 0)}
-    arguments |= changes
-    assert list(arguments) == [f.name for f in fields(masked_ops.MaskedForwardCall)]
-    return arguments
+            given[name].requires_grad_(requires_grad)
+        given |= {"cu_seqlens_q": int32(0, 7, 10), "cu_seqlens_k": int32(0, 9, 17)}
+        given |= {"max_seqlen_q": 7, "max_seqlen_k": 9}
+        given |= {"seqused_q": int32(7, 2), "seqused_k": int32(8, 8)}
+        given |= {"leftpad_k": int32(1, 0)}
+    return {**given, **changes}
 
 
-def gradients_arguments(
+def backward_fields(
     packed: bool,
     dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype | None = None,
     **changes: Any,
-) -> tuple[Any, ...]:
-    given = forward_arguments(packed, dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.3)
-    out, lse, rng_state = _ops._masked_forward(*given.values())
+) -> dict[str, Any]:
+    """The same and those of an Incoming."""
+    given = forward_fields(packed, dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.3)
+    out, lse, _, rng_state = _ops.attention(*arguments(**given))
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
     results = {"out": out, "softmax_lse": lse, "rng_state": rng_state, "wants_dbias": True}
-    return tuple({**incoming, **given, **results, **changes}.values())
+    return {**given, **incoming, **results, **changes}

@@ -79,7 +79,7 @@ from flash_attn_cuda import (  # noqa: E402
     flash_attn_combine,
     flash_attn_varlen_func,
 )
-from flash_attn_cuda.sparsity_lists import TILE  # noqa: E402
+from flash_attn_cuda.masks.lists import TILE  # noqa: E402
 
 # A call: its name, what runs it and returns what is wrong, and why this build cannot.
 Call = tuple[str, Callable[[int], list[str]], str | None]

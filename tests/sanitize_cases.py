@@ -14,7 +14,7 @@ from masked_cases import MaskedCase, RandomBias, RandomMask
 from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity, build_info, masks
-from flash_attn_cuda.sparsity_lists import TILE
+from flash_attn_cuda.masks.lists import TILE
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EVERYTHING: dict[str, Any] = {"softcap": 5.0, "alibi": Alibi.per_batch, "window": (40, 10)}

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from flash_attn_cuda import BlockSparsity, sparsity
+from flash_attn_cuda import BlockSparsity
+from flash_attn_cuda.masks import sparsity
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

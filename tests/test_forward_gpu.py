@@ -23,6 +23,7 @@ from harness import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import arguments
 from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
@@ -235,9 +236,8 @@ def test_empty_shapes(route: str) -> None:
         if route == "eager":
             result = run_forward_backward(case, inputs)
         else:
-            out, lse, *_ = torch.ops.flash_attn_cuda._flash_attn_forward(
-                inputs.q, inputs.k, inputs.v, 0.0, 0.125, False, -1, -1, 0.0, None, False
-            )
+            fields = arguments(inputs.q, inputs.k, inputs.v, softmax_scale=0.125)
+            out, lse, *_ = torch.ops.flash_attn_cuda.attention(*fields)
             result = AttentionResult(out, lse)
         for name, x in result.tensors().items():
             expected = (

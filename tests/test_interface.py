@@ -24,6 +24,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     interface,
 )
+from flash_attn_cuda.call import AttentionCall
 
 TRAINING = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
@@ -256,15 +257,17 @@ class TestExtensionRoute:
                 raise ValueError("the extension's own words")
             return attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
-        def attention_full(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
-            self.head_dims.append(q.shape[-1])
-            self.arguments = args
-            _, scale, causal, left, right = args[7:12]
-            assert scale is not None
+        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+            self.head_dims.append(call.q.shape[-1])
+            self.call = call
             out, lse = attention(
-                q, k, v, softmax_scale=scale, causal=causal, window=(left, right), softcap=args[12]
+                *(call.q, call.k, call.v),
+                softmax_scale=call.scale(),
+                causal=call.causal,
+                window=(call.window_size_left, call.window_size_right),
+                softcap=call.softcap,
             )
-            return out, lse, q.new_empty(0)
+            return [out, lse, None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -295,11 +298,13 @@ class TestExtensionRoute:
         options = {"window_size": (10**12, 2), "softcap": 3.0, "deterministic": True}
         out = flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
         torch.testing.assert_close(out, attention(q, k, v, window=(None, 2), softcap=3.0)[0])
-        lengths = (None,) * 5
-        *given, deterministic = extension.arguments
-        assert given[:5] == [*lengths] and given[5:8] == [5, 9, 0.0] and deterministic
-        assert given[8] == 5**-0.5 and given[9:13] == [False, 2**31 - 1, 2, 3.0]
-        assert given[13] is slopes and extension.head_dims == [8]
+        given = extension.call
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+        assert all(getattr(given, name) is None for name in lengths)
+        assert given.dropout_p == 0.0 and given.deterministic and given.causal is False
+        assert given.softmax_scale == 5**-0.5 and given.softcap == 3.0
+        assert given.window_size_left == 2**31 - 1 and given.window_size_right == 2
+        assert given.alibi_slopes is slopes and extension.head_dims == [8]
 
     def test_debug_probabilities_do_not(self, extension: Extension) -> None:
         *_, s_dmask = flash_attn_func(*tensors(dtype=torch.bfloat16), 0.5, return_attn_probs=True)

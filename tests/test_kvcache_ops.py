@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import append_arguments, arguments, backward_arguments, gradients_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -18,6 +19,7 @@ from flash_attn_cuda import (
     flash_attn_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_cuda.call import APPENDED, AttentionCall
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -100,31 +102,26 @@ def test_packed_queries_and_new_keys() -> None:
     assert torch.equal(made["k_cache"], by_batch["k_cache"])
 
 
-def operator_arguments(**changes: Any) -> tuple[Any, ...]:
-    made = make_cache(new=2 if changes.get("new", True) else 0)
-    changes.pop("new", None)
-    rotary = {name: torch.randn(9, 4, dtype=torch.float64) for name in ("cos", "sin")}
-    appends = "k" in made
-    arguments = {
-        "q": made["q"], "k_cache": made["k_cache"], "v_cache": made["v_cache"],
-        "k": made.get("k"), "v": made.get("v"),
-        "rotary_cos": rotary["cos"] if appends else None,
-        "rotary_sin": rotary["sin"] if appends else None,
-        "cache_seqlens": int32(4, 6), "cache_batch_idx": int32(2, 0),
-        "cache_leftpad": int32(1, 0), "block_table": None, "softmax_scale": 0.3, "causal": True,
-        "window_size_left": 3, "window_size_right": -1, "softcap": 2.0,
-        "rotary_interleaved": False, "alibi_slopes": torch.rand(2, 4), "num_splits": 0,
-        "cu_seqlens_q": None, "max_seqlen_q": 0, "cu_seqlens_k_new": None,
-        "batch_invariant": False, "seqlen_k": None, "sink": torch.rand(4, dtype=torch.float64),
+def operator_fields(new: bool = True, **changes: Any) -> dict[str, Any]:
+    made = make_cache(new=2 if new else 0)
+    given = {
+        "q": made["q"], "k": made["k_cache"], "v": made["v_cache"], "over_cache": True,
+        "seqused_k": int32(4, 6), "cache_batch_idx": int32(2, 0), "leftpad_k": int32(1, 0),
+        "softmax_scale": 0.3, "causal": True, "window_size_left": 3, "softcap": 2.0,
+        "alibi_slopes": torch.rand(2, 4), "sink": torch.rand(4, dtype=torch.float64),
     }  # fmt: skip
-    return tuple({**arguments, **changes}.values())
+    if new:
+        given |= {"k_new": made["k"], "v_new": made["v"], "rotary_interleaved": False}
+        tables = ("rotary_cos", "rotary_sin")
+        given |= {name: torch.randn(9, 4, dtype=torch.float64) for name in tables}
+    return {**given, **changes}
 
 
 def test_opcheck() -> None:
-    opcheck(_ops._flash_attn_with_kvcache, operator_arguments(new=False))
-    lengths = {"cache_seqlens": None, "seqlen_k": 5}
-    opcheck(_ops._flash_attn_with_kvcache, operator_arguments(new=False, **lengths))
-    opcheck(_ops._flash_attn_with_kvcache_append, operator_arguments())
+    opcheck(_ops.attention, arguments(**operator_fields(new=False)))
+    lengths = {"seqused_k": None, "seqlen_k": 5}
+    opcheck(_ops.attention, arguments(**operator_fields(new=False, **lengths)))
+    opcheck(_ops.attention_with_append, append_arguments(**operator_fields()))
     partials = (torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
     opcheck(_ops._flash_attn_combine, (*partials, torch.bfloat16))
     opcheck(_ops._flash_attn_combine_out, (*partials, torch.empty(2, 5, 4, 8)))
@@ -133,10 +130,35 @@ def test_opcheck() -> None:
 
 
 def test_operators_do_not_trade_places() -> None:
-    with pytest.raises(ValueError, match=r"^k: must be None"):
-        _ops._flash_attn_with_kvcache(*operator_arguments())
+    schema = _ops.attention.default._schema
+    assert not schema.is_mutable and not {x.name for x in schema.arguments} & {*APPENDED}
     with pytest.raises(ValueError, match=r"^k: must be given"):
-        _ops._flash_attn_with_kvcache_append(*operator_arguments(new=False))
+        _ops.attention_with_append(*append_arguments(**operator_fields(new=False)))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+def test_the_backward_of_the_operator_refuses(name: str) -> None:
+    """The public function refuses a tensor that requires grad."""
+    given = operator_fields(new=False)
+    leaf = given[name].requires_grad_()
+    out, lse, *_ = _ops.attention(*arguments(**given))
+    for result in (out, lse):
+        with pytest.raises(NotImplementedError, match="gradients are wanted"):
+            torch.autograd.grad(result.sum(), leaf, retain_graph=True)
+    with torch.no_grad():
+        assert not _ops.attention(*arguments(**given))[0].requires_grad
+
+
+def test_backward_operators_refuse_a_cache() -> None:
+    given = operator_fields(new=False)
+    out, lse, *_ = _ops.attention(*arguments(**given))
+    given |= {"dout": out, "out": out, "softmax_lse": lse}
+    for op, flat in (
+        (_ops.attention_gradients, gradients_arguments(**given)),
+        (_ops.attention_backward, backward_arguments(**given)),
+    ):
+        with pytest.raises(NotImplementedError, match="gradients are wanted"):
+            op(*flat)
 
 
 def test_compiled_decoding() -> None:
@@ -228,7 +250,7 @@ def test_export() -> None:
     made = {name: x[:2] for name, x in make_cache(new=1).items()}
     arguments = (made["q"], made["k_cache"], made["v_cache"], made["k"], int32(4, 6))
     program = torch.export.export(Module(), tuple(x.clone() for x in arguments))
-    assert "_flash_attn_with_kvcache_append" in str(program.graph)
+    assert "flash_attn_cuda.attention_with_append" in str(program.graph)
     exported, eager = [[x.clone() for x in arguments] for _ in range(2)]
     torch.testing.assert_close(program.module()(*exported), Module()(*eager))
     torch.testing.assert_close(exported, eager)
@@ -288,13 +310,14 @@ class TestExtensionRoute:
 
     class Extension:
         def __init__(self) -> None:
-            self.calls: list[dict[str, Any]] = []
+            self.calls: list[AttentionCall] = []
 
-        def fwd_kvcache(self, q: Tensor, **arguments: Any) -> list[Tensor]:
-            self.calls.append(arguments)
-            if arguments["num_splits"] < 0:
+        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+            self.calls.append(call)
+            if call.num_splits < 0:
                 raise RuntimeError("the extension's own words")
-            return [q, q.new_empty(q.shape[0], q.shape[2], q.shape[1])]
+            batch, seqlen_q, heads_q, _ = call.q.shape
+            return [call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -309,11 +332,12 @@ class TestExtensionRoute:
         sink = torch.nn.Parameter(torch.randn(4), requires_grad=False)
         attend(**made, cache_seqlens=4, sink=sink, **options)
         (given,) = extension.calls
-        assert type(given["sink"]) is Tensor and torch.equal(given["sink"], sink)
-        assert given["kcache"] is made["k_cache"] and given["k"] is made["k"]
-        assert given["seqlen_k"] == 4 and given["seqlens_k"] is None
-        assert given["window_left"] == 2**31 - 1 and given["window_right"] == 0
-        assert given["softmax_scale"] == 0.25 and given["cu_seqlens_k_new"] is None
+        assert type(given.sink) is Tensor and torch.equal(given.sink, sink)
+        assert given.over_cache and given.k is made["k_cache"] and given.k_new is made["k"]
+        assert given.seqlen_k == 4 and given.seqused_k is None
+        assert given.cache_batch_idx is options["cache_batch_idx"]
+        assert given.window_size_left == 2**31 - 1 and given.window_size_right == 0
+        assert given.scale() == 0.25 and given.cu_seqlens_k_new is None
 
     def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
         with pytest.raises(ValueError, match=r"^num_splits: must be from 0"):

@@ -1,4 +1,4 @@
-"""masked_fwd and masked_bwd of flash_attn_cuda._C, and its sink arguments: their errors, and what
+"""forward and backward of flash_attn_cuda._C with masks, biases and sinks: their errors, and what
 they do with tensors as they come.
 """
 
@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+import binding
 import pytest
 import torch
 from harness import make_case, skip_without_row
@@ -63,35 +64,26 @@ def packed() -> dict[str, Any]:
     return {**{name: x.flatten(0, 1) for name, x in inputs().items()}, **lengths, **most}
 
 
-OPTIONS = {
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")),
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "alibi_slopes", "mask_bits", "bias")),
-    "p_dropout": 0.0,
-    "softmax_scale": 0.125,
-    "is_causal": False,
-    "window_left": -1,
-    "window_right": -1,
-    "softcap": 0.0,
-}
+SCALE = {"softmax_scale": 0.125}
+OF_BACKWARD = ("dlse", "rng_state", "wants_dbias", "wants_softmax_d")
 
 
-def forward(extension: Any, **given: Any) -> list[Tensor]:
-    own = dict.fromkeys(("out", "block_rows", "sink"))
-    return extension.masked_fwd(**{**OPTIONS, **own, **given})
+def forward(extension: Any, **given: Any) -> list[Any]:
+    return binding.forward(extension, **{**SCALE, **given})
 
 
-def backward(extension: Any, **given: Any) -> list[Tensor]:
+def backward(extension: Any, **given: Any) -> list[Any]:
     """Where `given` lacks them, gradients and results of the forward are made up."""
     q = given["q"]
     own = {
-        **dict.fromkeys(("rng_state", "dlse", "block_columns")),
         "dout": torch.ones_like(q),
         "out": torch.ones_like(q),
         "softmax_lse": q.new_ones((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32),
-        "deterministic": False,
-        "wants_dbias": False,
     }
-    return extension.masked_bwd(**{**OPTIONS, **own, **given})
+    given = {**SCALE, **own, **given}
+    results = given.pop("out"), given.pop("softmax_lse")
+    incoming = {name: given.pop(name) for name in OF_BACKWARD if name in given}
+    return binding.backward(extension, **given, results=results, incoming=incoming)
 
 
 def made(argument: str, change: Change) -> Any:
@@ -235,10 +227,14 @@ def test_bits_must_serve_their_lists(extension: Any) -> None:
 @pytest.mark.parametrize(("change", "error", "message"), SINK_ERRORS)
 def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> None:
     sink = made("sink", change)
-    for function in (forward, backward, over_packed, over_cache):
-        given = packed() if function is over_packed else inputs()
+    for function, make in (
+        (forward, inputs),
+        (forward, packed),
+        (backward, inputs),
+        (over_cache, inputs),
+    ):
         with pytest.raises(error, match=said("sink", message)):
-            function(extension, **given, sink=sink)
+            function(extension, **make(), sink=sink)
     strided = torch.zeros(2 * HEADS, device="cuda")[::2]
     with pytest.raises(ValueError, match=said("sink", "must be contiguous, got strides [2]")):
         forward(extension, **inputs(), sink=strided)
@@ -258,8 +254,8 @@ def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> 
             NotImplementedError,
             "deterministic: must be False with block_columns, got True",
         ),
-        ({"p_dropout": 0.5}, ValueError, "rng_state: must be that of the forward"),
-        ({"p_dropout": 1.0}, ValueError, "p_dropout: must be at least 0 and below 1, got 1"),
+        ({"dropout_p": 0.5}, ValueError, "rng_state: must be that of the forward"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p: must be at least 0 and below 1, got 1"),
         ({"dout": torch.zeros(1)}, ValueError, "dout: must be on the device of q"),
         ({"softmax_lse": torch.zeros(1)}, ValueError, "softmax_lse: must be on the device of q"),
         ({"dlse": torch.zeros(1)}, ValueError, "dlse: must be on the device of q"),
@@ -277,32 +273,15 @@ def test_bad_backwards(
 # -- sinks -----------------------------------------------------------------------------------------
 
 
-def over_packed(extension: Any, **given: Any) -> list[Tensor]:
-    """varlen_fwd, as masked_fwd takes its arguments."""
-    options = {name: value for name, value in OPTIONS.items() if name not in ("mask_bits", "bias")}
-    own = {
-        **dict.fromkeys(("out", "block_table", "unused_generator")),
-        "zero_tensors": False,
-        "return_softmax": False,
-    }
-    return extension.varlen_fwd(**{**options, **own, **given})
+def over_cache(extension: Any, **given: Any) -> list[Any]:
+    return forward(extension, over_cache=True, **given)
 
 
-def over_cache(extension: Any, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> list[Tensor]:
-    """fwd_kvcache, as masked_fwd takes its arguments."""
-    absent = (
-        *("k", "v", "seqlens_k", "rotary_cos", "rotary_sin", "cache_batch_idx", "leftpad_k"),
-        *("block_table", "alibi_slopes", "out"),
-    )
-    scores = ("softmax_scale", "is_causal", "window_left", "window_right", "softcap")
-    options = {**dict.fromkeys(absent), **{name: OPTIONS[name] for name in scores}}
-    own = {"is_rotary_interleaved": True, "num_splits": 0}
-    return extension.fwd_kvcache(q, k, v, **{**options, **own, **given})
-
-
-@pytest.mark.parametrize("function", [forward, over_packed, over_cache])
-def test_a_sink_joins_the_denominator(extension: Any, function: Any) -> None:
-    given = packed() if function is over_packed else inputs()
+@pytest.mark.parametrize(
+    ("function", "make"), [(forward, inputs), (forward, packed), (over_cache, inputs)]
+)
+def test_a_sink_joins_the_denominator(extension: Any, function: Any, make: Any) -> None:
+    given = make()
     sink = torch.tensor([0.0, 6.0, -3.0, -math.inf], device="cuda")
     out, lse, *_ = function(extension, **given)
     with_sink, lse_with_sink, *_ = function(extension, **given, sink=sink)
@@ -348,9 +327,9 @@ def test_the_gradient_of_a_sink(extension: Any, make: Any, with_dlse: bool) -> N
     assert torch.equal(other[5], dsink)
     saved["softmax_lse"] = lse
     unseen = backward(extension, **given, **saved, sink=sink, wants_softmax_d=False)
-    assert unseen[3].shape == (0,) and torch.equal(unseen[5], dsink)
+    assert unseen[3] is None and torch.equal(unseen[5], dsink)
     without = backward(extension, **given, **saved)
-    assert without[5].shape == (0,)
+    assert without[5] is None
     # dk, but of the key head whose gradients are nan
     assert torch.equal(without[1][..., :-1, :], results[1][..., :-1, :])
 
@@ -393,8 +372,8 @@ def both_passes(
     """All results but dq, which sums in any order."""
     given = dict(given)
     columns = given.pop("block_columns")
-    out, lse, rng_state = forward(extension, **tensors, **given)
-    assert rng_state.dtype == torch.int64 and rng_state.numel() == 0
+    out, lse, _, rng_state = forward(extension, **tensors, **given)
+    assert rng_state is None
     del given["block_rows"]
     saved = {"dout": dout, "out": out, "softmax_lse": lse, "block_columns": columns}
     _, dk, dv, softmax_d, dbias, _ = backward(extension, **tensors, **given, **saved, **more)
@@ -426,7 +405,7 @@ def test_dtype_of_dbias(extension: Any, own: str, seqlen_k: int) -> None:
     tensors = {name: getattr(drawn.of, name) for name in "qkv"}
     results = []
     for bias in (drawn.bias, drawn.bias.float()):
-        out, lse, _ = forward(extension, **tensors, bias=bias)
+        out, lse, *_ = forward(extension, **tensors, bias=bias)
         saved = {"dout": drawn.of.dout, "out": out, "softmax_lse": lse}
         results.append(backward(extension, **tensors, bias=bias, wants_dbias=True, **saved)[4])
     dbias, of_fp32 = results
@@ -461,8 +440,7 @@ def test_no_dbias_where_none_is_wanted(extension: Any) -> None:
     results = forward(extension, **tensors, **given, out=out)
     assert results[0] is out
     saved = {"out": out, "softmax_lse": results[1]}
-    dbias = backward(extension, **tensors, **given, **saved)[4]
-    assert dbias.dtype == torch.float32 and dbias.shape == (0,)
+    assert backward(extension, **tensors, **given, **saved)[4] is None
 
 
 @pytest.mark.parametrize("features", [("block_sparse",), ("bias",), ("block_sparse", "bias")])

@@ -18,8 +18,6 @@ from flash_attn_cuda import (
 )
 from flash_attn_cuda.interface import _flash_attn_varlen_forward
 
-_ops = torch.ops.flash_attn_cuda
-
 
 def ones(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape, **{"dtype": torch.bool, **options})
@@ -336,20 +334,20 @@ def test_pages_take_a_sink_alone() -> None:
         flash_attn_varlen_func(**given, sink=torch.zeros(2))
 
 
-def test_the_packed_operator_without_lists_has_no_gradient_with_a_sink() -> None:
+def test_the_private_packed_forward_has_the_gradient_of_a_sink() -> None:
     given = packed_arguments()
-    given = {name: given[name] for name in given if name != "q"} | {"q": given["q"]}
-    options = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False}
-    sink = torch.zeros(4, dtype=torch.float64)
-    _flash_attn_varlen_forward(**given, **options, sink=sink)
-    given["k"].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"^k: must not require grad, as this function"):
-        _flash_attn_varlen_forward(**given, **options, sink=sink)
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    with pytest.raises(NotImplementedError, match=r"^sink: has no backward here"):
-        _ops._flash_attn_varlen_forward(
-            *(given[name] for name in names), *options.values(), sink=sink
-        )
+    options = {"softmax_scale": 0.3, "causal": False}
+    sink = torch.randn(4, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (sink, given["q"], given["k"], given["v"])]
+    private = _flash_attn_varlen_forward(**given, **options, dropout_p=0.0, sink=sink)
+    public = flash_attn_varlen_func(**given, **options, sink=sink, return_attn_probs=True)
+    results = []
+    for out, lse, *_ in (private, public):
+        # Rows behind the last sequence are nobody's.
+        loss = out.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
+        results.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    assert results[0][2].any()
+    torch.testing.assert_close(*results)
 
 
 # -- a cache ---------------------------------------------------------------------------------------

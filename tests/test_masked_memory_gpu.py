@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import binding
 import pytest
 import torch
 from bad_input import Guard
@@ -24,6 +25,7 @@ from harness import (
 )
 from masked_cases import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
 from masked_harness import masked_reference, run_masked, skip_without_masked_row
+from operators import arguments, gradients_arguments
 from reference import AttentionResult
 from tolerance import assert_close
 from torch import Tensor
@@ -110,16 +112,17 @@ def random_like(x: Tensor, least: int, most: int) -> Tensor:
 
 def forward_into(out: Tensor, case: MaskedCase, inputs: MaskedInputs, lists: BlockSparsity) -> None:
     """The extension's forward: the public functions make their output themselves."""
-    absent = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
-    packed = isinstance(case.of, VarlenCase)
-    most = case.seqlens if packed else (None, None)
-    build_info.extension.masked_fwd(
-        *(inputs.of.q, inputs.of.k, inputs.of.v, out),
-        **(inputs.of.lengths() if packed else dict.fromkeys(absent)),
-        **dict(zip(("max_seqlen_q", "max_seqlen_k"), most, strict=True)),
-        **{"alibi_slopes": None, "p_dropout": 0.0, "softmax_scale": case.of.head_dim**-0.5},
-        **{"is_causal": case.of.causal, "window_left": -1, "window_right": -1, "softcap": 0.0},
-        **{"block_rows": lists.rows, "mask_bits": lists.bits, "bias": None, "sink": None},
+    lengths: dict[str, Any] = {}
+    if isinstance(case.of, VarlenCase):
+        lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
+        lengths |= inputs.of.lengths()
+    binding.forward(
+        *(build_info.extension, inputs.of.q, inputs.of.k, inputs.of.v),
+        **lengths,
+        causal=case.of.causal,
+        block_rows=lists.rows,
+        mask_bits=lists.bits,
+        out=out,
     )
 
 
@@ -314,13 +317,20 @@ def test_opcheck() -> None:
         x.detach().requires_grad_()
         for x in (inputs.of.q, inputs.of.k, inputs.of.v, inputs.bias, inputs.sink)
     )
-    forward = (
-        *(q, k, v, None, None, None, None, None, 140, 150, 0.0, 0.125, True, -1, -1, 0.0, None),
-        *(False, made.rows, made.columns, made.bits, bias, sink),
-    )
+    described = {
+        "softmax_scale": 0.125,
+        "causal": True,
+        "block_rows": made.rows,
+        "block_columns": made.columns,
+        "mask_bits": made.bits,
+    }
+    forward = arguments(q, k, v, bias=bias, sink=sink, **described)
     close = {"atol": 1e-2, "rtol": 1e-2}
-    torch.library.opcheck(OPS._masked_forward.default, forward, **close)
-    detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in forward)
-    out, lse, state = OPS._masked_forward(*detached)
-    backward = (inputs.of.dout, inputs.of.dlse, *detached, out, lse, state, True)
-    torch.library.opcheck(OPS._masked_gradients.default, backward, **close)
+    torch.library.opcheck(OPS.attention.default, forward, **close)
+    detached = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
+    detached = {name: x.detach() for name, x in detached.items()}
+    out, lse, _, state = OPS.attention(*arguments(**detached, **described))
+    incoming = {"dout": inputs.of.dout, "dlse": inputs.of.dlse, "wants_dbias": True}
+    incoming |= {"out": out, "softmax_lse": lse, "rng_state": state}
+    backward = gradients_arguments(**detached, **described, **incoming)
+    torch.library.opcheck(OPS.attention_gradients.default, backward, **close)

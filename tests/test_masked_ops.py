@@ -9,12 +9,13 @@ import pytest
 import torch
 from masked_operators import (
     SCALE,
-    forward_arguments,
-    gradients_arguments,
+    backward_fields,
+    forward_fields,
     int32,
     make_inputs,
     make_sparsity,
 )
+from operators import arguments, gradients_arguments
 from reference import attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,8 +26,9 @@ from flash_attn_cuda import (
     BlockSparsity,
     flash_attn_func,
     flash_attn_varlen_func,
-    masked_ops,
 )
+from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.operators import attention as attention_operators
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -56,10 +58,10 @@ def loss(outputs: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck_forward(packed: bool, requires_grad: bool) -> None:
-    opcheck(_ops._masked_forward, tuple(forward_arguments(packed, requires_grad).values()))
+    opcheck(_ops.attention, arguments(**forward_fields(packed, requires_grad)))
     for without in (("bias", "sink"), ("block_rows", "block_columns", "mask_bits"), ("mask_bits",)):
-        given = forward_arguments(packed, requires_grad, **dict.fromkeys(without), softcap=0.0)
-        opcheck(_ops._masked_forward, tuple(given.values()))
+        given = forward_fields(packed, requires_grad, **dict.fromkeys(without))
+        opcheck(_ops.attention, arguments(**given))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -69,9 +71,9 @@ def test_opcheck_forward(packed: bool, requires_grad: bool) -> None:
     ids=str,
 )
 def test_opcheck_gradients(packed: bool, changes: dict[str, Any]) -> None:
-    arguments = gradients_arguments(packed, **changes)
-    opcheck(_ops._masked_gradients, arguments)
-    dq, _, _, dbias, dsink = _ops._masked_gradients(*arguments)
+    given = gradients_arguments(**backward_fields(packed, **changes))
+    opcheck(_ops.attention_gradients, given)
+    dq, _, _, dbias, dsink = _ops.attention_gradients(*given)
     assert dq.shape == ((14, 4, 16) if packed else (2, 7, 4, 16))
     assert dbias.shape == ((1, 4, 7, 9) if changes.get("wants_dbias", True) else (0,))
     assert dsink.shape == ((0,) if "sink" in changes else (4,))
@@ -82,26 +84,27 @@ def test_opcheck_gradients(packed: bool, changes: dict[str, Any]) -> None:
 def test_dtype_of_the_gradient_of_a_bias(dtype: torch.dtype, packed: bool) -> None:
     """The bias's own, of tensors without storage too."""
     for wants_dbias in (True, False):
-        arguments = gradients_arguments(
+        fields = backward_fields(
             packed, dtype=torch.bfloat16, bias_dtype=dtype, wants_dbias=wants_dbias
         )
-        opcheck(_ops._masked_gradients, arguments, test_utils="test_faketensor")
-        dbias = _ops._masked_gradients(*arguments)[3]
+        given = gradients_arguments(**fields)
+        opcheck(_ops.attention_gradients, given, test_utils="test_faketensor")
+        dbias = _ops.attention_gradients(*given)[3]
         assert dbias.dtype == dtype and dbias.shape == ((1, 4, 7, 9) if wants_dbias else (0,))
 
 
 def test_gradients_are_those_of_autograd() -> None:
-    given = forward_arguments(packed=False, requires_grad=True, dropout_p=0.3)
-    out, lse, rng_state = _ops._masked_forward(*given.values())
+    given = forward_fields(packed=False, requires_grad=True, dropout_p=0.3)
+    out, lse, _, rng_state = _ops.attention(*arguments(**given))
     assert [x.requires_grad for x in (out, lse, rng_state)] == [True, True, False]
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     leaves = [given[name] for name in ("q", "k", "v", "bias", "sink")]
     expected = torch.autograd.grad([out, lse], leaves, [dout, dlse])
     given |= {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}
-    results = (out.detach(), lse.detach(), rng_state, True)
-    torch.testing.assert_close(
-        _ops._masked_gradients(dout, dlse, *given.values(), *results), expected
-    )
+    given |= {"dout": dout, "dlse": dlse, "out": out.detach(), "softmax_lse": lse.detach()}
+    given |= {"rng_state": rng_state, "wants_dbias": True}
+    actual = _ops.attention_gradients(*gradients_arguments(**given))
+    torch.testing.assert_close(actual, expected)
 
 
 # -- compilers, modes, transforms ------------------------------------------------------------------
@@ -193,7 +196,7 @@ def test_export_keeps_the_operator() -> None:
     batch = torch.export.Dim("batch", min=2, max=64)
     shapes = ({0: batch}, {0: batch}, {0: batch}, None)
     program = torch.export.export(model, (q, k, v, bias), dynamic_shapes=shapes)
-    assert "flash_attn_cuda._masked_forward" in str(program.graph)
+    assert "flash_attn_cuda.attention" in str(program.graph)
     more = tuple(torch.cat((x, x)) for x in (q, k, v))
     torch.testing.assert_close(program.module()(*more, bias), model(*more, bias))
 
@@ -234,6 +237,19 @@ def test_func_grad() -> None:
         for f in (both_outputs, expected_outputs)
     )
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_func_grad_through_vmap(index: int) -> None:
+    """Where a mapped tensor does not say that it requires grad."""
+    inputs = make_inputs()
+    x = torch.stack([inputs[index], inputs[index].flip(0)])
+
+    def through(x: Tensor) -> Tensor:
+        return loss(both_outputs(*inputs[:index], x, *inputs[index + 1 :]))
+
+    actual = torch.func.grad(lambda x: torch.vmap(through)(x).sum())(x)
+    torch.testing.assert_close(actual, torch.stack([torch.func.grad(through)(each) for each in x]))
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -285,13 +301,13 @@ def test_no_graph_without_need() -> None:
 
 def test_a_gradient_that_nothing_wants_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    on_cpu = masked_ops.MaskedGradientsCall.on_cpu
+    on_cpu = attention_operators.backward_on_cpu
 
-    def spy(call: Any) -> Any:
-        seen.append((call.wants_dbias, call.sink is not None))
-        return on_cpu(call)
+    def spy(call: AttentionCall, incoming: Incoming) -> Any:
+        seen.append((incoming.wants_dbias, call.sink is not None))
+        return on_cpu(call, incoming)
 
-    monkeypatch.setattr(masked_ops.MaskedGradientsCall, "on_cpu", spy)
+    monkeypatch.setattr(attention_operators, "backward_on_cpu", spy)
     for wanted in ((), (3,), (4,), (3, 4)):
         inputs = make_inputs()
         leaves = [inputs[index].requires_grad_() for index in (0, *wanted)]
@@ -388,7 +404,7 @@ def test_wrong_operator_arguments(
     packed: bool, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match="^" + re.escape(words)):
-        _ops._masked_forward(*forward_arguments(packed, **changes).values())
+        _ops.attention(*arguments(**forward_fields(packed, **changes)))
 
 
 def test_wrong_arguments_of_the_gradients() -> None:
@@ -400,4 +416,5 @@ def test_wrong_arguments_of_the_gradients() -> None:
         ({"dlse": torch.zeros(1)}, TypeError, "dlse: dtype must be torch.float64"),
     ):
         with pytest.raises(error, match="^" + re.escape(words)):
-            _ops._masked_gradients(*gradients_arguments(packed=False, **changes))
+            given = gradients_arguments(**backward_fields(packed=False, **changes))
+            _ops.attention_gradients(*given)

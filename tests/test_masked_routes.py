@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.utils.checkpoint
-from masked_operators import gradients_arguments, int32, make_inputs, make_sparsity
+from masked_operators import backward_fields, int32, make_inputs, make_sparsity
+from operators import backward_call
 from reference import attention
 from torch import Tensor
 
@@ -16,8 +15,9 @@ from flash_attn_cuda import (
     build_info,
     flash_attn_func,
     flash_attn_varlen_func,
-    masked_ops,
 )
+from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.cpu.calls import _sink_gradient, backward_on_cpu
 
 # -- dropout, autocast -----------------------------------------------------------------------------
 
@@ -79,12 +79,11 @@ class TestExtensionRoute:
 
     class Extension:
         def __init__(self) -> None:
-            self.calls: list[dict[str, Any]] = []
+            self.calls: list[AttentionCall] = []
 
-        def masked_fwd(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
-            self.calls.append({"q": q, **options})
-            rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], 4, q.shape[1])
-            return [q.clone(), torch.zeros(rows), q.new_empty(0, dtype=torch.int64)]
+        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+            self.calls.append(call)
+            return [call.q.clone(), torch.zeros(call.lse_shape()), None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -104,13 +103,12 @@ class TestExtensionRoute:
         )  # fmt: skip
         (given,) = extension.calls
         assert out.shape == (2, 7, 4, 13) and lse.shape == (2, 4, 7)
-        assert given["q"].shape[-1] == 16 and given["softmax_scale"] == 13**-0.5
-        assert given["block_rows"] is sparsity.rows and given["mask_bits"] is sparsity.bits
-        assert given["bias"].shape == (1, 4, 7, 9) and given["bias"].dtype == torch.bfloat16
-        assert type(given["sink"]) is Tensor and given["sink"].dtype == torch.float32
-        assert given["window_left"] == 2**31 - 1 and given["window_right"] == 0
-        assert given["max_seqlen_q"] == 7 and given["cu_seqlens_q"] is None
-        assert "block_columns" not in given
+        assert given.q.shape[-1] == 16 and given.softmax_scale == 13**-0.5
+        assert given.block_rows is sparsity.rows and given.block_columns is sparsity.columns
+        assert given.mask_bits is sparsity.bits and given.cu_seqlens_q is None
+        assert given.bias.shape == (1, 4, 7, 9) and given.bias.dtype == torch.bfloat16
+        assert type(given.sink) is Tensor and given.sink.dtype == torch.float32
+        assert given.window_size_left == 2**31 - 1 and given.window_size_right == 0
 
     def test_packed(self, extension: Extension) -> None:
         q, k, v, _, sink = make_inputs(dtype=torch.bfloat16)
@@ -120,16 +118,15 @@ class TestExtensionRoute:
             *(*tensors, cu_q, cu_k, None, torch.tensor(9)), seqused_q=used, sink=sink
         )
         (given,) = extension.calls
-        assert given["cu_seqlens_k"] is cu_k and given["seqused_q"] is used
-        assert given["max_seqlen_q"] == 14 and given["max_seqlen_k"] == 18
-        assert given["block_rows"] is None and given["bias"] is None
+        assert given.cu_seqlens_k is cu_k and given.seqused_q is used
+        assert given.max_seqlen_q == 14 and given.max_seqlen_k == 18
+        assert given.block_rows is None and given.bias is None
 
-    def test_gradient_of_a_sink(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gradient_of_a_sink(self) -> None:
         """softmax_d comes padded to 128 rows, whatever they hold."""
-        arguments = gradients_arguments(packed=False)
-        call = masked_ops.MaskedGradientsCall(*arguments)
-        expected = call.on_cpu()[4]
-        dout_out = (call.dout * call.out).sum(-1).transpose(1, 2)
+        call, incoming = backward_call(**backward_fields(packed=False))
+        expected = backward_on_cpu(call, incoming)[5]
+        dout_out = (incoming.dout * incoming.out).sum(-1).transpose(1, 2)
         softmax_d = torch.full((2, 4, 128), torch.nan, dtype=torch.float64)
-        softmax_d[..., :7] = dout_out - call.dlse
-        torch.testing.assert_close(call._sink_gradient(softmax_d), expected)
+        softmax_d[..., :7] = dout_out - incoming.dlse
+        torch.testing.assert_close(_sink_gradient(call, incoming, softmax_d), expected)

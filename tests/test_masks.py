@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cuda import BlockSparsity, masks, random_choice
+from flash_attn_cuda import BlockSparsity, masks
+from flash_attn_cuda.masks import random_choice, ready_made
 
 SEQLENS = [(70, 70), (200, 200), (1, 130), (60, 201), (150, 65)]
 
@@ -283,7 +284,7 @@ def test_the_drawn_blocks_stay_what_they_are() -> None:
 def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = torch.rand(2, 200) < 0.1
     whole = masks.sliding_window(150, (20, 5), 200, global_tokens=chosen)
-    monkeypatch.setattr(masks, "CHUNK_PAIRS", 3000)
+    monkeypatch.setattr(ready_made, "CHUNK_PAIRS", 3000)
     chunked = masks.sliding_window(150, (20, 5), 200, global_tokens=chosen)
     assert torch.equal(chunked.bits, whole.bits) and torch.equal(chunked.rows, whole.rows)
 

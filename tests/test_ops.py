@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from operators import arguments, backward_arguments, gradients_arguments
 from reference import attention, attention_with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,8 +18,9 @@ from torch.library import opcheck
 from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
 
+_ops = torch.ops.flash_attn_cuda
 SCALE = 0.3
-FORWARD_OPTIONS = (0.0, SCALE, True, -1, -1, 0.0, None, False)
+OPTIONS = {"softmax_scale": SCALE, "causal": True}
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> list[Tensor]:
@@ -42,32 +45,31 @@ def loss(outputs: tuple[Tensor, ...]) -> Tensor:
 def test_opcheck_forward() -> None:
     for requires_grad in (False, True):
         inputs = make_inputs(requires_grad=requires_grad)
-        opcheck(torch.ops.flash_attn_cuda._flash_attn_forward, (*inputs, *FORWARD_OPTIONS))
+        opcheck(_ops.attention, arguments(*inputs, **OPTIONS))
 
 
-def backward_inputs() -> tuple[Tensor, ...]:
+def backward_inputs() -> dict[str, Any]:
     q, k, v = make_inputs()
-    out, lse, _, _ = torch.ops.flash_attn_cuda._flash_attn_forward(q, k, v, *FORWARD_OPTIONS)
-    return torch.randn_like(out), q, k, v, out, lse
+    out, lse, _, _ = _ops.attention(*arguments(q, k, v, **OPTIONS))
+    given = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out}
+    return {**given, "softmax_lse": lse}
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_opcheck_backward(with_dlse: bool) -> None:
-    dout, q, k, v, out, lse = backward_inputs()
-    targets = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    dlse = torch.randn_like(lse) if with_dlse else None
-    options = (0.0, SCALE, True, -1, -1, 0.0, None, False, None, dlse)
-    op = torch.ops.flash_attn_cuda._flash_attn_backward
-    opcheck(op, (dout, q, k, v, out, lse, *targets, *options))
-    opcheck(op, (dout, q, k, v, out, lse, None, targets[1], None, *options))
+    given = {**backward_inputs(), **OPTIONS}
+    given["dlse"] = torch.randn_like(given["softmax_lse"]) if with_dlse else None
+    targets = {f"d{name}": torch.empty_like(given[name]) for name in "qkv"}
+    opcheck(_ops.attention_backward, backward_arguments(**given, **targets))
+    opcheck(_ops.attention_backward, backward_arguments(**given, dk=targets["dk"]))
 
 
 @pytest.mark.parametrize("missing", ["nothing", "dout", "dlse"])
 def test_opcheck_gradients(missing: str) -> None:
-    dout, q, k, v, out, lse = backward_inputs()
-    incoming = (None if missing == "dout" else dout, None if missing == "dlse" else lse.sin())
-    op = torch.ops.flash_attn_cuda._flash_attn_gradients
-    opcheck(op, (*incoming, q, k, v, out, lse, None, None, 0.0, SCALE, True, -1, -1, 0.0, False))
+    given = {**backward_inputs(), **OPTIONS}
+    given["dlse"] = given["softmax_lse"].sin()
+    given = {name: x for name, x in given.items() if name != missing}
+    opcheck(_ops.attention_gradients, gradients_arguments(**given))
 
 
 def test_private_functions_agree_with_the_reference() -> None:
@@ -92,7 +94,7 @@ def test_private_functions_agree_with_the_reference() -> None:
 
 
 def test_backward_writes_only_wanted_gradients_into_any_strides() -> None:
-    dout, q, k, v, out, lse = backward_inputs()
+    dout, q, k, v, out, lse = backward_inputs().values()
     packed = torch.full((2, 9, 2, 2, 16), torch.nan, dtype=q.dtype)
     options = (0.0, SCALE, True, -1, -1, 0.0, None, False)
     _flash_attn_backward(dout, q, k, v, out, lse, None, packed[:, :, 0], packed[:, :, 1], *options)
@@ -128,7 +130,8 @@ def test_no_graph_without_need() -> None:
 
 
 def test_debug_outputs_are_not_differentiable() -> None:
-    outputs = _flash_attn_forward(*make_inputs(requires_grad=True), *FORWARD_OPTIONS)
+    options = (0.0, SCALE, True, -1, -1, 0.0, None, False)
+    outputs = _flash_attn_forward(*make_inputs(requires_grad=True), *options)
     assert [x.requires_grad for x in outputs] == [True, True, False, False]
 
 
@@ -191,7 +194,7 @@ def test_export_keeps_the_operator() -> None:
     inputs = tuple(make_inputs(torch.float32))
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(Module(), inputs, dynamic_shapes=({0: batch},) * 3)
-    assert "flash_attn_cuda._flash_attn_forward" in str(program.graph)
+    assert "flash_attn_cuda.attention" in str(program.graph)
     more = tuple(torch.cat((x, x)) for x in inputs)
     torch.testing.assert_close(program.module()(*more), Module()(*more))
 
@@ -343,17 +346,19 @@ def test_vmap_of_a_backward_alone(dropout_p: float) -> None:
 
 def test_opcheck_with_every_feature() -> None:
     slopes = torch.rand(2, 4)
-    options = (0.4, SCALE, False, 5, 1, 1.5, slopes, True, True)
+    options = {
+        "dropout_p": 0.4, "softmax_scale": SCALE, "window_size_left": 5, "window_size_right": 1,
+        "softcap": 1.5, "alibi_slopes": slopes, "deterministic": True, "return_softmax": True,
+    }  # fmt: skip
     for requires_grad in (False, True):
         inputs = make_inputs(requires_grad=requires_grad)
-        opcheck(torch.ops.flash_attn_cuda._flash_attn_forward, (*inputs, *options))
+        opcheck(_ops.attention, arguments(*inputs, **options))
     q, k, v = make_inputs()
-    out, lse, _, state = torch.ops.flash_attn_cuda._flash_attn_forward(q, k, v, *options)
-    tensors = (lse.sin(), q, k, v, out, lse, state, slopes)
-    opcheck(
-        torch.ops.flash_attn_cuda._flash_attn_gradients,
-        (out.sin(), *tensors, 0.4, SCALE, False, 5, 1, 1.5, True),
-    )
+    out, lse, _, state = _ops.attention(*arguments(q, k, v, **options))
+    results = {"out": out, "softmax_lse": lse, "rng_state": state}
+    incoming = {"dout": out.sin(), "dlse": lse.sin()}
+    given = gradients_arguments(q=q, k=k, v=v, **options, **results, **incoming)
+    opcheck(_ops.attention_gradients, given)
 
 
 def test_checkpointed_dropout_is_that_of_the_forward() -> None:
@@ -379,9 +384,9 @@ def test_checkpointed_dropout_is_that_of_the_forward() -> None:
 def test_backend_keeps_its_precision_under_autocast() -> None:
     """The operators compute in the dtype given; only the public functions cast."""
     q, k, v = make_inputs(torch.float32)
-    expected = torch.ops.flash_attn_cuda._flash_attn_forward(q, k, v, *FORWARD_OPTIONS)[0]
+    expected = _ops.attention(*arguments(q, k, v, **OPTIONS))[0]
     with torch.autocast("cpu", torch.bfloat16):
-        actual = torch.ops.flash_attn_cuda._flash_attn_forward(q, k, v, *FORWARD_OPTIONS)[0]
+        actual = _ops.attention(*arguments(q, k, v, **OPTIONS))[0]
     assert torch.equal(actual, expected)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cuda.philox import _philox, dropout_threshold, keep_mask, keep_scale
+from flash_attn_cuda.cpu.philox import _philox, dropout_threshold, keep_mask, keep_scale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

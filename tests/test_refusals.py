@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import arguments, gradients_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -188,20 +189,17 @@ def packed_backward(q: Tensor, v: Tensor) -> None:
 
 
 def packed_gradients(q: Tensor, v: Tensor) -> None:
-    tensors, (cu_seqlens, *_) = packed(q, v)
-    out, lse = torch.empty_like(tensors[2]), q.new_empty((4, 12), dtype=torch.float32)
-    torch.ops.flash_attn_cuda._flash_attn_varlen_gradients(
-        *(out, None, *tensors, out, lse, None, None, cu_seqlens, cu_seqlens, None, None, None),
-        *(6, 6, *SCORES, False),
-    )
+    (q, k, v), (cu_seqlens, *_) = packed(q, v)
+    out, lse = torch.empty_like(v), q.new_empty((4, 12), dtype=torch.float32)
+    given = {"q": q, "k": k, "v": v, "dout": out, "out": out, "softmax_lse": lse}
+    given |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    given |= {"max_seqlen_q": 6, "max_seqlen_k": 6}
+    torch.ops.flash_attn_cuda.attention_gradients(*gradients_arguments(**given))
 
 
 def masked_forward(q: Tensor, v: Tensor) -> None:
     bias = q.new_empty((2, 1, 1, 6))
-    torch.ops.flash_attn_cuda._masked_forward(
-        *(q, q, v, None, None, None, None, None, 6, 6, *SCORES, None, False),
-        *(None, None, None, bias, None),
-    )
+    torch.ops.flash_attn_cuda.attention(*arguments(q, q, v, bias=bias))
 
 
 CALLS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from harness import (
     scaled,
     skip_without_row,
 )
+from operators import arguments, backward_arguments
 from reference import AttentionResult
 from torch import Tensor
 
@@ -25,18 +27,16 @@ from flash_attn_cuda import build_info
 pytestmark = pytest.mark.gpu
 
 OPS = torch.ops.flash_attn_cuda
-NO_FEATURES_FORWARD = (-1, -1, 0.0, None, False)  # window, softcap, alibi_slopes, return_softmax
-NO_FEATURES_BACKWARD = (-1, -1, 0.0, None, False, None)  # ..., deterministic, rng_state
 
 
-def scale_of(case: AttentionCase) -> float:
-    return case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
+def described(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:
+    """The fields of a call without features."""
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    return {**tensors, "softmax_scale": case.softmax_scale, "causal": case.causal}
 
 
 def operator_forward(case: AttentionCase, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = OPS._flash_attn_forward(
-        *(inputs.q, inputs.k, inputs.v), 0.0, scale_of(case), case.causal, *NO_FEATURES_FORWARD
-    )
+    out, lse, *_ = OPS.attention(*arguments(**described(case, inputs)))
     return out, lse
 
 
@@ -112,9 +112,15 @@ def operator_backward(
     forward: AttentionResult,
     targets: tuple[Tensor, ...],
 ) -> Tensor:
-    return OPS._flash_attn_backward(
-        *(inputs.dout, inputs.q, inputs.k, inputs.v, forward.out, forward.lse, *targets),
-        *(0.0, scale_of(case), case.causal, *NO_FEATURES_BACKWARD, inputs.dlse),
+    return OPS.attention_backward(
+        *backward_arguments(
+            **described(case, inputs),
+            dout=inputs.dout,
+            dlse=inputs.dlse,
+            out=forward.out,
+            softmax_lse=forward.lse,
+            **dict(zip(("dq", "dk", "dv"), targets, strict=True)),
+        )
     )
 
 
@@ -218,7 +224,7 @@ def test_output_into_a_given_tensor(head_dim: int, layout: Layout) -> None:
     expected = run_forward(case, inputs)
     guard = Guarded(inputs.q, layout)
     out, lse, *_ = build_info.extension.fwd(
-        *(inputs.q, inputs.k, inputs.v, guard.inside, None, 0.0, scale_of(case), True),
+        *(inputs.q, inputs.k, inputs.v, guard.inside, None, 0.0, case.head_dim**-0.5, True),
         *(-1, -1, 0.0, False, None),
     )
     guard.check("out")
@@ -229,15 +235,16 @@ def test_output_into_a_given_tensor(head_dim: int, layout: Layout) -> None:
 def _opcheck_arguments(case: AttentionCase) -> tuple[tuple[object, ...], tuple[object, ...]]:
     inputs = case.make_inputs()
     forward = run_forward(case, inputs)
-    qkv = tuple(x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    targets = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    return (
-        (*qkv, 0.0, scale_of(case), case.causal, *NO_FEATURES_FORWARD),
-        (
-            *(inputs.dout, inputs.q, inputs.k, inputs.v, forward.out, forward.lse, *targets),
-            *(0.0, scale_of(case), case.causal, *NO_FEATURES_BACKWARD, inputs.dlse),
-        ),
-    )
+    given = described(case, inputs)
+    leaves = {name: given[name].detach().requires_grad_() for name in "qkv"}
+    incoming = {
+        "dout": inputs.dout,
+        "dlse": inputs.dlse,
+        "out": forward.out,
+        "softmax_lse": forward.lse,
+        **{f"d{name}": torch.empty_like(given[name]) for name in "qkv"},
+    }
+    return arguments(**{**given, **leaves}), backward_arguments(**given, **incoming)
 
 
 @pytest.mark.parametrize(
@@ -249,5 +256,5 @@ def test_opcheck(layout: Layout) -> None:
     forward, backward = _opcheck_arguments(case)
     # dq is summed by atomic adds: opcheck compares two runs, and 16-bit gradients may differ by one
     # rounding.
-    torch.library.opcheck(OPS._flash_attn_forward.default, forward, atol=1e-2, rtol=1e-2)
-    torch.library.opcheck(OPS._flash_attn_backward.default, backward, atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(OPS.attention.default, forward, atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(OPS.attention_backward.default, backward, atol=1e-2, rtol=1e-2)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import accumulate
 
+import binding
 import pytest
 import torch
 from bad_input import Guard
@@ -40,11 +41,15 @@ def differentiate(
 ) -> AttentionResult:
     """The forward, then dq, dk and dv into the given tensors."""
     result = run_forward(case, inputs)
-    build_info.extension.bwd(
-        *(inputs.dout, inputs.q, inputs.k, inputs.v, result.out, result.lse),
-        *(into[name] for name in GRADIENTS),
-        *(None, 0.0, case.head_dim**-0.5, case.causal, *case.window, 0.0, case.deterministic),
-        *(None, None, inputs.dlse),
+    binding.backward(
+        *(build_info.extension, inputs.q, inputs.k, inputs.v),
+        dout=inputs.dout,
+        results=(result.out, result.lse),
+        incoming={"dlse": inputs.dlse, **{name: into[name] for name in GRADIENTS}},
+        causal=case.causal,
+        window_size_left=case.window[0],
+        window_size_right=case.window[1],
+        deterministic=case.deterministic,
     )
     return replace(result, **{name: into[name] for name in GRADIENTS})
 
@@ -104,13 +109,15 @@ def test_packed_gradients_into_given_tensors(head_dim: int, unused: int) -> None
             tensors[name] = torch.full_like(tensors[name[1:]], torch.nan)
         guards = {name: Guard(name, x, margin=200) for name, x in tensors.items()}
         given = {name: guard.tensor for name, guard in guards.items()}
-        build_info.extension.varlen_bwd(
-            *(given[name] for name in (*names, "out")),
-            result.lse,
-            *(given[name] for name in GRADIENTS),
-            *(inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, case.max_seqlen_q, case.max_seqlen_k),
-            *(0.0, case.head_dim**-0.5, False, True, -1, -1, 0.0, False, None, None, inputs.dlse),
-            *(inputs.seqused_q, inputs.seqused_k, inputs.leftpad_k),
+        binding.backward(
+            *(build_info.extension, given["q"], given["k"], given["v"]),
+            dout=given["dout"],
+            results=(given["out"], result.lse),
+            incoming={"dlse": inputs.dlse, **{name: given[name] for name in GRADIENTS}},
+            **inputs.lengths(),
+            max_seqlen_q=case.max_seqlen_q,
+            max_seqlen_k=case.max_seqlen_k,
+            causal=True,
         )
         for guard in guards.values():
             guard.check()

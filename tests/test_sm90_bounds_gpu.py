@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import binding
 import pytest
 import torch
 from bad_input import Guard
@@ -149,12 +150,14 @@ def test_packed_output_into_a_given_tensor(head_dim: int, unused: int) -> None:
     inputs = case.make_inputs()
     guards = {name: Guard(name, getattr(inputs, name), margin=200) for name in ("q", "k", "v")}
     guards["out"] = Guard("out", torch.full_like(inputs.q, torch.nan), margin=200)
-    out, lse, *_ = build_info.extension.varlen_fwd(
-        *(guards[name].tensor for name in ("q", "k", "v", "out")),
-        *(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k, inputs.leftpad_k),
-        *(None, None, case.max_seqlen_q, case.max_seqlen_k, 0.0, case.head_dim**-0.5, False, True),
-        *(-1, -1, 0.0, False, None),
-        seqused_q=inputs.seqused_q,
+    out, lse, *_ = binding.forward(
+        build_info.extension,
+        *(guards[name].tensor for name in ("q", "k", "v")),
+        out=guards["out"].tensor,
+        **inputs.lengths(),
+        max_seqlen_q=case.max_seqlen_q,
+        max_seqlen_k=case.max_seqlen_k,
+        causal=True,
     )
     for guard in guards.values():
         guard.check()

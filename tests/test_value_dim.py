@@ -16,6 +16,7 @@ from cpu_harness import (
     varlen_reference_of,
 )
 from harness import run_forward_backward
+from operators import arguments, backward_arguments, gradients_arguments
 from reference import attention, kvcache_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,28 +131,27 @@ def test_masks_biases_and_sinks() -> None:
 
 # -- operators -------------------------------------------------------------------------------------
 
-SCORES = (24**-0.5, True, -1, -1, 0.0, None)  # softmax_scale to alibi_slopes
+SCORES = {"softmax_scale": 24**-0.5, "causal": True}
 
 
 def test_opcheck() -> None:
-    q, k, v = make_inputs()
-    torch.library.opcheck(_ops._flash_attn_forward, (q, k, v, 0.0, *SCORES, False))
-    with torch.no_grad():
-        out, lse, _, rng_state = _ops._flash_attn_forward(q, k, v, 0.0, *SCORES, False)
-        tensors = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
-        targets = [torch.empty_like(x) for x in tensors[1:4]]
-        arguments = (*tensors, *targets, 0.0, *SCORES, False, rng_state)
-        torch.library.opcheck(_ops._flash_attn_backward, arguments)
-        dlse = torch.randn_like(lse)
-        arguments = (tensors[0], dlse, *tensors[1:], rng_state, None, 0.0, *SCORES[:-1], False)
-        torch.library.opcheck(_ops._flash_attn_gradients, arguments)
+    torch.library.opcheck(_ops.attention, arguments(*make_inputs(), **SCORES))
+    q, k, v = (x.detach() for x in make_inputs())
+    out, lse, _, rng_state = _ops.attention(*arguments(q, k, v, **SCORES))
+    given = {"q": q, "k": k, "v": v, **SCORES, "dout": torch.randn_like(out), "out": out}
+    given |= {"softmax_lse": lse, "rng_state": rng_state}
+    targets = {f"d{name}": torch.empty_like(given[name]) for name in "qkv"}
+    torch.library.opcheck(_ops.attention_backward, backward_arguments(**given, **targets))
+    given["dlse"] = torch.randn_like(lse)
+    torch.library.opcheck(_ops.attention_gradients, gradients_arguments(**given))
 
 
 def test_opcheck_of_packed_sequences() -> None:
     q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in make_inputs())
     starts = (torch.tensor([0, 7, 14]).int(), torch.tensor([0, 9, 18]).int())
-    arguments = (q, k, v, *starts, 7, 9, 0.0, *SCORES)
-    torch.library.opcheck(_ops._flash_attn_varlen_forward, arguments)
+    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+    lengths |= {"max_seqlen_q": 7, "max_seqlen_k": 9}
+    torch.library.opcheck(_ops.attention, arguments(q, k, v, **lengths, **SCORES))
 
 
 @PAIRS
@@ -205,11 +205,12 @@ def test_meta_tensors_and_vmap() -> None:
 
 def test_gradients_are_those_of_out() -> None:
     q, k, v = (x.detach() for x in make_inputs())
-    out, lse, _, rng_state = _ops._flash_attn_forward(q, k, v, 0.0, *SCORES, False)
-    rest = (None, None, None, 0.0, *SCORES, False, rng_state)
-    for name, dout, given in (("dout", q, out), ("out", out, q)):
+    out, lse, _, rng_state = _ops.attention(*arguments(q, k, v, **SCORES))
+    given = {"q": q, "k": k, "v": v, **SCORES, "softmax_lse": lse, "rng_state": rng_state}
+    given |= {"dout": out, "out": out}
+    for name in ("dout", "out"):
         with pytest.raises(ValueError, match=rf"^{name}: must have shape \(2, 7, 4, 16\), got"):
-            _ops._flash_attn_backward(dout, q, k, v, given, lse, *rest)
+            _ops.attention_backward(*backward_arguments(**{**given, name: q}))
 
 
 def test_new_values_have_the_head_dim_of_their_cache() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import arguments, backward_arguments, gradients_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -22,6 +23,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
 _ops = torch.ops.flash_attn_cuda
@@ -142,75 +144,59 @@ def test_used_lengths_and_padding() -> None:
     torch.testing.assert_close(grads, expected_grads)
 
 
-def forward_arguments(requires_grad: bool = False, **changes: Any) -> tuple[Any, ...]:
+def forward_fields(requires_grad: bool = False, **changes: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "cu_seqlens_q": int32(*STARTS_Q), "cu_seqlens_k": int32(*STARTS_K), "max_seqlen_q": 7,
-        "max_seqlen_k": 6, "dropout_p": 0.0, "softmax_scale": SCALE, "causal": True,
-        "window_size_left": 3, "window_size_right": -1, "softcap": 1.5,
-        "alibi_slopes": torch.rand(3, 4), "return_softmax": False, "block_table": None,
-        "leftpad_k": int32(1, 0, 1), "seqused_k": int32(3, 1, 6), "zero_tensors": False,
-        "num_splits": 0, "seqused_q": int32(2, 0, 7), "batch_invariant": False,
-        "deterministic": True, "sink": None,
+        "max_seqlen_k": 6, "softmax_scale": SCALE, "causal": True, "window_size_left": 3,
+        "softcap": 1.5, "alibi_slopes": torch.rand(3, 4), "leftpad_k": int32(1, 0, 1),
+        "seqused_k": int32(3, 1, 6), "seqused_q": int32(2, 0, 7), "deterministic": True,
     }  # fmt: skip
-    return *make_inputs(requires_grad), *{**options, **changes}.values()
+    return {**dict(zip("qkv", make_inputs(requires_grad), strict=True)), **options, **changes}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck_forward(requires_grad: bool) -> None:
-    opcheck(_ops._flash_attn_varlen_forward, forward_arguments(requires_grad))
+    opcheck(_ops.attention, arguments(**forward_fields(requires_grad)))
 
 
 def test_opcheck_forward_with_dropout() -> None:
-    arguments = forward_arguments(dropout_p=0.4, return_softmax=True)
-    opcheck(_ops._flash_attn_varlen_forward, arguments)
+    given = forward_fields(dropout_p=0.4, return_softmax=True)
+    opcheck(_ops.attention, arguments(**given))
 
 
-def test_opcheck_forward_with_a_sink() -> None:
-    arguments = forward_arguments(sink=torch.rand(4, dtype=torch.float64))
-    opcheck(_ops._flash_attn_varlen_forward, arguments)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_forward_with_a_sink(requires_grad: bool) -> None:
+    sink = torch.rand(4, dtype=torch.float64, requires_grad=requires_grad)
+    opcheck(_ops.attention, arguments(**forward_fields(requires_grad, sink=sink)))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck_forward_over_pages(requires_grad: bool) -> None:
     """All but a backward, which there is none of (test_refusals.py)."""
     pool = torch.randn(4, 3, 2, 16, dtype=torch.float64, requires_grad=requires_grad)
-    arguments = list(forward_arguments(block_table=int32(2, 0, 3, 1, 1, 2).view(3, 2)))
-    arguments[1:3] = pool, pool
+    given = forward_fields(k=pool, v=pool, block_table=int32(2, 0, 3, 1, 1, 2).view(3, 2))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     more = () if requires_grad else ("test_aot_dispatch_dynamic",)
-    opcheck(_ops._flash_attn_varlen_forward, tuple(arguments), test_utils=(*checks, *more))
+    opcheck(_ops.attention, arguments(**given), test_utils=(*checks, *more))
 
 
-def backward_arguments(dropout_p: float = 0.3) -> dict[str, Any]:
-    arguments = forward_arguments(dropout_p=dropout_p)
-    out, lse, _, rng_state = _ops._flash_attn_varlen_forward(*arguments)
-    q, k, v, cu_q, cu_k = arguments[:5]
-    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 7, "max_seqlen_k": 6}
-    return {
-        "dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse,
-        "dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": None, **lengths,
-        "dropout_p": dropout_p, "softmax_scale": SCALE, "causal": True, "window_size_left": 3,
-        "window_size_right": -1, "softcap": 1.5, "alibi_slopes": arguments[13],
-        "deterministic": False, "rng_state": rng_state, "zero_tensors": False,
-        "dlse": torch.randn_like(lse), "seqused_q": int32(2, 0, 7),
-        "seqused_k": int32(3, 1, 6), "leftpad_k": int32(1, 0, 1),
-    }  # fmt: skip
+def backward_fields() -> dict[str, Any]:
+    given = forward_fields(dropout_p=0.3, deterministic=False)
+    out, lse, _, rng_state = _ops.attention(*arguments(**given))
+    incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    return {**given, **incoming, "out": out, "softmax_lse": lse, "rng_state": rng_state}
 
 
 def test_opcheck_backward() -> None:
-    opcheck(_ops._flash_attn_varlen_backward, tuple(backward_arguments().values()))
+    given = backward_fields()
+    targets = {f"d{name}": torch.empty_like(given[name]) for name in "qk"}
+    opcheck(_ops.attention_backward, backward_arguments(**given, **targets))
 
 
 @pytest.mark.parametrize("missing", ["nothing", "dout", "dlse"])
 def test_opcheck_gradients(missing: str) -> None:
-    given = backward_arguments()
-    names = (
-        "dout dlse q k v out softmax_lse rng_state alibi_slopes cu_seqlens_q cu_seqlens_k "
-        "seqused_q seqused_k leftpad_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
-        "window_size_left window_size_right softcap deterministic"
-    )
-    arguments = [None if name == missing else given[name] for name in names.split()]
-    opcheck(_ops._flash_attn_varlen_gradients, tuple(arguments))
+    given = {name: x for name, x in backward_fields().items() if name != missing}
+    opcheck(_ops.attention_gradients, gradients_arguments(**given))
 
 
 def test_private_functions_are_forward_and_backward_of_one_call() -> None:
@@ -287,7 +273,7 @@ def test_export_keeps_the_operator() -> None:
     program = torch.export.export(
         Module(), (*inputs, int32(0, 4, 10)), dynamic_shapes=shapes, strict=False
     )
-    assert "_flash_attn_varlen_forward" in str(program.graph)
+    assert "flash_attn_cuda.attention" in str(program.graph)
     more = (*(torch.cat((x, x)) for x in inputs), int32(0, 1, 2, 20))
     torch.testing.assert_close(program.module()(*more), Module()(*more))
 
@@ -402,17 +388,13 @@ class TestExtensionRoute:
 
     class Extension:
         def __init__(self) -> None:
-            self.calls: list[tuple[Any, ...]] = []
+            self.calls: list[AttentionCall] = []
 
-        def attention_full(self, q: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-            self.calls.append(arguments)
-            if arguments[-1]:
+        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+            self.calls.append(call)
+            if call.deterministic:
                 raise RuntimeError("the extension's own words")
-            return q, q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0)
-
-        def varlen_fwd(self, q: Tensor, *kv: Tensor, **options: Any) -> list[Tensor]:
-            self.calls.append((options,))
-            return [q, q.new_empty(q.shape[1], q.shape[0]), q.new_empty(0), q.new_empty(0)]
+            return [call.q, call.q.new_empty(call.q.shape[1], call.q.shape[0]), None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -430,19 +412,22 @@ class TestExtensionRoute:
             *(q, k, v, cu_q, cu_k, torch.tensor(7), 6, 0.25), alibi_slopes=slopes, **used
         )
         (given,) = extension.calls
-        assert out.shape == q.shape and given[0].shape == (11, 2, 8)
-        assert given[2] is cu_q and given[3] is cu_k and given[4] is used["seqused_q"]
-        assert given[5] is None and given[6] is used["leftpad_k"] and given[7:10] == (10, 6, 0.25)
-        assert given[10] == 5**-0.5 and given[11:15] == (False, -1, -1, 0.0)
-        assert given[15] is slopes and given[16] is False
+        assert out.shape == q.shape and given.k.shape == (11, 2, 8)
+        assert given.cu_seqlens_q is cu_q and given.cu_seqlens_k is cu_k
+        assert given.seqused_q is used["seqused_q"] and given.seqused_k is None
+        assert given.leftpad_k is used["leftpad_k"] and given.dropout_p == 0.25
+        assert given.max_seqlen_q == 10 and given.max_seqlen_k == 6
+        assert given.softmax_scale == 5**-0.5 and given.causal is False and given.softcap == 0.0
+        assert given.window_size_left == given.window_size_right == -1
+        assert given.alibi_slopes is slopes and given.deterministic is False
 
     def test_splits(self, extension: Extension) -> None:
         q, k, v = make_inputs(dtype=torch.bfloat16)
         lengths = (int32(*STARTS_Q), int32(*STARTS_K), 7, None)
         flash_attn_varlen_func(q, k, v, *lengths, num_splits=4, window_size=(3, None))
-        ((given,),) = extension.calls
-        assert given["num_splits"] == 4 and given["max_seqlen_k"] == 11
-        assert given["window_left"] == 3 and given["return_softmax"] is False
+        (given,) = extension.calls
+        assert given.num_splits == 4 and given.max_seqlen_k == 11
+        assert given.window_size_left == 3 and given.return_softmax is False
 
     @pytest.mark.parametrize("num_splits", [0, 4])
     def test_autocast(self, extension: Extension, num_splits: int) -> None:

@@ -13,7 +13,6 @@
 #include "shared/dropout.h"
 #include "shared/mask.h"
 #include "shared/online_softmax.h"
-#include "shared/own_range.h"
 #include "shared/paged_kv.h"
 #include "shared/score_modifiers.h"
 #include "sm90/forward_dropout.h"

@@ -1,7 +1,6 @@
-// attention() and attention_full(): the eager path, whose gradient is a torch::autograd::Function.
-// A call that records nothing does not go through it.
+// attention, forward and backward of flash_attn_cuda._C. The gradient of the first two is one
+// torch::autograd::Function; a call that records nothing does not go through it.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/autograd.h>
 
 #include <cmath>
@@ -19,40 +18,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct Results {
-  at::Tensor out;
-  ForwardResults forward;
-};
-
-// `call` is left with the tensors that were computed with.
-Results compute_results(AttentionCall& call) {
-  use_kernel_layout(call);
-  Results results;
-  results.out = allocate(output_sizes(call), call.q.scalar_type(), call.q);
-  results.forward = run_forward_call(call, output_view(results.out));
-  return results;
-}
-
-// dO of a loss that does not depend on the output. Not one row that every row reads: strides of 0
-// would keep the call from the Hopper kernels.
-at::Tensor zero_gradient(const at::Tensor& out) { return at::zeros_like(out); }
-
-variable_list compute_gradients(BackwardInputs inputs) {
-  if (!inputs.dout.defined()) inputs.dout = zero_gradient(inputs.out);
-  const AttentionCall& call = inputs.call;
-  const at::ScalarType dtype = call.q.scalar_type();
-  at::Tensor dq = allocate(call.q.sizes(), dtype, call.q);
-  at::Tensor dk = allocate(call.k.sizes(), dtype, call.q);
-  at::Tensor dv = allocate(call.v.sizes(), dtype, call.q);
-  if (call.leftpad_k.defined()) {
-    dk.zero_();
-    dv.zero_();
-  }
-  run_backward_call(inputs, {.dq = output_view(dq), .dk = output_view(dk), .dv = output_view(dv)},
-                    /*softmax_d=*/{});
-  return {std::move(dq), std::move(dk), std::move(dv)};
-}
 
 // What autograd keeps beside tensors is a list of numbers; all of these are exact in a double.
 std::vector<double> to_numbers(const CallOptions& options) {
@@ -73,38 +38,58 @@ CallOptions from_numbers(const std::vector<double>& numbers) {
       .deterministic = numbers.at(5) != 0.0};
 }
 
-void save(AutogradContext* context, const AttentionCall& call, const Results& results,
+// What a backward needs beside q, k, v and their results, in one order for save and restore.
+template <class Call, class Visitor>
+void visit_settings(Call& call, Visitor&& visitor) {
+  visitor(call.cu_seqlens_q);
+  visitor(call.cu_seqlens_k);
+  visitor(call.seqused_q);
+  visitor(call.seqused_k);
+  visitor(call.leftpad_k);
+  visitor(call.alibi_slopes);
+  visitor(call.masks.block_columns);
+  visitor(call.masks.bits);
+  visitor(call.masks.bias);
+  visitor(call.masks.sink);
+}
+
+void save(AutogradContext* context, const AttentionCall& call, const ForwardResults& results,
           bool has_settings) {
-  const ForwardResults& forward = results.forward;
-  variable_list saved = {call.q, call.k, call.v, results.out, forward.softmax_lse};
+  variable_list saved = {call.q, call.k, call.v, results.out, results.softmax_lse};
   if (has_settings) {
-    saved.insert(saved.end(), {call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k,
-                               call.leftpad_k, call.alibi_slopes, forward.rng_state});
+    saved.push_back(results.rng_state);
+    visit_settings(call, [&saved](const at::Tensor& tensor) { saved.push_back(tensor); });
   }
   context->save_for_backward(std::move(saved));
   context->saved_data["options"] = to_numbers(call.options);
 }
 
-BackwardInputs restore(const AutogradContext* context) {
+struct Saved {
+  AttentionCall call;
+  GradientArguments incoming;
+};
+
+Saved restore(const AutogradContext* context) {
   const variable_list saved = context->get_saved_variables();
-  BackwardInputs inputs;
-  AttentionCall& call = inputs.call;
-  call.q = saved.at(0);
-  call.k = saved.at(1);
-  call.v = saved.at(2);
-  inputs.out = saved.at(3);
-  inputs.softmax_lse = saved.at(4);
-  if (saved.size() > 5) {
-    call.cu_seqlens_q = saved.at(5);
-    call.cu_seqlens_k = saved.at(6);
-    call.seqused_q = saved.at(7);
-    call.seqused_k = saved.at(8);
-    call.leftpad_k = saved.at(9);
-    call.alibi_slopes = saved.at(10);
-    inputs.rng_state = saved.at(11);
+  std::size_t next = 0;
+  Saved restored;
+  AttentionCall& call = restored.call;
+  call.q = saved.at(next++);
+  call.k = saved.at(next++);
+  call.v = saved.at(next++);
+  restored.incoming.out = saved.at(next++);
+  restored.incoming.softmax_lse = saved.at(next++);
+  if (saved.size() > next) {
+    if (const at::Tensor& rng_state = saved.at(next++); rng_state.defined())
+      restored.incoming.rng_state = rng_state;
+    visit_settings(call, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
   }
   call.options = from_numbers(context->saved_data.at("options").toDoubleVector());
-  return inputs;
+  return restored;
+}
+
+OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
 void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
@@ -118,6 +103,7 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   static variable_list forward(AutogradContext* /*context*/, const OptionalTensor& /*dout*/,
                                const OptionalTensor& /*dlse*/, const at::Tensor& /*q*/,
                                const at::Tensor& /*k*/, const at::Tensor& /*v*/,
+                               const OptionalTensor& /*bias*/, const OptionalTensor& /*sink*/,
                                const variable_list* gradients) {
     return *gradients;
   }
@@ -130,20 +116,22 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// q, k and v -> out and softmax_lse. They stand apart from the call, which has them too: a Function
-// sees the tensors among its arguments, and the gradient hangs on them as they were given, while
-// the call may go on with copies.
+// The tensors that have a gradient -> out and softmax_lse. They stand apart from the call, which
+// has them too: a Function sees the tensors among its arguments, and the gradient hangs on them as
+// they were given, while the call may go on with copies.
 struct Attention : torch::autograd::Function<Attention> {
-  static constexpr int num_arguments = 6;
+  static constexpr int num_arguments = 9;
 
   static variable_list forward(AutogradContext* context, const at::Tensor& /*q*/,
                                const at::Tensor& /*k*/, const at::Tensor& /*v*/,
-                               AttentionCall* call, Results* results, bool has_settings) {
+                               const OptionalTensor& /*bias*/, const OptionalTensor& /*sink*/,
+                               const CallArguments* given, AttentionCall* call,
+                               ForwardResults* results, bool has_settings) {
     context->set_materialize_grads(false);
-    *results = compute_results(*call);
+    *results = run_forward_call(*given, *call);
     // Where the layout asked for a copy, the copy is saved: the backward would need it again.
     save(context, *call, *results, has_settings);
-    return {results->out, results->forward.softmax_lse};
+    return {results->out, results->softmax_lse};
   }
 
   // Either of the gradients may be undefined.
@@ -154,20 +142,38 @@ struct Attention : torch::autograd::Function<Attention> {
     check_no_forward_gradient("dout", dout);
     check_no_forward_gradient("dlse", dlse);
 
-    BackwardInputs inputs = restore(context);
-    inputs.dout = dout;
-    inputs.dlse = dlse;
+    auto [call, incoming] = restore(context);
+    incoming.dout = if_defined(dout);
+    incoming.dlse = if_defined(dlse);
+    const OptionalTensor bias = if_defined(call.masks.bias);
+    const OptionalTensor sink = if_defined(call.masks.sink);
+    // Edges are those of the arguments that were given.
+    const std::size_t bias_edge = 3;
+    const std::size_t sink_edge = bias.has_value() ? 4 : 3;
+    incoming.wants_dbias = bias.has_value() && context->needs_input_grad(bias_edge);
+    const bool wants_dsink = sink.has_value() && context->needs_input_grad(sink_edge);
+    if (!wants_dsink) call.masks.sink.reset();
     variable_list results;
     {
       const at::NoGradGuard no_grad;
-      results = compute_gradients(inputs);
+      BackwardResults found = run_backward_call(incoming, call);
+      if (found.dbias.defined()) found.dbias = found.dbias.to(bias->scalar_type());
+      results = {std::move(found.dq), std::move(found.dk), std::move(found.dv),
+                 std::move(found.dbias), std::move(found.dsink)};
     }
     if (at::GradMode::is_enabled()) {  // create_graph=True
-      const AttentionCall& call = inputs.call;
-      results = NoDoubleBackward::apply(OptionalTensor(dout), OptionalTensor(dlse), call.q, call.k,
-                                        call.v, &results);
+      variable_list made;
+      for (const at::Tensor& result : results) {
+        if (result.defined()) made.push_back(result);
+      }
+      const variable_list marked = NoDoubleBackward::apply(incoming.dout, incoming.dlse, call.q,
+                                                           call.k, call.v, bias, sink, &made);
+      std::size_t next = 0;
+      for (at::Tensor& result : results) {
+        if (result.defined()) result = marked.at(next++);
+      }
     }
-    for (std::size_t i = 0; i < results.size(); ++i) {
+    for (std::size_t i = 0; i < 3; ++i) {
       if (!context->needs_input_grad(i)) results[i].reset();
     }
     results.resize(num_arguments);
@@ -175,10 +181,12 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 };
 
-void check_no_forward_gradients(const AttentionCall& call) {
-  check_no_forward_gradient("q", call.q);
-  check_no_forward_gradient("k", call.k);
-  check_no_forward_gradient("v", call.v);
+void check_no_forward_gradients(const CallArguments& given) {
+  check_no_forward_gradient("q", given.q);
+  check_no_forward_gradient("k", given.k);
+  check_no_forward_gradient("v", given.v);
+  if (given.bias.has_value()) check_no_forward_gradient("bias", *given.bias);
+  if (given.sink.has_value()) check_no_forward_gradient("sink", *given.sink);
 }
 
 void check_no_gradient(const char* name, const OptionalTensor& tensor) {
@@ -188,20 +196,27 @@ void check_no_gradient(const char* name, const OptionalTensor& tensor) {
                               ": must not require grad, as it has no gradient");
 }
 
-Results differentiable(AttentionCall& call, bool has_settings) {
-  const bool requires_grad =
-      call.q.requires_grad() || call.k.requires_grad() || call.v.requires_grad();
-  if (!requires_grad || !at::GradMode::is_enabled()) {
+bool requires_grad(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->requires_grad();
+}
+
+bool records(const CallArguments& given) {
+  return at::GradMode::is_enabled() &&
+         (given.q.requires_grad() || given.k.requires_grad() || given.v.requires_grad() ||
+          requires_grad(given.bias) || requires_grad(given.sink));
+}
+
+ForwardResults differentiable(const CallArguments& given, AttentionCall& call, bool is_recorded,
+                              bool has_settings) {
+  if (!is_recorded) {
     const at::NoGradGuard no_grad;
-    return compute_results(call);
+    return run_forward_call(given, call);
   }
-  const at::Tensor q = call.q;
-  const at::Tensor k = call.k;
-  const at::Tensor v = call.v;
-  Results results;
-  const variable_list outputs = Attention::apply(q, k, v, &call, &results, has_settings);
+  ForwardResults results;
+  const variable_list outputs = Attention::apply(given.q, given.k, given.v, given.bias, given.sink,
+                                                 &given, &call, &results, has_settings);
   results.out = outputs.at(0);
-  results.forward.softmax_lse = outputs.at(1);
+  results.softmax_lse = outputs.at(1);
   return results;
 }
 
@@ -211,48 +226,32 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tens
                                              const at::Tensor& v,
                                              std::optional<double> softmax_scale, bool causal) {
   check_inputs(q, k, v);
+  const CallArguments given{.q = q, .k = k, .v = v};
+  check_no_forward_gradients(given);
   AttentionCall call{.q = q, .k = k, .v = v};
-  check_no_forward_gradients(call);
   call.options.window.right = causal ? 0 : Window::unbounded;
   call.options.softmax_scale = checked_softmax_scale(
       softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))));
-  Results results = differentiable(call, /*has_settings=*/false);
-  return {std::move(results.out), std::move(results.forward.softmax_lse)};
+  ForwardResults results = differentiable(given, call, records(given), /*has_settings=*/false);
+  return {std::move(results.out), std::move(results.softmax_lse)};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_full(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
-    const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-    double dropout_p, std::optional<double> softmax_scale, bool causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, const OptionalTensor& alibi_slopes,
-    bool deterministic) {
-  check_no_gradient("alibi_slopes", alibi_slopes);
-  AttentionCall call = checked_call({.q = q,
-                                     .k = k,
-                                     .v = v,
-                                     .cu_seqlens_q = cu_seqlens_q,
-                                     .cu_seqlens_k = cu_seqlens_k,
-                                     .seqused_q = seqused_q,
-                                     .seqused_k = seqused_k,
-                                     .leftpad_k = leftpad_k,
-                                     .max_seqlen_q = max_seqlen_q,
-                                     .max_seqlen_k = max_seqlen_k,
-                                     .alibi_slopes = alibi_slopes,
-                                     .p_dropout = dropout_p,
-                                     .softmax_scale = softmax_scale,
-                                     .is_causal = causal,
-                                     .window_left = window_left,
-                                     .window_right = window_right,
-                                     .softcap = softcap,
-                                     .deterministic = deterministic,
-                                     .p_dropout_name = "dropout_p"});
-  check_no_forward_gradients(call);
-  Results results = differentiable(call, /*has_settings=*/true);
-  at::Tensor& rng_state = results.forward.rng_state;
-  if (!rng_state.defined()) rng_state = allocate({0}, at::kLong, q);
-  return {std::move(results.out), std::move(results.forward.softmax_lse), std::move(rng_state)};
+std::vector<at::Tensor> forward(const CallArguments& given) {
+  check_no_gradient("alibi_slopes", given.alibi_slopes);
+  check_no_forward_gradients(given);
+  const bool is_recorded = records(given);
+  AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
+  if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
+  ForwardResults results = differentiable(given, call, is_recorded, /*has_settings=*/true);
+  return {std::move(results.out), std::move(results.softmax_lse), std::move(results.probabilities),
+          std::move(results.rng_state)};
+}
+
+std::vector<at::Tensor> backward(const CallArguments& given, const GradientArguments& incoming) {
+  const at::NoGradGuard no_grad;
+  BackwardResults results = run_backward_call(incoming, checked_call(given, Pass::backward));
+  return {std::move(results.dq),        std::move(results.dk),    std::move(results.dv),
+          std::move(results.softmax_d), std::move(results.dbias), std::move(results.dsink)};
 }
 
 }  // namespace flash_attn_cuda::binding

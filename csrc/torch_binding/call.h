@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 #include "flash_attn/params.h"
 
 namespace flash_attn_cuda::binding {
@@ -18,6 +20,7 @@ struct CallOptions {
 
 // What a forward over a cache has beyond lengths.
 struct CacheTensors {
+  bool reads_in_place = false;  // k and v are entries of a cache, which is never copied
   at::Tensor block_table;       // int32 (entries, max_pages): k and v are pages of a pool
   at::Tensor kv_batch_idx;      // int32 (batch): entry of k and v, or row of block_table
   at::Tensor cu_seqlens_k_new;  // int32 (batch + 1), of keys appended since seqused_k was written
@@ -27,9 +30,9 @@ struct CacheTensors {
 
 // What hides pairs, or adds to scores, beside window and lengths.
 struct MaskTensors {
-  // int32 (batch or 1, heads_q or 1, tiles, 2 + other tiles), contiguous: by tiles of queries in a
-  // forward, by tiles of keys in a backward (BlockLists, flash_attn/params.h).
-  at::Tensor block_lists;
+  // int32 (batch or 1, heads_q or 1, tiles, 2 + other tiles), contiguous (BlockLists,
+  // flash_attn/params.h): by tiles of queries for a forward, by tiles of keys for a backward.
+  at::Tensor block_rows, block_columns;
   at::Tensor bits;  // int32 (batch or 1, heads_q or 1, rows, 4 * tiles of keys), contiguous
   // (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) of the dtype of q or fp32, rows contiguous
   at::Tensor bias;
@@ -53,6 +56,7 @@ struct AttentionCall {
 
   bool is_packed() const { return cu_seqlens_q.defined(); }
   bool is_paged() const { return cache.block_table.defined(); }
+  std::int64_t batch() const { return is_packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
   // Whether kernels read lengths or indices that may be wrong.
   bool has_device_contents() const {
     return cu_seqlens_q.defined() || cu_seqlens_k.defined() || seqused_q.defined() ||

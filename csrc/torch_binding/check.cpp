@@ -276,9 +276,8 @@ at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, con
   return *tensor;
 }
 
-void check_max_seqlen(const char* name, std::optional<std::int64_t> max_seqlen) {
-  const std::int64_t bound = max_seqlen.value_or(0);
-  TORCH_CHECK_VALUE(bound >= 0, name, ": must not be negative, got ", bound);
+void check_max_seqlen(const char* name, std::int64_t max_seqlen) {
+  TORCH_CHECK_VALUE(max_seqlen >= 0, name, ": must not be negative, got ", max_seqlen);
 }
 
 float checked_softmax_scale(double softmax_scale) {

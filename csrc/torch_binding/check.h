@@ -9,10 +9,9 @@
 #include <optional>
 
 #include "flash_attn/params.h"
+#include "torch_binding/arguments.h"
 
 namespace flash_attn_cuda::binding {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // How q, k and v lie, and what errors call k and v.
 struct InputLayout {
@@ -88,7 +87,7 @@ at::Tensor checked_sink(const OptionalTensor& tensor, const at::Tensor& q);
 at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q);
 
 // Whether it is an upper bound of lengths, device memory tells alone.
-void check_max_seqlen(const char* name, std::optional<std::int64_t> max_seqlen);
+void check_max_seqlen(const char* name, std::int64_t max_seqlen);
 
 // The fp32 that kernels use.
 float checked_softmax_scale(double softmax_scale);

@@ -1,5 +1,6 @@
-// The functions of flash_attn_cuda._C; module.cpp binds and documents them. Their long lists of
-// arguments are FlashAttention-2's; inside the binding an AttentionCall goes on.
+// The functions of flash_attn_cuda._C. attention, forward and backward are what this package calls;
+// the others have FlashAttention-2's arguments and go the same way (flash_attn_2.cpp). module.cpp
+// binds and documents them.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -10,24 +11,19 @@
 #include <tuple>
 #include <vector>
 
+#include "torch_binding/arguments.h"
+
 namespace flash_attn_cuda::binding {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using OptionalGenerator = std::optional<at::Generator>;
-using OptionalInt = std::optional<std::int64_t>;
 
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v,
                                              std::optional<double> softmax_scale, bool causal);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_full(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
-    const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-    double dropout_p, std::optional<double> softmax_scale, bool causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, const OptionalTensor& alibi_slopes,
-    bool deterministic);
+std::vector<at::Tensor> forward(const CallArguments& call);
+
+std::vector<at::Tensor> backward(const CallArguments& call, const GradientArguments& incoming);
 
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const OptionalTensor& out, const OptionalTensor& alibi_slopes,
@@ -43,8 +39,7 @@ std::vector<at::Tensor> varlen_fwd(
     std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double p_dropout, double softmax_scale,
     bool zero_tensors, bool is_causal, std::int64_t window_left, std::int64_t window_right,
     double softcap, bool return_softmax, const OptionalGenerator& unused_generator,
-    std::int64_t num_splits, const OptionalTensor& seqused_q, bool batch_invariant,
-    const OptionalTensor& sink);
+    std::int64_t num_splits);
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const at::Tensor& out,
@@ -54,7 +49,7 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                             double softmax_scale, bool is_causal, std::int64_t window_left,
                             std::int64_t window_right, double softcap, bool deterministic,
                             const OptionalGenerator& unused_generator,
-                            const OptionalTensor& rng_state, const OptionalTensor& dlse);
+                            const OptionalTensor& rng_state);
 
 std::vector<at::Tensor> varlen_bwd(
     const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -63,32 +58,7 @@ std::vector<at::Tensor> varlen_bwd(
     const at::Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, std::int64_t max_seqlen_q,
     std::int64_t max_seqlen_k, double p_dropout, double softmax_scale, bool zero_tensors,
     bool is_causal, std::int64_t window_left, std::int64_t window_right, double softcap,
-    bool deterministic, const OptionalGenerator& unused_generator, const OptionalTensor& rng_state,
-    const OptionalTensor& dlse, const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
-    const OptionalTensor& leftpad_k);
-
-std::vector<at::Tensor> masked_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const OptionalTensor& out, const OptionalTensor& cu_seqlens_q,
-                                   const OptionalTensor& cu_seqlens_k,
-                                   const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
-                                   const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q,
-                                   OptionalInt max_seqlen_k, const OptionalTensor& alibi_slopes,
-                                   double p_dropout, double softmax_scale, bool is_causal,
-                                   std::int64_t window_left, std::int64_t window_right,
-                                   double softcap, const OptionalTensor& block_rows,
-                                   const OptionalTensor& mask_bits, const OptionalTensor& bias,
-                                   const OptionalTensor& sink);
-
-std::vector<at::Tensor> masked_bwd(
-    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_q,
-    const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k, OptionalInt max_seqlen_q,
-    OptionalInt max_seqlen_k, const OptionalTensor& alibi_slopes, double p_dropout,
-    double softmax_scale, bool is_causal, std::int64_t window_left, std::int64_t window_right,
-    double softcap, bool deterministic, const OptionalTensor& rng_state, const OptionalTensor& dlse,
-    const OptionalTensor& block_columns, const OptionalTensor& mask_bits,
-    const OptionalTensor& bias, bool wants_dbias, const OptionalTensor& sink, bool wants_softmax_d);
+    bool deterministic, const OptionalGenerator& unused_generator, const OptionalTensor& rng_state);
 
 std::vector<at::Tensor> fwd_kvcache(
     const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,
@@ -97,10 +67,7 @@ std::vector<at::Tensor> fwd_kvcache(
     const OptionalTensor& cache_batch_idx, const OptionalTensor& leftpad_k,
     const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
     const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool is_rotary_interleaved, std::int64_t num_splits,
-    const OptionalTensor& cu_seqlens_q, OptionalInt max_seqlen_q,
-    const OptionalTensor& cu_seqlens_k_new, bool batch_invariant, OptionalInt seqlen_k,
-    const OptionalTensor& sink);
+    std::int64_t window_right, double softcap, bool is_rotary_interleaved, std::int64_t num_splits);
 
 std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
                                 const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);

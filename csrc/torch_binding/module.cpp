@@ -7,6 +7,7 @@
 #include "torch_binding/errors.h"
 #include "torch_binding/explain.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/python_arguments.h"
 
 namespace py = pybind11;
 namespace binding = flash_attn_cuda::binding;
@@ -16,37 +17,34 @@ namespace binding = flash_attn_cuda::binding;
 
 namespace {
 
-void define_eager(py::module& module) {
+void define_calls(py::module& module) {
   module.def(
       "attention", torch::wrap_pybind_function_no_gil(&binding::attention),
-      "attention(q, k, v, softmax_scale, causal) -> (out, softmax_lse)\n\n"
-      "The eager path, differentiable in q, k and v through both results. softmax_scale None is\n"
+      "Plain attention of sequences of one length -> (out, softmax_lse).\n\n"
+      "forward(call) with no option but a causal mask, for the host's time. softmax_scale None is\n"
       "head_dim ** -0.5. softmax_lse (batch, heads_q, seqlen_q), fp32, natural logarithm. A row\n"
       "without a visible key has out 0 and softmax_lse -inf.",
       py::arg("q"), py::arg("k"), py::arg("v"), py::arg("softmax_scale"), py::arg("causal"));
 
   module.def(
-      "attention_full", torch::wrap_pybind_function_no_gil(&binding::attention_full),
-      "attention_full(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,\n"
-      "    max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_left,\n"
-      "    window_right, softcap, alibi_slopes, deterministic) -> (out, softmax_lse, rng_state)\n\n"
-      "attention with every feature of training. With cu_seqlens_q and cu_seqlens_k q is\n"
-      "(total_q, heads_q, head_dim), k and v (total_k, heads_k, head_dim) and softmax_lse\n"
-      "(heads_q, total_q). A max_seqlen is an upper bound of lengths or None. rng_state is int64\n"
-      "(2), the seed and the offset of the dropout mask, or empty without dropout.",
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-      py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("max_seqlen_q"),
-      py::arg("max_seqlen_k"), py::arg("dropout_p"), py::arg("softmax_scale"), py::arg("causal"),
-      py::arg("window_left"), py::arg("window_right"), py::arg("softcap"), py::arg("alibi_slopes"),
-      py::arg("deterministic"));
+      "forward", torch::wrap_pybind_function_no_gil(&binding::forward),
+      "Any call -> [out, softmax_lse, S_dmask or None, rng_state or None].\n\n"
+      "call: a flash_attn_cuda.call.AttentionCall, whose docstring says what each field is.\n"
+      "Differentiable in q, k, v, bias and sink through out and softmax_lse.",
+      py::arg("call"));
+
+  module.def(
+      "backward", torch::wrap_pybind_function_no_gil(&binding::backward),
+      "Gradients of forward -> [dq, dk, dv, softmax_d, dbias, dsink], None for what is not\n"
+      "wanted, outside autograd.\n\n"
+      "call: as the forward's; incoming: a flash_attn_cuda.call.Incoming. A sink that needs\n"
+      "no gradient is to be None.",
+      py::arg("call"), py::arg("incoming"));
 }
 
 void define_forward(py::module& module) {
   module.def(
       "fwd", torch::wrap_pybind_function_no_gil(&binding::fwd),
-      "fwd(q, k, v, out, alibi_slopes, p_dropout, softmax_scale, is_causal, window_left,\n"
-      "    window_right, softcap, return_softmax, unused_generator)\n"
-      "    -> [out, softmax_lse, S_dmask, rng_state]\n\n"
       "FlashAttention-2's forward, outside autograd. Writes out where given. A negative window\n"
       "bound is none; softcap <= 0 is off. S_dmask and rng_state are empty without dropout;\n"
       "S_dmask (batch, heads_q, seqlen_q, seqlen_k), with return_softmax alone, has the\n"
@@ -58,136 +56,58 @@ void define_forward(py::module& module) {
 
   module.def(
       "varlen_fwd", torch::wrap_pybind_function_no_gil(&binding::varlen_fwd),
-      "varlen_fwd(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table,\n"
-      "    alibi_slopes, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors,\n"
-      "    is_causal, window_left, window_right, softcap, return_softmax, unused_generator,\n"
-      "    num_splits=0, seqused_q=None, batch_invariant=False, sink=None)\n"
-      "    -> [out, softmax_lse, S_dmask, rng_state]\n\n"
       "fwd of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_k,\n"
       "head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), where\n"
       "cu_seqlens_k, or seqused_k, gives lengths. softmax_lse (heads_q, total_q), S_dmask (batch,\n"
       "heads_q, max_seqlen_q, max_seqlen_k). max_seqlen_* are upper bounds. num_splits 0 splits\n"
-      "the keys of paged calls alone. sink: as masked_fwd.",
+      "the keys of paged calls alone.",
       py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
       py::arg("cu_seqlens_k"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"),
       py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
       py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
       py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
-      py::arg("return_softmax"), py::arg("unused_generator"), py::arg("num_splits") = 0,
-      py::arg("seqused_q") = py::none(), py::arg("batch_invariant") = false,
-      py::arg("sink") = py::none());
+      py::arg("return_softmax"), py::arg("unused_generator"), py::arg("num_splits") = 0);
 }
 
 void define_backward(py::module& module) {
   module.def(
       "bwd", torch::wrap_pybind_function_no_gil(&binding::bwd),
-      "bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, p_dropout, softmax_scale,\n"
-      "    is_causal, window_left, window_right, softcap, deterministic, unused_generator,\n"
-      "    rng_state, dlse=None) -> [dq, dk, dv, softmax_d]\n\n"
-      "FlashAttention-2's backward. Writes dq, dk, dv where given. dlse (batch, heads_q, "
-      "seqlen_q),\n"
-      "fp32, is the gradient of softmax_lse. softmax_d (batch, heads_q, seqlen_q rounded up to "
-      "128)\n"
-      "is rowsum(dout * out) - dlse. rng_state is the forward's, needed with dropout.",
+      "FlashAttention-2's backward. Writes dq, dk, dv where given. softmax_d (batch, heads_q,\n"
+      "seqlen_q rounded up to 128) is rowsum(dout * out). rng_state is the forward's, needed with\n"
+      "dropout.",
       py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
       py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"),
       py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
       py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"),
-      py::arg("unused_generator"), py::arg("rng_state"), py::arg("dlse") = py::none());
+      py::arg("unused_generator"), py::arg("rng_state"));
 
-  module.def(
-      "varlen_bwd", torch::wrap_pybind_function_no_gil(&binding::varlen_bwd),
-      "varlen_bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,\n"
-      "    alibi_slopes, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors,\n"
-      "    is_causal, window_left, window_right, softcap, deterministic, unused_generator,\n"
-      "    rng_state, dlse=None, seqused_q=None, seqused_k=None, leftpad_k=None)\n"
-      "    -> [dq, dk, dv, softmax_d]\n\n"
-      "bwd of packed sequences; softmax_lse, dlse and softmax_d are (heads_q, total_q).",
-      py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-      py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("cu_seqlens_q"),
-      py::arg("cu_seqlens_k"), py::arg("alibi_slopes"), py::arg("max_seqlen_q"),
-      py::arg("max_seqlen_k"), py::arg("p_dropout"), py::arg("softmax_scale"),
-      py::arg("zero_tensors"), py::arg("is_causal"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"),
-      py::arg("unused_generator"), py::arg("rng_state"), py::arg("dlse") = py::none(),
-      py::arg("seqused_q") = py::none(), py::arg("seqused_k") = py::none(),
-      py::arg("leftpad_k") = py::none());
-}
-
-void define_masked(py::module& module) {
-  module.def(
-      "masked_fwd", torch::wrap_pybind_function_no_gil(&binding::masked_fwd),
-      "masked_fwd(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k,\n"
-      "    max_seqlen_q, max_seqlen_k, alibi_slopes, p_dropout, softmax_scale, is_causal,\n"
-      "    window_left, window_right, softcap, block_rows, mask_bits, bias, sink)\n"
-      "    -> [out, softmax_lse, rng_state]\n\n"
-      "fwd, or with cu_seqlens_q and cu_seqlens_k varlen_fwd, of some pairs alone, with a bias or\n"
-      "with a sink. B, H: batch and heads_q, or 1. block_rows: int32 (B, H, Tq, 2 + Tk) of Tq =\n"
-      "ceil(seqlen_q / 128) and Tk = ceil(seqlen_k / 128), which tiles of keys a tile of queries\n"
-      "visits (BlockLists of csrc/flash_attn/params.h). mask_bits: int32 (B, H, seqlen_q,\n"
-      "4 * Tk), for lists that ask for pairs. bias: (B, H, seqlen_q or 1, seqlen_k), of the dtype\n"
-      "of q or fp32, added to the scores. sink: fp32 (heads_q), whose exp joins the denominator\n"
-      "of the softmax, and so softmax_lse. Of packed sequences the max_seqlens, None for not\n"
-      "known, stand for the lengths, and these tensors may be made for longer ones.",
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
-      py::arg("cu_seqlens_k"), py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"),
-      py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("alibi_slopes"),
-      py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"), py::arg("block_rows"), py::arg("mask_bits"),
-      py::arg("bias"), py::arg("sink"));
-
-  module.def(
-      "masked_bwd", torch::wrap_pybind_function_no_gil(&binding::masked_bwd),
-      "masked_bwd(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q,\n"
-      "    seqused_k, leftpad_k, max_seqlen_q, max_seqlen_k, alibi_slopes, p_dropout,\n"
-      "    softmax_scale, is_causal, window_left, window_right, softcap, deterministic,\n"
-      "    rng_state, dlse, block_columns, mask_bits, bias, wants_dbias, sink=None,\n"
-      "    wants_softmax_d=True)\n"
-      "    -> [dq, dk, dv, softmax_d, dbias, dsink]\n\n"
-      "The backward of masked_fwd, whose softmax_lse has the sink already. block_columns: int32\n"
-      "(B, H, Tk, 2 + Tq), which tiles of queries visit a tile of keys; not with deterministic.\n"
-      "dbias: in the shape of bias, summed over what that is shared by, and then fp32, else of\n"
-      "the bias's dtype; empty without wants_dbias; not with softcap. dsink: fp32 (heads_q), the\n"
-      "gradient of `sink`; empty without. softmax_d: empty where it is not wanted.",
-      py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-      py::arg("softmax_lse"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-      py::arg("seqused_q"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("max_seqlen_q"),
-      py::arg("max_seqlen_k"), py::arg("alibi_slopes"), py::arg("p_dropout"),
-      py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"), py::arg("rng_state"),
-      py::arg("dlse"), py::arg("block_columns"), py::arg("mask_bits"), py::arg("bias"),
-      py::arg("wants_dbias"), py::arg("sink") = py::none(), py::arg("wants_softmax_d") = true);
+  module.def("varlen_bwd", torch::wrap_pybind_function_no_gil(&binding::varlen_bwd),
+             "bwd of packed sequences; softmax_lse and softmax_d are (heads_q, total_q).",
+             py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+             py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+             py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
+             py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"),
+             py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
+             py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
+             py::arg("deterministic"), py::arg("unused_generator"), py::arg("rng_state"));
 }
 
 void define_inference(py::module& module) {
   module.def(
       "fwd_kvcache", torch::wrap_pybind_function_no_gil(&binding::fwd_kvcache),
-      "fwd_kvcache(q, kcache, vcache, k, v, seqlens_k, rotary_cos, rotary_sin, cache_batch_idx,\n"
-      "    leftpad_k, block_table, alibi_slopes, out, softmax_scale, is_causal, window_left,\n"
-      "    window_right, softcap, is_rotary_interleaved, num_splits, cu_seqlens_q=None,\n"
-      "    max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, seqlen_k=None,\n"
-      "    sink=None)\n"
-      "    -> [out, softmax_lse]\n\n"
-      "Attention over a cache (batch, capacity, heads_k, head_dim), or with block_table "
-      "(num_pages,\n"
-      "page_size, heads_k, head_dim), of any head_dim and never copied. First k and v go into it\n"
-      "behind the seqlens_k keys of each sequence, or the seqlen_k of every one, and k and q are\n"
-      "rotated. With cu_seqlens_q q is (total_q, heads_q, head_dim), softmax_lse (heads_q,\n"
-      "total_q); k and v may be packed likewise. num_splits 0 is as many as serve the device.\n"
-      "sink: as masked_fwd.",
+      "FlashAttention-2's attention over a cache -> [out, softmax_lse]: (batch, capacity,\n"
+      "heads_k, head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), of\n"
+      "any head_dim and never copied. First k and v go into it behind the seqlens_k keys of\n"
+      "each sequence, and k and q are rotated. num_splits 0 is as many as serve the device.",
       py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
       py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"),
       py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
       py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
       py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
-      py::arg("is_rotary_interleaved"), py::arg("num_splits"), py::arg("cu_seqlens_q") = py::none(),
-      py::arg("max_seqlen_q") = py::none(), py::arg("cu_seqlens_k_new") = py::none(),
-      py::arg("batch_invariant") = false, py::arg("seqlen_k") = py::none(),
-      py::arg("sink") = py::none());
+      py::arg("is_rotary_interleaved"), py::arg("num_splits"));
 
   module.def(
       "combine", torch::wrap_pybind_function_no_gil(&binding::combine),
-      "combine(out_partial, lse_partial, out=None, out_dtype=None) -> [out, softmax_lse]\n\n"
       "One result of attention from those over parts of the keys: out_partial (splits, batch,\n"
       "seqlen, heads, head_dim) and lse_partial (splits, batch, seqlen, heads), fp32. A part\n"
       "with lse_partial -inf is not read. softmax_lse (batch, seqlen, heads), as in\n"
@@ -247,10 +167,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "what is refused; RuntimeError: no kernel for the call, or CUDA's own errors. No function\n"
       "but device_errors synchronises, unless FLASH_ATTN_CUDA_CHECK=1 asks that each call waits\n"
       "for the contents of lengths and indices to be checked (ValueError).";
-  define_eager(module);
+  define_calls(module);
   define_forward(module);
   define_backward(module);
-  define_masked(module);
   define_inference(module);
   define_information(module);
 }

@@ -83,13 +83,12 @@ Dtype dtype_of(const at::Tensor& q) {
 AttentionShape shape_of(const AttentionCall& call) {
   const int q_rows = call.q.dim() - 3;
   const int k_rows = call.k.dim() - 3;
-  const std::int64_t batch = call.is_packed() ? call.cu_seqlens_q.size(0) - 1 : call.q.size(0);
   std::int64_t seqlen_k = call.cache.seqlen_k;
   if (seqlen_k < 0) {
     seqlen_k =
         call.is_paged() ? cache_capacity(call.k, call.cache.block_table) : call.k.size(k_rows);
   }
-  return {.batch_size = static_cast<int>(batch),
+  return {.batch_size = static_cast<int>(call.batch()),
           .seqlen_q = static_cast<int>(call.q.size(q_rows)),
           .seqlen_k = static_cast<int>(seqlen_k),
           .num_heads_q = static_cast<int>(call.q.size(q_rows + 1)),
@@ -135,8 +134,8 @@ ScoreParams score_params(const AttentionCall& call) {
           .sink = sink.defined() ? sink.const_data_ptr<float>() : nullptr};
 }
 
-SparsityParams sparsity_params(const AttentionCall& call) {
-  const at::Tensor& lists = call.masks.block_lists;
+SparsityParams sparsity_params(const AttentionCall& call, bool by_keys) {
+  const at::Tensor& lists = by_keys ? call.masks.block_columns : call.masks.block_rows;
   const at::Tensor& bits = call.masks.bits;
   SparsityParams params;
   if (lists.defined()) {
@@ -162,7 +161,7 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
   const AttentionShape shape = shape_of(call);
   const bool is_shared = shares_bias(call);
   const bool visits_all = !is_shared && !call.has_device_contents() &&
-                          call.options.window.is_full() && !call.masks.block_lists.defined() &&
+                          call.options.window.is_full() && !call.masks.block_columns.defined() &&
                           shape.batch_size > 0 && shape.seqlen_q > 0;
   const at::TensorOptions options =
       bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());

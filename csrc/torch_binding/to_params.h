@@ -20,7 +20,8 @@ at::DimVector output_sizes(const AttentionCall& call);
 
 SequenceParams sequence_params(const AttentionCall& call);
 ScoreParams score_params(const AttentionCall& call);
-SparsityParams sparsity_params(const AttentionCall& call);
+// by_keys: the lists of a backward.
+SparsityParams sparsity_params(const AttentionCall& call, bool by_keys);
 PagedKvParams paged_params(const AttentionCall& call);
 
 // For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,

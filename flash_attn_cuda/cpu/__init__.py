@@ -12,12 +12,12 @@ probabilities from the log-sum-exp. Extra memory is O(seqlen * head_dim).
     visibility  the pairs that a sparse mask leaves
 
 Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. The functions expect arguments
-that have passed checks.py and length_checks.py, contents of lengths included.
+that have passed checks/, contents of lengths included. calls.py makes them of an AttentionCall.
 """
 
 from __future__ import annotations
 
-from .dense import attention_backward, attention_forward, probabilities, round_up_seqlen
+from .dense import attention_backward, attention_forward, probabilities
 from .kvcache import combine, kvcache_forward
 from .tiles import DEFAULT_TILING, AttentionOptions, Tiling
 from .varlen import varlen_backward, varlen_forward, varlen_probabilities
@@ -33,7 +33,6 @@ __all__ = [
     "combine",
     "kvcache_forward",
     "probabilities",
-    "round_up_seqlen",
     "varlen_backward",
     "varlen_forward",
     "varlen_probabilities",

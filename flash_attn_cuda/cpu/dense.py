@@ -7,13 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype, output_shape
+from ..checks.tensors import lse_dtype, output_shape, round_up_seqlen
 from .tiles import DEFAULT_TILING, AttentionOptions, Problem, Tiling
-
-
-def round_up_seqlen(seqlen: int) -> int:
-    """Rows per head of softmax_d, as the CUDA backward returns it: a multiple of 128."""
-    return (seqlen + 127) // 128 * 128
 
 
 def attention_forward(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype, output_shape
+from ..checks.tensors import lse_dtype, output_shape
 from .dense import attention_forward
 from .tiles import AttentionOptions
 from .varlen import page_rows

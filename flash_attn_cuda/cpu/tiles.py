@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype
-from ..philox import keep_mask, keep_scale
-from ..sparsity_lists import TILE
+from ..checks.tensors import lse_dtype
+from ..masks.lists import TILE
+from .philox import keep_mask, keep_scale
 from .visibility import Part, Visibility, broadcast_part
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..checks import lse_dtype, output_shape
+from ..checks.tensors import lse_dtype, output_shape
 from .dense import attention_backward, attention_forward, probabilities
 from .tiles import AttentionOptions
 

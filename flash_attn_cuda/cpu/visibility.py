@@ -1,7 +1,7 @@
 """Which pairs a sparse mask leaves, read from the lists and bits that the kernels read.
 
-Lists and bits are those of a BlockSparsity (sparsity.py), and the backward reads its columns where
-the forward reads its rows: what one of them gets wrong shows in the results.
+Lists and bits are those of a BlockSparsity (masks/sparsity.py), and the backward reads its columns
+where the forward reads its rows: what one of them gets wrong shows in the results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sparsity_lists import PARTIAL, PIECE, VISIBLE
+from ..masks.lists import PARTIAL, PIECE, VISIBLE
 
 Part = tuple[slice, slice]  # batch entries and query heads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .sparsity_lists import PIECE, TILE
+from .lists import PIECE, TILE
 
 if TYPE_CHECKING:
     from .sparsity import BlockSparsity

@@ -2,7 +2,7 @@
 
 Every error names the argument, the rule and the offending value. TypeError: not a tensor, not a
 number, a dtype without a kernel. ValueError: shapes, devices, values. Lengths and indices, of
-packed sequences and of caches, are in length_checks.py.
+packed sequences and of caches, are in lengths.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SINK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# What a caller knows q, k and v as: slices of a packed tensor are errors of that tensor.
-Names = tuple[str, str, str]
-QKV_NAMES: Names = ("q", "k", "v")
-
 DENSE_LAYOUT = "(batch, seqlen, heads, head_dim)"
 PACKED_LAYOUT = "(total, heads, head_dim)"
 PAGED_LAYOUT = "(num_pages, page_size, heads, head_dim)"
+CACHE_LAYOUT = "(batch_cache, capacity, heads, head_dim)"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,21 +36,14 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_attention_inputs(
-    q: Any, k: Any, v: Any, softmax_scale: Any, names: Names = QKV_NAMES
+def round_up_seqlen(seqlen: int) -> int:
+    """Rows per head of softmax_d where it is not packed: a multiple of 128."""
+    return (seqlen + 127) // 128 * 128
+
+
+def check_qkv(
+    q: Any, k: Any, v: Any, names: tuple[str, str, str], q_layout: str, k_layout: str
 ) -> None:
-    """Raise unless q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) are a call that some
-    backend runs.
-    """
-    check_qkv(q, k, v, names, DENSE_LAYOUT, DENSE_LAYOUT)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"{names[1]}: batch must be that of {names[0]} ({q.shape[0]}), got {k.shape[0]}"
-        )
-    check_softmax_scale(softmax_scale)
-
-
-def check_qkv(q: Any, k: Any, v: Any, names: Names, q_layout: str, k_layout: str) -> None:
     """Raise unless the tensors have these layouts, one device, one dtype and heads that fit.
 
     A layout is the names of the dimensions, which end in heads and head_dim; v may have another
@@ -193,24 +183,6 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
         )
     check_tensor("rng_state", rng_state)
     check_like("rng_state", rng_state, (2,), torch.int64, q)
-
-
-def check_backward_tensors(
-    dout: Any, out: Any, softmax_lse: Any, dlse: Any, q: Tensor, v: Tensor, lse_shape: Sequence[int]
-) -> None:
-    """Raise unless these are outputs of one call on q and v and their gradients."""
-    check_like("dout", dout, output_shape(q, v), q.dtype, q)
-    check_like("out", out, output_shape(q, v), q.dtype, q)
-    check_like("softmax_lse", softmax_lse, lse_shape, lse_dtype(q.dtype), q)
-    if dlse is not None:
-        check_like("dlse", dlse, lse_shape, lse_dtype(q.dtype), q)
-
-
-def check_targets(dq: Any, dk: Any, dv: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless each is None or a tensor for the gradient of q, k or v."""
-    for name, target, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if target is not None:
-            check_like(name, target, like.shape, like.dtype, q)
 
 
 def check_like(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""What the custom operators share: schemas, the options of the scores, calls of the extension.
+"""What the custom operators share: schemas, calls of the extension, random numbers, transforms.
 
-An operator's arguments are the fields of a dataclass, in its order: the schema is made of them, and
-an implementation reads its arguments through them.
+An operator's arguments are the fields of dataclasses, in their order: the schema is made of them,
+and an implementation reads its arguments through them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.compiler import is_compiling
 
-from . import build_info, cpu
-from .checks import (
-    MAX_INT32,
-    check_alibi_slopes,
-    check_dropout_p,
-    check_softcap,
-    check_softmax_scale,
-)
+from .. import build_info
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]
 Tensors4 = tuple[Tensor, Tensor, Tensor, Tensor]
 Tensors5 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-FORWARD_RETURNS = "Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state"
-GRADIENTS_RETURNS = "Tensor dq, Tensor dk, Tensor dv"
 
 # A dropout's seed comes from torch's generator: whoever recomputes a call must restore it first.
 # custom_op knows tags since torch 2.7.
@@ -44,107 +34,42 @@ _SCHEMA_TYPES = {
     "int": "SymInt",
     "int | None": "SymInt?",
     "float": "float",
+    "float | None": "float?",
     "bool": "bool",
     "torch.dtype | None": "ScalarType?",
 }
 
 
-class ScoreArguments(Protocol):
-    """The arguments that say how scores and probabilities are made; all but one, all forwards and
-    backwards have them.
-    """
-
-    @property
-    def dropout_p(self) -> float: ...
-    @property
-    def softmax_scale(self) -> float: ...
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def window_size_left(self) -> int: ...
-    @property
-    def window_size_right(self) -> int: ...
-    @property
-    def softcap(self) -> float: ...
-    @property
-    def alibi_slopes(self) -> Tensor | None: ...
-
-
-def schema_of(call: type, returns: str, mutated: Collection[str] = ()) -> str:
-    """The schema of an operator whose arguments are the fields of the dataclass `call`.
+def schema_of(
+    returns: str, *parts: tuple[type, Sequence[str]], mutated: Collection[str] = ()
+) -> str:
+    """The schema of an operator whose arguments are these fields of these dataclasses, in order.
 
     `returns` is the schema's list of results; `mutated` names the arguments it writes into.
     """
     aliases = dict(zip(mutated, "abc", strict=False))
     arguments = []
-    for argument in dataclasses.fields(call):
-        kind = _SCHEMA_TYPES[str(argument.type)]
-        if argument.name in aliases:
-            kind = kind.replace("Tensor", f"Tensor({aliases[argument.name]}!)")
-        default = argument.default
-        value = "" if default is dataclasses.MISSING else f"={default}"
-        arguments.append(f"{kind} {argument.name}{value}")
+    for described, names in parts:
+        types = {field.name: str(field.type) for field in dataclasses.fields(described)}
+        for name in names:
+            kind = _SCHEMA_TYPES[types[name]]
+            if name in aliases:
+                kind = kind.replace("Tensor", f"Tensor({aliases[name]}!)")
+            arguments.append(f"{kind} {name}")
     return f"({', '.join(arguments)}) -> ({returns})"
 
 
-def arguments_of(call: Any) -> tuple[Any, ...]:
-    """The fields of a call in order: an operator's arguments. dataclasses.astuple would copy the
+def arguments_of(call: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    """These fields of a call in order: an operator's arguments. dataclasses.astuple would copy the
     tensors.
     """
-    return tuple(getattr(call, field.name) for field in dataclasses.fields(call))
+    return tuple([getattr(call, name) for name in names])
 
 
-def check_score_arguments(call: ScoreArguments, batch: int, q: Tensor) -> None:
-    """Raise unless every option of the scores is one that some backend runs."""
-    check_softmax_scale(call.softmax_scale)
-    check_dropout_p(call.dropout_p)
-    check_softcap(call.softcap)
-    check_alibi_slopes(call.alibi_slopes, batch, q)
-
-
-def cpu_options(call: ScoreArguments, rng_state: Tensor | None) -> cpu.AttentionOptions:
-    """The options as the CPU backend takes them."""
-    right = 0 if call.causal else call.window_size_right
-    return cpu.AttentionOptions(
-        softmax_scale=call.softmax_scale,
-        window=(max(call.window_size_left, -1), max(right, -1)),
-        softcap=max(call.softcap, 0.0),
-        alibi_slopes=call.alibi_slopes,
-        dropout_p=call.dropout_p,
-        rng_state=rng_state if call.dropout_p > 0.0 else None,
-    )
-
-
-def extension_options(call: ScoreArguments) -> dict[str, Any]:
-    """The options by the names that the extension's functions give them, but for dropout."""
-    return {
-        "alibi_slopes": call.alibi_slopes,
-        "softmax_scale": call.softmax_scale,
-        "is_causal": call.causal,
-        "window_left": min(call.window_size_left, MAX_INT32),
-        "window_right": min(call.window_size_right, MAX_INT32),
-        "softcap": call.softcap,
-    }
-
-
-def extension_lengths(call: Any) -> dict[str, Any]:
-    """The lengths of packed sequences by the names that the extension's functions give them."""
-    return {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_k": call.cu_seqlens_k,
-        "seqused_q": call.seqused_q,
-        "seqused_k": call.seqused_k,
-        "leftpad_k": call.leftpad_k,
-        "max_seqlen_q": min(call.max_seqlen_q, MAX_INT32),
-        "max_seqlen_k": min(call.max_seqlen_k, MAX_INT32),
-    }
-
-
-def call_extension(function: str, *tensors: Tensor, **options: Any) -> list[Tensor]:
+def call_extension(function: str, device: torch.device, *arguments: Any) -> list[Any]:
     """Call a function of the extension; where it cannot run on the device, say why."""
-    device = tensors[0].device
     try:
-        return getattr(build_info.extension, function)(*tensors, **options)
+        return getattr(build_info.extension, function)(*arguments)
     except (AttributeError, RuntimeError) as error:
         build_info.require_cuda(device, error)
         raise
@@ -164,11 +89,6 @@ def draw_rng_state(dropout_p: float) -> Tensor:
 def empty_rng_state(q: Tensor, dropout_p: float) -> Tensor:
     """A tensor like the rng_state of a call on q."""
     return q.new_empty((2 if dropout_p > 0.0 else 0,), dtype=torch.int64)
-
-
-def empty_s_dmask(q: Tensor, is_wanted: bool, shape: Sequence[int]) -> Tensor:
-    """A tensor like the S_dmask of a call on q."""
-    return q.new_empty(tuple(shape) if is_wanted else (0,))
 
 
 def no_double_backward(ctx: Any, *_: Any) -> None:

@@ -1,12 +1,5 @@
-"""Ready-made masks, each a BlockSparsity: for `block_mask` of an attention call.
-
-A query i stands at position i + seqlen_k - seqlen_q among the keys, as causal masks and windows
-have it (docs/notation.md): the last query and the last key stand at the same position. seqlen_k is
-that of the queries by default. `device`: where the mask is made, torch's default device otherwise;
-of a mask that is made of a tensor, that tensor's. Nothing here waits for the device.
-
-Make a mask once and keep it, not in every layer. Where the call itself is causal, the mask need not
-be: causal=True of the call hides the same pairs, and a mask in blocks then has no bits.
+"""Masks that others have described, each as a BlockSparsity; the package's docstring says what they
+have in common.
 """
 
 from __future__ import annotations
@@ -17,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .random_choice import random_choice
-from .sparsity import BlockSparsity, sparsity_of_pieces
-from .sparsity_lists import (
+from ..checks.tensors import check_tensor
+from .lists import (
     HIDDEN,
     VISIBLE,
     pack_rows,
@@ -28,6 +19,8 @@ from .sparsity_lists import (
     pieces_of_bits,
     pieces_of_blocks,
 )
+from .random_choice import random_choice
+from .sparsity import BlockSparsity, sparsity_of_pieces
 
 __all__ = ["bigbird", "dilated", "document", "prefix_lm", "sliding_window", "strided"]
 

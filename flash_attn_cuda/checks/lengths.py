@@ -7,81 +7,16 @@ host holds them, on the CPU; on CUDA kernels do it (device_errors.py).
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks import (
-    PACKED_LAYOUT,
-    PAGED_LAYOUT,
-    check_like,
-    check_qkv,
-    check_tensor,
-)
+from .tensors import check_like, check_tensor
 
 MAX_SPLITS = 256
 MAX_INT64 = 2**63 - 1
-
-
-class VarlenNames(NamedTuple):
-    """What a caller knows the arguments of packed sequences as."""
-
-    q: str = "q"
-    k: str = "k"
-    v: str = "v"
-    cu_seqlens_q: str = "cu_seqlens_q"
-    cu_seqlens_k: str = "cu_seqlens_k"
-    max_seqlen_q: str = "max_seqlen_q"
-    max_seqlen_k: str = "max_seqlen_k"
-    total_q: str = "total_q"
-    total_k: str = "total_k"
-
-
-class Lengths(NamedTuple):
-    """Where packed sequences lie and how long they are, by FlashAttention-2's names."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    leftpad_k: Tensor | None = None
-    block_table: Tensor | None = None
-
-    def batch(self) -> int:  # no property: torch 2.10 does not compile those of a named tuple
-        return self.cu_seqlens_q.shape[0] - 1
-
-
-VARLEN_NAMES = VarlenNames()
-
-
-def check_varlen_inputs(
-    q: Any, k: Any, v: Any, lengths: Lengths, names: VarlenNames = VARLEN_NAMES
-) -> None:
-    """Raise unless q (total_q, Hq, D), k and v (total_k, Hk, D), or with a block_table (pages,
-    page_size, Hk, D), and the lengths have the form of one call.
-    """
-    is_paged = lengths.block_table is not None
-    layout = PAGED_LAYOUT if is_paged else PACKED_LAYOUT
-    check_qkv(q, k, v, (names.q, names.k, names.v), PACKED_LAYOUT, layout)
-    check_cu_seqlens(names.cu_seqlens_q, lengths.cu_seqlens_q, q)
-    batch = lengths.batch()
-    if not (lengths.cu_seqlens_k is None and is_paged and lengths.seqused_k is not None):
-        entries = check_cu_seqlens(names.cu_seqlens_k, lengths.cu_seqlens_k, q)
-        if entries != batch + 1:
-            raise ValueError(
-                f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
-                f"({batch + 1}), got {entries}"
-            )
-    check_optional("seqused_q", lengths.seqused_q, (batch,), q)
-    check_optional("seqused_k", lengths.seqused_k, (batch,), q)
-    check_optional("leftpad_k", lengths.leftpad_k, (batch,), q)
-    check_block_table(lengths.block_table, batch, k, q, names.k)
-    check_max_seqlen(names.max_seqlen_q, lengths.max_seqlen_q)
-    check_max_seqlen(names.max_seqlen_k, lengths.max_seqlen_k)
 
 
 def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
@@ -167,41 +102,6 @@ def check_batch_invariant(batch_invariant: Any) -> None:
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------
-
-
-def check_varlen_contents(
-    q: Tensor, k: Tensor, lengths: Lengths, names: VarlenNames = VARLEN_NAMES
-) -> None:
-    """Raise unless the contents of the lengths, tensors on the CPU, lie within q, k and v."""
-    used_q = check_cu_seqlens_contents(
-        names.cu_seqlens_q, lengths.cu_seqlens_q, q.shape[0], names.total_q
-    )
-    if lengths.seqused_q is not None:
-        check_range("seqused_q", lengths.seqused_q, 0, used_q)
-        used_q = lengths.seqused_q
-    check_bound(names.max_seqlen_q, lengths.max_seqlen_q, used_q)
-
-    table = lengths.block_table
-    if table is None:
-        used_k = check_cu_seqlens_contents(
-            names.cu_seqlens_k, lengths.cu_seqlens_k, k.shape[0], names.total_k
-        )
-        if lengths.seqused_k is not None:
-            check_range("seqused_k", lengths.seqused_k, 0, used_k)
-            used_k = lengths.seqused_k
-    else:
-        capacity = table.shape[1] * k.shape[1]
-        if lengths.seqused_k is not None:
-            name, used_k = "seqused_k", lengths.seqused_k
-        else:
-            name = names.cu_seqlens_k
-            used_k = check_cu_seqlens_contents(name, lengths.cu_seqlens_k, None, "")
-        check_range(name, used_k, 0, capacity, "a sequence's length")
-    check_bound(names.max_seqlen_k, lengths.max_seqlen_k, used_k)
-    if lengths.leftpad_k is not None:
-        check_range("leftpad_k", lengths.leftpad_k, 0, used_k)
-    if table is not None:
-        check_pages(table, lengths.leftpad_k, used_k, k.shape[:2])
 
 
 def check_cu_seqlens_contents(

@@ -1,6 +1,6 @@
 """What masks, biases and block masks must satisfy: of operators, and of the public functions.
 
-As checks.py: errors name argument, rule and value.
+As tensors.py: errors name argument, rule and value.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .op_support import has_vmap_dimension
-from .sparsity_lists import PIECE, tiles_of
+from ..masks.lists import PIECE, tiles_of
+from ..operators.support import has_vmap_dimension
+from .tensors import check_tensor
 
 
 class PairExtent(NamedTuple):

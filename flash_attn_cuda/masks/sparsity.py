@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .sparsity_lists import (
+from ..checks.tensors import check_tensor
+from .lists import (
     HIDDEN,
     PARTIAL,
     PIECE,
@@ -273,7 +273,7 @@ class BlockSparsity:
             ModuleNotFoundError: matplotlib is not installed.
             ValueError: there is no such sequence or head.
         """
-        from .sparsity_plot import plot_pieces
+        from .plot import plot_pieces
 
         return plot_pieces(self, batch, head, ax)
 

@@ -1,4 +1,0 @@
-// own_range is block_range.h's.
-#pragma once
-
-#include "shared/block_range.h"

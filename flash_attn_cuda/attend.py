@@ -1,0 +1,154 @@
+"""The one way of a call: from its description (call.py) to its results.
+
+Where the tensors are plain and nothing is watching (no compiler, no torch mode, no functorch
+transform), CUDA calls go straight to the extension, whose autograd is in C++ and which checks its
+inputs itself; everything else goes through the operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType, NoneType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+
+from . import build_info
+from .arguments import (
+    Result,
+    cast_for_autocast,
+    is_plain_cuda_call,
+    needs_padding,
+    pad_head_dim,
+)
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
+from .checks.calls import check_call, check_contents, check_gradients
+from .checks.tensors import refuse_forward_gradients
+from .operators.attention import run_operator
+from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
+
+# Of what a call has: no subclass of a tensor that would want to see an operator.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
+
+
+def attend(
+    call: AttentionCall, return_attn_probs: bool = False, names: Names | None = None
+) -> Result:
+    """out, or (out, softmax_lse, S_dmask). `names`: what errors call the arguments."""
+    call.return_softmax = return_attn_probs and call.dropout_p > 0.0
+    if not call.return_softmax and _is_plain(call):
+        out, softmax_lse, *_ = _by_extension(call, names)
+        s_dmask = None
+    else:
+        out, softmax_lse, s_dmask = _by_operator(call, names)
+    if not return_attn_probs:
+        return out
+    return out, softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
+
+
+def attend_over_cache(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse)."""
+    if _is_plain(call):
+        out, softmax_lse, *_ = _by_extension(call, None)
+    else:
+        out, softmax_lse, _ = _by_operator(call, None)
+    return out, softmax_lse
+
+
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, names: Names
+) -> tuple[Tensor, Tensor] | None:
+    """(out, softmax_lse) of a call without options, whose host time counts most; None where it has
+    to go the way of the others.
+    """
+    if not is_plain_cuda_call(q, k, v) or _is_any_autocast_enabled() or _has_to_be_padded(q, v):
+        return None
+    try:
+        return cast(ModuleType, build_info.extension).attention(q, k, v, softmax_scale, causal)
+    except Exception as error:
+        _explain(AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal), names, error)
+        raise
+
+
+def needs_gradient(call: AttentionCall) -> bool:
+    return torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (getattr(call, name) for name in DIFFERENTIABLE)
+    )
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    return (
+        is_plain_cuda_call(call.q, call.k, call.v)
+        and _PLAIN.issuperset(map(type, vars(call).values()))
+        # Such a call has a backward, which refuses.
+        and not (call.block_table is not None and not call.over_cache and needs_gradient(call))
+    )
+
+
+def _by_extension(call: AttentionCall, names: Names | None) -> list[Any]:
+    """An input that the extension refuses is checked here for the words of the error."""
+    try:
+        if call.over_cache:
+            return cast(ModuleType, build_info.extension).forward(call)
+        if _is_any_autocast_enabled():
+            call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+        padded = _padded(call)
+        results = cast(ModuleType, build_info.extension).forward(padded)
+        if padded is not call:
+            results[0] = results[0][..., : call.v.shape[-1]]
+        return results
+    except Exception as error:
+        _explain(call, names, error)
+        raise
+
+
+def _explain(call: AttentionCall, names: Names | None, error: Exception) -> None:
+    """Raises in this package's words, where they say what the extension refused."""
+    check_call(call, names, is_padded=False)
+    if call.has_masks() and needs_gradient(call):
+        check_gradients(call, _wants_dbias(call))
+    refuse_forward_gradients(**_differentiable(call))
+    build_info.require_cuda(call.q.device, error)
+
+
+def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor]:
+    if not call.over_cache:
+        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    check_call(call, names, is_padded=False)
+    if needs_gradient(call):
+        check_gradients(call, _wants_dbias(call))
+    refuse_forward_gradients(**_differentiable(call))
+    check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
+    padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
+    try:
+        out, softmax_lse, s_dmask, _ = run_operator(padded)
+    except ValueError:
+        # Of contents, for which the operator has names of its own.
+        if call.q.device.type == "cpu" and not is_functorch_active():
+            check_contents(call, names)
+        raise
+    return out if padded is call else out[..., : call.v.shape[-1]], softmax_lse, s_dmask
+
+
+def _wants_dbias(call: AttentionCall) -> bool:
+    return call.bias is not None and call.bias.requires_grad
+
+
+def _differentiable(call: AttentionCall) -> dict[str, Tensor | None]:
+    """By the names of the public functions' arguments."""
+    given = {"bias": "attn_mask"}
+    return {given.get(name, name): getattr(call, name) for name in DIFFERENTIABLE}
+
+
+def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:
+    return q.dim() > 0 and v.dim() > 0 and needs_padding(q, v)
+
+
+def _padded(call: AttentionCall) -> AttentionCall:
+    """The call, or one whose head dims are multiples of 8, as the training kernels want them."""
+    if not _has_to_be_padded(call.q, call.v):
+        return call
+    q, k, v = (pad_head_dim(x) for x in (call.q, call.k, call.v))
+    return replace(call, q=q, k=k, v=v, softmax_scale=call.scale())

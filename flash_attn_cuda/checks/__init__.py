@@ -1,0 +1,1 @@
+"""What arguments must satisfy: errors name the argument, the rule and the value."""

@@ -1,0 +1,1 @@
+"""Custom operators of torch, namespace `flash_attn_cuda`."""
