@@ -117,6 +117,7 @@ def _flash_attn_varlen_forward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,
@@ -175,6 +176,7 @@ def _flash_attn_varlen_backward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,

@@ -282,6 +282,9 @@ class BlockSparsity:
         return plot_pieces(pieces, self.seqlen_q, self.seqlen_k, title, ax)
 
 
+BlockSparsity.__module__ = "flash_attn_cuda"  # where pickles look for it
+
+
 def sparsity_of_pieces(
     pieces: Tensor, bits: Tensor | None, seqlen_q: int, seqlen_k: int
 ) -> BlockSparsity:
