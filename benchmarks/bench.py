@@ -37,9 +37,13 @@ from cases import (  # noqa: E402
     AttentionCase,
     benchmark_cases,
 )
-from grid_tables import power_texts  # noqa: E402
+from documents import make_document, row_of, write_outputs  # noqa: E402
+from grid_tables import (  # noqa: E402
+    Row,
+    power_texts,
+    summary_lines,
+)
 from metrics import Pass  # noqa: E402
-from report import Row, make_document, row_of, summary_lines, write_outputs  # noqa: E402
 from runner import Result, Status, make_input_sets, run_case  # noqa: E402
 from turns import add_options, protocol_of  # noqa: E402
 

@@ -28,8 +28,8 @@ import feature_cost  # noqa: E402
 import prefill_speed  # noqa: E402
 import torch  # noqa: E402
 import varlen_speed  # noqa: E402
+from documents import environment, write_outputs  # noqa: E402
 from feature_tables import Row, failures, print_document  # noqa: E402
-from report import environment, write_outputs  # noqa: E402
 from turns import add_options, protocol_of  # noqa: E402
 
 SCHEMA = 1

@@ -26,8 +26,8 @@ sys.path += [str(ROOT / "tests"), str(ROOT)]
 import torch  # noqa: E402
 from backends import BACKENDS, Backend, is_cuda  # noqa: E402
 from cases import AttentionCase  # noqa: E402
+from documents import environment  # noqa: E402
 from metrics import Timing  # noqa: E402
-from report import environment  # noqa: E402
 from runner import Call, Measurement, Status, failure  # noqa: E402
 from turns import even, order_of_turns  # noqa: E402
 

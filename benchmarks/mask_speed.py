@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
+from documents import environment, write_outputs  # noqa: E402
 from feature_tables import Row, failures, print_document, timing_of  # noqa: E402
 from mask_entrants import PARTS, Entrant, MaskGroup  # noqa: E402
 from mask_tables import COLUMNS, add_check, add_ratios, compare, is_wrong, short  # noqa: E402
 from metrics import Pass  # noqa: E402
-from report import environment, write_outputs  # noqa: E402
 from runner import Call, Status, Subject, make_call  # noqa: E402
 from runner import measure as measure_in_turns  # noqa: E402
 from turns import Protocol, add_options, protocol_of  # noqa: E402

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "examples"), str(ROOT)]
 
 import torch  # noqa: E402
+from documents import environment, write_outputs  # noqa: E402
 from model import ATTENTIONS  # noqa: E402
-from report import environment, write_outputs  # noqa: E402
 from train_gpt import new_model  # noqa: E402
 from training import (  # noqa: E402
     MIN_VALIDATION_INTERVAL,

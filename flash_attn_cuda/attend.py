@@ -38,6 +38,11 @@ def attend(
 ) -> Result:
     """out, or (out, softmax_lse, S_dmask). `names`: what errors call the arguments."""
     call.return_softmax = return_attn_probs and call.dropout_p > 0.0
+    if call.return_softmax and (call.has_masks() or call.sink is not None):
+        raise NotImplementedError(
+            "return_attn_probs: must be False where there is dropout and an attn_mask, a "
+            f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
+        )
     if not call.return_softmax and _is_plain(call):
         out, softmax_lse, *_ = _by_extension(call, names)
         s_dmask = None
@@ -137,7 +142,9 @@ def _wants_dbias(call: AttentionCall) -> bool:
 
 
 def _differentiable(call: AttentionCall) -> dict[str, Tensor | None]:
-    return {"q": call.q, "k": call.k, "v": call.v, "attn_mask": call.bias, "sink": call.sink}
+    """By the names of the public functions' arguments."""
+    given = {"bias": "attn_mask"}
+    return {given.get(name, name): getattr(call, name) for name in DIFFERENTIABLE}
 
 
 def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:

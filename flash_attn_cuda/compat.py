@@ -86,8 +86,9 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
 
 
 class _Operator:
-    """What stands for an operator of FlashAttention-2: it is called with that one's arguments, and
-    `default`, which policies of selective checkpointing list, is the operator that runs.
+    """What stands for an operator of FlashAttention-2: it is called with that one's arguments.
+    `default` is the operator that runs, for policies of selective checkpointing to list; it takes
+    this package's arguments.
     """
 
     def __init__(self, function: Callable[..., Any], runs: Any) -> None:
@@ -100,7 +101,7 @@ class _Operator:
 
 _ops = torch.ops.flash_attn_cuda
 _OPERATORS = {
-    name: _Operator(function, _ops.attention_gradients if "backward" in name else _ops.attention)
+    name: _Operator(function, _ops.attention_backward if "backward" in name else _ops.attention)
     for name, function in _PRIVATE_FUNCTIONS.items()
 }
 

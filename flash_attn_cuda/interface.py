@@ -2,8 +2,8 @@
 
 The maths is that of Dao et al., "FlashAttention" (2022, section 3.1) and Dao, "FlashAttention-2"
 (2023, section 3.1): for every batch and head, softmax(softmax_scale * q k^T + mask) v, without
-storing the scores.. Each describes its call (call.py), which
-goes one way (attend.py).
+storing the scores. Each function describes its call (call.py), and all descriptions go one way
+(attend.py).
 """
 
 from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func

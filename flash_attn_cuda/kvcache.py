@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
     """
     _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
     if type(num_splits) is not int or batch_invariant is not False:
-        check_num_splits(num_splits)
+        num_splits = check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
     options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
-from .call import TENSORS, AttentionCall, Incoming
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming
 from .checks.tensors import check_tensor, refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
 from .operators.support import Tensors4, arguments_of, check_vmap_randomness
@@ -117,6 +117,7 @@ def _flash_attn_varlen_forward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,
@@ -175,6 +176,7 @@ def _flash_attn_varlen_backward(
     """
     check_tensor("q", q)
     check_tensor("k", k)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,
@@ -193,7 +195,7 @@ def _flash_attn_varlen_backward(
 
 def _run(call: AttentionCall) -> Tensors4:
     check_slopes_have_no_gradient(call.alibi_slopes)
-    refuse_forward_gradients(q=call.q, k=call.k, v=call.v, sink=call.sink)
+    refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     return run_operator(call)
 

@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     if type(num_splits) is not int or batch_invariant is not False:
-        check_num_splits(num_splits)
+        num_splits = check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
     check_tensor("q", q)
     check_tensor("k", k)

@@ -17,6 +17,7 @@ from flash_attn_cuda import build_info
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench
+import documents
 import grid_tables
 import report
 from benchmark_cases import TINY_GRID
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
-def make_row(case: str, which: str, backend: str, median_ms: float | None) -> report.Row:
+def make_row(case: str, which: str, backend: str, median_ms: float | None) -> grid_tables.Row:
     return {"case": case, "pass": which, "backend": backend, "median_ms": median_ms, "ratio": None}
 
 
@@ -40,9 +41,9 @@ def test_ratios_and_their_summary():
         make_row("z", "forward", "base", 3.0),
         make_row("z", "forward", "ours", None),  # did not run
     ]
-    report.add_ratios(rows, "base")
+    grid_tables.add_ratios(rows, "base")
     assert [row["ratio"] for row in rows] == [1.0, 2.0, 1.0, 0.5, None, 1.0, None]
-    (entry,) = report.summarise(rows, "base")
+    (entry,) = grid_tables.summarise(rows, "base")
     assert (entry["pass"], entry["backend"], entry["cells"]) == ("forward", "ours", 2)
     assert entry["geomean_ratio"] == pytest.approx(1.0)
     assert (entry["minimum_ratio"], entry["minimum_case"]) == (0.5, "y")
@@ -94,18 +95,18 @@ def test_sources_that_git_knows_nothing_of(monkeypatch, status, changes):
     def output(*command: str) -> str | None:
         return status if "status" in command else None
 
-    monkeypatch.setattr(report, "command_output", output)
-    monkeypatch.setenv(report.COMMIT_VARIABLE, "abc")
-    facts = report.environment("cpu")
+    monkeypatch.setattr(documents, "command_output", output)
+    monkeypatch.setenv(documents.COMMIT_VARIABLE, "abc")
+    facts = documents.environment("cpu")
     assert facts["commit"] == "abc" and facts["uncommitted_changes"] is changes
 
 
 def test_the_build_is_recorded_without_its_list_of_kernels(monkeypatch):
     record = {"archs": ["90a"], "nvcc": "13.0.88", "instances": [{}, {}]}
     monkeypatch.setattr(build_info, "build_record", lambda: record)
-    assert report.build_facts() == {"archs": ["90a"], "nvcc": "13.0.88", "kernels": 2}
+    assert documents.build_facts() == {"archs": ["90a"], "nvcc": "13.0.88", "kernels": 2}
     monkeypatch.setattr(build_info, "build_record", dict)  # without the extension
-    assert report.build_facts() is None
+    assert documents.build_facts() is None
 
 
 def test_csv_repeats_the_rows(outputs):
@@ -178,7 +179,9 @@ def test_energy_is_asked_for_and_may_be_unknown(tmp_path):
 # Power
 
 
-def powered_row(backend: str, tflops: float | None, seqlen: int = 512, **changes) -> report.Row:
+def powered_row(
+    backend: str, tflops: float | None, seqlen: int = 512, **changes
+) -> grid_tables.Row:
     """A row as bench.py writes it, as far as tables read it."""
     return {
         **{"case": f"S{seqlen}", "pass": "forward", "dtype": "bf16", "head_dim": 128},
@@ -191,7 +194,7 @@ def powered_row(backend: str, tflops: float | None, seqlen: int = 512, **changes
 
 
 @pytest.fixture
-def powered() -> report.Row:
+def powered() -> grid_tables.Row:
     """A document with two peers; one has no figure of the second length."""
     rows = [
         powered_row("ours", 500.0, sm_clock_mhz=1530.0, watts=689.6, joules_per_call=1.2345),
@@ -201,35 +204,35 @@ def powered() -> report.Row:
         powered_row("sdpa_cudnn", None, seqlen=1024),
         powered_row("fa3", 480.0, seqlen=1024),
     ]
-    report.add_ratios(rows, "sdpa_cudnn")
+    grid_tables.add_ratios(rows, "sdpa_cudnn")
     return {
         "command": "c",
         "protocol": {"name": "long turns", "version": 3, "turn_ms": 100.0},
         "baseline": "sdpa_cudnn",
         "environment": {"device": "d", "torch": "t", "commit": None},
-        "summary": report.summarise(rows, "sdpa_cudnn"),
+        "summary": grid_tables.summarise(rows, "sdpa_cudnn"),
         "results": rows,
     }
 
 
 def test_clock_and_watts_stand_beside_the_speed(powered):
-    ours, cudnn, _ = (line for line in report.markdown(powered).splitlines()[2:5])
+    ours, cudnn, _ = (line for line in grid_tables.markdown(powered).splitlines()[2:5])
     assert ours.endswith("| ours | 500 (1530 MHz, 690 W, 1.23 J) | 600 (1545 MHz) |")
     assert cudnn.endswith("| sdpa_cudnn | 400 |  |")
-    assert "on d, turns of 100 ms, torch t" in report.markdown(powered)
+    assert "on d, turns of 100 ms, torch t" in grid_tables.markdown(powered)
 
 
 def test_ratios_to_several_peers(powered):
-    assert report.ratio_table(powered).splitlines()[2:] == [
+    assert grid_tables.ratio_table(powered).splitlines()[2:] == [
         "| forward | 128 | causal | 500 / 1.25 | 600 |"
     ]
-    assert report.ratio_table(powered, ["fa3", "sdpa_cudnn"]).splitlines()[2:] == [
+    assert grid_tables.ratio_table(powered, ["fa3", "sdpa_cudnn"]).splitlines()[2:] == [
         "| forward | 128 | causal | 500 / 0.80 / 1.25 | 600 / 1.25 / - |"
     ]
 
 
 def test_the_summary_is_of_every_peer(powered):
-    assert report.peer_table(powered).splitlines()[2:] == [
+    assert grid_tables.peer_table(powered).splitlines()[2:] == [
         "| forward | sdpa_cudnn | 1 | 1.25 | 1.25 | S512 |",
         "| forward | fa3 | 2 | 1.00 | 0.80 | S512 |",
     ]

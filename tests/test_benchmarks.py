@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import backends
 import bench
+import grid_tables
 import host_overhead
-import report
 from backends import BACKENDS, Backend, Unsupported
 from benchmark_cases import SMALL, TINY_GRID, sdpa_like
 from metrics import Pass, Timing, geometric_mean, least_traffic, operations, quantile
@@ -214,7 +214,7 @@ def test_values_of_another_head_dim(tmp_path):
     assert bench.main([*grid, "--refcheck", "--backends", "ours", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert {(row["head_dim"], row["head_dim_v"]) for row in document["results"]} == {(16, 8)}
-    assert "| 16x8 |" in report.markdown(document)
+    assert "| 16x8 |" in grid_tables.markdown(document)
     with pytest.raises(SystemExit):
         bench.parse_arguments(["--head-dims", "16x8x8"])
 

@@ -247,3 +247,22 @@ def test_bad_arguments_of_a_packed_backward() -> None:
             _flash_attn_varlen_backward(
                 x, x, x, x, x, lse, *targets, *lengths, *SCORES, None, False
             )
+
+
+def test_the_private_functions_of_packed_sequences_need_their_lengths() -> None:
+    q = torch.randn(2, 8, 2, 16)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q: must be a torch\.Tensor, got NoneType"):
+        _flash_attn_varlen_forward(q, q, q, None, None, 8, 8, 0.0, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen_k", "message"), [(-5, "must not be negative, got -5"), (2**63, "must be at most")]
+)
+def test_bounds_of_pages_without_cu_seqlens_k(max_seqlen_k: int, message: str) -> None:
+    q, pages = torch.randn(3, 2, 16), torch.randn(4, 4, 2, 16)
+    cu_seqlens, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3], [9]))
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"max_seqlen_k: {message}"):
+        flash_attn_varlen_func(
+            *(q, pages, pages, cu_seqlens, None, 3, max_seqlen_k), block_table=table, seqused_k=used
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import sys
 
 import numpy as np
@@ -366,3 +367,11 @@ def test_built_on_the_device_and_captured() -> None:
     results = replay() if DEVICE != "cpu" else everything_built(*inputs)
     for actual, wanted in zip(results, everything_built(*changed), strict=True):
         torch.testing.assert_close(actual.cpu(), wanted)
+
+
+def test_pickles_name_the_package_alone() -> None:
+    """So that they outlive where its modules lie."""
+    made = BlockSparsity.from_mask(torch.rand(5, 7) < 0.5)
+    data = pickle.dumps(made)
+    assert b"flash_attn_cuda.masks" not in data
+    assert torch.equal(pickle.loads(data).to_mask(), made.to_mask())

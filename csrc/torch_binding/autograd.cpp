@@ -98,6 +98,15 @@ void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
                               ": must not carry a forward-mode gradient, got a dual tensor");
 }
 
+// Such a tensor has no memory of its own that a kernel could read.
+void check_not_mapped(const char* name, const at::Tensor& tensor) {
+  const bool is_mapped =
+      tensor.defined() && tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_mapped, name,
+                              ": must not be mapped by torch.vmap (is_grads_batched=True) in a "
+                              "backward of a CUDA call that was not, got a batched tensor");
+}
+
 // Stands where the gradients' own gradient would: it can be built into a graph, and refuses to run.
 struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   static variable_list forward(AutogradContext* /*context*/, const OptionalTensor& /*dout*/,
@@ -141,6 +150,8 @@ struct Attention : torch::autograd::Function<Attention> {
     if (!dout.defined() && !dlse.defined()) return variable_list(num_arguments);
     check_no_forward_gradient("dout", dout);
     check_no_forward_gradient("dlse", dlse);
+    check_not_mapped("dout", dout);
+    check_not_mapped("dlse", dlse);
 
     auto [call, incoming] = restore(context);
     incoming.dout = if_defined(dout);
@@ -240,6 +251,10 @@ std::vector<at::Tensor> forward(const CallArguments& given) {
   check_no_gradient("alibi_slopes", given.alibi_slopes);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
+  TORCH_CHECK_VALUE(!is_recorded || given.block_rows.has_value() == given.block_columns.has_value(),
+                    "block_rows: must be given with block_columns where gradients are wanted");
+  TORCH_CHECK_VALUE(!is_recorded || !given.out.has_value(),
+                    "out: must be None where gradients are wanted, got a tensor");
   AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
   ForwardResults results = differentiable(given, call, is_recorded, /*has_settings=*/true);

@@ -99,6 +99,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
+    check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
     if call.cu_seqlens_k is None and call.block_table is not None and call.seqused_k is not None:
         return
     entries = check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)
@@ -107,7 +108,6 @@ def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
             f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
             f"({batch + 1}), got {entries}"
         )
-    check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
 
 
 def _check_one_length(call: AttentionCall, names: Names) -> None:
@@ -234,10 +234,10 @@ def check_masks(call: AttentionCall) -> None:
 
 def _check_refused(call: AttentionCall) -> None:
     """What fits together, and no backend does."""
-    if call.wants_s_dmask() and (call.has_masks() or call.sink is not None):
+    if call.wants_s_dmask() and call.has_masks():
         raise NotImplementedError(
-            "return_attn_probs: must be False where there is dropout and an attn_mask, a "
-            f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
+            "return_softmax: must be False where there is dropout and a mask or a bias, got True "
+            f"and dropout_p {call.dropout_p}"
         )
     if not call.reads_in_place():
         return

@@ -7,7 +7,7 @@ host holds them, on the CPU; on CUDA kernels do it (device_errors.py).
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,10 +71,10 @@ def check_max_seqlen(name: str, max_seqlen: Any) -> None:
         raise ValueError(f"{name}: must be at most {MAX_INT64}, got {max_seqlen}")
 
 
-def check_num_splits(num_splits: Any) -> None:
-    """Raise unless num_splits is 0, for automatic, or a number of splits."""
+def check_num_splits(num_splits: Any) -> int:
+    """Raise unless num_splits is 0, for automatic, or a number of splits; returns it as an int."""
     if isinstance(num_splits, torch.SymInt):
-        return
+        return cast(int, num_splits)
     # A tensor is an index too, but might have to be waited for.
     if isinstance(num_splits, Tensor) or not _is_index(num_splits):
         raise TypeError(f"num_splits: must be an integer, got {type(num_splits).__name__}")
@@ -82,6 +82,7 @@ def check_num_splits(num_splits: Any) -> None:
         raise ValueError(
             f"num_splits: must be from 0, for automatic, to {MAX_SPLITS}, got {num_splits}"
         )
+    return operator.index(num_splits)
 
 
 def _is_index(value: Any) -> bool:

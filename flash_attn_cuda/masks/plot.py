@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from .lists import PIECE, TILE
-
-if TYPE_CHECKING:
-    from .sparsity import BlockSparsity
 
 COLORS = {"hidden": "#e8eaed", "visible": "#2f6db5", "partial": "#f0a63a"}  # by the piece's value
 MOST_GRID_LINES = 64
 
 
-def plot_pieces(sparsity: BlockSparsity, batch: int, head: int, ax: Any = None) -> Any:
-    """BlockSparsity.plot: an Axes whose units are queries (down) and keys (to the right).
+def plot_pieces(pieces: Tensor, queries: int, keys: int, title: str, ax: Any = None) -> Any:
+    """BlockSparsity.plot of the pieces (query pieces, key pieces) of a head, on the CPU: an Axes
+    whose units are queries (down) and keys (to the right).
 
     Lines are drawn between tiles where there are few enough to see them.
     """
@@ -26,13 +26,6 @@ def plot_pieces(sparsity: BlockSparsity, batch: int, head: int, ax: Any = None) 
         raise ModuleNotFoundError(
             "plot: needs matplotlib, which is not installed", name="matplotlib"
         ) from error
-
-    pieces = sparsity.pieces()
-    for name, index, extent in (("batch", batch, sparsity.batch), ("head", head, sparsity.heads)):
-        if not 0 <= index < extent:
-            raise ValueError(f"{name}: must be from 0 to {extent - 1}, got {index}")
-    pieces = pieces.expand(sparsity.batch, sparsity.heads, -1, -1)[batch, head].cpu()
-    queries, keys = sparsity.seqlen_q, sparsity.seqlen_k
 
     if ax is None:
         ax = pyplot.subplots(figsize=(6, 6), layout="constrained")[1]
@@ -59,5 +52,5 @@ def plot_pieces(sparsity: BlockSparsity, batch: int, head: int, ax: Any = None) 
         for value, (name, color) in enumerate(COLORS.items())
     ]
     ax.legend(handles=handles, title="pieces", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    ax.set_title(f"sequence {batch}, head {head}")
+    ax.set_title(title)
     return ax

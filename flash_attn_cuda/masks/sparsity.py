@@ -28,6 +28,7 @@ from .lists import (
     tiles_of,
     unpack,
 )
+from .plot import plot_pieces
 
 __all__ = ["BlockSparsity", "sparsity_of_pieces"]
 
@@ -273,9 +274,15 @@ class BlockSparsity:
             ModuleNotFoundError: matplotlib is not installed.
             ValueError: there is no such sequence or head.
         """
-        from .plot import plot_pieces
+        for name, index, extent in (("batch", batch, self.batch), ("head", head, self.heads)):
+            if not 0 <= index < extent:
+                raise ValueError(f"{name}: must be from 0 to {extent - 1}, got {index}")
+        pieces = self.pieces().expand(self.batch, self.heads, -1, -1)[batch, head].cpu()
+        title = f"sequence {batch}, head {head}"
+        return plot_pieces(pieces, self.seqlen_q, self.seqlen_k, title, ax)
 
-        return plot_pieces(self, batch, head, ax)
+
+BlockSparsity.__module__ = "flash_attn_cuda"  # where pickles look for it
 
 
 def sparsity_of_pieces(

@@ -263,9 +263,10 @@ def _gradients_op(*args: Any) -> Tensors5:
 def _(*args: Any) -> Tensors5:
     call, incoming = _checked_backward(args, _INCOMING)
     dq, dk, dv, _, dbias, dsink = _backward_on_cuda(call, incoming)
-    *_, no_dbias, no_dsink = _empty_gradients(call, wants_dbias=False)
-    dbias = no_dbias if dbias is None else dbias.to(no_dbias.dtype)
-    return dq, dk, dv, dbias, no_dsink if dsink is None else dsink
+    dtype = call.q.dtype if call.bias is None else call.bias.dtype
+    dbias = call.q.new_empty((0,), dtype=dtype) if dbias is None else dbias.to(dtype)
+    dsink = call.q.new_empty((0,), dtype=call.lse_dtype()) if dsink is None else dsink
+    return dq, dk, dv, dbias, dsink
 
 
 @_gradients_op.register_fake
@@ -343,9 +344,10 @@ _FOLDED = frozenset(
 
 def _folds_into_batch(call: AttentionCall) -> bool:
     """Whether a call over one more dimension is a call of a larger batch: one whose other tensors
-    are None.
+    are None, and not over a cache, which nobody copies.
     """
-    return all(getattr(call, name) is None for name in TENSORS if name not in _FOLDED)
+    others = (getattr(call, name) for name in TENSORS if name not in _FOLDED)
+    return not call.over_cache and all(x is None for x in others)
 
 
 @_attention_op.register_vmap
