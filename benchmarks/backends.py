@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from cases import AttentionCase
 from fa3 import flash_attention_3
+from other_build import other_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -68,6 +69,19 @@ def prepare_ours(case: AttentionCase) -> Attend:
         features["alibi_slopes"] = case.make_slopes(case.batch, case.num_heads_q, generator)
     scale, causal = case.softmax_scale, case.causal
     return lambda q, k, v: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **features)
+
+
+def prepare_other_build(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    refuse_features(case)
+    if case.head_dim % 8 or case.value_dim % 8:
+        raise Unsupported("is called without padding, so head dims must be multiples of 8")
+    try:
+        attention = other_attention()
+    except ImportError as error:
+        raise Unsupported(str(error)) from None
+    scale, causal = case.softmax_scale, case.causal
+    return lambda q, k, v: attention(q, k, v, scale, causal)[0]
 
 
 def prepare_fa3(case: AttentionCase) -> Attend:
@@ -208,5 +222,6 @@ BACKENDS = {
         Backend("sdpa", "torch SDPA, kernel chosen by torch", prepare_sdpa, HEADS_FIRST),
         Backend("flex", "torch FlexAttention, compiled", prepare_flex, HEADS_FIRST),
         Backend("fa3", "FlashAttention-3, when installed (fa3.py)", prepare_fa3),
+        Backend("other_build", "another build of ours (other_build.py)", prepare_other_build),
     )
 }

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from . import build_info
+from .call import NAMES, Names
 from .checks.tensors import (
     MAX_INT32,
     as_number,
@@ -171,6 +172,25 @@ def rows_bound(x: Tensor, block_table: Any = None) -> int:
     if not isinstance(block_table, Tensor):
         return x.shape[0]
     return block_table.shape[1] * x.shape[1] if block_table.dim() == 2 and x.dim() > 1 else 0
+
+
+def packed_lengths(
+    q: Any, k: Any, given: tuple[Any, Any, Any, Any], names: Names = NAMES, block_table: Any = None
+) -> dict[str, Any]:
+    """Fields of an AttentionCall: `given` is cu_seqlens_q, cu_seqlens_k, max_seqlen_q and
+    max_seqlen_k, whose bounds become integers.
+    """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given
+    check_tensor(names.q, q)
+    check_tensor(names.k, k)
+    if cu_seqlens_q is None:
+        check_tensor(names.cu_seqlens_q, cu_seqlens_q)
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
+        "max_seqlen_k": seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k, block_table)),
+    }
 
 
 def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:

@@ -43,11 +43,7 @@ def attend(
             "return_attn_probs: must be False where there is dropout and an attn_mask, a "
             f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
         )
-    if not call.return_softmax and _is_plain(call):
-        out, softmax_lse, *_ = _by_extension(call, names)
-        s_dmask = None
-    else:
-        out, softmax_lse, s_dmask = _by_operator(call, names)
+    out, softmax_lse, s_dmask = _results(call, names)
     if not return_attn_probs:
         return out
     return out, softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
@@ -55,10 +51,7 @@ def attend(
 
 def attend_over_cache(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse)."""
-    if _is_plain(call):
-        out, softmax_lse, *_ = _by_extension(call, None)
-    else:
-        out, softmax_lse, _ = _by_operator(call, None)
+    out, softmax_lse, _ = _results(call, None)
     return out, softmax_lse
 
 
@@ -81,6 +74,14 @@ def needs_gradient(call: AttentionCall) -> bool:
     return torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (getattr(call, name) for name in DIFFERENTIABLE)
     )
+
+
+def _results(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, softmax_lse, S_dmask), the last None where it was not wanted and nobody made one."""
+    if call.return_softmax or not _is_plain(call):
+        return _by_operator(call, names)
+    out, softmax_lse, *_ = _by_extension(call, names)
+    return out, softmax_lse, None
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -111,20 +112,14 @@ def _by_extension(call: AttentionCall, names: Names | None) -> list[Any]:
 
 def _explain(call: AttentionCall, names: Names | None, error: Exception) -> None:
     """Raises in this package's words, where they say what the extension refused."""
-    check_call(call, names, is_padded=False)
-    if call.has_masks() and needs_gradient(call):
-        check_gradients(call, _wants_dbias(call))
-    refuse_forward_gradients(**_differentiable(call))
+    _check(call, names)
     build_info.require_cuda(call.q.device, error)
 
 
 def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor]:
     if not call.over_cache:
         call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
-    check_call(call, names, is_padded=False)
-    if needs_gradient(call):
-        check_gradients(call, _wants_dbias(call))
-    refuse_forward_gradients(**_differentiable(call))
+    _check(call, names)
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
     try:
@@ -137,14 +132,15 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
     return out if padded is call else out[..., : call.v.shape[-1]], softmax_lse, s_dmask
 
 
-def _wants_dbias(call: AttentionCall) -> bool:
-    return call.bias is not None and call.bias.requires_grad
-
-
-def _differentiable(call: AttentionCall) -> dict[str, Tensor | None]:
-    """By the names of the public functions' arguments."""
-    given = {"bias": "attn_mask"}
-    return {given.get(name, name): getattr(call, name) for name in DIFFERENTIABLE}
+def _check(call: AttentionCall, names: Names | None) -> None:
+    """Raises for what no backend runs, or has no backward where one is needed."""
+    check_call(call, names, is_padded=False)
+    if needs_gradient(call):
+        check_gradients(call, call.bias is not None and call.bias.requires_grad)
+    public = {"bias": "attn_mask"}
+    refuse_forward_gradients(
+        **{public.get(name, name): getattr(call, name) for name in DIFFERENTIABLE}
+    )
 
 
 def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:

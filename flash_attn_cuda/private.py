@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arguments import check_slopes_have_no_gradient, rows_bound, seqlen_bound
+from .arguments import check_slopes_have_no_gradient, packed_lengths
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming
-from .checks.tensors import check_tensor, refuse_forward_gradients
+from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
 from .operators.support import Tensors4, arguments_of, check_vmap_randomness
 
@@ -115,25 +115,20 @@ def _flash_attn_varlen_forward(
     multiple of 8. Differentiable in q, k, v and sink (Hq,), fp32, but not with a block_table, which
     refuses in the backward.
     """
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,
         sink=sink,
         deterministic=deterministic,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
-        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
-        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
         block_table=block_table,
         return_softmax=return_softmax,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
+        **packed_lengths(q, k, given, block_table=block_table),
     )
     return _run(call)
 
@@ -174,20 +169,15 @@ def _flash_attn_varlen_backward(
     no effect, are additions: dlse (Hq, total_q), the gradient of softmax_lse, and what the forward
     was given.
     """
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = AttentionCall(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap),
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
-        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
-        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k)),
+        **packed_lengths(q, k, given),
     )
     incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, False, dq, dk, dv)
     return _run_backward(call, incoming)

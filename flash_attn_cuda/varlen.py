@@ -6,19 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import (
-    UNLIMITED,
-    Options,
-    Result,
-    WindowSize,
-    make_options,
-    rows_bound,
-    seqlen_bound,
-)
+from .arguments import UNLIMITED, Result, WindowSize, make_options, packed_lengths
 from .attend import attend
-from .call import AttentionCall, Names, describe
+from .call import Names, describe
 from .checks.lengths import check_batch_invariant, check_num_splits
-from .checks.tensors import check_packed, check_tensor
+from .checks.tensors import check_packed
 from .masks.given import Masks, add_masks, add_sink
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
@@ -115,24 +107,18 @@ def flash_attn_varlen_func(
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
-    check_tensor("q", q)
-    check_tensor("k", k)
-    if cu_seqlens_q is None:
-        check_tensor("cu_seqlens_q", cu_seqlens_q)
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = describe(
         q=q,
         k=k,
         v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
-        max_seqlen_q=seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q)),
-        max_seqlen_k=seqlen_bound("max_seqlen_k", max_seqlen_k, rows_bound(k, block_table)),
         block_table=block_table,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
+        **packed_lengths(q, k, given, block_table=block_table),
         **options,
     )
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
@@ -173,7 +159,7 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(1)
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = _packed_call(q, k, v, given, options, _KVPACKED_NAMES)
+    call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _KVPACKED_NAMES), **options)
     return attend(call, return_attn_probs, _KVPACKED_NAMES)
 
 
@@ -201,25 +187,5 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "(total, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(1)
     given = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    call = _packed_call(q, k, v, given, options, _QKVPACKED_NAMES)
+    call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _QKVPACKED_NAMES), **options)
     return attend(call, return_attn_probs, _QKVPACKED_NAMES)
-
-
-def _packed_call(
-    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], options: Options, names: Names
-) -> AttentionCall:
-    """`given`: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
-    check_tensor(names.q, q)
-    check_tensor(names.k, k)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given
-    check_tensor(names.cu_seqlens_q, cu_seqlens_q)
-    return describe(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
-        max_seqlen_k=seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k)),
-        **options,
-    )
