@@ -100,7 +100,7 @@ def on_host(case: Case) -> Case:
 def moved(inputs: Any, case: Case | MaskedCase) -> Any:
     """`inputs` on the device, in memory of the case's layout."""
     tensors = {
-        field.name: getattr(inputs, field.name).to(DEVICE)
+        field.name: getattr(inputs, field.name).to(DEVICE, copy=True)
         for field in fields(inputs)
         if isinstance(getattr(inputs, field.name), torch.Tensor)
     }
@@ -243,10 +243,11 @@ def run_masked_case(
     if lists is not None:
         case, given = replace(case, mask=None), {"block_mask": lists.to(DEVICE)}
     if change_lists is not None and lists is not None:
-        bad = change_lists(lists)
+        good = lists.to("cpu")  # where changes are made
+        bad = change_lists(good)
         for pass_name in ("forward", "backward") if with_backward else ("forward",):
             own = {"rows": bad.rows} if pass_name == "forward" else {"columns": bad.columns}
-            bad_mask = replace(lists, bits=bad.bits, **own).to(DEVICE)
+            bad_mask = replace(good, bits=bad.bits, **own).to(DEVICE)
             run_masked(case, on_device, backward=pass_name == "backward", block_mask=bad_mask)
     problems = flagged()
     result = run_masked(case, on_device, backward=with_backward, **given)
@@ -301,7 +302,7 @@ def run_longer_sequence(case: MaskedCase, seed: int) -> list[str]:
     lists = lists_of(host_case, inputs)
     given: dict[str, Any] = {} if lists is None else {"block_mask": lists.to(DEVICE)}
     if inputs.bias is not None:
-        given["attn_mask"] = inputs.bias.to(DEVICE).requires_grad_()
+        given["attn_mask"] = inputs.bias.to(DEVICE, copy=True).requires_grad_()
     leaves = [packed(x).requires_grad_() for x in (inputs.of.q, inputs.of.k, inputs.of.v)]
     cu_seqlens = bad_input.int32((0, seqlen, 4 * seqlen))
     bounds = (cu_seqlens, cu_seqlens, seqlen, seqlen)

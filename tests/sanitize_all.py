@@ -24,8 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import gpu_summary
-from gpus import visible_gpus
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # where flash_attn_cuda is
+
+import gpu_summary  # noqa: E402
+from gpus import visible_gpus  # noqa: E402
 
 SANITIZE = Path(__file__).with_name("sanitize.py")
 SM80_ALONE = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
