@@ -18,7 +18,7 @@ test: install-test
 # On a GPU: the summary in tests/gpu_results. The workers share the cores, of which torch would give all to each. More
 # than four of them hold each other up on a GPU. Few tests are given out at once, as slow ones stand side by side.
 gpu-test: install-test
-	OMP_NUM_THREADS=2 "$(PYTHON)" -m pytest -m gpu --numprocesses $(GPU_TEST_WORKERS) --maxschedchunk 2 --gpu-summary tests/gpu_results $(TEST_ARGS)
+	OMP_NUM_THREADS=2 "$(PYTHON)" -m pytest -m gpu --numprocesses $(GPU_TEST_WORKERS) --dist worksteal --gpu-summary tests/gpu_results $(TEST_ARGS)
 
 sanitize: install-test
 	"$(PYTHON)" tests/sanitize_all.py --summary tests/gpu_results

@@ -14,6 +14,8 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # cases of the benchmarks
+
 import feature_tables
 import mask_tables
 from documents import SCHEMA, write_outputs

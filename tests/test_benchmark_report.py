@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -270,3 +272,13 @@ def test_old_results_of_features_can_be_read(name, options, capsys):
     assert report.main([str(RESULTS / f"{name}.json"), *options]) == 0
     text = capsys.readouterr().out
     assert "samples of 0.5 ms" in text and "MHz" not in text
+
+
+@pytest.mark.parametrize("script", ["bench", "features", "host_overhead", "mask_speed", "report"])
+def test_scripts_find_their_modules_from_any_folder(script, tmp_path):
+    path = Path(bench.__file__).with_name(f"{script}.py")
+    command = [sys.executable, str(path), "--help"]
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
