@@ -7,8 +7,8 @@ without a copy, so that nothing but the call itself is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -206,6 +206,24 @@ def sdpa_backend(
     return Backend(f"sdpa_{name}", f"torch SDPA, {description}", prepare, HEADS_FIRST, scope)
 
 
+@contextmanager
+def our_operators() -> Iterator[None]:
+    """SDPA's flash backend runs ours."""
+    import flash_attn_cuda  # noqa: F401  # makes its name known to torch
+
+    torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def prepare_sdpa_ours(case: AttentionCase) -> Attend:
+    require_ours(case.device)
+    return prepare_sdpa(case)
+
+
 HEADS_FIRST = TensorOrder.heads_first
 FA2 = "flash kernels (FlashAttention-2 on CUDA)"
 
@@ -214,6 +232,13 @@ BACKENDS = {
     for backend in (
         Backend("ours", "flash_attn_cuda", prepare_ours),
         sdpa_backend("flash", FA2, SDPBackend.FLASH_ATTENTION),
+        Backend(
+            "sdpa_ours",
+            "torch SDPA, flash_attn_cuda activated",
+            prepare_sdpa_ours,
+            HEADS_FIRST,
+            our_operators,
+        ),
         sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION, prepare_cudnn),
         sdpa_backend(
             "efficient", "memory-efficient", SDPBackend.EFFICIENT_ATTENTION, prepare_efficient

@@ -17,14 +17,16 @@ import gc
 import shlex
 import statistics
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "examples"), str(ROOT)]
+sys.path += [str(ROOT / "examples"), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
+from backends import our_operators  # noqa: E402
 from documents import environment, write_outputs  # noqa: E402
 from model import ATTENTIONS  # noqa: E402
 from train_gpt import new_model  # noqa: E402
@@ -42,6 +44,7 @@ from turns import order_of_turns  # noqa: E402
 SCHEMA = 1
 WARMUP_STEPS = 4
 SHOWN_LOSSES = 5
+SDPA_OURS = "sdpa-ours"  # the model calls SDPA, whose flash backend is this package
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,7 +61,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attentions",
         nargs="+",
-        choices=ATTENTIONS,
+        choices=[*ATTENTIONS, SDPA_OURS],
         default=["ours", "sdpa-flash", "sdpa-cudnn"],
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -76,11 +79,13 @@ def run(preset: Preset, attention: str, device: torch.device, steps: int) -> tup
     """The curve of a new model's training, and the most GiB that were allocated meanwhile."""
     is_cuda = device.type == "cuda"
     corpus = Corpus(manual_text(), preset.model.seqlen, preset.batch_size, device)
-    model = new_model(preset, attention, device, seed=0)
+    is_ours = attention == SDPA_OURS
+    model = new_model(preset, "sdpa" if is_ours else attention, device, seed=0)
     if is_cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    curve = train(model, corpus, replace(preset, steps=steps), title=attention, seed=1)
+    with our_operators() if is_ours else nullcontext():
+        curve = train(model, corpus, replace(preset, steps=steps), title=attention, seed=1)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if is_cuda else 0.0
     del model
     gc.collect()

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 from . import masks
 from .build_info import compiled_rows, cuda_unavailable_reason
+from .integrations import sdpa as _sdpa
 from .interface import (
     check_device_errors,
     flash_attn_combine,
@@ -35,3 +36,5 @@ __all__ = [
     "flash_attn_with_kvcache",
     "masks",
 ]
+
+_sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")

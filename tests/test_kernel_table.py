@@ -259,7 +259,7 @@ def test_an_entry_says_all_of_a_head_dim() -> None:
 TRAITS_AND_PLANS = sorted(
     path
     for folder in ("sm80", "sm90", "shared", "host", "auxiliary")
-    for path in (REPO / "csrc" / folder).iterdir()
+    for path in (REPO / "csrc" / folder).rglob("*.*")
 )
 
 
