@@ -36,6 +36,7 @@ from .call import AttentionCall, Incoming
 # What pybind11, with torch's casters and python_arguments.h, makes of C++ types.
 PYTHON_TYPES = {
     "at::Tensor": "Tensor",
+    "void": "None",
     "at::Generator": "Generator",
     "at::ScalarType": "dtype",
     "CallArguments": "AttentionCall",

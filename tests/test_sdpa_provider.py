@@ -1,12 +1,13 @@
 """torch's attention by these kernels (integrations/sdpa.py): torch's own semantics, with and
-without activation. On the CPU, where torch's flash backend has no operators, the provider's are
-registered for CPU tensors and called as SDPA calls them.
+without activation.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -22,47 +23,58 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-import flash_attn_cuda
-from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
-from flash_attn_cuda.integrations import sdpa
+from flash_attn_cuda import build_info, flash_attn_func, flash_attn_varlen_func
 
 NAME = "flash_attn_cuda"
 aten = torch.ops.aten
 GPU = [pytest.mark.gpu, pytest.mark.cuda_only]
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+DEVICES = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+OPERATORS = (
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_flash_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+)
+needs_extension = pytest.mark.skipif(build_info.extension is None, reason="needs the extension")
 
 
-def activate(device: str) -> Any:
-    """What has a remove()."""
-    if device == "cpu":
-        return sdpa.activate("CPU")
+def restore() -> None:
+    """torch 2.10 has no function for it: there the next activation does."""
+    name = "restore_flash_attention_impl"
+    if hasattr(torch.nn.attention, name):
+        getattr(torch.nn.attention, name)(_raise_warn=False)
+    else:
+        build_info.extension.give_back_aten_operators()
+        torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE = None
+
+
+@contextmanager
+def active() -> Iterator[None]:
     torch.nn.attention.activate_flash_attention_impl(NAME)
-    return Restored()
-
-
-class Restored:
-    def remove(self) -> None:
-        torch.nn.attention.restore_flash_attention_impl()
+    try:
+        yield
+    finally:
+        restore()
 
 
 @pytest.fixture
-def activated(device: str) -> Iterator[None]:
-    activation = activate(device)
-    yield
-    activation.remove()
+def activated() -> Iterator[None]:
+    with active():
+        yield
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """SDPA's flash backend, of (batch, heads, seqlen, head_dim)."""
-    if not q.is_cuda:
-        dropout_p, is_causal = options.get("dropout_p", 0.0), options.get("is_causal", False)
-        scale = options.get("scale")
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
-            0
-        ]
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def is_ours(operator: str) -> bool:
+    """Whether torch's dispatcher runs ours for CUDA tensors."""
+    (line,) = re.findall(r"^CUDA: (.*)$", torch._C._dispatch_dump_table(f"aten::{operator}"), re.M)
+    return "aten_operators.cpp" in line
 
 
 def leaves_of(inputs: Any) -> list[Tensor]:
@@ -248,34 +260,6 @@ def test_checkpointed_dropout(device: str) -> None:
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
 
 
-# -- activation ----------------------------------------------------------------------------------
-
-
-def test_the_name_is_known_and_not_active() -> None:
-    assert NAME in torch.nn.attention.list_flash_attention_impls()
-    assert torch.nn.attention.current_flash_attention_impl() != NAME
-
-
-@DEVICES
-def test_activated_and_removed_twice(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    run = sdpa.forward_on
-    monkeypatch.setattr(sdpa, "forward_on", lambda call: calls.append(call) or run(call))
-    q, k, v = (torch.randn(1, 2, 70, 64, device=device).bfloat16() for _ in range(3))
-    for _ in range(2):
-        activation = activate(device)
-        attend(q, k, v)
-        assert len(calls) == 1
-        activation.remove()
-        if device == "cpu":
-            with pytest.raises(NotImplementedError, match="aten::_scaled_dot_product_flash"):
-                attend(q, k, v)
-        else:
-            attend(q, k, v)
-        assert len(calls) == 1
-        calls.clear()
-
-
 @DEVICES
 @pytest.mark.usefixtures("activated")
 def test_threads(device: str) -> None:
@@ -298,44 +282,47 @@ def test_threads(device: str) -> None:
     assert not wrong
 
 
-@pytest.mark.usefixtures("activated")
-@pytest.mark.parametrize("device", ["cpu"])
-def test_what_is_not_taken_goes_to_torch(device: str) -> None:
-    """Which has nothing for the CPU, and says so by name."""
-    for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264)):
-        q, k, v = (torch.randn(1, 2, 9, head_dim, dtype=dtype, device=device) for _ in range(3))
-        with pytest.raises(NotImplementedError, match="aten::_scaled_dot_product_flash_attention:"):
-            attend(q, k, v)
-    q, k, v = (torch.randn(2, 9, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
-    used = torch.tensor([3, 4], dtype=torch.int32, device=device)
-    with pytest.raises(NotImplementedError, match="aten::_flash_attention_forward:"):
-        aten._flash_attention_forward(q, k, v, None, None, 9, 9, 0.0, False, False, seqused_k=used)
+# -- activation, which needs no GPU --------------------------------------------------------------
+
+
+def test_the_name_is_known_and_not_active() -> None:
+    assert NAME in torch.nn.attention.list_flash_attention_impls()
+    assert torch.nn.attention.current_flash_attention_impl() != NAME
+
+
+@needs_extension
+def test_activated_and_removed_twice() -> None:
+    there = [name for name in OPERATORS if hasattr(aten, name)]
+    assert len(there) >= 4
+    for _ in range(2):
+        assert not any(map(is_ours, there))
+        with active():
+            assert torch.nn.attention.current_flash_attention_impl() == NAME
+            assert all(map(is_ours, there))
+            with active():  # once more: the first is removed
+                assert all(map(is_ours, there))
+    assert not any(map(is_ours, there))
 
 
 def test_without_the_extension_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn_cuda.build_info, "extension", None)
-    with pytest.raises(RuntimeError, match="flash_attn_cuda: "):
+    monkeypatch.setattr(build_info, "extension", None)
+    monkeypatch.setattr(build_info, "cuda_unavailable_reason", lambda: "no reason")
+    with pytest.raises(RuntimeError, match="flash_attn_cuda: no reason"):
         torch.nn.attention.activate_flash_attention_impl(NAME)
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
-# -- on a GPU alone ------------------------------------------------------------------------------
-
-cuda_only = pytest.mark.usefixtures("activated")
-ON_GPU = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+# -- beside torch's kernels ----------------------------------------------------------------------
 
 
-def of_both(device: str, function: Any) -> tuple[Any, Any]:
+def of_both(function: Any) -> tuple[Any, Any]:
     """With and without activation."""
     without = function()
-    activation = activate(device)
-    try:
+    with active():
         return function(), without
-    finally:
-        activation.remove()
 
 
-@ON_GPU
+@DEVICES
 @pytest.mark.parametrize("seqlens", [(128, 128), (1, 77), (100, 300), (300, 100), (1000, 1000)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.05}], ids=str)
 def test_the_same_as_torchs(device: str, seqlens: tuple[int, int], options: dict[str, Any]) -> None:
@@ -349,41 +336,36 @@ def test_the_same_as_torchs(device: str, seqlens: tuple[int, int], options: dict
         out = F.scaled_dot_product_attention(q, k, v, **options)
         return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
 
-    for x, y in zip(*of_both(device, run), strict=True):
+    for x, y in zip(*of_both(run), strict=True):
         torch.testing.assert_close(x, y, rtol=0.01, atol=0.01)
         assert x.stride() == y.stride()
 
 
-@ON_GPU
+@DEVICES
 def test_lower_right_masks(device: str) -> None:
     q = torch.randn(2, 4, 50, 64, device=device, dtype=torch.bfloat16)
     k, v = (torch.randn(2, 4, 90, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
     mask = causal_lower_right(50, 90)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        ours, torchs = of_both(
-            device, lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        )
+        ours, torchs = of_both(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
     torch.testing.assert_close(ours, torchs, rtol=0.02, atol=0.02)
 
 
-@ON_GPU
-def test_what_no_kernel_takes_is_torchs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_takes", lambda *_: False)
-    q, k, v = (
-        torch.randn(2, 4, 130, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
+@DEVICES
+def test_what_no_kernel_takes_is_torchs(device: str) -> None:
+    """Lengths of sequences that are not packed, of which torch's kernel does not hear."""
+    q, k, v = (torch.randn(2, 130, 4, 64, device=device).bfloat16() for _ in range(3))
+    used = torch.tensor([3, 130], dtype=torch.int32, device=device)
 
-    def run() -> tuple[Tensor, ...]:
-        torch.manual_seed(1)
-        out = attend(q, k, v, dropout_p=0.2)
-        return out, *torch.autograd.grad(out.sum(), (k, v))
+    def run() -> tuple[Any, ...]:
+        options = (None, None, 130, 130, 0.0, False, False)
+        return aten._flash_attention_forward(q, k, v, *options, seqused_k=used)[:2]
 
-    for x, y in zip(*of_both(device, run), strict=True):
+    for x, y in zip(*of_both(run), strict=True):
         assert torch.equal(x, y)
 
 
-@ON_GPU
+@DEVICES
 def test_nested_tensors(device: str) -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(2)
@@ -395,12 +377,12 @@ def test_nested_tensors(device: str) -> None:
         (gradient,) = torch.autograd.grad(out.values().float().square().sum(), x)
         return [out.values(), gradient.values()]
 
-    for x, y in zip(*of_both(device, run), strict=True):
+    for x, y in zip(*of_both(run), strict=True):
         torch.testing.assert_close(x, y, rtol=0.03, atol=0.03)
 
 
-@ON_GPU
-@cuda_only
+@DEVICES
+@pytest.mark.usefixtures("activated")
 def test_autocast(device: str) -> None:
     q, k, v = (torch.randn(2, 4, 90, 64, device=device, requires_grad=True) for _ in range(3))
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -410,8 +392,8 @@ def test_autocast(device: str) -> None:
     assert all(x.dtype == torch.float32 for x in gradients)
 
 
-@ON_GPU
-@cuda_only
+@DEVICES
+@pytest.mark.usefixtures("activated")
 def test_graphs(device: str) -> None:
     q, k, v = (torch.randn(2, 4, 190, 64, device=device).bfloat16() for _ in range(3))
     replay = captured(lambda: attend(q, k, v, is_causal=True))
@@ -419,8 +401,8 @@ def test_graphs(device: str) -> None:
     assert torch.equal(replay(), attend(q, k, v, is_causal=True))
 
 
-@ON_GPU
-@cuda_only
+@DEVICES
+@pytest.mark.usefixtures("activated")
 def test_fixed_order(device: str) -> None:
     case = AttentionCase(seqlen_q=1000, seqlen_k=1000, device=device)
     inputs = case.make_inputs()
@@ -432,8 +414,8 @@ def test_fixed_order(device: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@ON_GPU
-@cuda_only
+@DEVICES
+@pytest.mark.usefixtures("activated")
 def test_export(device: str) -> None:
     class Block(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

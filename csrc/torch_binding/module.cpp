@@ -4,6 +4,7 @@
 #include <torch/version.h>
 
 #include "host/build_record.h"
+#include "torch_binding/aten_operators.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/explain.h"
 #include "torch_binding/functions.h"
@@ -116,6 +117,15 @@ void define_inference(py::module& module) {
       py::arg("out_dtype") = py::none());
 }
 
+void define_aten(py::module& module) {
+  module.def("take_aten_operators",
+             torch::wrap_pybind_function_no_gil(&binding::take_aten_operators),
+             "Has these kernels run torch's own operators of flash attention, for CUDA tensors.");
+  module.def("give_back_aten_operators",
+             torch::wrap_pybind_function_no_gil(&binding::give_back_aten_operators),
+             "Has torch run them again.");
+}
+
 void define_information(py::module& module) {
   module.def("device_errors", torch::wrap_pybind_function_no_gil(&binding::device_errors),
              "device_errors(device=None) -> (check, index, value, limit) or None\n\n"
@@ -171,5 +181,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define_forward(module);
   define_backward(module);
   define_inference(module);
+  define_aten(module);
   define_information(module);
 }

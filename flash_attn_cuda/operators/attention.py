@@ -73,17 +73,6 @@ def _on_cuda(call: AttentionCall) -> Tensors4:
     return out, softmax_lse, s_dmask, rng_state
 
 
-def forward_on(call: AttentionCall) -> Tensors4:
-    """(out, softmax_lse, S_dmask, rng_state) where the tensors are, beneath autograd and unchecked
-    but for what the extension checks. Writes call.out where there is one.
-    """
-    if call.q.is_cuda:
-        return _on_cuda(call)
-    out, softmax_lse, s_dmask, rng_state = _on_cpu(call)
-    out = out if call.out is None else call.out.copy_(out)
-    return out, softmax_lse, s_dmask, rng_state
-
-
 def _empty_results(call: AttentionCall) -> Tensors4:
     q = call.q
     out = q.new_empty(output_shape(q, call.v))
@@ -241,20 +230,6 @@ def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> list[Any]:
     return call_extension("backward", call.q.device, call, incoming)
 
 
-def backward_on(call: AttentionCall, incoming: Incoming) -> Any:
-    """Writes dq, dk and dv where they are given, where the tensors are, as forward_on does; returns
-    softmax_d, of CUDA tensors where it is wanted.
-    """
-    if call.q.is_cuda:
-        return _backward_on_cuda(call, incoming)[3]
-    *gradients, softmax_d, _, _ = backward_on_cpu(call, incoming)
-    for name, gradient in zip(_TARGETS, gradients, strict=True):
-        target = getattr(incoming, name)
-        if target is not None:
-            target.copy_(gradient)
-    return softmax_d
-
-
 def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
     q, k, v = call.q, call.k, call.v
     dbias = q.new_empty((0,))
@@ -318,13 +293,18 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
 def _backward_op(*args: Any) -> Tensor:
     call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
     check_contents(call)
-    return backward_on(call, incoming)
+    dq, dk, dv, softmax_d, _, _ = backward_on_cpu(call, incoming)
+    for name, gradient in zip(_TARGETS, (dq, dk, dv), strict=True):
+        target = getattr(incoming, name)
+        if target is not None:
+            target.copy_(gradient)
+    return softmax_d
 
 
 @_backward_op.register_kernel("cuda")
 def _(*args: Any) -> Tensor:
     call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
-    return backward_on(call, replace(incoming, wants_softmax_d=True))
+    return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True))[3]
 
 
 @_backward_op.register_fake
