@@ -10,6 +10,7 @@ from .arguments import UNLIMITED, Options, Result, WindowSize, make_options, pla
 from .attend import attend, attend_plainly
 from .call import NAMES, Names, describe
 from .checks.tensors import check_packed, check_tensor
+from .chunks import attend_in_chunks, check_chunk
 from .masks.given import Masks, add_masks, add_sink
 
 _KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
@@ -33,6 +34,7 @@ def flash_attn_func(
     block_mask: Any = None,
     block_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
@@ -73,6 +75,9 @@ def flash_attn_func(
         block_size: (queries, keys) of a block, multiples of 64, of a block_mask of booleans.
         sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
             the head, and so softmax_lse. Differentiable.
+        attention_chunk: query i sees the keys alone that are in its chunk of so many, those from
+            p - p % attention_chunk on where p is i + seqlen_k - seqlen_q; 0 for none. It goes with
+            everything but an attn_mask and a block_mask.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -96,7 +101,13 @@ def flash_attn_func(
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
-    if attn_mask is None and block_mask is None and block_size is None and sink is None:
+    if (
+        attn_mask is None
+        and block_mask is None
+        and block_size is None
+        and sink is None
+        and attention_chunk == 0
+    ):
         return _attend(q, k, v, options, return_attn_probs, NAMES)
     check_tensor("q", q)
     call = describe(q=q, k=k, v=v, **options)
@@ -105,6 +116,8 @@ def flash_attn_func(
         add_sink(call, sink)
     if masks.are_given():
         add_masks(call, masks, (None, None))
+    if attention_chunk != 0:
+        return attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
     return attend(call, return_attn_probs)
 
 

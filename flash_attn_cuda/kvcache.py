@@ -13,6 +13,7 @@ from .attend import attend_over_cache
 from .call import describe
 from .checks.lengths import check_batch_invariant, check_num_splits
 from .checks.tensors import check_tensor, refuse_gradients
+from .chunks import attend_over_cache_in_chunks, check_chunk
 from .masks.given import add_sink
 from .operators.combine import run_combine, run_combine_out
 
@@ -43,6 +44,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     batch_invariant: bool = False,
     sink: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -85,6 +87,7 @@ def flash_attn_with_kvcache(
             whatever the batch and the capacity; num_splits is not used then.
         sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
             the head, and so softmax_lse.
+        attention_chunk: as in flash_attn_func; keys count from the first behind the padding.
 
     Returns:
         out like q, but with head_dim_v, or (out, softmax_lse), softmax_lse (batch, heads_q,
@@ -133,7 +136,10 @@ def flash_attn_with_kvcache(
     )
     if sink is not None:
         add_sink(call, sink, is_differentiable=False)
-    out, softmax_lse = attend_over_cache(call)
+    if attention_chunk != 0:
+        out, softmax_lse = attend_over_cache_in_chunks(call, check_chunk(attention_chunk))
+    else:
+        out, softmax_lse = attend_over_cache(call)
     return (out, softmax_lse) if return_softmax_lse else out
 
 

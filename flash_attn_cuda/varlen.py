@@ -11,6 +11,7 @@ from .attend import attend
 from .call import Names, describe
 from .checks.lengths import check_batch_invariant, check_num_splits
 from .checks.tensors import check_packed
+from .chunks import attend_in_chunks, check_chunk
 from .masks.given import Masks, add_masks, add_sink
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
@@ -47,6 +48,7 @@ def flash_attn_varlen_func(
     block_mask: Any = None,
     block_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -87,6 +89,7 @@ def flash_attn_varlen_func(
         block_mask: likewise. The lengths of a BlockSparsity or a BlockMask are upper bounds of
             those of sequences, and at least max_seqlen_q and max_seqlen_k where those are integers.
         sink: as in flash_attn_func; with a block_table, without a gradient.
+        attention_chunk: as in flash_attn_func, and not with a block_table.
 
     Returns:
         out (total_q, heads_q, head_dim_v), or (out, softmax_lse (heads_q, total_q), S_dmask); with
@@ -129,6 +132,8 @@ def flash_attn_varlen_func(
         if block_table is None:  # keys are not split, which is batch-invariant
             check_num_splits(num_splits)
             call.num_splits, call.batch_invariant = 0, False
+    if attention_chunk != 0:
+        return attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
     return attend(call, return_attn_probs)
 
 
