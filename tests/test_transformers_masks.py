@@ -72,8 +72,10 @@ def test_patterns() -> None:
         assert together is not None and together.segments is segments
         assert together.is_like(pattern)
     left_padding = torch.zeros(1, dtype=torch.int64)
+    chunks = masking_utils.chunked_causal_mask_function(4, left_padding)
+    assert recognise(chunks) == Pattern(right=0, chunk=4)
     for function in (
-        masking_utils.chunked_causal_mask_function(4, left_padding),
+        packed(chunks, torch.tensor([[0, 1, 0]]), segments),
         masking_utils.or_masks(causal, masking_utils.blockwise_overlay(segments)),
         masking_utils.and_masks(causal, lambda b, h, q, k: q != k),
         lambda b, h, q, k: q >= k,
@@ -216,25 +218,56 @@ def test_names() -> None:
             register(name)
 
 
-@pytest.mark.parametrize("name", [OURS, "ours_by_another_name"])
-def test_chunks(name: str) -> None:
-    """Llama 4's, of which transformers makes no masks for names with "flash" in them."""
-    register(name)
+def llama4(chunk: int) -> Any:
     sizes = SIZES | {"intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": []}
     layers = ["chunked_attention", "full_attention"]
-    config = transformers.Llama4TextConfig(**sizes, attention_chunk_size=4, layer_types=layers)
+    config = transformers.Llama4TextConfig(**sizes, attention_chunk_size=chunk, layer_types=layers)
     torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(config).eval()
-    mask = lengths_mask([11, 6], "left", "cpu")
+    return transformers.Llama4ForCausalLM(config).eval()
 
-    @torch.no_grad()
+
+@pytest.mark.parametrize("name", [OURS, "ours_by_another_name"])
+@pytest.mark.parametrize("side", ["left", "right", None])
+@torch.no_grad()
+def test_chunks(name: str, side: str | None) -> None:
+    """Llama 4's, of which transformers makes no masks for names with "flash" in them."""
+    register(name)
+    model = llama4(4)
+    mask = None if side is None else lengths_mask([11, 6], side, "cpu")
+
     def logits(implementation: str) -> Tensor:
         model.set_attn_implementation(implementation)
-        return model(random_tokens(2, 11, device="cpu"), attention_mask=mask).logits[mask.bool()]
+        found = model(random_tokens(2, 11, device="cpu"), attention_mask=mask).logits
+        return found if mask is None else found[mask.bool()]
 
-    with pytest.warns(UserWarning, match="none that the kernels compute"):
-        ours = logits(name)
-    torch.testing.assert_close(ours, logits("eager"))
+    torch.testing.assert_close(logits(name), logits("eager"))
+
+
+@pytest.mark.parametrize("side", ["left", None])
+@torch.no_grad()
+def test_chunks_of_a_cache(side: str | None) -> None:
+    """Generation beyond several chunks, each token against the whole sequence by eager."""
+    register(OURS)
+    model = llama4(4)
+    mask = None if side is None else lengths_mask([6, 3], side, "cpu")
+    tokens = random_tokens(2, 6, device="cpu")
+    outputs = []
+    for implementation in (OURS, "eager"):
+        model.set_attn_implementation(implementation)
+        outputs.append(
+            model.generate(
+                tokens,
+                attention_mask=mask,
+                max_new_tokens=9,
+                do_sample=False,
+                pad_token_id=0,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        )
+    ours, eager = outputs
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(eager.scores))
 
 
 def test_models_that_list_the_implementations_they_run_on() -> None:

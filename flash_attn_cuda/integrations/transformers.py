@@ -8,7 +8,7 @@ Runs what transformers runs with "flash_attention_2", on the CPU too: causal and
 attention, sliding windows, softcap, grouped-query attention, dropout, generation with dynamic and
 static caches, padding on either side or anywhere, and batches packed by position_ids or by
 cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
-these (a custom 4-D one, chunks, blocks of images) goes to torch's attention with that mask, or
+these (a custom 4-D one, blocks of images) goes to torch's attention with that mask, or
 where there are sinks to flash_attn_func; what neither can do raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
@@ -118,7 +118,7 @@ def attention(
         pattern, sequences, own_mask = meaning.pattern, meaning.sequences, None
     else:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        pattern = Pattern.of_layer(causal, sliding_window)
+        pattern = Pattern.of_layer(causal, sliding_window, _chunk_of(module))
         sequences, own_mask = _sequences_or_mask(attention_mask, seqlen_q, seqlen_k, pattern)
     if own_mask is not None and s_aux is None:
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
@@ -132,10 +132,12 @@ def attention(
         "dropout_p": dropout,
         "deterministic": _deterministic(deterministic),
         "sink": s_aux,
+        "attention_chunk": pattern.chunk,
     }
     out: Any
     if own_mask is not None:
         options |= {"attn_mask": own_mask, "causal": False, "window_size": (-1, -1)}
+        options["attention_chunk"] = 0
         out = flash_attn_func(query, key, value, **options)
         return out, None
     if sequences is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -160,6 +162,16 @@ def _sequences_or_mask(
         made = without_meaning(mask, seqlen_q, seqlen_k, pattern)
         return (made, None) if isinstance(made, Sequences) else (None, made)
     return None, mask
+
+
+def _chunk_of(module: nn.Module) -> int:
+    """The chunk of a layer that has one, which only its model's configuration says; else 0."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if not types or not isinstance(index, int) or index >= len(types):
+        return 0
+    is_chunked = types[index] == "chunked_attention"
+    return int(getattr(config, "attention_chunk_size", None) or 0) if is_chunked else 0
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:

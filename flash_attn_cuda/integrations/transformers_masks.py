@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,13 @@ class Pattern:
     left: int | None = None  # None: any distance
     right: int | None = None
     segments: Tensor | None = None  # (batch, seqlen): number of a token's packed sequence, from 0
+    chunk: int = 0  # flash_attn_func's attention_chunk
 
     @classmethod
-    def of_layer(cls, causal: bool, sliding_window: int | None) -> Pattern:
-        """What a layer's arguments say; their window counts a query's own key."""
+    def of_layer(cls, causal: bool, sliding_window: int | None, chunk: int = 0) -> Pattern:
+        """What a layer says; its window counts a query's own key."""
         distance = None if sliding_window is None else sliding_window - 1
-        return cls(distance, 0 if causal else distance)
+        return cls(distance, 0 if causal else distance, chunk=chunk)
 
     @property
     def causal(self) -> bool:
@@ -53,18 +54,21 @@ class Pattern:
 
     def has_window(self, seqlen: int) -> bool:
         """Whether more than causality hides any of so many tokens."""
+        return self._has_ends(seqlen) or 0 < self.chunk < seqlen
+
+    def _has_ends(self, seqlen: int) -> bool:
         ends = (self.left, None if self.causal else self.right)
         return any(end is not None and seqlen > end + 1 for end in ends)
 
     def window_size(self, seqlen: int) -> tuple[int, int]:
         """The functions' argument, next to `causal`."""
-        if not self.has_window(seqlen):
+        if not self._has_ends(seqlen):
             return (-1, -1)
         left, right = (-1 if end is None else end for end in (self.left, self.right))
         return (left, right)
 
     def is_like(self, other: Pattern) -> bool:
-        return (self.left, self.right) == (other.left, other.right)
+        return (self.left, self.right, self.chunk) == (other.left, other.right, other.chunk)
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ def recognise(mask_function: Callable) -> Pattern | None:
             return Pattern(left=held["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay", "sliding_window":
             return Pattern(held["sliding_window"], held["sliding_window"])
+        case "chunked_overlay", "chunk_size", "left_padding":
+            return Pattern(chunk=held["chunk_size"])
         case "packed_sequence_mask_function", "packed_sequence_mask":
             return Pattern(segments=held["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence", "mask_function", "position_ids":
@@ -209,6 +215,11 @@ def without_meaning(
         return Sequences.scattered(real_q, real_k)
     if bool(is_contiguous(real_k) & is_contiguous(real_q)):
         return Sequences.ranges(real_q, real_k, ends=False)
+    if pattern.chunk > 0:
+        raise NotImplementedError(
+            "attention_mask: must be what flash_attn_cuda's mask function makes where there are "
+            "chunks and padding between tokens, got another 2-D mask"
+        )
     distance = places_k - places_q[:, None]
     visible = real_k[:, None, None, :]
     if pattern.left is not None:
@@ -272,19 +283,22 @@ def _segments(position_ids: Tensor) -> Tensor:
 def _intersection(patterns: list[Pattern | None]) -> Pattern | None:
     known = [pattern for pattern in patterns if pattern is not None]
     segments = [pattern.segments for pattern in known if pattern.segments is not None]
-    if len(known) < len(patterns) or len(segments) > 1:
+    chunks = [pattern.chunk for pattern in known if pattern.chunk > 0]
+    if len(known) < len(patterns) or len(segments) > 1 or len(chunks) > 1:
+        return None
+    if segments and chunks:  # which count from the padding's end, not from a sequence's start
         return None
     left, right = (
         min((end for end in ends if end is not None), default=None)
         for ends in ([x.left for x in known], [x.right for x in known])
     )
-    return Pattern(left, right, segments[0] if segments else None)
+    return Pattern(left, right, segments[0] if segments else None, sum(chunks))
 
 
 def _with_meaning(
     mask: Tensor, pattern: Pattern, q_length: int, sequences: Sequences | None
 ) -> Tensor:
-    setattr(mask, _MEANING, Meaning(Pattern(pattern.left, pattern.right), q_length, sequences))
+    setattr(mask, _MEANING, Meaning(replace(pattern, segments=None), q_length, sequences))
     return mask
 
 
@@ -305,6 +319,8 @@ def _of_padding(
     has_window = pattern.has_window(max(q_length, kv_length))
     first_query = q_offset - kv_offset  # as a place among the keys
     if has_window and not pattern.causal and q_length != kv_length:
+        return None
+    if pattern.chunk > 0 and kv_offset != 0:  # a cache that dropped keys, from which chunks count
         return None
     if attention_mask is None:
         is_whole = isinstance(first_query, int) and first_query + q_length == kv_length
