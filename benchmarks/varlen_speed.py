@@ -1,5 +1,5 @@
 """Packed sequences of uneven lengths, causal: speed against dense batches of the same mean length
-and against torch's kernels for packed sequences.
+and against torch's kernels for packed sequences; and one sequence in chunks of that length.
 
 Every subject of a group has the same tokens, heads and data. Operations are counted on visible
 pairs, of which uneven lengths have more.
@@ -27,7 +27,9 @@ MEANS = (256, 1024, 4096)
 HEAD_DIMS = (64, 128)
 
 PACKED, EQUAL, DENSE, TORCH = "packed", "packed, equal", "dense", "torch packed"
+CHUNKS = "one, in chunks"
 TARGETS = (Target("over_dense", 0.95), Target("over_torch", 1.0))
+CHUNKS_TARGET = Target("over_equal", 0.9)  # of the packed call with chunks as sequences
 
 COLUMNS = (
     Column("D", "head_dim"),
@@ -40,6 +42,7 @@ COLUMNS = (
     Column("TFLOP/s", "tflops", number(3)),
     Column("/ dense", "over_dense", ratio),
     Column("/ torch", "over_torch", ratio),
+    Column("/ equal", "over_equal", ratio),
 )
 
 
@@ -101,7 +104,8 @@ class VarlenGroup:
 
 def groups(device: str = "cuda", quick: bool = False) -> list[VarlenGroup]:
     means, head_dims = (MEANS[1:2], HEAD_DIMS[1:]) if quick else (MEANS, HEAD_DIMS)
-    return [VarlenGroup(mean, d, device=device) for d in head_dims for mean in means]
+    result = [VarlenGroup(mean, d, device=device) for d in head_dims for mean in means]
+    return result if quick else [*result, VarlenGroup(8192, 128, tokens=65_536, device=device)]
 
 
 def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
@@ -113,6 +117,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
         EQUAL: group.equal,
         DENSE: group.dense,
         TORCH: group.packed,
+        CHUNKS: group.dense,
     }
     for which in Pass:
         subjects = [
@@ -120,6 +125,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
             Subject(EQUAL, partial(packed_calls, ours_packed, group.equal, which, tensors)),
             Subject(DENSE, partial(dense_calls, group.dense, which, tensors)),
             Subject(TORCH, partial(packed_calls, torch_packed, group.packed, which, tensors)),
+            Subject(CHUNKS, partial(chunk_calls, group, which, tensors)),
         ]
         measured = measure(
             subjects,
@@ -147,6 +153,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
                 "tflops": timing and timing.teraflops(case, which),
                 "over_dense": None,
                 "over_torch": None,
+                "over_equal": None,
                 "targets": [],
             }
         add_ratios(rows)
@@ -161,6 +168,10 @@ def add_ratios(rows: dict[str, Row]) -> None:
     packed["over_dense"] = quotient(packed["tflops"], dense)
     packed["over_torch"] = quotient(packed["tflops"], peer)
     packed["targets"] = [target.judge(packed) for target in TARGETS]
+    chunks = rows[CHUNKS]
+    chunks["over_dense"] = quotient(chunks["tflops"], dense)
+    chunks["over_equal"] = quotient(chunks["tflops"], rows[EQUAL]["tflops"])
+    chunks["targets"] = [CHUNKS_TARGET.judge(chunks)]
 
 
 def packed_calls(
@@ -175,6 +186,15 @@ def packed_calls(
 def dense_calls(case: AttentionCase, which: Pass, tensors: Sequence[Tensor]) -> list[Call]:
     views = [x.view(case.query_shape) for x in tensors]
     return [make_call(BACKENDS["ours"].prepare(case), which, *leaves(views))]
+
+
+def chunk_calls(group: VarlenGroup, which: Pass, tensors: Sequence[Tensor]) -> list[Call]:
+    from flash_attn_cuda import flash_attn_func
+
+    require_ours(group.device)
+    views = [x.unsqueeze(0) for x in tensors]
+    attend = partial(flash_attn_func, causal=True, attention_chunk=group.mean)
+    return [make_call(attend, which, *leaves(views))]
 
 
 def leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

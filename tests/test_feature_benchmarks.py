@@ -88,10 +88,12 @@ def test_equal_lengths_count_as_a_dense_batch():
 def test_varlen_groups():
     groups = varlen_speed.groups()
     assert {(group.head_dim, group.mean) for group in groups} == {
-        (head_dim, mean) for head_dim in (64, 128) for mean in (256, 1024, 4096)
+        (128, 8192),
+        *((head_dim, mean) for head_dim in (64, 128) for mean in (256, 1024, 4096)),
     }
     for group in groups:
-        assert group.packed.total_q == group.dense.batch * group.dense.seqlen_q == 32_768
+        tokens = 65_536 if group.mean == 8192 else 32_768
+        assert group.packed.total_q == group.dense.batch * group.dense.seqlen_q == tokens
         assert group.heads * group.head_dim == 2048
         assert group.packed.causal and group.dense.causal
     assert len(varlen_speed.groups(quick=True)) == 1
