@@ -190,7 +190,7 @@ class ForwardOperator : public AtenOperator {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Arguments given(places_, *stack);
-    const at::Tensor& query = given.tensor(places_.q);
+    const at::Tensor query = given.tensor(places_.q);  // not a reference into what is dropped
     const bool is_packed = given.optional_tensor(places_.cu_seqlens_q).has_value();
     const bool has_lengths = given.has(places_.seqused_k) || given.has(places_.block_table);
     const bool can_write = places_.out < 0 || given.tensor(places_.out).stride(-1) == 1;
