@@ -43,6 +43,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     batch_invariant: bool = False,
     sink: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -85,10 +86,12 @@ def flash_attn_with_kvcache(
             whatever the batch and the capacity; num_splits is not used then.
         sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
             the head, and so softmax_lse.
+        out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
+            into; it must not overlap an input. None for a new tensor.
 
     Returns:
-        out like q, but with head_dim_v, or (out, softmax_lse), softmax_lse (batch, heads_q,
-        seqlen_q) or (heads_q, total_q) in fp32.
+        out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
+        softmax_lse (batch, heads_q, seqlen_q) or (heads_q, total_q) in fp32.
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
@@ -133,6 +136,8 @@ def flash_attn_with_kvcache(
     )
     if sink is not None:
         add_sink(call, sink, is_differentiable=False)
+    if out is not None:
+        call.out = out
     out, softmax_lse = attend_over_cache(call)
     return (out, softmax_lse) if return_softmax_lse else out
 
