@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICE
+from harness import DEVICE, no_host_sync
 from reference import kvcache_reference
 from surfaces import (
     ON_EVERY_DEVICE,
@@ -384,15 +384,9 @@ def test_nothing_waits_for_the_device() -> None:
     tables = {name: normal(DEVICE, 24, 4) for name in ("rotary_cos", "rotary_sin")}
     q, k, v = dense(DEVICE)
     used = int32(DEVICE, 5, 9)
-    sync_mode = torch.cuda.get_sync_debug_mode() if DEVICE != "cpu" else None
-    try:
-        if sync_mode is not None:
-            torch.cuda.set_sync_debug_mode("error")
+    with no_host_sync():
         fa3.flash_attn_varlen_func(q, k, v, None, None, 7, 9, seqused_k=used, causal=True)
         for causal in (False, True):
             fa3.flash_attn_with_kvcache(
                 **made, **tables, rotary_seqlens=made["cache_seqlens"], causal=causal
             )
-    finally:
-        if sync_mode is not None:
-            torch.cuda.set_sync_debug_mode(sync_mode)

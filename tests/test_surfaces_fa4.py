@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DEVICE
+from harness import DEVICE, no_host_sync
 from surfaces import (
     ON_EVERY_DEVICE,
     assert_near,
@@ -417,13 +417,7 @@ def test_nothing_waits_for_the_device() -> None:
     used = int32(DEVICE, 5, 9)
     pool = [normal(DEVICE, 6, 4, 2, d) for d in (16, 24)]
     table = int32(DEVICE, 3, 0, 5, 1, 4, 2).view(2, 3)
-    sync_mode = torch.cuda.get_sync_debug_mode() if DEVICE != "cpu" else None
-    try:
-        if sync_mode is not None:
-            torch.cuda.set_sync_debug_mode("error")
+    with no_host_sync():
         fa4.flash_attn_func(q, k, v, mask_mod=of_everything)
         fa4.flash_attn_varlen_func(q, k, v, seqused_k=used, causal=True)
         fa4.flash_attn_varlen_func(q, *pool, page_table=table)
-    finally:
-        if sync_mode is not None:
-            torch.cuda.set_sync_debug_mode(sync_mode)
