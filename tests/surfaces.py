@@ -57,6 +57,13 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
 
 
+def assert_compiles(function: Callable[..., Any], *tensors: Tensor) -> None:
+    """In a full graph, with the same results."""
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*tensors), function(*tensors))
+
+
 def expected_of(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[tuple[int, int]], **features: Any
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from harness import DEVICE, no_host_sync
 from reference import kvcache_reference
 from surfaces import (
     ON_EVERY_DEVICE,
+    assert_compiles,
     assert_near,
     assert_same,
     dense,
@@ -289,6 +290,24 @@ def test_rotary_seqlens_that_do_not_fit(device: str) -> None:
     del given["k"], given["v"]
     with pytest.raises(ValueError, match=r"^rotary_cos: must be None without k"):
         fa3.flash_attn_with_kvcache(**given, rotary_seqlens=int32(device, 0, 0))
+
+
+def test_full_graphs() -> None:
+    q, k, v = dense("cpu")
+    used, table = int32("cpu", 5, 9), normal("cpu", 24, 4)
+    made = cache("cpu", 3)
+    rows = made.pop("q")
+    lse = {"return_attn_probs": True}
+    assert_compiles(lambda q: fa3.flash_attn_func(q, k, v, causal=True, **lse), q)
+    assert_compiles(
+        lambda q: fa3.flash_attn_varlen_func(q, k, v, None, None, 7, 9, None, used, **lse), q
+    )
+    assert_compiles(
+        lambda q: fa3.flash_attn_with_kvcache(
+            q, **made, rotary_cos=table, rotary_sin=table, rotary_seqlens=used
+        ),
+        rows,
+    )
 
 
 def test_combine_is_ours() -> None:

@@ -11,6 +11,7 @@ import torch
 from harness import DEVICE, no_host_sync
 from surfaces import (
     ON_EVERY_DEVICE,
+    assert_compiles,
     assert_near,
     assert_same,
     dense,
@@ -264,6 +265,23 @@ def test_gradients_through_masks(device: str) -> None:
     gradients = torch.autograd.grad(out.sin().sum(), given)
     out = ours.flash_attn_func(*given, attn_mask=mask)
     assert_near(gradients, torch.autograd.grad(out.sin().sum(), given))
+
+
+def test_full_graphs() -> None:
+    q, k, v = dense("cpu")
+    used = int32("cpu", 5, 9)
+    tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+    lse = {"return_lse": True}
+    for mask in ({}, {"mask_mod": of_everything}, {"block_sparse_tensors": tensors}):
+        assert_compiles(lambda q, mask=mask: fa4.flash_attn_func(q, k, v, **mask, **lse), q)
+    assert_compiles(
+        lambda q: fa4.flash_attn_varlen_func(
+            q, k, v, mask_mod=of_everything, seqused_k=used, **lse
+        ),
+        q,
+    )
+    partials = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+    assert_compiles(lambda *x: fa4.flash_attn_combine(*x, out_dtype=torch.bfloat16), *partials)
 
 
 # -- partial results -------------------------------------------------------------------------------

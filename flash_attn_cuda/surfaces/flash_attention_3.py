@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import WindowSize, window_bounds
+from ..arguments import UNLIMITED, WindowSize, window_bounds
 from ..checks.lengths import check_optional
 from ..checks.tensors import check_tensor
 from ..dense import flash_attn_qkvpacked_func as _qkvpacked
@@ -55,7 +55,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
+    window_size: WindowSize = UNLIMITED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -89,7 +89,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
+    window_size: WindowSize = UNLIMITED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -136,7 +136,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
+    window_size: WindowSize = UNLIMITED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -191,7 +191,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: WindowSize = (-1, -1),
+    window_size: WindowSize = UNLIMITED,
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -271,7 +271,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: WindowSize = (-1, -1),
+    window_size: WindowSize = UNLIMITED,
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,
