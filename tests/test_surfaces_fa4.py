@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from harness import DEVICE, no_host_sync
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from surfaces import (
     ON_EVERY_DEVICE,
     assert_compiles,
@@ -71,29 +74,38 @@ def test_fields_of_block_sparse_tensors() -> None:
     assert BlockSparseTensorsTorch._field_defaults == dict.fromkeys(FIELDS.split()[2:])
 
 
+def together(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The first rows of every sequence, one behind the other."""
+    return torch.cat([x[b, :n] for b, n in enumerate(lengths)])
+
+
+def cumulated(lengths: tuple[int, ...]) -> Tensor:
+    return int32("cpu", *accumulate(lengths, initial=0))
+
+
 # -- results ---------------------------------------------------------------------------------------
 
 
 @ON_EVERY_DEVICE
 def test_dense(device: str) -> None:
     """A pair, whose second is None unless it is asked for or a gradient may need it."""
-    given = dense(device)
+    inputs = dense(device)
     sink = torch.randn(4, device=device)
     for window, ours_window in (((4, None), (4, -1)), ((None, 2), (-1, 2)), ((3, 1), (3, 1))):
         options: dict[str, Any] = {"softmax_scale": 0.4, "softcap": 5.0}
         out, lse = fa4.flash_attn_func(
-            *given, **options, window_size=window, learnable_sink=sink, return_lse=True, **HINTS
+            *inputs, **options, window_size=window, learnable_sink=sink, return_lse=True, **HINTS
         )
         expected = ours.flash_attn_func(
-            *given, **options, window_size=ours_window, sink=sink, return_attn_probs=True
+            *inputs, **options, window_size=ours_window, sink=sink, return_attn_probs=True
         )[:2]
         assert_same((out, lse), expected)
         features = {**options, "window": window, "sink": sink.double()}
-        assert_near((out, lse), expected_of(*given, [(7, 9)] * 2, **features))
-    out, lse = fa4.flash_attn_func(*given, causal=True)
+        assert_near((out, lse), expected_of(*inputs, [(7, 9)] * 2, **features))
+    out, lse = fa4.flash_attn_func(*inputs, causal=True)
     assert lse is None
-    assert_same(out, ours.flash_attn_func(*given, causal=True))
-    leaves = [*(x.requires_grad_() for x in given), sink.requires_grad_()]
+    assert_same(out, ours.flash_attn_func(*inputs, causal=True))
+    leaves = [*(x.requires_grad_() for x in inputs), sink.requires_grad_()]
     out, lse = fa4.flash_attn_func(*leaves[:3], causal=True, learnable_sink=sink)
     assert lse is not None
     gradients = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves)
@@ -109,22 +121,45 @@ def test_any_layout(packed_q: bool, packed_k: bool, device: str) -> None:
     for used in (None, [(7, 5), (3, 9)]):
         lengths = used or [(7, 9)] * 2
         out, lse = expected_of(q, k, v, lengths, causal=True)
-        given = {"q": q, "k": k, "v": v}
+        inputs = {"q": q, "k": k, "v": v}
         if packed_q:
-            given |= {"q": q.flatten(0, 1), "cu_seqlens_q": int32(device, 0, 7, 14)}
+            inputs |= {"q": q.flatten(0, 1), "cu_seqlens_q": int32(device, 0, 7, 14)}
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         if packed_k:
-            given |= {name: given[name].flatten(0, 1) for name in "kv"}
-            given["cu_seqlens_k"] = int32(device, 0, 9, 18)
+            inputs |= {name: inputs[name].flatten(0, 1) for name in "kv"}
+            inputs["cu_seqlens_k"] = int32(device, 0, 9, 18)
         if used:
             used_q, used_k = zip(*used, strict=True)
-            given |= {"seqused_q": int32(device, *used_q), "seqused_k": int32(device, *used_k)}
+            inputs |= {"seqused_q": int32(device, *used_q), "seqused_k": int32(device, *used_k)}
         results = fa4.flash_attn_varlen_func(
-            **given, causal=True, return_lse=True, min_seqlen_k=1, seqlen_k_per_split=256,
+            **inputs, causal=True, return_lse=True, min_seqlen_k=1, seqlen_k_per_split=256,
             scheduler_metadata=(), disable_scheduler_metadata=True,
         )  # fmt: skip
         assert_near(results, (out, lse))
-        assert fa4.flash_attn_varlen_func(**given, causal=True)[1] is None
+        assert fa4.flash_attn_varlen_func(**inputs, causal=True)[1] is None
+
+
+USED = st.tuples(st.integers(0, 6), st.integers(0, 8))
+
+
+@settings(max_examples=25, deadline=None)
+@given(used=st.lists(USED, min_size=1, max_size=3), layout=st.tuples(st.booleans(), st.booleans()))
+def test_any_lengths_in_any_layout(used: list[tuple[int, int]], layout: tuple[bool, bool]) -> None:
+    """Of sequences that are packed, the rows alone that are used."""
+    q, k, v = dense("cpu", 6, 8, len(used))
+    out, lse = expected_of(q, k, v, used, window=(3, 1))
+    used_q, used_k = zip(*used, strict=True)
+    call: dict[str, Any] = {"q": q, "k": k, "v": v}
+    call |= {"seqused_q": int32("cpu", *used_q), "seqused_k": int32("cpu", *used_k)}
+    if layout[0]:
+        call |= {"q": together(q, used_q), "cu_seqlens_q": cumulated(used_q), "seqused_q": None}
+        out = together(out, used_q)
+        lse = torch.cat([lse[b, :, :n] for b, n in enumerate(used_q)], 1)
+    if layout[1]:
+        call |= {name: together(call[name], used_k) for name in "kv"}
+        call |= {"cu_seqlens_k": cumulated(used_k), "seqused_k": None}
+    results = fa4.flash_attn_varlen_func(**call, window_size=(3, 1), return_lse=True)
+    assert_near(results, (out, lse))
 
 
 @ON_EVERY_DEVICE
@@ -167,14 +202,14 @@ def pairs_of(
 @ON_EVERY_DEVICE
 def test_mask_mod(device: str) -> None:
     """It alone decides, whatever causal and window_size say."""
-    given = dense(device, 140, 150)
+    inputs = dense(device, 140, 150)
     mask = pairs_of(of_everything, 2, 4, 140, 150, device)
-    expected = expected_of(*given, [(140, 150)] * 2, mask=mask)
+    expected = expected_of(*inputs, [(140, 150)] * 2, mask=mask)
     for ignored in ({}, {"causal": True}, {"window_size": (3, 0)}):
-        results = fa4.flash_attn_func(*given, mask_mod=of_everything, return_lse=True, **ignored)
+        results = fa4.flash_attn_func(*inputs, mask_mod=of_everything, return_lse=True, **ignored)
         assert_near(results, expected)
         results = fa4.flash_attn_varlen_func(
-            *given, mask_mod=of_everything, return_lse=True, **ignored
+            *inputs, mask_mod=of_everything, return_lse=True, **ignored
         )
         assert_near(results, expected)
 
@@ -221,7 +256,7 @@ def test_block_sparse_tensors(
     of_heads: int, has_mod: bool, size: tuple[int, int] | None, device: str
 ) -> None:
     """Listed as partial, a block is as mask_mod says, without one visible where causal is."""
-    given = dense(device, 300, 330)
+    inputs = dense(device, 300, 330)
     extent = size or (128, 128)
     shape = (2, of_heads, -(-300 // extent[0]), -(-330 // extent[1]))
     full = torch.rand(shape, device=device) < 0.4
@@ -233,38 +268,38 @@ def test_block_sparse_tensors(
         visible = visible & pairs_of(of_everything, 2, 4, 300, 330, device)
     mask = visible | seen(full, extent, 300, 330)
     options = {"causal": not has_mod, "mask": mask}
-    expected = expected_of(*given, [(300, 330)] * 2, **options)
+    expected = expected_of(*inputs, [(300, 330)] * 2, **options)
     call = {"mask_mod": mod, "block_sparse_tensors": tensors, "causal": True, "return_lse": True}
-    assert_near(fa4.flash_attn_func(*given, **call, block_sparse_tensors_bwd=tensors), expected)
+    assert_near(fa4.flash_attn_func(*inputs, **call, block_sparse_tensors_bwd=tensors), expected)
     if not has_mod:  # whose lists may lack the full blocks
         tensors = BlockSparseTensorsTorch(*lists_of(partial | full), block_size=size)
     assert_near(
-        fa4.flash_attn_varlen_func(*given, **call | {"block_sparse_tensors": tensors}), expected
+        fa4.flash_attn_varlen_func(*inputs, **call | {"block_sparse_tensors": tensors}), expected
     )
 
 
 def test_number_of_lists_tells_the_size() -> None:
-    given = dense("cpu", 600, 130)
+    inputs = dense("cpu", 600, 130)
     for lists, size in ((5, (128, 128)), (3, (256, 128))):
         blocks = torch.rand(1, 1, lists, 2) < 0.6
         tensors = BlockSparseTensorsTorch(*lists_of(blocks))
         mask = seen(blocks, size, 600, 130)
-        out = fa4.flash_attn_func(*given, block_sparse_tensors=tensors)[0]
-        assert_near((out,), expected_of(*given, [(600, 130)] * 2, mask=mask)[:1])
+        out = fa4.flash_attn_func(*inputs, block_sparse_tensors=tensors)[0]
+        assert_near((out,), expected_of(*inputs, [(600, 130)] * 2, mask=mask)[:1])
     tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 4, 2, dtype=torch.bool)))
     with pytest.raises(ValueError, match=r"^block_sparse_tensors.block_size: must be given where"):
-        fa4.flash_attn_func(*given, block_sparse_tensors=tensors)
+        fa4.flash_attn_func(*inputs, block_sparse_tensors=tensors)
 
 
 @ON_EVERY_DEVICE
 def test_gradients_through_masks(device: str) -> None:
-    given = [x.requires_grad_() for x in dense(device, 140, 150)]
+    inputs = [x.requires_grad_() for x in dense(device, 140, 150)]
     mask = pairs_of(of_everything, 2, 4, 140, 150, device)
-    out, lse = fa4.flash_attn_func(*given, mask_mod=of_everything)
+    out, lse = fa4.flash_attn_func(*inputs, mask_mod=of_everything)
     assert lse is not None
-    gradients = torch.autograd.grad(out.sin().sum(), given)
-    out = ours.flash_attn_func(*given, attn_mask=mask)
-    assert_near(gradients, torch.autograd.grad(out.sin().sum(), given))
+    gradients = torch.autograd.grad(out.sin().sum(), inputs)
+    out = ours.flash_attn_func(*inputs, attn_mask=mask)
+    assert_near(gradients, torch.autograd.grad(out.sin().sum(), inputs))
 
 
 def test_full_graphs() -> None:
