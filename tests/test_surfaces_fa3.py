@@ -346,17 +346,25 @@ def test_what_is_refused(name: str, function: str) -> None:
         _calls()[function](**{name: value})
 
 
+def test_errors_have_their_names() -> None:
+    q, k, v = dense("cpu")
+    with pytest.raises(ValueError, match=r"^page_table: must have shape \(2, max_pages\), got"):
+        fa3.flash_attn_with_kvcache(q, k, v, page_table=int32("cpu", 0), cache_seqlens=2)
+    with pytest.raises(ValueError, match=r"^page_table: must be a page of the pool, from 0 to 1"):
+        fa3.flash_attn_with_kvcache(
+            q, k, v, page_table=int32("cpu", 0, 2).view(2, 1), cache_seqlens=2
+        )
+
+
 def test_fp8_is_refused() -> None:
     q, k, v = dense("cpu")
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for index, name in enumerate("qkv"):
             given = [x.to(dtype) if index == i else x for i, x in enumerate((q, k, v))]
-            message = (
-                f"^{name}: must have 16 bits an element, as FP8 is not implemented, got {dtype}"
-            )
+            message = f"^{name}: must not be of FP8, which is not implemented, got {dtype}"
             with pytest.raises(NotImplementedError, match=message):
                 fa3.flash_attn_func(*given)
-    with pytest.raises(NotImplementedError, match=r"^k_cache: must have 16 bits"):
+    with pytest.raises(NotImplementedError, match=r"^k_cache: must not be of FP8"):
         fa3.flash_attn_with_kvcache(q, k.to(torch.float8_e4m3fn), v)
     with pytest.raises(NotImplementedError, match=r"^attention_chunk: must be 0"):
         fa3.get_scheduler_metadata(1, 1, 1, 1, 1, 8, int32("cpu", 1), attention_chunk=2)

@@ -403,7 +403,7 @@ def test_masks_and_tensors_that_are_refused(function: str) -> None:
     for mod in (of_the_dsl, lambda query, key: query >= key, 3):
         with pytest.raises(NotImplementedError, match=r"^mask_mod: must be a function of \(batch"):
             attend(q, k, v, mask_mod=mod)
-    with pytest.raises(NotImplementedError, match=r"^v: must have 16 bits"):
+    with pytest.raises(NotImplementedError, match=r"^v: must not be of FP8"):
         attend(q, k, v.to(torch.float8_e4m3fn))
     lists = lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool))
     for size in ((128, 32), (0, 128)):
@@ -423,6 +423,23 @@ def test_masks_and_tensors_that_are_refused(function: str) -> None:
             attend(q, k, v, block_sparse_tensors=BlockSparseTensorsTorch(*bad))
     with pytest.raises(TypeError, match=r"^block_sparse_tensors.mask_block_cnt: must be a torch.T"):
         attend(q, k, v, block_sparse_tensors=(1, 2))
+
+
+def test_errors_have_their_names() -> None:
+    q, k, v = dense("cpu")
+    for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func):
+        with pytest.raises(
+            ValueError, match=r"^learnable_sink: must have shape \(4,\), got \(3,\)"
+        ):
+            function(q, k, v, learnable_sink=torch.zeros(3, dtype=torch.float64))
+    for table, more, kind in (
+        (int32("cpu", 0), {}, ValueError),
+        (int32("cpu", 0, 1, 2).view(3, 1), {}, ValueError),
+        (torch.zeros(2, 1), {"seqused_k": int32("cpu", 1, 1)}, TypeError),
+        ("table", {}, TypeError),
+    ):
+        with pytest.raises(kind, match=r"^page_table: "):
+            fa4.flash_attn_varlen_func(q, k, v, page_table=table, **more)
 
 
 def test_masks_of_pages_and_of_packed_queries() -> None:

@@ -191,7 +191,7 @@ def test_fp8_is_refused() -> None:
     call, _ = a_batch("cpu")
     for name in ("q", "k", "v", "out"):
         given = call | {name: torch.zeros(9, 4, 24).to(torch.float8_e4m3fn)}
-        with pytest.raises(NotImplementedError, match=f"^{name}: must have 16 bits an element"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: must not be of FP8"):
             vllm.flash_attn_varlen_func(**given)
 
 
@@ -208,6 +208,10 @@ def test_lengths_and_versions() -> None:
         vllm.flash_attn_varlen_func(**call)
     with pytest.raises(ValueError, match=r"^seqused_k: must be given with a block_table, got None"):
         vllm.flash_attn_varlen_func(**call, cu_seqlens_k=cu_k)
+    with pytest.raises(ValueError, match=r"^s_aux: must have shape \(4,\), got \(3,\)"):
+        vllm.flash_attn_varlen_func(
+            **call, seqused_k=used, s_aux=torch.zeros(3, dtype=torch.float64)
+        )
     call["q"].requires_grad_()
     out = torch.zeros(9, 4, 24, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"^out: must be None in a call whose gradients"):

@@ -27,6 +27,7 @@ from ..surfaces.sequences import (
 __all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
 
 _VERSIONS = (2, 3, 4)
+_NAMES = {"sink": "s_aux"}
 
 
 def flash_attn_varlen_func(
@@ -123,6 +124,7 @@ def flash_attn_varlen_func(
         block_table=block_table,
         num_splits=splits_of(num_splits),
         out=out,
+        names=_NAMES,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,

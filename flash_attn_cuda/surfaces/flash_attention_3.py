@@ -27,11 +27,13 @@ from ..kvcache import flash_attn_combine
 from ..kvcache import flash_attn_with_kvcache as _with_kvcache
 from ..rotary import apply_rotary_emb
 from .sequences import (
+    REFUSALS,
     attend_sequences,
     no_scheduler_metadata,
     packed,
     refuse_fp8,
     refuse_given,
+    renamed,
     splits_of,
 )
 
@@ -43,6 +45,9 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
+
+
+_NAMES = {"block_table": "page_table"}
 
 
 def flash_attn_func(
@@ -73,6 +78,7 @@ def flash_attn_func(
     _refuse(attention_chunk, q_descale, k_descale, v_descale, qv, q=q, k=k, v=v)
     out, softmax_lse = attend_sequences(
         *(q, k, v, None, None, None, None),
+        names={},
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -160,6 +166,7 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         num_splits=splits_of(num_splits),
+        names={},
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -217,7 +224,7 @@ def flash_attn_with_kvcache(
         FlashAttention-3 the others hold partial results of keys that were split.
 
     Raises:
-        As flash_attn_cuda.flash_attn_with_kvcache, whose block_table is page_table; the module's.
+        As flash_attn_cuda.flash_attn_with_kvcache, and the module's.
     """
     cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     _refuse(attention_chunk, q_descale, k_descale, v_descale, qv, **cache)
@@ -233,22 +240,25 @@ def flash_attn_with_kvcache(
         q = _rotated(q, tables, rotary_seqlens, cu_seqlens_q, in_order)
         k = _rotated(k, tables, rotary_seqlens, cu_seqlens_k_new, True)
         rotary_cos = rotary_sin = None
-    out, softmax_lse = _with_kvcache(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens),
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=page_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=splits_of(num_splits),
-        return_softmax_lse=True,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-    )
+    try:
+        out, softmax_lse = _with_kvcache(
+            *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens),
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=page_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=splits_of(num_splits),
+            return_softmax_lse=True,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+        )
+    except REFUSALS as error:
+        raise renamed(error, _NAMES) from error
     if not return_softmax_lse:
         return out
     nothing = out.new_empty((0,), dtype=torch.float32)

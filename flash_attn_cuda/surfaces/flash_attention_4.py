@@ -47,6 +47,7 @@ __all__ = [
     "flash_attn_varlen_func",
 ]
 
+_NAMES = {"sink": "learnable_sink", "block_table": "page_table"}
 _KEYS = 128  # of a block of FlashAttention-4 whose size is not given
 _QUERIES = (128, 256)
 
@@ -125,6 +126,7 @@ def flash_attn_func(
         deterministic=deterministic,
         block_mask=block_mask,
         sink=learnable_sink,
+        names=_NAMES,
     )
     return _results(*results, return_lse, q, k, v)
 
@@ -178,7 +180,7 @@ def flash_attn_varlen_func(
         out in q's layout, and softmax_lse (heads_q, total_q) or (batch, heads_q, seqlen_q).
 
     Raises:
-        As flash_attn_cuda.flash_attn_varlen_func, whose block_table is page_table; the module's.
+        As flash_attn_cuda.flash_attn_varlen_func, and the module's.
     """
     _refuse(
         *(score_mod, score_mod_bwd, aux_tensors, aux_scalars, qv, gather_kv_indices),
@@ -216,6 +218,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         block_mask=block_mask,
         sink=learnable_sink,
+        names=_NAMES,
     )
     return _results(*results, return_lse, q, k, v)
 

@@ -4,14 +4,18 @@ sequences that FlashAttention-3 and 4 take, each made into what flash_attn_varle
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import rows_bound
 from ..checks.tensors import DENSE_LAYOUT, check_tensor
 from ..dense import flash_attn_func
 from ..varlen import flash_attn_varlen_func
+
+REFUSALS = (TypeError, ValueError, NotImplementedError)  # what this package's checks raise
 
 
 def refuse_given(reason: str, **arguments: Any) -> None:
@@ -30,7 +34,7 @@ def refuse_fp8(**tensors: Any) -> None:
             dtype = tensor.dtype
             if dtype.is_floating_point and dtype.itemsize == 1:
                 raise NotImplementedError(
-                    f"{name}: must have 16 bits an element, as FP8 is not implemented, got {dtype}"
+                    f"{name}: must not be of FP8, which is not implemented, got {dtype}"
                 )
 
 
@@ -45,6 +49,14 @@ def no_scheduler_metadata(cache_seqlens: Tensor) -> Tensor:
 def splits_of(num_splits: int) -> int:
     """num_splits as this package has it: where others say zero or less to have it chosen, 0."""
     return num_splits if num_splits > 0 else 0
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """An error of this package's functions, where the caller knows arguments by other names."""
+    message = str(error)
+    for ours, theirs in names.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    return type(error)(message) if type(error) in REFUSALS else error
 
 
 def packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -74,6 +86,7 @@ def attend_sequences(
     block_table: Tensor | None = None,
     num_splits: int = 0,
     out: Tensor | None = None,
+    names: dict[str, str],
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """flash_attn_varlen_func, also of sequences that are not packed.
@@ -87,6 +100,7 @@ def attend_sequences(
         max_seqlen_q, max_seqlen_k: of use for what is packed.
         seqused_k: None with a block_table and no cu_seqlens_k: all rows of a sequence's pages.
         out: with cu_seqlens_q alone.
+        names: what the caller calls arguments of this package, for errors.
         options: those of flash_attn_func and flash_attn_varlen_func.
 
     Returns:
@@ -95,7 +109,10 @@ def attend_sequences(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if out is None and all(x is None for x in lengths):
-        results = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        try:
+            results = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        except REFUSALS as error:
+            raise renamed(error, names) from error
         return results[0], results[1]
     batch_and_seqlen = None
     if cu_seqlens_q is None:
@@ -106,18 +123,22 @@ def attend_sequences(
         k, cu_seqlens_k, max_seqlen_k = packed("k", k)
     elif block_table is not None and cu_seqlens_k is None and seqused_k is None:
         check_tensor("k", k)
-        check_tensor("block_table", block_table)
-        seqused_k = torch.full_like(block_table[:, 0], block_table.shape[1] * k.shape[1])
-    found, softmax_lse, _ = flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        return_attn_probs=True,
-        block_table=block_table,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        num_splits=num_splits,
-        out=out,
-        **options,
-    )
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
+        rows = rows_bound(k, block_table)  # 0 for what is refused below
+        seqused_k = torch.full_like(cu_seqlens_q[1:], rows)
+    try:
+        found, softmax_lse, _ = flash_attn_varlen_func(
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            return_attn_probs=True,
+            block_table=block_table,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            num_splits=num_splits,
+            out=out,
+            **options,
+        )
+    except REFUSALS as error:
+        raise renamed(error, names) from error
     if batch_and_seqlen is not None:
         found = found.unflatten(0, batch_and_seqlen)
         softmax_lse = softmax_lse.unflatten(1, batch_and_seqlen).transpose(0, 1).contiguous()
