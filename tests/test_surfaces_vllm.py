@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -216,11 +214,6 @@ def test_lengths_and_versions() -> None:
     out = torch.zeros(9, 4, 24, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"^out: must be None in a call whose gradients"):
         vllm.flash_attn_varlen_func(**call, seqused_k=used, out=out)
-
-
-def test_vllm_is_not_imported() -> None:
-    code = "import flash_attn_cuda.integrations.vllm, sys; assert 'vllm' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.gpu
