@@ -94,9 +94,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
-        (heads_q, total_q), S_dmask); with
-        dropout S_dmask is (batch, heads_q, max_seqlen_q, max_seqlen_k), where total_q, total_k
-        stand in for bounds that are no integers.
+        (heads_q, total_q), S_dmask); with dropout S_dmask is (batch, heads_q, max_seqlen_q,
+        max_seqlen_k), where total_q, total_k stand in for bounds that are no integers.
 
     Raises:
         As flash_attn_func; ValueError for a negative max_seqlen. On the CPU, ValueError as well for

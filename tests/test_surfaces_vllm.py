@@ -150,6 +150,30 @@ def test_without_pages(device: str) -> None:
     assert_near((target,), expected[:1])
 
 
+@ON_EVERY_DEVICE
+def test_dropout(device: str) -> None:
+    """Of the same mask whether softmax_lse is returned or not, and that of ours."""
+    q, k, v = dense(device)
+    given = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    lengths = {"cu_seqlens_q": int32(device, 0, 7, 14), "cu_seqlens_k": int32(device, 0, 9, 18)}
+    lengths |= {"max_seqlen_q": 7, "max_seqlen_k": 9}
+    results = []
+    for function, more in (
+        (ours.flash_attn_varlen_func, {}),
+        (vllm.flash_attn_varlen_func, {}),
+        (vllm.flash_attn_varlen_func, {"return_softmax_lse": True}),
+    ):
+        torch.manual_seed(3)
+        results.append(function(*given, **lengths, dropout_p=0.4, **more))
+    assert_same(results[1], results[0])
+    assert_same(results[2][0], results[0])
+    with pytest.raises(NotImplementedError, match=r"^return_softmax_lse: must be False where"):
+        vllm.flash_attn_varlen_func(
+            *given, **lengths, dropout_p=0.4, s_aux=torch.zeros(4, device=device),
+            return_softmax_lse=True,
+        )  # fmt: skip
+
+
 def test_under_compile() -> None:
     call, _ = a_batch("cpu")
 

@@ -27,7 +27,7 @@ from ..surfaces.sequences import (
 __all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
 
 _VERSIONS = (2, 3, 4)
-_NAMES = {"sink": "s_aux"}
+_NAMES = {"sink": "s_aux", "return_attn_probs": "return_softmax_lse"}
 
 
 def flash_attn_varlen_func(
@@ -125,6 +125,7 @@ def flash_attn_varlen_func(
         num_splits=splits_of(num_splits),
         out=out,
         names=_NAMES,
+        wants_lse=return_softmax_lse,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,

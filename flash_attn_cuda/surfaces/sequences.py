@@ -87,8 +87,9 @@ def attend_sequences(
     num_splits: int = 0,
     out: Tensor | None = None,
     names: dict[str, str],
+    wants_lse: bool = True,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     """flash_attn_varlen_func, also of sequences that are not packed.
 
     Args:
@@ -101,19 +102,19 @@ def attend_sequences(
         seqused_k: None with a block_table and no cu_seqlens_k: all rows of a sequence's pages.
         out: with cu_seqlens_q alone.
         names: what the caller calls arguments of this package, for errors.
+        wants_lse: with dropout softmax_lse costs a matrix of probabilities.
         options: those of flash_attn_func and flash_attn_varlen_func.
 
     Returns:
         (out, softmax_lse): out in q's layout, softmax_lse (heads_q, total_q) or (batch, heads_q,
-        seqlen_q).
+        seqlen_q), or None where it is not wanted.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if out is None and all(x is None for x in lengths):
         try:
-            results = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+            return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))
         except REFUSALS as error:
             raise renamed(error, names) from error
-        return results[0], results[1]
     batch_and_seqlen = None
     if cu_seqlens_q is None:
         batch_and_seqlen = q.shape[:2]
@@ -127,9 +128,9 @@ def attend_sequences(
         rows = rows_bound(k, block_table)  # 0 for what is refused below
         seqused_k = torch.full_like(cu_seqlens_q[1:], rows)
     try:
-        found, softmax_lse, _ = flash_attn_varlen_func(
+        results = flash_attn_varlen_func(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            return_attn_probs=True,
+            return_attn_probs=wants_lse,
             block_table=block_table,
             seqused_q=seqused_q,
             seqused_k=seqused_k,
@@ -139,7 +140,14 @@ def attend_sequences(
         )
     except REFUSALS as error:
         raise renamed(error, names) from error
+    found, softmax_lse = _pair(results)
     if batch_and_seqlen is not None:
         found = found.unflatten(0, batch_and_seqlen)
-        softmax_lse = softmax_lse.unflatten(1, batch_and_seqlen).transpose(0, 1).contiguous()
+        if softmax_lse is not None:
+            softmax_lse = softmax_lse.unflatten(1, batch_and_seqlen).transpose(0, 1).contiguous()
     return found, softmax_lse
+
+
+def _pair(results: Any) -> tuple[Tensor, Any]:
+    """(out, softmax_lse), the latter None where out is all that was returned."""
+    return (results[0], results[1]) if isinstance(results, tuple) else (results, None)
