@@ -24,7 +24,7 @@ from .arguments import (
     pad_head_dim,
 )
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
-from .checks.calls import check_call, check_contents, check_gradients
+from .checks.calls import check_call, check_contents, check_gradients, check_out
 from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_operator
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
@@ -78,10 +78,28 @@ def needs_gradient(call: AttentionCall) -> bool:
 
 def _results(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, softmax_lse, S_dmask), the last None where it was not wanted and nobody made one."""
+    if call.out is not None:
+        _check_out(call, names)
     if call.return_softmax or not _is_plain(call):
         return _by_operator(call, names)
     out, softmax_lse, *_ = _by_extension(call, names)
     return out, softmax_lse, None
+
+
+def _check_out(call: AttentionCall, names: Names | None) -> None:
+    """Raises for an out that the results of this call cannot be written into."""
+    if needs_gradient(call):
+        raise NotImplementedError(
+            "out: must be None in a call whose gradients are wanted, got a tensor "
+            "(torch.no_grad() says that none is)"
+        )
+    if not call.over_cache:
+        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    try:
+        check_out(call)
+    except (TypeError, ValueError):
+        _check(call, names)  # what is wrong with other arguments comes first
+        raise
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -103,7 +121,7 @@ def _by_extension(call: AttentionCall, names: Names | None) -> list[Any]:
         padded = _padded(call)
         results = cast(ModuleType, build_info.extension).forward(padded)
         if padded is not call:
-            results[0] = results[0][..., : call.v.shape[-1]]
+            results[0] = _unpadded(results[0], call)
         return results
     except Exception as error:
         _explain(call, names, error)
@@ -129,7 +147,9 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
         if call.q.device.type == "cpu" and not is_functorch_active():
             check_contents(call, names)
         raise
-    return out if padded is call else out[..., : call.v.shape[-1]], softmax_lse, s_dmask
+    if padded is not call or call.out is not None:
+        out = _unpadded(out, call)
+    return out, softmax_lse, s_dmask
 
 
 def _check(call: AttentionCall, names: Names | None) -> None:
@@ -148,8 +168,16 @@ def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:
 
 
 def _padded(call: AttentionCall) -> AttentionCall:
-    """The call, or one whose head dims are multiples of 8, as the training kernels want them."""
+    """The call, or one whose head dims are multiples of 8, as the training kernels want them; the
+    result of that has to be cut, and so is not written into an out.
+    """
     if not _has_to_be_padded(call.q, call.v):
         return call
     q, k, v = (pad_head_dim(x) for x in (call.q, call.k, call.v))
-    return replace(call, q=q, k=k, v=v, softmax_scale=call.scale())
+    return replace(call, q=q, k=k, v=v, softmax_scale=call.scale(), out=None)
+
+
+def _unpadded(out: Tensor, call: AttentionCall) -> Tensor:
+    """The result without padded columns, in the tensor that the caller gave for it, if any."""
+    out = out[..., : call.v.shape[-1]]
+    return out if call.out is None else call.out.copy_(out)

@@ -61,7 +61,7 @@ class AttentionCall:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
-    out: Tensor | None = None  # to be written, by the extension alone
+    out: Tensor | None = None  # to be written, by the extension or after an operator
 
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None

@@ -251,6 +251,7 @@ def _over_pieces(
     pieces = replace(
         call,
         q=q,
+        out=call.out if is_packed else None,
         cu_seqlens_q=_bounds(cut.first_q, total_q),
         max_seqlen_q=most,
         seqused_k=(cut.first_k + cut.len_k).int(),
@@ -263,7 +264,9 @@ def _over_pieces(
     if is_packed:
         return out, softmax_lse
     shape = (batch, call.q.shape[1])
-    return out.unflatten(0, shape), softmax_lse.unflatten(1, shape).transpose(0, 1)
+    out = out.unflatten(0, shape)
+    softmax_lse = softmax_lse.unflatten(1, shape).transpose(0, 1)
+    return out if call.out is None else call.out.copy_(out), softmax_lse
 
 
 def _filled(call: AttentionCall) -> Tensor:
@@ -279,7 +282,9 @@ def _appended(call: AttentionCall) -> AttentionCall:
     assert call.k_new is not None
     no_queries = call.q.new_empty((call.batch(), 0, *call.q.shape[-2:]))
     bounds = call.cu_seqlens_k_new
-    attend_over_cache(replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, sink=None))
+    attend_over_cache(
+        replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, sink=None, out=None)
+    )
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}

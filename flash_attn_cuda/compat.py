@@ -1,16 +1,21 @@
-"""`import flash_attn` served by this package, for code that was written for FlashAttention-2.
+"""`import flash_attn` served by this package, for code that was written for FlashAttention-2, 3, 4.
 
     import flash_attn_cuda.compat
     flash_attn_cuda.compat.install()
     from flash_attn import flash_attn_func  # flash_attn_cuda's
+    from flash_attn_interface import flash_attn_func  # with FlashAttention-3's parameters
+    from flash_attn.cute import flash_attn_func  # with FlashAttention-4's
 
 What resolves is in _PROVIDED: modules, and names in them, that libraries import as soon as they see
-that there is a flash_attn. Any other module of flash_attn is not found, which code that tries the
-import can handle; code that asks for flash_attn alone and then imports such a module fails, as it
-does in an installation that lacks it. torch.ops.flash_attn has our operators under
-FlashAttention-2's names, so that a policy of selective checkpointing that lists them works.
-Packaging metadata (importlib.metadata) knows a distribution flash-attn of version VERSION, because
-libraries decide by it whether flash_attn is there.
+that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4, whose functions are
+imported when the module is, and whose docstrings say what each argument does. Any other module of
+flash_attn is not found, which code that tries the import can handle; code that asks for flash_attn
+alone and then imports such a module fails, as it does in an installation that lacks it.
+torch.ops.flash_attn has our operators under FlashAttention-2's names, so that a policy of selective
+checkpointing that lists them works. Packaging metadata (importlib.metadata) knows a distribution
+flash-attn of version VERSION, because libraries decide by it whether flash_attn is there. There is
+none of FlashAttention-3 and 4: libraries that choose by it stay with FlashAttention-2's functions,
+which have more features here.
 """
 
 from __future__ import annotations
@@ -121,21 +126,35 @@ _PROVIDED: dict[str, dict[str, Any]] = {
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.rotary": {"apply_rotary": rotary_layers.apply_rotary},
 }
-_PACKAGES = ("flash_attn", "flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton")
+# Modules whose names are those of one of ours, its __all__.
+_SURFACES = {
+    "flash_attn_interface": f"{__package__}.surfaces.flash_attention_3",
+    "flash_attn.cute": f"{__package__}.surfaces.flash_attention_4",
+    "flash_attn.cute.block_sparsity": f"{__package__}.surfaces.flash_attention_4",
+    "flash_attn.cute.interface": f"{__package__}.surfaces.flash_attention_4",
+}
+_PACKAGES = (
+    "flash_attn",
+    "flash_attn.cute",
+    "flash_attn.layers",
+    "flash_attn.ops",
+    "flash_attn.ops.triton",
+)
 
 
 def install() -> None:
-    """Make `import flash_attn` and its modules resolve to this package, in this process.
+    """Make `import flash_attn`, its modules and FlashAttention-3's, flash_attn_interface, resolve
+    to this package, in this process.
 
     Call it before the libraries that look for flash_attn are imported. Calling it again changes
     nothing. An installed FlashAttention that has not been imported yet is hidden until uninstall().
 
     Raises:
-        RuntimeError: another flash_attn has been imported already.
+        RuntimeError: another flash_attn or flash_attn_interface has been imported already.
     """
     if is_installed():
         return
-    for name in (*_PROVIDED, _EXTENSION):
+    for name in (*_PROVIDED, *_SURFACES, _EXTENSION):
         if name in sys.modules and not _is_ours(sys.modules[name]):
             where = getattr(sys.modules[name], "__file__", None) or "an unknown file"
             raise RuntimeError(
@@ -158,7 +177,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
-    for name in _PROVIDED:
+    for name in (*_PROVIDED, *_SURFACES):
         if name in sys.modules and _is_ours(sys.modules[name]):
             del sys.modules[name]
     if sys.modules.get(_EXTENSION) is build_info.extension:
@@ -182,12 +201,20 @@ def _is_ours(module: ModuleType) -> bool:
 
 class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        provided = _PROVIDED[module.__name__]
+        provided = _provided_by(module.__name__)
         module.__doc__ = f"{module.__name__}, provided by {__package__}."
         module.__dict__.update(provided)
         if module.__name__ == "flash_attn.bert_padding":
             module.__dict__.update(_einops())
         module.__dict__["__all__"] = [name for name in provided if not name.startswith("_")]
+
+
+def _provided_by(name: str) -> dict[str, Any]:
+    """What a module of ours holds."""
+    if name in _PROVIDED:
+        return _PROVIDED[name]
+    surface = importlib.import_module(_SURFACES[name])
+    return {attribute: getattr(surface, attribute) for attribute in surface.__all__}
 
 
 def _einops() -> dict[str, Any]:
@@ -213,12 +240,12 @@ class _Distribution(Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of _PROVIDED and the distribution flash-attn."""
+    """Finds the modules of _PROVIDED and _SURFACES and the distribution flash-attn."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _PROVIDED:
+        if fullname not in _PROVIDED and fullname not in _SURFACES:
             return None
         spec = ModuleSpec(fullname, _LOADER, origin=__file__, is_package=fullname in _PACKAGES)
         spec.has_location = True  # becomes the module's __file__

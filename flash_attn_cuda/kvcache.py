@@ -45,6 +45,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool = False,
     sink: Tensor | None = None,
     attention_chunk: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -88,10 +89,12 @@ def flash_attn_with_kvcache(
         sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
             the head, and so softmax_lse.
         attention_chunk: as in flash_attn_func; keys count from the first behind the padding.
+        out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
+            into; it must not overlap an input. None for a new tensor.
 
     Returns:
-        out like q, but with head_dim_v, or (out, softmax_lse), softmax_lse (batch, heads_q,
-        seqlen_q) or (heads_q, total_q) in fp32.
+        out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
+        softmax_lse (batch, heads_q, seqlen_q) or (heads_q, total_q) in fp32.
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
@@ -136,6 +139,8 @@ def flash_attn_with_kvcache(
     )
     if sink is not None:
         add_sink(call, sink, is_differentiable=False)
+    if out is not None:
+        call.out = out
     if attention_chunk != 0:
         out, softmax_lse = attend_over_cache_in_chunks(call, check_chunk(attention_chunk))
     else:

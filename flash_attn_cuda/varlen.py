@@ -10,7 +10,7 @@ from .arguments import UNLIMITED, Result, WindowSize, make_options, packed_lengt
 from .attend import attend
 from .call import Names, describe
 from .checks.lengths import check_batch_invariant, check_num_splits
-from .checks.tensors import check_packed
+from .checks.tensors import check_packed, check_tensor
 from .chunks import attend_in_chunks, check_chunk
 from .masks.given import Masks, add_masks, add_sink
 
@@ -49,6 +49,7 @@ def flash_attn_varlen_func(
     block_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     attention_chunk: int = 0,
+    out: Tensor | None = None,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -90,11 +91,14 @@ def flash_attn_varlen_func(
             those of sequences, and at least max_seqlen_q and max_seqlen_k where those are integers.
         sink: as in flash_attn_func; with a block_table, without a gradient.
         attention_chunk: as in flash_attn_func, and not with a block_table.
+        out: (total_q, heads_q, head_dim_v), of the result's dtype and on q's device, contiguous in
+            its last dimension, to write the result into; it must not overlap an input. For
+            inference. None for a new tensor.
 
     Returns:
-        out (total_q, heads_q, head_dim_v), or (out, softmax_lse (heads_q, total_q), S_dmask); with
-        dropout S_dmask is (batch, heads_q, max_seqlen_q, max_seqlen_k), where total_q, total_k
-        stand in for bounds that are no integers.
+        out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
+        (heads_q, total_q), S_dmask); with dropout S_dmask is (batch, heads_q, max_seqlen_q,
+        max_seqlen_k), where total_q, total_k stand in for bounds that are no integers.
 
     Raises:
         As flash_attn_func; ValueError for a negative max_seqlen. On the CPU, ValueError as well for
@@ -102,7 +106,8 @@ def flash_attn_varlen_func(
         On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
-            block_mask; from the backward, there was a block_table.
+            block_mask; from the backward, there was a block_table; there is an out, and it or an
+            input requires grad while gradients are enabled.
     """
     options = make_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -132,6 +137,9 @@ def flash_attn_varlen_func(
         if block_table is None:  # keys are not split, which is batch-invariant
             check_num_splits(num_splits)
             call.num_splits, call.batch_invariant = 0, False
+    if out is not None:
+        check_tensor("v", v)
+        call.out = out
     if attention_chunk != 0:
         return attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
     return attend(call, return_attn_probs)

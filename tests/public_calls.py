@@ -248,6 +248,33 @@ def _make_packed_queries(size: int) -> Tensors:
     return made | _cu_seqlens(size, "cu_q")
 
 
+def _varlen_into(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor
+) -> tuple[Tensor, ...]:
+    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, None, None, causal=True, out=out, **LSE)[:2]
+
+
+def _append_into(
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    used: Tensor,
+    table: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, ...]:
+    return flash_attn_with_kvcache(
+        *(q, pool_k, pool_v, k, v), cache_seqlens=used - 1, block_table=table, out=out,
+        return_softmax_lse=True,
+    )  # fmt: skip
+
+
+def _into(made: Tensors) -> Tensors:
+    """With a tensor for the result."""
+    return made | {"out": torch.zeros_like(made["q"])}
+
+
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, blocks: Tensor, sink: Tensor
 ) -> tuple[Tensor, ...]:
@@ -356,6 +383,16 @@ PUBLIC_CALLS = [
     ),
     PublicCall("append", _append, _make_append, mutated=CACHES),
     PublicCall("paged_append", _paged_append, _make_paged_append, mutated=POOLS),
+    PublicCall("varlen_into", _varlen_into, lambda n: _into(_make_varlen(n)), mutated=("out",)),
+    PublicCall(
+        "varlen_padded_into", _varlen_into, lambda n: _into(_make_varlen(n, 60)), mutated=("out",)
+    ),
+    PublicCall(
+        "append_into",
+        _append_into,
+        lambda n: _into(_make_paged_append(n)),
+        mutated=(*POOLS, "out"),
+    ),
     PublicCall("packed_queries", _packed_queries, _make_packed_queries),
     PublicCall("combine", _combine, _make_partials),
     PublicCall("masked", _masked, _make_masked, ("q", "k", "v", "bias", "sink")),

@@ -41,6 +41,7 @@ from .tensors import (
     check_softmax_scale,
     check_tensor,
     output_shape,
+    refuse_gradients,
 )
 
 
@@ -213,6 +214,18 @@ def _check_rotary(call: AttentionCall) -> None:
         raise ValueError(
             f"rotary_sin: must have the shape of rotary_cos, {tuple(cos.shape)}, "
             f"got {tuple(sin.shape)}"
+        )
+
+
+def check_out(call: AttentionCall) -> None:
+    """Raise unless the results of a call of tensors can be written into its out."""
+    out = call.out
+    refuse_gradients("as results are written into it", out=out)
+    check_like("out", out, output_shape(call.q, call.v), call.q.dtype, call.q)
+    assert out is not None
+    if out.shape[-1] > 1 and out.stride(-1) != 1:
+        raise ValueError(
+            f"out: must be contiguous in its last dimension, got stride {out.stride(-1)}"
         )
 
 

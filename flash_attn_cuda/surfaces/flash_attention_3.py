@@ -1,0 +1,355 @@
+"""FlashAttention-3's module flash_attn_interface: its names, parameters, order, defaults, results.
+
+The signatures are those of hopper/flash_attn_interface.py in Dao-AILab/flash-attention (commit
+01afd16). Options that are not described here are those of this package's functions of the same
+name. What all of them share:
+
+- pack_gqa, sm_margin, num_splits and scheduler_metadata choose how a call is scheduled there. They
+  are accepted; num_splits counts where this package splits keys, over pages and caches.
+- NotImplementedError, by name: tensors of FP8 and their scales q_descale, k_descale, v_descale; qv.
+- return_attn_probs and return_softmax_lse return softmax_lse, through which gradients flow as they
+  do not in FlashAttention-3, and no probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import UNLIMITED, WindowSize, window_bounds
+from ..checks.lengths import check_optional
+from ..checks.tensors import check_tensor
+from ..dense import flash_attn_qkvpacked_func as _qkvpacked
+from ..kvcache import flash_attn_combine
+from ..kvcache import flash_attn_with_kvcache as _with_kvcache
+from ..rotary import apply_rotary_emb
+from .sequences import (
+    REFUSALS,
+    attend_sequences,
+    no_scheduler_metadata,
+    packed,
+    refuse_fp8,
+    refuse_given,
+    renamed,
+    splits_of,
+)
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+
+_NAMES = {"block_table": "page_table"}
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = UNLIMITED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q (batch, seqlen_q, heads_q, head_dim) over k, v (batch, seqlen_k, heads_k,
+    head_dim or head_dim_v).
+
+    Returns out (batch, seqlen_q, heads_q, head_dim_v), or with return_attn_probs (out, softmax_lse
+    (batch, heads_q, seqlen_q)). Errors as flash_attn_cuda.flash_attn_func, and the module's.
+    """
+    _refuse(q_descale, k_descale, v_descale, qv, q=q, k=k, v=v)
+    out, softmax_lse = attend_sequences(
+        *(q, k, v, None, None, None, None),
+        names={},
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        attention_chunk=attention_chunk,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = UNLIMITED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_func of one tensor, whose gradient is in one piece.
+
+    qkv is (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2
+    * heads_k, head_dim): first the heads of queries, then those of keys, then those of values.
+
+    Raises ValueError too where num_heads_q does not divide four dimensions so.
+    """
+    _refuse(q_descale, k_descale, v_descale, qkv=qkv)
+    check_tensor("qkv", qkv)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "deterministic": deterministic,
+    }
+    if qkv.dim() == 4 or attention_chunk != 0:
+        is_split = qkv.dim() == 4
+        q, k, v = qkv.split(_heads_of(qkv, num_heads_q), dim=2) if is_split else qkv.unbind(2)
+        options |= {"return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk}
+        return flash_attn_func(q, k, v, **options)
+    results = _qkvpacked(qkv, return_attn_probs=True, **options)
+    return (results[0], results[1]) if return_attn_probs else results[0]
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = UNLIMITED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_func of packed sequences: q (total_q, heads_q, head_dim), k, v (total_k, ...).
+
+    cu_seqlens_q or cu_seqlens_k may be None, as may be both: q, or k and v, then are (batch,
+    seqlen, heads, head_dim), of which seqused_q and seqused_k say how many rows are used.
+
+    Returns out in q's layout, or with return_attn_probs (out, softmax_lse), softmax_lse (heads_q,
+    total_q) or (batch, heads_q, seqlen_q). Errors as flash_attn_cuda.flash_attn_varlen_func, and
+    the module's.
+    """
+    _refuse(q_descale, k_descale, v_descale, qv, q=q, k=k, v=v)
+    out, softmax_lse = attend_sequences(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=splits_of(num_splits),
+        names={},
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        attention_chunk=attention_chunk,
+    )
+    return (out, softmax_lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of new queries over a cache, to which k and v are appended. For inference.
+
+    Args:
+        page_table: flash_attn_cuda.flash_attn_with_kvcache's block_table.
+        k, v: (batch, seqlen_new, heads_k, head_dim), also where cu_seqlens_q says that queries are
+            packed, or packed with cu_seqlens_k_new.
+        rotary_seqlens: (batch,), int32: rotations of a sequence start at this position instead of
+            cache_seqlens; of no use without rotary_cos. q and k then are rotated before the call
+            and not in it, and positions that rotary_cos does not reach are not reported on CUDA.
+
+    Returns:
+        out like q, but with v_cache's head_dim, or with return_softmax_lse (out, softmax_lse, and
+        two empty tensors): softmax_lse (batch, heads_q, seqlen_q) or (heads_q, total_q); in
+        FlashAttention-3 the others hold partial results of keys that were split.
+
+    Raises:
+        As flash_attn_cuda.flash_attn_with_kvcache, and the module's.
+    """
+    cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    _refuse(q_descale, k_descale, v_descale, qv, **cache)
+    if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
+        v, _, _ = packed("v", v)
+        k, cu_seqlens_k_new, _ = packed("k", k)
+    if k is not None and rotary_seqlens is not None and rotary_cos is not None:
+        left, right = window_bounds(window_size)
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        check_optional("rotary_seqlens", rotary_seqlens, (batch,), q)
+        tables = (rotary_cos, rotary_sin, bool(rotary_interleaved))
+        in_order = causal or left >= 0 or right >= 0
+        q = _rotated(q, tables, rotary_seqlens, cu_seqlens_q, in_order)
+        k = _rotated(k, tables, rotary_seqlens, cu_seqlens_k_new, True)
+        rotary_cos = rotary_sin = None
+    try:
+        out, softmax_lse = _with_kvcache(
+            *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens),
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=page_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=splits_of(num_splits),
+            return_softmax_lse=True,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            attention_chunk=attention_chunk,
+        )
+    except REFUSALS as error:
+        raise renamed(error, _NAMES) from error
+    if not return_softmax_lse:
+        return out
+    nothing = out.new_empty((0,), dtype=torch.float32)
+    return out, softmax_lse, nothing, nothing.clone()
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor on the device of cache_seqlens, for flash_attn_with_kvcache's
+    scheduler_metadata: this package plans in the call itself. Nothing else is read.
+    """
+    return no_scheduler_metadata(cache_seqlens)
+
+
+def _refuse(
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    qv: Any = None,
+    **tensors: Any,
+) -> None:
+    """Raise for what the module's functions have no kernels for."""
+    refuse_given("scores have one product of queries and keys", qv=qv)
+    refuse_given(
+        "FP8 is not implemented", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    )
+    refuse_fp8(**tensors)
+
+
+def _heads_of(qkv: Tensor, num_heads_q: int | None) -> list[int]:
+    """Heads of q, k and v that lie one behind the other in four dimensions."""
+    heads = qkv.shape[2]
+    if num_heads_q is None or num_heads_q < 1 or heads <= num_heads_q or (heads - num_heads_q) % 2:
+        raise ValueError(
+            "num_heads_q: must leave an even number of the heads of a qkv of four dimensions "
+            f"({heads}), got {num_heads_q}"
+        )
+    heads_k = (heads - num_heads_q) // 2
+    return [num_heads_q, heads_k, heads_k]
+
+
+def _rotated(
+    x: Tensor,
+    tables: tuple[Tensor, Tensor | None, bool],
+    positions: Tensor,
+    cu_seqlens: Tensor | None,
+    in_order: bool,
+) -> Tensor:
+    """x rotated from its sequences' positions (batch,) on, or all of a sequence at its position."""
+    cos, sin, interleaved = tables
+    check_tensor("rotary_cos", cos)
+    check_tensor("rotary_sin", sin)
+    assert sin is not None
+    shape = x.shape
+    if not in_order:
+        if cu_seqlens is None:  # rows become heads, which stand at one position
+            x = x.reshape(shape[0], 1, shape[1] * shape[2], shape[3])
+        else:  # rows become sequences
+            row = torch.arange(shape[0], device=x.device, dtype=cu_seqlens.dtype)
+            sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
+            inside = sequence < cu_seqlens.shape[0] - 1
+            padded = torch.cat([positions, positions.new_zeros(1)])
+            positions = torch.where(inside, padded[sequence], 0)
+            x, cu_seqlens = x.unsqueeze(1), None
+    try:
+        x = apply_rotary_emb(x, cos, sin, interleaved, False, positions, cu_seqlens)
+    except ValueError as error:
+        raise ValueError(f"rotary_seqlens: {error}") from error
+    return x.reshape(shape)

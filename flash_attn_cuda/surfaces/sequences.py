@@ -1,0 +1,153 @@
+"""What functions with another package's signature share: refusals by name, and the layouts of
+sequences that FlashAttention-3 and 4 take, each made into what flash_attn_varlen_func takes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import rows_bound
+from ..checks.tensors import DENSE_LAYOUT, check_tensor
+from ..dense import flash_attn_func
+from ..varlen import flash_attn_varlen_func
+
+REFUSALS = (TypeError, ValueError, NotImplementedError)  # what this package's checks raise
+
+
+def refuse_given(reason: str, **arguments: Any) -> None:
+    """Raise NotImplementedError for the first of these arguments that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: must be None, as {reason}, got {type(value).__name__}"
+            )
+
+
+def refuse_fp8(**tensors: Any) -> None:
+    """Raise NotImplementedError for the first of these tensors that holds floats of 8 bits."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            dtype = tensor.dtype
+            if dtype.is_floating_point and dtype.itemsize == 1:
+                raise NotImplementedError(
+                    f"{name}: must not be of FP8, which is not implemented, got {dtype}"
+                )
+
+
+def no_scheduler_metadata(cache_seqlens: Tensor) -> Tensor:
+    """What stands for the plan of a call, which this package makes in the call itself: an empty
+    int32 tensor on the device of cache_seqlens, for callers that keep, slice or copy it.
+    """
+    check_tensor("cache_seqlens", cache_seqlens)
+    return cache_seqlens.new_empty((0,), dtype=torch.int32)
+
+
+def splits_of(num_splits: int) -> int:
+    """num_splits as this package has it: where others say zero or less to have it chosen, 0."""
+    return num_splits if num_splits > 0 else 0
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """An error of this package's functions, where the caller knows arguments by other names."""
+    message = str(error)
+    for ours, theirs in names.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    return type(error)(message) if type(error) in REFUSALS else error
+
+
+def packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """(rows (B * S, heads, D), cu_seqlens (B + 1,), S) of x (B, S, heads, D)."""
+    check_tensor(name, x)
+    if x.dim() != 4:
+        raise ValueError(
+            f"{name}: must have 4 dimensions {DENSE_LAYOUT} where no cu_seqlens describes it, "
+            f"got shape {tuple(x.shape)}"
+        )
+    batch, seqlen = x.shape[:2]
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen
+    return x.flatten(0, 1), cu_seqlens, seqlen
+
+
+def attend_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    out: Tensor | None = None,
+    names: dict[str, str],
+    wants_lse: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """flash_attn_varlen_func, also of sequences that are not packed.
+
+    Args:
+        q: (total_q, heads_q, head_dim), or without cu_seqlens_q (batch, seqlen_q, heads_q,
+            head_dim).
+        k: (total_k, heads_k, head_dim), without cu_seqlens_k (batch, seqlen_k, heads_k, head_dim),
+            or with a block_table its pages.
+        v: as k.
+        max_seqlen_q, max_seqlen_k: of use for what is packed.
+        seqused_k: None with a block_table and no cu_seqlens_k: all rows of a sequence's pages.
+        out: with cu_seqlens_q alone.
+        names: what the caller calls arguments of this package, for errors.
+        wants_lse: with dropout softmax_lse costs a matrix of probabilities.
+        options: those of flash_attn_func and flash_attn_varlen_func.
+
+    Returns:
+        (out, softmax_lse): out in q's layout, softmax_lse (heads_q, total_q) or (batch, heads_q,
+        seqlen_q), or None where it is not wanted.
+    """
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
+    if out is None and all(x is None for x in lengths):
+        try:
+            return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))
+        except REFUSALS as error:
+            raise renamed(error, names) from error
+    batch_and_seqlen = None
+    if cu_seqlens_q is None:
+        batch_and_seqlen = q.shape[:2]
+        q, cu_seqlens_q, max_seqlen_q = packed("q", q)
+    if block_table is None and cu_seqlens_k is None:
+        v, _, _ = packed("v", v)
+        k, cu_seqlens_k, max_seqlen_k = packed("k", k)
+    elif block_table is not None and cu_seqlens_k is None and seqused_k is None:
+        check_tensor("k", k)
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
+        rows = rows_bound(k, block_table)  # 0 for what is refused below
+        seqused_k = torch.full_like(cu_seqlens_q[1:], rows)
+    try:
+        results = flash_attn_varlen_func(
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            return_attn_probs=wants_lse,
+            block_table=block_table,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            num_splits=num_splits,
+            out=out,
+            **options,
+        )
+    except REFUSALS as error:
+        raise renamed(error, names) from error
+    found, softmax_lse = _pair(results)
+    if batch_and_seqlen is not None:
+        found = found.unflatten(0, batch_and_seqlen)
+        if softmax_lse is not None:
+            softmax_lse = softmax_lse.unflatten(1, batch_and_seqlen).transpose(0, 1).contiguous()
+    return found, softmax_lse
+
+
+def _pair(results: Any) -> tuple[Tensor, Any]:
+    """(out, softmax_lse), the latter None where out is all that was returned."""
+    return (results[0], results[1]) if isinstance(results, tuple) else (results, None)
