@@ -127,6 +127,7 @@ HOST_ERRORS: list[tuple[Callable[..., Any], Callable[..., dict[str, Any]], dict[
     (flash_attn_with_kvcache, paged, {"block_table": int32((1, 2))}, "block_table"),
     (flash_attn_with_kvcache, paged, {"block_table": int32(((1, 2),) * 3)}, "block_table"),
     (flash_attn_with_kvcache, paged, {"block_table": torch.ones(2, 2)}, "block_table"),
+    (flash_attn_with_kvcache, cached, {**ROTARY}, "rotary_cos"),
     (
         flash_attn_with_kvcache,
         cached,

@@ -60,14 +60,11 @@ NewKeys checked_new_keys(const CallArguments& given, const AttentionCall& call) 
 CacheLengths checked_lengths(const CallArguments& given, const AttentionCall& call,
                              const NewKeys& keys, std::int64_t capacity) {
   const OptionalInt& seqlen_k = given.seqlen_k;
-  const bool has_rotary = given.rotary_cos.has_value();
   TORCH_CHECK_VALUE(!call.seqused_k.defined() || !seqlen_k.has_value(),
                     "cache_seqlens: must be a tensor or a number, got both");
   const bool is_given = call.seqused_k.defined() || seqlen_k.has_value();
   TORCH_CHECK_VALUE(is_given || !keys.k.defined(),
                     "cache_seqlens: must be given where k is, got None");
-  TORCH_CHECK_VALUE(is_given || !has_rotary,
-                    "cache_seqlens: must be given where rotary_cos is, got None");
   TORCH_CHECK_VALUE(keys.length <= capacity, "k: must have at most as many rows as the cache (",
                     capacity, "), got ", keys.length);
   if (!seqlen_k.has_value()) return {.on_device = call.seqused_k};
@@ -124,6 +121,8 @@ CacheUpdate checked_update(const CallArguments& given, AttentionCall& call) {
   CacheUpdate update;
   update.capacity = cache_capacity(call.k, call.cache.block_table);
   update.keys = checked_new_keys(given, call);
+  TORCH_CHECK_VALUE(update.keys.k.defined() || !given.rotary_cos.has_value(),
+                    "rotary_cos: must be None without k: a rotation is one of new keys");
   update.rotary =
       checked_rotary(given.rotary_cos, given.rotary_sin, given.rotary_interleaved, call.q);
   update.lengths = checked_lengths(given, call, update.keys, update.capacity);
