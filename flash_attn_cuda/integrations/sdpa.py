@@ -5,9 +5,9 @@
 
 From then on the operators of torch's flash backend run here for CUDA tensors
 (csrc/torch_binding/aten_operators.cpp), and with them F.scaled_dot_product_attention,
-torch.nn.attention.varlen, nested tensors and torch's context parallelism. A call that no kernel of
-this installation takes goes on to torch's. As there, a causal mask of these operators is aligned to
-the bottom right corner; SDPA itself asks them for square ones alone.
+torch.nn.attention.varlen and nested tensors. A call that no kernel of this installation takes goes
+on to torch's. As there, a causal mask of these operators is aligned to the bottom right corner;
+SDPA itself asks them for square ones alone.
 """
 
 from __future__ import annotations
