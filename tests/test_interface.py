@@ -30,7 +30,7 @@ TRAINING = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
-MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None"
+MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_chunk=0"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 MASK = "causal, window_size_left, window_size_right, softcap, alibi_slopes"
 BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
@@ -52,7 +52,7 @@ SIGNATURES = {
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, "
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
-        "sink=None, out=None"
+        "sink=None, attention_chunk=0, out=None"
     ),
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
     "check_device_errors": "device=None",
