@@ -38,11 +38,17 @@ class AttentionCall:
     bias: Tensor | None = None  # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
     sink: Tensor | None = None  # (Hq,), of softmax_lse's dtype
     deterministic: bool = False
+    rng_state: Tensor | None = None  # (2,), int64: a forward's seed and offset; None: drawn
     cu_seqlens_q: Tensor | None = None  # (B + 1,); lengths and indices are int32
     cu_seqlens_k: Tensor | None = None  # (B + 1,); of pages the lengths alone, or None
     seqused_q: Tensor | None = None  # (B,)
     seqused_k: Tensor | None = None  # (B,); of a cache before anything is appended
     leftpad_k: Tensor | None = None  # (B,)
+    # (B, 4), where a sequence lies in a longer one that others compute the rest of: [stream,
+    # first_q, first_k, shift]. Dropout's stream of query head h is stream + h, and it counts
+    # queries from first_q and keys from first_k, multiples of 16; window and ALiBi have shift
+    # instead of seqlen_k - seqlen_q.
+    origin: Tensor | None = None
     max_seqlen_q: int = 0  # of packed sequences, upper bounds; 0: not known
     max_seqlen_k: int = 0
     block_table: Tensor | None = None  # (B, max_pages)
@@ -61,6 +67,7 @@ class AttentionCall:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
+    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype instead of q's
     out: Tensor | None = None  # to be written, by the extension or after an operator
 
     def is_packed(self) -> bool:
@@ -95,6 +102,10 @@ class AttentionCall:
 
     def lse_dtype(self) -> torch.dtype:
         return lse_dtype(self.q.dtype)
+
+    def result_dtype(self) -> torch.dtype:
+        """Of out, dq, dk and dv."""
+        return self.lse_dtype() if self.fp32_results else self.q.dtype
 
     def softmax_d_shape(self) -> tuple[int, ...]:
         """As lse_shape, with rows rounded up to 128 unless they are packed."""
@@ -132,6 +143,8 @@ READ = tuple(name for name in FIELDS if name not in APPENDED)
 TENSORS = tuple(
     x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
 )
+# What a backward needs of it: its random numbers are those that the forward had (Incoming).
+OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
 
@@ -139,7 +152,8 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 class Incoming:
     """What a backward has beyond the forward's arguments: gradients of the results, and these.
 
-    dout or dlse None: the loss does not depend on it. dq, dk, dv: to be written, if not None.
+    dout or dlse None: the loss does not depend on it. out and softmax_lse may be those of a whole
+    that this call computed a part of. dq, dk, dv: to be written, if not None.
     """
 
     dout: Tensor | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn_cuda.call import FIELDS, READ, AttentionCall, Incoming
+from flash_attn_cuda.call import FIELDS, OF_BACKWARD, READ, AttentionCall, Incoming
 from flash_attn_cuda.operators.support import arguments_of
 
 _OF_INCOMING = tuple(field.name for field in fields(Incoming))
@@ -28,13 +28,13 @@ def append_arguments(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Any
 def gradients_arguments(**given: Any) -> tuple[Any, ...]:
     """Of attention_gradients. dout, dlse and rng_state may be left out."""
     call, incoming = backward_call(**given)
-    return arguments_of(call, READ) + arguments_of(incoming, _OF_GRADIENTS)
+    return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, _OF_GRADIENTS)
 
 
 def backward_arguments(**given: Any) -> tuple[Any, ...]:
     """Of attention_backward: those of attention_gradients, then dq, dk and dv, None if left out."""
     call, incoming = backward_call(**given)
-    return arguments_of(call, READ) + arguments_of(incoming, (*_OF_GRADIENTS, *_TARGETS))
+    return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, (*_OF_GRADIENTS, *_TARGETS))
 
 
 def backward_call(**given: Any) -> tuple[AttentionCall, Incoming]:

@@ -23,7 +23,8 @@ struct CallArguments {
   double softcap = 0.0;
   OptionalTensor alibi_slopes, bias, sink;
   bool deterministic = false;
-  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k;
+  OptionalTensor rng_state;  // of a forward; not given: drawn
+  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, origin;
   std::int64_t max_seqlen_q = 0;  // 0: not known
   std::int64_t max_seqlen_k = 0;
   OptionalTensor block_table;
@@ -37,6 +38,7 @@ struct CallArguments {
   OptionalTensor k_new, v_new, cu_seqlens_k_new;
   OptionalTensor rotary_cos, rotary_sin;
   bool rotary_interleaved = true;
+  bool fp32_results = false;
   OptionalTensor out;  // to be written; not given: a new one
 
   const char* dropout_p_name = "dropout_p";  // in errors
@@ -56,11 +58,13 @@ struct CallArguments {
     visitor("bias", bias);
     visitor("sink", sink);
     visitor("deterministic", deterministic);
+    visitor("rng_state", rng_state);
     visitor("cu_seqlens_q", cu_seqlens_q);
     visitor("cu_seqlens_k", cu_seqlens_k);
     visitor("seqused_q", seqused_q);
     visitor("seqused_k", seqused_k);
     visitor("leftpad_k", leftpad_k);
+    visitor("origin", origin);
     visitor("max_seqlen_q", max_seqlen_q);
     visitor("max_seqlen_k", max_seqlen_k);
     visitor("block_table", block_table);
@@ -79,6 +83,7 @@ struct CallArguments {
     visitor("rotary_cos", rotary_cos);
     visitor("rotary_sin", rotary_sin);
     visitor("rotary_interleaved", rotary_interleaved);
+    visitor("fp32_results", fp32_results);
     visitor("out", out);
   }
 };

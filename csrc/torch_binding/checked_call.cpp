@@ -95,6 +95,8 @@ void check_refused(const CallArguments& given) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !(has_pages || given.over_cache) || !(given.block_rows.has_value() || given.bias.has_value()),
       "attn_mask: must be None with a block_table");
+  TORCH_CHECK_NOT_IMPLEMENTED(!given.origin.has_value() && !given.fp32_results,
+                              "origin, fp32_results: not implemented on CUDA");
   TORCH_CHECK_VALUE(given.over_cache || !(given.k_new.has_value() || given.rotary_cos.has_value() ||
                                           given.cache_batch_idx.has_value()),
                     "over_cache: must be set where keys are appended or entries chosen");

@@ -46,6 +46,10 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
   const c10::cuda::CUDAGuard guard(device);
   const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
   const SplitParams split = split_params(given, call);
+  const at::Tensor given_rng =
+      given.rng_state.has_value()
+          ? checked_rng_state(given.rng_state, call.options.p_dropout, call.q)
+          : at::Tensor();
   CacheUpdate update;
   if (given.over_cache) update = checked_update(given, call);
   OutputTensor output("out", given.out, output_sizes(call), call.q);
@@ -79,7 +83,7 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
   }
   if (call.options.p_dropout > 0.0) {
     results.rng_state = allocate({2}, at::kLong, call.q);  // written by run_forward
-    params.dropout.rng = draw_rng(device);
+    params.dropout.rng = given_rng.defined() ? rng_of_state(given_rng) : draw_rng(device);
     params.dropout.rng_state = results.rng_state.mutable_data_ptr<std::int64_t>();
   }
   if (append.has_value()) run_append(*append, stream);

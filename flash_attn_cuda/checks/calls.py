@@ -18,6 +18,7 @@ from .lengths import (
     check_cu_seqlens,
     check_cu_seqlens_contents,
     check_max_seqlen,
+    check_multiples,
     check_num_splits,
     check_optional,
     check_pages,
@@ -44,6 +45,9 @@ from .tensors import (
     refuse_gradients,
 )
 
+# Queries and keys that dropout decides about together.
+ORIGIN_STEP = 16
+
 
 def names_of(call: AttentionCall) -> Names:
     """What errors call the arguments where nobody says otherwise."""
@@ -62,6 +66,8 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     check_dropout_p(call.dropout_p)
     check_softcap(call.softcap)
     check_alibi_slopes(call.alibi_slopes, batch, call.q)
+    if call.rng_state is not None:
+        check_rng_state(call.rng_state, call.dropout_p, call.q)
     check_num_splits(call.num_splits)
     if call.over_cache:
         _check_cache(call, batch)
@@ -96,6 +102,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     check_optional(names.seqused_k, call.seqused_k, (batch,), q)
     check_optional("cache_batch_idx", call.cache_batch_idx, (batch,), q)
     check_optional(names.leftpad_k, call.leftpad_k, (batch,), q)
+    check_optional("origin", call.origin, (batch, 4), q)
     check_block_table(call.block_table, rows, k, q, names.k)
 
 
@@ -221,7 +228,7 @@ def check_out(call: AttentionCall) -> None:
     """Raise unless the results of a call of tensors can be written into its out."""
     out = call.out
     refuse_gradients("as results are written into it", out=out)
-    check_like("out", out, output_shape(call.q, call.v), call.q.dtype, call.q)
+    check_like("out", out, output_shape(call.q, call.v), call.result_dtype(), call.q)
     assert out is not None
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise ValueError(
@@ -252,12 +259,30 @@ def _check_refused(call: AttentionCall) -> None:
             "return_softmax: must be False where there is dropout and a mask or a bias, got True "
             f"and dropout_p {call.dropout_p}"
         )
+    if call.origin is not None:
+        _check_origin(call)
     if not call.reads_in_place():
         return
+    if call.fp32_results:
+        raise NotImplementedError("fp32_results: must be False with a block_table, got True")
     if call.dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
     if call.has_masks():
         raise NotImplementedError("attn_mask: must be None with a block_table")
+
+
+def _check_origin(call: AttentionCall) -> None:
+    if not call.is_packed():
+        raise ValueError("origin: must be None without cu_seqlens_q, got a tensor")
+    refused = {
+        "a block_table": call.block_table is not None,
+        "a cache": call.over_cache,
+        "a mask or a bias": call.has_masks(),
+        "return_softmax": call.wants_s_dmask(),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise NotImplementedError(f"origin: must be None with {what}, got a tensor")
 
 
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
@@ -291,7 +316,7 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     for name, like in (("dq", q), ("dk", call.k), ("dv", call.v)):
         target: Any = getattr(incoming, name)
         if target is not None:
-            check_like(name, target, like.shape, like.dtype, q)
+            check_like(name, target, like.shape, call.result_dtype(), q)
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------
@@ -339,6 +364,8 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
         check_range("leftpad_k", call.leftpad_k, 0, used_k)
     if table is not None:
         check_pages(table, call.leftpad_k, used_k, k.shape[:2])
+    if call.origin is not None and call.dropout_p > 0.0:
+        check_multiples("origin", call.origin[:, 1:3], ORIGIN_STEP)
 
 
 def _check_cache_contents(call: AttentionCall) -> None:

@@ -143,6 +143,16 @@ def check_range(
         )
 
 
+def check_multiples(name: str, values: Tensor, step: int) -> None:
+    """Raise unless every entry of values (B, n) is a multiple of step that is not negative."""
+    index = _first_true(((values < 0) | (values % step != 0)).any(1))
+    if index is not None:
+        raise ValueError(
+            f"{name}: first_q and first_k must be multiples of {step} that are not negative, "
+            f"got {values[index].tolist()} at index {index}"
+        )
+
+
 def check_bound(name: str, bound: int, lengths: Tensor) -> None:
     """Raise if a length exceeds its bound."""
     index = _first_true(lengths > bound)

@@ -28,7 +28,9 @@ def forward_on_cpu(call: AttentionCall, rng_state: Tensor) -> tuple[Tensor, Tens
                 s_dmask = cpu.probabilities(q, k, softmax_lse, options)
             return out, softmax_lse, s_dmask
         lengths = _lengths(call) | {"block_table": call.block_table}
-        out, softmax_lse = cpu.varlen_forward(q, k, v, options=options, **lengths)
+        out, softmax_lse = cpu.varlen_forward(
+            q, k, v, options=options, origin=call.origin, **lengths
+        )
         if call.wants_s_dmask():
             s_dmask = cpu.varlen_probabilities(
                 *(q, k, softmax_lse),
@@ -52,7 +54,7 @@ def backward_on_cpu(call: AttentionCall, incoming: Incoming) -> Gradients:
     given: dict[str, Any] = {"options": options, "dlse": incoming.dlse, "dbias": sums}
     with torch.autocast("cpu", enabled=False):
         if call.is_packed():
-            given |= _lengths(call)
+            given |= _lengths(call) | {"origin": call.origin}
             found = cpu.varlen_backward(*tensors, **given)
         else:
             found = cpu.attention_backward(*tensors, **given)
@@ -90,6 +92,7 @@ def _options(
         alibi_slopes=call.alibi_slopes,
         dropout_p=call.dropout_p,
         rng_state=rng_state if call.dropout_p > 0.0 else None,
+        fp32_results=call.fp32_results,
         visibility=visibility,
         bias=call.bias,
         sink=call.sink,

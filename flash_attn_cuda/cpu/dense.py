@@ -21,14 +21,14 @@ def attention_forward(
     """Attention of q (B, Sq, Hq, D) over k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv); FlashAttention-2,
     Algorithm 1.
 
-    Returns out (B, Sq, Hq, Dv) in the input dtype and lse (B, Hq, Sq), the natural logarithm of the
-    softmax's denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and
-    lse -inf, or its sink where there is one. Dropout takes part in out alone.
+    Returns out (B, Sq, Hq, Dv) in the options' dtype and lse (B, Hq, Sq), the natural logarithm of
+    the softmax's denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0
+    and lse -inf, or its sink where there is one. Dropout takes part in out alone.
     """
     if _has_lists_within_a_group(q, k, options):
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     problem = Problem.of(q, k, options, tiling)
-    out = torch.empty(output_shape(q, v), dtype=q.dtype, device=q.device)
+    out = torch.empty(output_shape(q, v), dtype=options.result_dtype(q), device=q.device)
     lse = torch.empty(problem.lse_shape, dtype=problem.dtype, device=q.device)
     for lanes in problem.lanes():
         for m_block in problem.query_blocks():
@@ -74,10 +74,11 @@ def attention_backward(
 
     With S the scaled products and P the probabilities, dS = P * (dP - softmax_d) where softmax_d =
     rowsum(dO * O) - dLSE, times 1 - tanh^2 under a softcap; dropout multiplies dP, and P where it
-    makes dV, by its mask. Returns dq, dk, dv in the shapes and dtype of q, k, v, and softmax_d (B,
-    Hq, Sq rounded up to 128; zero beyond Sq) in lse's dtype. dk and dv are summed over the query
-    heads of their group in the compute dtype. The bias's gradient, dS before the softcap's factor,
-    is added to dbias (B|1, Hq|1, Sq|1, Sk), of the compute dtype, where that is given.
+    makes dV, by its mask. Returns dq, dk, dv in the shapes of q, k, v and the options' dtype, and
+    softmax_d (B, Hq, Sq rounded up to 128; zero beyond Sq) in lse's dtype. dk and dv are summed
+    over the query heads of their group in the compute dtype. The bias's gradient, dS before the
+    softcap's factor, is added to dbias (B|1, Hq|1, Sq|1, Sk), of the compute dtype, where that is
+    given.
     """
     if _has_lists_within_a_group(q, k, options):
         heads_k, group = k.shape[2], q.shape[2] // k.shape[2]
@@ -85,10 +86,13 @@ def attention_backward(
         dq, dk, dv, softmax_d = attention_backward(
             dout, q, wide_k, wide_v, out, lse, options, dlse, tiling, dbias
         )
-        dk, dv = (x.unflatten(2, (heads_k, group)).sum(3).to(k.dtype) for x in (dk, dv))
+        dtype = options.result_dtype(k)
+        dk, dv = (x.unflatten(2, (heads_k, group)).sum(3).to(dtype) for x in (dk, dv))
         return dq, dk, dv, softmax_d
     problem = Problem.of(q, k, options, tiling)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=options.result_dtype(x), device=x.device) for x in (q, k, v)
+    )
     batch, heads_q, seqlen_q = problem.lse_shape
     softmax_d = torch.zeros(
         (batch, heads_q, round_up_seqlen(seqlen_q)), dtype=problem.dtype, device=q.device

@@ -19,6 +19,23 @@ from ..masks.lists import TILE
 from .philox import keep_mask, keep_scale
 from .visibility import Part, Visibility, broadcast_part
 
+_MOST_SHIFT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a sequence lies in a longer one, a row of AttentionCall.origin (call.py)."""
+
+    stream: int
+    first_q: int
+    first_k: int
+    shift: int
+
+    @classmethod
+    def of_row(cls, row: Tensor) -> Origin:
+        stream, first_q, first_k, shift = row.tolist()
+        return cls(stream, first_q, first_k, min(max(shift, -_MOST_SHIFT), _MOST_SHIFT))
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions:
@@ -37,10 +54,16 @@ class AttentionOptions:
     bias: Tensor | None = None  # (B|1, Hq|1, Sq|1, Sk), added to the scores
     sink: Tensor | None = None  # (Hq,): exp(sink) joins the softmax's denominator
     first_sequence: int = 0  # which sequence of the call the first batch entry is
+    origin: Origin | None = None  # of the call's sequence, if it is one in a longer one
+    fp32_results: bool = False  # out, dq, dk and dv are of the compute dtype
 
     def __post_init__(self) -> None:
         if self.dropout_p > 0.0 and self.rng_state is None:
             raise ValueError("rng_state: must be given when dropout_p > 0, got None")
+
+    def result_dtype(self, x: Tensor) -> torch.dtype:
+        """Of what is computed from inputs like x."""
+        return lse_dtype(x.dtype) if self.fp32_results else x.dtype
 
     @property
     def is_masked(self) -> bool:
@@ -81,8 +104,8 @@ class Block:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def positions(self) -> range:
-        return range(self.start, self.stop)
+    def positions(self, first: int = 0) -> range:
+        return range(first + self.start, first + self.stop)
 
 
 def _blocks(start: int, stop: int, size: int) -> Iterator[Block]:
@@ -187,8 +210,11 @@ class Problem:
 
     @property
     def shift(self) -> int:
-        """Query i stands at key i + shift: the diagonal ends in the bottom right corner."""
-        return self.seqlen_k - self.seqlen_q
+        """Query i stands at key i + shift: the diagonal ends in the bottom right corner, unless an
+        origin has it elsewhere.
+        """
+        origin = self.options.origin
+        return self.seqlen_k - self.seqlen_q if origin is None else origin.shift
 
     # -- which blocks meet -----------------------------------------------------------------------
 
@@ -317,14 +343,19 @@ class Problem:
         if options.dropout_p <= 0.0 or options.rng_state is None:
             return None
         sequences, heads = options.part(lanes)
+        batch, origin = range(sequences.start, sequences.stop), options.origin
+        if origin is None:
+            origin = Origin(stream=0, first_q=0, first_k=0, shift=self.shift)
+        else:
+            batch = range(1)
         keep = keep_mask(
             options.rng_state,
             options.dropout_p,
-            batch=range(sequences.start, sequences.stop),
-            heads=range(heads.start, heads.stop),
+            batch=batch,
+            heads=range(origin.stream + heads.start, origin.stream + heads.stop),
             num_heads=self.heads_q,
-            rows=m_block.positions(),
-            cols=n_block.positions(),
+            rows=m_block.positions(origin.first_q),
+            cols=n_block.positions(origin.first_k),
         )
         return keep.logical_not_().view(-1, lanes.group * len(m_block), len(n_block))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checks.tensors import lse_dtype, output_shape
 from .dense import attention_backward, attention_forward, probabilities
-from .tiles import AttentionOptions
+from .tiles import AttentionOptions, Origin
 
 Rows = slice | tuple[Tensor, Tensor]  # an index into packed keys, or into pages
 
@@ -42,12 +42,13 @@ def varlen_forward(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dense.attention_forward of every sequence: out (total_q, Hq, Dv) and lse (Hq, total_q).
 
-    Rows of q that are no sequence's get out 0 and lse -inf.
+    Rows of q that are no sequence's get out 0 and lse -inf. origin (B, 4): AttentionCall's.
     """
-    out = torch.zeros(output_shape(q, v), dtype=q.dtype, device=q.device)
+    out = torch.zeros(output_shape(q, v), dtype=options.result_dtype(q), device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     for sequence in _sequences(*lengths, block_table, page_size=k.shape[1]):
@@ -56,7 +57,7 @@ def varlen_forward(
             q[None, rows],
             k[sequence.keys][None],
             v[sequence.keys][None],
-            replace(options, first_sequence=sequence.index),
+            _options_of(options, sequence, origin),
         )
         out[rows], lse[:, rows] = out_rows[0], lse_rows[0]
     return out, lse
@@ -77,11 +78,14 @@ def varlen_backward(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     dbias: Tensor | None = None,
+    origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dense.attention_backward of every sequence: dq, dk, dv like q, k, v and softmax_d (Hq,
     total_q). Rows that are no sequence's get 0. Each adds to dbias where that is given.
     """
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros(x.shape, dtype=options.result_dtype(x), device=x.device) for x in (q, k, v)
+    )
     softmax_d = torch.zeros(lse.shape, dtype=lse.dtype, device=lse.device)
     for sequence in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
         rows, keys = sequence.queries, sequence.keys
@@ -92,7 +96,7 @@ def varlen_backward(
             v[None, keys],
             out[None, rows],
             lse[None, :, rows],
-            replace(options, first_sequence=sequence.index),
+            _options_of(options, sequence, origin),
             None if dlse is None else dlse[None, :, rows],
             dbias=dbias,
         )
@@ -128,11 +132,18 @@ def varlen_probabilities(
             q[None, rows],
             k[sequence.keys][None],
             lse[None, :, rows],
-            replace(options, first_sequence=sequence.index),
+            _options_of(options, sequence, None),
         )
         seqlen_q, seqlen_k = of_sequence.shape[2:]
         probs[sequence.index, :, :seqlen_q, :seqlen_k] = of_sequence[0]
     return probs
+
+
+def _options_of(
+    options: AttentionOptions, sequence: _Sequence, origins: Tensor | None
+) -> AttentionOptions:
+    origin = None if origins is None else Origin.of_row(origins[sequence.index])
+    return replace(options, first_sequence=sequence.index, origin=origin)
 
 
 def page_rows(pages: Tensor, page_size: int, begin: int, end: int) -> tuple[Tensor, Tensor]:

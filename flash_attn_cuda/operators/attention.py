@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import DIFFERENTIABLE, FIELDS, READ, TENSORS, AttentionCall, Incoming
+from ..call import DIFFERENTIABLE, FIELDS, OF_BACKWARD, READ, TENSORS, AttentionCall, Incoming
 from ..checks.calls import check_call, check_contents, check_gradients, check_incoming
 from ..checks.tensors import output_shape, refuse_forward_gradients
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
@@ -59,7 +59,10 @@ def _checked(args: tuple[Any, ...], names: Sequence[str] = READ) -> AttentionCal
 
 def _on_cpu(call: AttentionCall) -> Tensors4:
     check_contents(call)
-    rng_state = draw_rng_state(call.dropout_p)
+    if call.rng_state is None or call.dropout_p == 0.0:
+        rng_state = draw_rng_state(call.dropout_p)
+    else:
+        rng_state = call.rng_state.clone()
     return *forward_on_cpu(call, rng_state), rng_state
 
 
@@ -75,7 +78,7 @@ def _on_cuda(call: AttentionCall) -> Tensors4:
 
 def _empty_results(call: AttentionCall) -> Tensors4:
     q = call.q
-    out = q.new_empty(output_shape(q, call.v))
+    out = q.new_empty(output_shape(q, call.v), dtype=call.result_dtype())
     softmax_lse = q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
     s_dmask = q.new_empty(call.s_dmask_shape())
     return out, softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
@@ -140,7 +143,7 @@ def run_operator(call: AttentionCall) -> Tensors4:
 # -- the autograd formula ------------------------------------------------------------------------
 
 
-_SAVED = tuple(name for name in TENSORS if name in READ)
+_SAVED = tuple(name for name in TENSORS if name in OF_BACKWARD)
 
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
@@ -153,10 +156,14 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> 
         tensors = {name: getattr(call, name) for name in DIFFERENTIABLE}
         ctx.wanted = {name: (x.shape, x.dtype) for name, x in tensors.items() if x is not None}
         return
+    if call.fp32_results and any(ctx.needs_input_grad):
+        raise NotImplementedError(
+            "fp32_results: must be False in a call whose gradients are wanted, got True"
+        )
     check_gradients(call, wants_dbias=ctx.needs_input_grad[READ.index("bias")])
     out, softmax_lse, _, rng_state = output
     ctx.save_for_backward(*arguments_of(call, _SAVED), out, softmax_lse, rng_state)
-    ctx.others = {name: getattr(call, name) for name in READ if name not in TENSORS}
+    ctx.others = {name: getattr(call, name) for name in OF_BACKWARD if name not in TENSORS}
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -174,9 +181,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
         tensors["sink"] = None
     call = AttentionCall(**tensors, **ctx.others)
     incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, wants_dbias=wanted["bias"])
-    op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
-    found = op(*arguments_of(call, READ), *arguments_of(incoming, _INCOMING))
-    made = dict(zip(DIFFERENTIABLE, found, strict=True))
+    found = run_gradients_operator(call, incoming)
+    made: dict[str, Any] = dict(zip(DIFFERENTIABLE, found, strict=True))
     made["bias"] = made["bias"] if wanted["bias"] else None
     made["sink"] = made["sink"].to(sink.dtype) if wanted["sink"] and sink is not None else None
     return tuple(made.get(name) for name in READ)
@@ -218,8 +224,9 @@ _INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
 def _checked_backward(
     args: tuple[Any, ...], names: Sequence[str]
 ) -> tuple[AttentionCall, Incoming]:
-    call = _checked(args[: len(READ)])
-    incoming = Incoming(**dict(zip(names, args[len(READ) :], strict=True)))
+    count = len(OF_BACKWARD)
+    call = _checked(args[:count], OF_BACKWARD)
+    incoming = Incoming(**dict(zip(names, args[count:], strict=True)))
     check_incoming(call, incoming)
     return call, incoming
 
@@ -239,7 +246,8 @@ def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
         dbias = dbias.to(call.bias.dtype)
     sizes = (0,) if call.sink is None else tuple(call.sink.shape)
     dsink = q.new_empty(sizes, dtype=call.lse_dtype())
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsink
+    dq, dk, dv = (x.new_empty(x.shape, dtype=call.result_dtype()) for x in (q, k, v))
+    return dq, dk, dv, dbias, dsink
 
 
 @torch.library.custom_op(
@@ -248,7 +256,7 @@ def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
     device_types="cpu",
     schema=schema_of(
         "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
-        (AttentionCall, READ),
+        (AttentionCall, OF_BACKWARD),
         (Incoming, _INCOMING),
     ),
 )
@@ -275,6 +283,14 @@ def _(*args: Any) -> Tensors5:
     return _empty_gradients(call, incoming.wants_dbias)
 
 
+def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Tensors5:
+    """(dq, dk, dv, dbias, dsink), the last two empty where the call has no bias, or none of it is
+    wanted, and no sink.
+    """
+    op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
+    return op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, _INCOMING))
+
+
 _gradients_op.register_autograd(no_double_backward)
 _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_double_backward)
 
@@ -285,7 +301,7 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
     device_types="cpu",
     schema=schema_of(
         "Tensor softmax_d",
-        (AttentionCall, READ),
+        (AttentionCall, OF_BACKWARD),
         (Incoming, (*_INCOMING, *_TARGETS)),
         mutated=_TARGETS,
     ),
@@ -316,7 +332,7 @@ def _(*args: Any) -> Tensor:
 def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
     """Writes dq, dk and dv where they are given; returns softmax_d."""
     return _ops.attention_backward(
-        *arguments_of(call, READ), *arguments_of(incoming, (*_INCOMING, *_TARGETS))
+        *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, (*_INCOMING, *_TARGETS))
     )
 
 
@@ -366,10 +382,10 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, 
 
 @_gradients_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    size, count = info.batch_size, len(READ)
-    call = AttentionCall(**dict(zip(READ, args[:count], strict=True)))
+    size, count = info.batch_size, len(OF_BACKWARD)
+    call = AttentionCall(**dict(zip(OF_BACKWARD, args[:count], strict=True)))
     given = dict(zip(_INCOMING, args[count:], strict=True))
-    dims = dict(zip((*READ, *_INCOMING), in_dims, strict=True))
+    dims = dict(zip((*OF_BACKWARD, *_INCOMING), in_dims, strict=True))
     # Where the forward was not mapped, batch entries are part of what decides about dropout.
     is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
     if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):
@@ -379,7 +395,7 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, 
     folded, batch = _folded(call, dims, size)
     for name in ("dout", "dlse", "out", "softmax_lse"):
         given[name] = _fold_into_batch(size, given[name], dims[name])
-    *found, dbias, dsink = _gradients_op(*arguments_of(folded, READ), *given.values())
+    *found, dbias, dsink = _gradients_op(*arguments_of(folded, OF_BACKWARD), *given.values())
     dq, dk, dv = (_unfold_batch(size, batch, x) for x in found)
     return (dq, dk, dv, dbias, dsink), (0, 0, 0, None, None)
 
