@@ -1,0 +1,459 @@
+"""Attention of one rank's queries over the keys of all ranks, forward and backward.
+
+all_gather: every rank gets all keys that it sees, some heads at a time, and each query meets all
+its keys in one call, so that results are those of one GPU. ring: the keys of one rank after the
+other, each with a part of the softmax, which merge.py joins: less memory, more calls. Either way a
+transfer is asked for before the kernels that do not need it. The backward fetches keys again rather
+than keep them, and reads the whole softmax's out and lse, so that its parts only have to be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..call import AttentionCall, Incoming
+from ..operators.attention import run_gradients_operator, run_operator
+from . import steps
+from .exchange import add_back, send, send_back
+from .merge import add_sink_, merge_, sink_gradient
+from .plan import Band, Plan
+from .steps import Exchange, PackedCall, Part
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of a call is the same on every rank and for every part."""
+
+    band: Band
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    has_alibi: bool = False
+    deterministic: bool = False
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether scores depend on where queries and keys lie, beyond what a mask hides."""
+        return self.has_alibi or self.dropout_p > 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCall:
+    """A packed call with its lengths on the device."""
+
+    packed: PackedCall
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    origin: Tensor | None  # None: each sequence stands for itself
+    sequences: Tensor | None  # whose row of slopes (batch, heads) each has
+
+    @classmethod
+    def of(
+        cls, parts: list[Part], heads: int, options: Options, device: torch.device
+    ) -> DeviceCall:
+        packed = PackedCall.of(parts, heads)
+        depends_on_alignment = packed.is_masked or options.has_alibi
+        places_count = options.dropout_p > 0.0 or (depends_on_alignment and not packed.is_aligned)
+
+        def int32(numbers: Any) -> Tensor:
+            return on_device(numbers, device, torch.int32)
+
+        return cls(
+            packed,
+            int32(packed.cu_seqlens_q),
+            int32(packed.cu_seqlens_k),
+            int32(packed.origin) if places_count else None,
+            int32(packed.sequences) if options.has_alibi else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """Keys that come together, and the calls over them. arrival: rows of what comes in the order
+    of the keys; None: as it comes.
+    """
+
+    exchange: Exchange | None  # None: the rank's own keys
+    arrival: Tensor | None
+    calls: tuple[DeviceCall, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What a rank does under a plan. q_order: rows of queries in the order of the calls; None: as
+    they are.
+    """
+
+    rows: int
+    hops: tuple[Hop, ...]
+    merges: bool
+    q_order: Tensor | None = None
+
+    @cached_property
+    def q_places(self) -> Tensor | None:
+        """The other way round: rows of the calls' queries in the order of the shard."""
+        return None if self.q_order is None else inverse(self.q_order)
+
+
+def inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    return places
+
+
+def gathering(
+    plan: Plan, rank: int, heads: int, options: Options, device: torch.device
+) -> Schedule:
+    """All keys at once. heads: of queries in the whole, which dropout counts."""
+    exchange, order, keys = steps.gather(plan, rank, options.band)
+    parts = steps.gathered_parts(plan, rank, options.band, keys)
+    q_order, calls = steps.one_behind_the_other(steps.packed(parts))
+    hop = Hop(
+        exchange if len(plan.ranks) > 1 else None,
+        index(order, device),
+        tuple(DeviceCall.of(x, heads, options, device) for x in calls),
+    )
+    return Schedule(plan.rows, (hop,), merges=False, q_order=index(q_order, device))
+
+
+def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
+    """The rank's own keys, and then those of the ranks before it, one after the other."""
+    hops = []
+    for distance in range(len(plan.ranks)):
+        if distance > 0 and steps.is_hop_empty(plan, distance, options.band):
+            continue
+        exchange: Exchange | None = None
+        keys = [steps.Held(*x) for x in plan.placed(rank)]
+        if distance > 0:
+            exchange, keys = steps.hop(plan, rank, distance, options.band)
+        parts = steps.hop_parts(plan, rank, options.band, keys)
+        calls = steps.calls_of(parts, keeps_places=options.keeps_places)
+        made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
+        hops.append(Hop(exchange, None, made))
+    return Schedule(plan.rows, tuple(hops), merges=True)
+
+
+def index(order: list[int], device: torch.device) -> Tensor | None:
+    """None: as they are, as far as they go."""
+    return None if order == list(range(len(order))) else on_device(order, device)
+
+
+def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@dataclass(eq=False)
+class Work:
+    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: how
+    many heads of keys travel at a time, as a share of all.
+    """
+
+    schedule: Schedule
+    options: Options
+    group: ProcessGroup | None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    rng_state: Tensor | None = None
+    first_head: int = 0
+    head_groups: int = 1
+
+    def over(
+        self, call: DeviceCall, q: Tensor, k: Tensor, v: Tensor, heads: slice
+    ) -> AttentionCall:
+        """The call over these rows; heads: which of the work's query heads q holds."""
+        options, packed, band = self.options, call.packed, self.options.band
+        left, right = (band.left, band.right) if packed.is_masked else (None, None)
+        slopes = self.alibi_slopes
+        if slopes is not None:
+            slopes = slopes[..., heads]
+            if slopes.dim() == 2 and call.sequences is not None:
+                slopes = slopes.index_select(0, call.sequences)
+        origin = call.origin
+        first_head = self.first_head + heads.start
+        if origin is not None and first_head:
+            origin = origin + origin.new_tensor((first_head, 0, 0, 0))
+        return AttentionCall(
+            q,
+            k,
+            v,
+            dropout_p=options.dropout_p,
+            softmax_scale=options.softmax_scale,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+            softcap=options.softcap,
+            alibi_slopes=slopes,
+            deterministic=options.deterministic,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_k=packed.max_seqlen_k,
+            origin=origin,
+            rng_state=self.rng_state,
+        )
+
+    def head_slices(self, heads_q: int, heads_k: int) -> Iterator[tuple[slice, slice]]:
+        """(query heads, key heads) of each group."""
+        for group in range(self.head_groups):
+            each_q, each_k = heads_q // self.head_groups, heads_k // self.head_groups
+            yield (
+                slice(each_q * group, each_q * (group + 1)),
+                slice(each_k * group, each_k * (group + 1)),
+            )
+
+
+class ContextAttention(torch.autograd.Function):
+    """(out, softmax_lse) of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, work: Work) -> Any:
+        run = merged_forward if work.schedule.merges else gathered_forward
+        out, softmax_lse = run(work, q, k, v, sink)
+        ctx.work = work
+        ctx.save_for_backward(q, k, v, sink, out, softmax_lse)
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, sink, out, softmax_lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 5
+        dout = torch.zeros_like(out) if dout is None else dout
+        run = merged_backward if ctx.work.schedule.merges else gathered_backward
+        dq, dk, dv = run(ctx.work, q, k, v, out, softmax_lse, dout, dlse)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
+            softmax_d = softmax_d if dlse is None else softmax_d - dlse
+            dsink = sink_gradient(sink, softmax_lse, softmax_d)
+        return dq, dk, dv, dsink, None
+
+
+def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:
+    return x[rows[0] : rows[1]]
+
+
+def keys_and_values(k: Tensor, v: Tensor) -> Tensor:
+    """(rows, heads, D + Dv): what travels."""
+    return torch.cat((k, v), -1)
+
+
+# -- all at once -----------------------------------------------------------------------------------
+
+
+def arrivals(
+    work: Work, heads: int, k: Tensor, v: Tensor
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """(query heads, key heads, keys, values) of each group of heads, the next on its way."""
+    (hop,) = work.schedule.hops
+    slices = list(work.head_slices(heads, k.shape[1]))
+
+    def ask(heads: slice) -> Tensor:
+        kv = keys_and_values(k[:, heads], v[:, heads])
+        if hop.exchange is None or work.group is None:
+            return kv
+        return send(hop.exchange, kv, work.group)
+
+    coming = ask(slices[0][1])
+    for number, (heads_q, heads_k) in enumerate(slices):
+        kv = coming
+        if number + 1 < len(slices):
+            coming = ask(slices[number + 1][1])
+        kv = kv if hop.arrival is None else kv.index_select(0, hop.arrival)
+        yield heads_q, heads_k, *kv.split((k.shape[-1], v.shape[-1]), -1)
+
+
+def in_order(x: Tensor, order: Tensor | None, dim: int = 0) -> Tensor:
+    return x if order is None else x.index_select(dim, order)
+
+
+def gathered_forward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    schedule = work.schedule
+    (hop,) = schedule.hops
+    queries = in_order(q, schedule.q_order)
+    used = hop.calls[-1].packed.q[1] if hop.calls else 0
+    out = q.new_zeros((used, q.shape[1], v.shape[-1]))
+    softmax_lse = q.new_full(
+        (q.shape[1], used), -torch.inf, dtype=AttentionCall(q, k, v).lse_dtype()
+    )
+    for heads_q, _, keys, values in arrivals(work, q.shape[1], k, v):
+        for call in hop.calls:
+            rows = slice(*call.packed.q)
+            found = run_operator(
+                replace(
+                    work.over(
+                        call,
+                        queries[rows, heads_q],
+                        rows_of(keys, call.packed.k),
+                        rows_of(values, call.packed.k),
+                        heads_q,
+                    ),
+                    sink=None if sink is None else sink[heads_q],
+                )
+            )
+            out[rows, heads_q], softmax_lse[heads_q, rows] = found[:2]
+    return (
+        padded(in_order(out, schedule.q_places), schedule.rows, 0, 0.0),
+        padded(in_order(softmax_lse, schedule.q_places, 1), schedule.rows, 1, -torch.inf),
+    )
+
+
+def padded(x: Tensor, rows: int, dim: int, value: float) -> Tensor:
+    missing = rows - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat((x, x.new_full(shape, value)), dim)
+
+
+def gathered_backward(
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    schedule = work.schedule
+    (hop,) = schedule.hops
+    queries, outs, douts = (in_order(x, schedule.q_order) for x in (q, out, dout))
+    lses = in_order(softmax_lse, schedule.q_order, 1)
+    dlses = None if dlse is None else in_order(dlse, schedule.q_order, 1)
+    dq = torch.zeros_like(q)
+    sums = q.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=lses.dtype)
+    used = hop.calls[-1].packed.q[1] if hop.calls else 0
+    dqueries = q.new_zeros((used, *q.shape[1:]))
+    going: list[tuple[slice, Tensor]] = []
+    for heads_q, heads_k, keys, values in arrivals(work, q.shape[1], k, v):
+        shape = (*keys.shape[:2], k.shape[-1] + v.shape[-1])
+        dkv = q.new_zeros(shape, dtype=lses.dtype)
+        for call in hop.calls:
+            rows = slice(*call.packed.q)
+            made = run_gradients_operator(
+                replace(
+                    work.over(
+                        call,
+                        queries[rows, heads_q],
+                        rows_of(keys, call.packed.k),
+                        rows_of(values, call.packed.k),
+                        heads_q,
+                    ),
+                    fp32_results=True,
+                ),
+                Incoming(
+                    douts[rows, heads_q],
+                    None if dlses is None else dlses[heads_q, rows].contiguous(),
+                    outs[rows, heads_q],
+                    lses[heads_q, rows].contiguous(),
+                    work.rng_state,
+                ),
+            )
+            dqueries[rows, heads_q] = made[0]
+            rows_of(dkv, call.packed.k).add_(torch.cat(made[1:3], -1))
+        if hop.arrival is not None:
+            dkv = dkv.index_select(0, inverse(hop.arrival))
+        if hop.exchange is None or work.group is None:
+            sums[: dkv.shape[0], heads_k] = dkv
+        else:
+            going.append((heads_k, send_back(hop.exchange, dkv, work.group)))
+    for heads_k, came in going:
+        assert hop.exchange is not None
+        add_back(hop.exchange, came, sums[:, heads_k])
+    places = schedule.q_places
+    dq[:used] = in_order(dqueries, places)
+    dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+# -- hop by hop ------------------------------------------------------------------------------------
+
+
+def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+    """Each hop and its keys, those of the next on their way."""
+    kv = keys_and_values(k, v)
+    hops = work.schedule.hops
+
+    def ask(hop: Hop) -> Tensor:
+        if hop.exchange is None or work.group is None:
+            return kv
+        return send(hop.exchange, kv, work.group)
+
+    coming = ask(hops[0])
+    for number, hop in enumerate(hops):
+        here = coming
+        if number + 1 < len(hops):
+            coming = ask(hops[number + 1])
+        yield hop, *here.split((k.shape[-1], v.shape[-1]), -1)
+
+
+def merged_forward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = AttentionCall(q, k, v).lse_dtype()
+    every = slice(0, q.shape[1])
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=lse_dtype)
+    softmax_lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    for hop, keys, values in hops_with_keys(work, k, v):
+        for call in hop.calls:
+            rows = slice(*call.packed.q)
+            call_of_rows = work.over(
+                call, q[rows], rows_of(keys, call.packed.k), rows_of(values, call.packed.k), every
+            )
+            part, part_lse, *_ = run_operator(replace(call_of_rows, fp32_results=True))
+            merge_(out[rows], softmax_lse[:, rows], part, part_lse)
+    if sink is not None:
+        add_sink_(out, softmax_lse, sink)
+    return out.to(q.dtype), softmax_lse
+
+
+def merged_backward(
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    every = slice(0, q.shape[1])
+    sums_q = torch.zeros_like(q, dtype=softmax_lse.dtype)
+    sums = q.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=softmax_lse.dtype)
+    going: list[tuple[Exchange, Tensor]] = []
+    for hop, keys, values in hops_with_keys(work, k, v):
+        dkv = sums if hop.exchange is None else sums.new_zeros((keys.shape[0], *sums.shape[1:]))
+        for call in hop.calls:
+            rows = slice(*call.packed.q)
+            call_of_rows = work.over(
+                call, q[rows], rows_of(keys, call.packed.k), rows_of(values, call.packed.k), every
+            )
+            incoming = Incoming(
+                dout[rows],
+                None if dlse is None else dlse[:, rows].contiguous(),
+                out[rows],
+                softmax_lse[:, rows].contiguous(),
+                work.rng_state,
+            )
+            dq, dk, dv, *_ = run_gradients_operator(
+                replace(call_of_rows, fp32_results=True), incoming
+            )
+            sums_q[rows] += dq
+            rows_of(dkv, call.packed.k).add_(torch.cat((dk, dv), -1))
+        if hop.exchange is not None and work.group is not None:
+            going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
+    for exchange, came in going:
+        add_back(exchange, came, sums)
+    dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
+    return sums_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

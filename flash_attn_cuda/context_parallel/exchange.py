@@ -1,0 +1,90 @@
+"""Rows of tensors between ranks: functional collectives of torch.distributed, which torch.compile
+traces and which run beside kernels until somebody reads what they bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .steps import Exchange, Rows
+
+
+def send(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
+    """What the ranks sent, one rank behind the other, of x (rows, ...) that each has."""
+    rows = [x[begin:end] for to_one in exchange.sent for begin, end in to_one]
+    sent = torch.cat(rows) if rows else x[:0]
+    return collectives.all_to_all_single(
+        sent, list(exchange.received), exchange.sizes_sent(), group
+    )
+
+
+def send_back(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
+    """What the ranks have for the rows that `send` gave them, of x as `send` returned it."""
+    return collectives.all_to_all_single(
+        x.contiguous(), exchange.sizes_sent(), list(exchange.received), group
+    )
+
+
+def add_back(exchange: Exchange, came: Tensor, total: Tensor) -> None:
+    """Adds what `send_back` brought to the rows that were sent, in the order of the ranks."""
+    row = 0
+    for begin, end in places(exchange):
+        total[begin:end] += came[row : row + end - begin]
+        row += end - begin
+
+
+def places(exchange: Exchange) -> Iterator[Rows]:
+    for to_one in exchange.sent:
+        yield from to_one
+
+
+class HeadsForRows(torch.autograd.Function):
+    """(rows, heads, dim) of every rank to (rows of all ranks, heads / ranks, dim), each rank with
+    heads of its own: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return heads_for_rows(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+        return rows_for_heads(gradient, ctx.group), None
+
+
+class RowsForHeads(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return rows_for_heads(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+        return heads_for_rows(gradient, ctx.group), None
+
+
+def heads_for_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    rows, heads, *rest = x.shape
+    ranks = group.size()
+    by_rank = x.unflatten(1, (ranks, heads // ranks)).transpose(0, 1).contiguous()
+    return exchange_equal(by_rank, group).view(ranks * rows, heads // ranks, *rest)
+
+
+def rows_for_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    ranks = group.size()
+    by_rank = exchange_equal(x.unflatten(0, (ranks, -1)).contiguous(), group)
+    return by_rank.transpose(0, 1).flatten(1, 2)
+
+
+def exchange_equal(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x (ranks, ...): entry r goes to rank r, and comes from there."""
+    sizes = [1] * x.shape[0]
+    return collectives.wait_tensor(collectives.all_to_all_single(x, sizes, sizes, group))

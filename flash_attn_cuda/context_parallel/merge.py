@@ -1,0 +1,37 @@
+"""Softmax over parts of the keys: Dao, "FlashAttention-2", 2023, section 3.1.1, between calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, softmax_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds attention over other keys: out and part (rows, heads, dim), lse (heads, rows).
+
+    -inf is the lse of a row that has seen no key. All in out's dtype, in place.
+    """
+    total = torch.logaddexp(softmax_lse, part_lse)
+    out.mul_(weight(softmax_lse, total)).addcmul_(part.to(out.dtype), weight(part_lse, total))
+    softmax_lse.copy_(total)
+
+
+def add_sink_(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> None:
+    """A key of score sink (heads,) and value 0, in the softmax of rows that see any other."""
+    total = torch.logaddexp(softmax_lse, sink.to(softmax_lse.dtype)[:, None])
+    total.masked_fill_(softmax_lse == -torch.inf, -torch.inf)
+    out.mul_(weight(softmax_lse, total))
+    softmax_lse.copy_(total)
+
+
+def weight(softmax_lse: Tensor, total: Tensor) -> Tensor:
+    """(rows, heads, 1): the share of a part in the whole."""
+    share = (softmax_lse - total).exp().masked_fill(total == -torch.inf, 0.0)
+    return share.t()[..., None]
+
+
+def sink_gradient(sink: Tensor, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor:
+    """Of the rows of this rank; softmax_d (heads, rows) is rowsum(dout * out) - dlse."""
+    share = (sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp()
+    share = share.masked_fill(softmax_lse == -torch.inf, 0.0)
+    return -(share * softmax_d).sum(1).to(sink.dtype)

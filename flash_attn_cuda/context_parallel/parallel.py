@@ -1,0 +1,539 @@
+"""ContextParallel: one sequence, or one batch of packed documents, over the ranks of a group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..arguments import (
+    UNLIMITED,
+    WindowSize,
+    cast_for_autocast,
+    make_options,
+    needs_padding,
+    pad_head_dim,
+    window_bounds,
+)
+from . import attention
+from .attention import ContextAttention, Options, Schedule, Work
+from .exchange import HeadsForRows, RowsForHeads
+from .plan import Band, Plan
+
+SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
+ROWS_TO_OVERLAP = 4096  # of a shard, from which heads travel in groups
+
+
+class ContextParallel:
+    """Attention whose sequences lie on the ranks of a group, a part on each.
+
+    Args:
+        group: a ProcessGroup; a DeviceMesh of one dimension, or of two, (ring, ulysses); None for
+            all ranks.
+        scheme: how keys and queries meet:
+            "all_gather": every rank gets the keys that it sees (Llama 3, Dubey et al., 2024,
+            section 3.3.2), and each query meets its keys in one call;
+            "ring": the keys of one rank after the other (Liu et al., "Ring Attention", 2023), of
+            which each rank holds one share at a time;
+            "ulysses": every rank gets all rows of some heads (Jacobs et al., "DeepSpeed Ulysses",
+            2023), of which there must be a multiple of the ranks;
+            "ulysses+ring": ulysses in groups of ulysses_size neighbouring ranks, a ring over them;
+            "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads.
+        ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
+        head_groups: of all_gather, in how many groups the heads of keys travel, each while the one
+            before is worked on; it divides the heads of keys. None: chosen by the length.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        scheme: str = "auto",
+        *,
+        ulysses_size: int | None = None,
+        head_groups: int | None = None,
+    ) -> None:
+        if scheme not in SCHEMES:
+            raise ValueError(f"scheme: must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+        if scheme != "ulysses+ring" and ulysses_size is not None:
+            raise ValueError(
+                f"ulysses_size: must be None unless scheme is 'ulysses+ring', got {ulysses_size}"
+            )
+        self.scheme = scheme
+        self.head_groups = head_groups
+        self._ring, self._ulysses = groups_of(group, scheme, ulysses_size)
+        self.size = size_of(self._ring) * size_of(self._ulysses)
+        self.rank = rank_of(self._ring) * size_of(self._ulysses) + rank_of(self._ulysses)
+        self._prepared: dict[Any, Any] = {}
+        self._agreed: set[Any] = set()
+
+    # -- shards ------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        *,
+        causal: bool = True,
+        window_size: WindowSize = UNLIMITED,
+        multiple: int = 1,
+    ) -> Plan:
+        """Which rank has which rows of a packed batch, (total, ...), of documents.
+
+        Args:
+            cu_seqlens: (documents + 1,) integers of the whole batch, the same on every rank. A
+                tensor on a GPU is waited for: give one on the CPU, or a list.
+            causal: with window_size, of the attention to come, whose visible pairs are shared out.
+            multiple: of tokens, where a document may be cut; 16 for dropout.
+        """
+        bounds = [int(x) for x in cu_seqlens]
+        lengths = [end - begin for begin, end in pairwise(bounds)]
+        if not bounds or bounds[0] != 0 or any(x < 0 for x in lengths):
+            raise ValueError(
+                f"cu_seqlens: must start at 0 and not decrease, got {bounds[:8]}"
+                f"{', ...' if len(bounds) > 8 else ''}"
+            )
+        if multiple < 1:
+            raise ValueError(f"multiple: must be positive, got {multiple}")
+        band = Band.of(causal, window_bounds(window_size))
+        return Plan.balanced(lengths, self.size, band, multiple=multiple)
+
+    def shard(self, x: Tensor, plan: Plan | None = None, dim: int | None = None) -> Tensor:
+        """This rank's rows of x: of (batch, seqlen, ...) along dim 1, of a packed (total, ...)
+        with its plan along dim 0. Padding of a plan is zero.
+        """
+        if plan is None:
+            dim = 1 if dim is None else dim
+            plan = self._plan_of_length(x.shape[dim])
+        dim = 0 if dim is None else dim
+        if x.shape[dim] != plan.total:
+            raise ValueError(
+                f"x: must have the plan's {plan.total} rows in dimension {dim}, got {x.shape[dim]}"
+            )
+        rows = self._index((plan, "rows"), x.device, lambda: plan.rows_of(self.rank))
+        taken = x.index_select(dim, rows.clamp(min=0))
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        return taken.masked_fill((rows < 0).view(shape), 0) if plan_pads(plan) else taken
+
+    def unshard(self, x: Tensor, plan: Plan | None = None, dim: int | None = None) -> Tensor:
+        """The whole of what every rank has a shard of, on every rank; without gradients."""
+        if plan is None:
+            dim = 1 if dim is None else dim
+            plan = self._plan_of_length(x.shape[dim] * self.size)
+        dim = 0 if dim is None else dim
+        if x.shape[dim] != plan.rows:
+            raise ValueError(
+                f"x: must have the {plan.rows} rows of a shard in dimension {dim}, "
+                f"got {x.shape[dim]}"
+            )
+        rows = x.detach().movedim(dim, 0).contiguous()
+        for group in (self._ulysses, self._ring):
+            if group is not None:
+                rows = collectives.wait_tensor(collectives.all_gather_tensor(rows, 0, group))
+        places = self._index((plan, "places"), x.device, lambda: places_in_shards(plan))
+        return rows.index_select(0, places).movedim(0, dim)
+
+    def position_ids(
+        self, seqlen: int | None = None, plan: Plan | None = None, device: Any = None
+    ) -> Tensor:
+        """(rows,) int64: of each row of this rank the place in its sequence, for rotary embeddings;
+        of sequences of one length, seqlen in all, or of a plan.
+        """
+        if (seqlen is None) == (plan is None):
+            raise ValueError("seqlen: must be given, or a plan, and not both")
+        found = self._plan_of_length(int(seqlen or 0)) if plan is None else plan
+        where = torch.device("cpu" if device is None else device)
+        return self._index((found, "positions"), where, lambda: found.positions_of(self.rank))
+
+    # -- attention ---------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan | None = None,
+        *,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        sink: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """flash_attn_func, or with a plan flash_attn_varlen_func, of this rank's shards.
+
+        Differentiable in q, k, v and sink, whose gradient is that of this rank's rows. Options have
+        to be the same on every rank, which is asked once of each plan and set of options.
+
+        Args:
+            q: (batch, seqlen / ranks, heads_q, head_dim), as shard cuts it; with a plan (rows,
+                heads_q, head_dim).
+            k, v: likewise, with heads_k that divides heads_q.
+            alibi_slopes: (heads_q,) or (sequences, heads_q).
+
+        Returns:
+            out as q, or (out, softmax_lse): (batch, heads_q, seqlen / ranks), packed (heads_q,
+            rows). Padding rows of a plan have out 0 and softmax_lse -inf.
+        """
+        check_shapes(q, k, v, plan, self.size)
+        given = make_options(
+            *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        )
+        q, k, v = cast_for_autocast(q, k, v)
+        scale = given.get("softmax_scale")
+        options = Options(
+            Band.of(causal, window_bounds(window_size)),
+            given.get("dropout_p", 0.0),
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            given.get("softcap", 0.0),
+            alibi_slopes is not None,
+            given.get("deterministic", False),
+        )
+        batch = None if plan is not None else q.shape[0]
+        if plan is None:
+            plan = self._plan_of_batch(q.shape[0], q.shape[1])
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        if options.dropout_p > 0.0 and plan.multiple < 16:
+            raise ValueError(
+                "dropout_p: must be 0 where sequences are not cut at multiples of 16 "
+                f"(plan(..., multiple=16) cuts there), got {options.dropout_p}"
+            )
+        self._agree(plan, options, q, k, v, sink)
+        out, softmax_lse = self._attend_packed(q, k, v, plan, options, alibi_slopes, sink)
+        if batch is not None:
+            out = out.unflatten(0, (batch, -1))
+            softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        return (out, softmax_lse) if return_lse else out
+
+    def _attend_packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        options: Options,
+        alibi_slopes: Tensor | None,
+        sink: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        columns = v.shape[-1]
+        if q.is_cuda and needs_padding(q, v):
+            q, k, v = (pad_head_dim(x) for x in (q, k, v))
+        heads, scheme = q.shape[1], self._scheme_of(q.shape[1], k.shape[1])
+        across, group = self._groups_for(scheme)
+        inside = plan if across is None else plan.joined(size_of(across))
+        first_head = 0
+        if across is not None:
+            k, v = (self._repeated(x, size_of(across), heads) for x in (k, v))
+            q, k, v = (self._gather_rows(x, plan, inside, across) for x in (q, k, v))
+            first_head = q.shape[1] * rank_of(across)
+            mine = slice(first_head, first_head + q.shape[1])
+            alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., mine]
+            sink = None if sink is None else sink[mine]
+        schedule = self._schedule(inside, scheme, heads, options, q.device)
+        work = Work(
+            schedule,
+            options,
+            group,
+            alibi_slopes,
+            sink,
+            self._draw(q) if options.dropout_p > 0.0 else None,
+            first_head,
+            self._head_groups(q, k, schedule),
+        )
+        out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
+        if across is not None:
+            out = self._give_rows(out, 0.0, plan, inside, across)
+            by_row = softmax_lse.t()[..., None]
+            softmax_lse = self._give_rows(by_row, -torch.inf, plan, inside, across)[..., 0].t()
+        return out[..., :columns], softmax_lse
+
+    def _scheme_of(self, heads_q: int, heads_k: int) -> str:
+        if self.scheme != "auto":
+            return self.scheme
+        if self._ulysses is not None:
+            return "ulysses+ring"
+        ranks = self.size
+        # Of every row all_gather moves the keys of all heads to ranks - 1 places, ulysses all but
+        # one share of queries, keys, values and results.
+        moves_less = heads_q + heads_k < ranks * heads_k
+        divides = heads_q % ranks == 0 and (heads_k % ranks == 0 or ranks % heads_k == 0)
+        return "ulysses" if moves_less and divides else "all_gather"
+
+    def _groups_for(self, scheme: str) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """(the group that ulysses is over, the group that keys travel in)."""
+        if scheme == "ulysses":
+            return self._ring, None
+        return (self._ulysses if scheme == "ulysses+ring" else None), self._ring
+
+    def _schedule(
+        self, plan: Plan, scheme: str, heads: int, options: Options, device: torch.device
+    ) -> Schedule:
+        """Of the group that keys travel in, whose ranks `plan` is of."""
+        make = attention.ringing if scheme in ("ring", "ulysses+ring") else attention.gathering
+        rank = 0 if len(plan.ranks) == 1 else rank_of(self._ring)
+        key = (plan, make.__name__, heads, options, device)
+        return self._once(key, lambda: make(plan, rank, heads, options, device))
+
+    def _head_groups(self, q: Tensor, k: Tensor, schedule: Schedule) -> int:
+        heads = k.shape[1]
+        if schedule.merges or schedule.hops[0].exchange is None:
+            return 1
+        if self.head_groups is not None:
+            if self.head_groups < 1 or heads % self.head_groups:
+                raise ValueError(
+                    f"head_groups: must divide the {heads} heads of keys, got {self.head_groups}"
+                )
+            return self.head_groups
+        if q.shape[0] < ROWS_TO_OVERLAP:
+            return 1
+        return next(x for x in (4, 3, 2, 1) if heads % x == 0)
+
+    def _draw(self, q: Tensor) -> Tensor:
+        """(seed, offset) of the first rank."""
+        state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+        for group in (self._ring, self._ulysses):
+            if group is not None:
+                every = collectives.all_gather_tensor(state, 0, group)
+                state = collectives.wait_tensor(every)[:2]
+        return state
+
+    # -- ulysses -----------------------------------------------------------------------------------
+
+    def _repeated(self, x: Tensor, ranks: int, heads_q: int) -> Tensor:
+        """Keys of as many heads as there are ranks, at least."""
+        heads = x.shape[1]
+        if heads_q % ranks or (heads % ranks and ranks % heads):
+            raise ValueError(
+                f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
+                f"multiple or a divisor of key heads, got {heads_q} and {heads}"
+            )
+        return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, 1)
+
+    def _gather_rows(self, x: Tensor, plan: Plan, inside: Plan, across: ProcessGroup) -> Tensor:
+        """Rows of all ranks of the group, in the order of `inside`, of a share of the heads."""
+        rows = HeadsForRows.apply(x, across)
+        orders = self._orders(plan, inside, across, x.device)
+        return rows if orders is None else rows.index_select(0, orders[0])
+
+    def _give_rows(
+        self, x: Tensor, padding: float, plan: Plan, inside: Plan, across: ProcessGroup
+    ) -> Tensor:
+        """This rank's rows of all heads, of what _gather_rows led to."""
+        orders = self._orders(plan, inside, across, x.device)
+        if orders is not None:
+            behind = x.new_full((1, *x.shape[1:]), padding)
+            x = torch.cat((x, behind)).index_select(0, orders[1])
+        return RowsForHeads.apply(x, across)
+
+    def _orders(
+        self, plan: Plan, inside: Plan, across: ProcessGroup, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """rows_of_joined; None: as they are."""
+        rank = 0 if len(inside.ranks) == 1 else rank_of(self._ring)
+
+        def make() -> tuple[Tensor, Tensor] | None:
+            order, places = rows_of_joined(plan, inside, rank)
+            if order == places == list(range(len(order))):
+                return None
+            return attention.on_device(order, device), attention.on_device(places, device)
+
+        return self._once((plan, size_of(across), device), make)
+
+    # -- what is made once -------------------------------------------------------------------------
+
+    def _once(self, key: Any, make: Any) -> Any:
+        if key not in self._prepared:
+            self._prepared[key] = make()
+        return self._prepared[key]
+
+    def _index(self, key: Any, device: torch.device, rows: Any) -> Tensor:
+        def make() -> Tensor:
+            return torch.tensor(rows(), dtype=torch.int64, device=device)
+
+        return self._once((key, device), make)
+
+    def _plan_of_length(self, seqlen: int) -> Plan:
+        return self._once((seqlen, "zigzag"), lambda: equal_plan((seqlen,), self.size))
+
+    def _plan_of_batch(self, batch: int, rows: int) -> Plan:
+        lengths = (rows * self.size,) * batch
+        return self._once((batch, rows, "zigzag"), lambda: equal_plan(lengths, self.size))
+
+    def _agree(
+        self, plan: Plan, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> None:
+        """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
+        asks the others once of each.
+        """
+        if (
+            self.size == 1
+            or is_compiling()
+            or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return
+        shapes = tuple((tuple(x.shape), x.dtype) for x in (q, k, v))
+        key = (plan, options, shapes, sink is not None)
+        if key in self._agreed:
+            return
+        facts = {
+            "plan": str(hash_of(plan)),
+            **{name: str(value) for name, value in vars(options).items()},
+            **{
+                name: f"{tuple(x.shape)} {x.dtype}"
+                for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
+            },
+            "sink": "None" if sink is None else "a tensor",
+        }
+        for group in (self._ulysses, self._ring):
+            if group is not None:
+                compare_facts(facts, group)
+        self._agreed.add(key)
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def groups_of(
+    group: ProcessGroup | DeviceMesh | None, scheme: str, ulysses_size: int | None
+) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """(ring, ulysses): the second of two dimensions alone."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(f"group: a mesh must have one or two dimensions, got {group.ndim}")
+        if group.ndim == 2:
+            if scheme not in ("auto", "ulysses+ring"):
+                raise ValueError(
+                    "scheme: must be 'auto' or 'ulysses+ring' over a mesh of two dimensions, "
+                    f"got {scheme!r}"
+                )
+            return group.get_group(0), group.get_group(1)
+        group = group.get_group()
+    whole = dist.group.WORLD if group is None else group
+    if whole is None:
+        raise RuntimeError("group: torch.distributed must be initialised first")
+    if scheme != "ulysses+ring":
+        return whole, None
+    size = whole.size()
+    if ulysses_size is None or ulysses_size < 1 or size % ulysses_size:
+        raise ValueError(
+            f"ulysses_size: must divide the {size} ranks of the group, got {ulysses_size}"
+        )
+    ranks = dist.get_process_group_ranks(whole)
+    first = whole.rank() // ulysses_size * ulysses_size
+    across = dist.new_group(ranks[first : first + ulysses_size], use_local_synchronization=True)
+    ring = dist.new_group(
+        ranks[whole.rank() % ulysses_size :: ulysses_size], use_local_synchronization=True
+    )
+    assert isinstance(across, ProcessGroup) and isinstance(ring, ProcessGroup)
+    return ring, across
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def rank_of(group: ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def compare_facts(facts: dict[str, str], group: ProcessGroup) -> None:
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, facts, group)
+    for name in facts:
+        values = [other[name] for other in every]
+        if len(set(values)) > 1:
+            told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name}: must be the same on every rank, got {told}")
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def equal_plan(lengths: Sequence[int], ranks: int) -> Plan:
+    """Of sequences of one length."""
+    if lengths and lengths[0] % (2 * ranks):
+        raise ValueError(
+            f"seqlen: must be a multiple of {2 * ranks}, two parts for each of {ranks} ranks, "
+            f"got {lengths[0]}"
+        )
+    return Plan.zigzag(lengths, ranks)
+
+
+def plan_pads(plan: Plan) -> bool:
+    return any(plan.rows > sum(map(len, mine)) for mine in plan.ranks)
+
+
+def places_in_shards(plan: Plan) -> list[int]:
+    """Of each row of the packed whole, the row of all shards one behind the other."""
+    places = [0] * plan.total
+    for rank in range(len(plan.ranks)):
+        for row, origin in enumerate(plan.rows_of(rank)):
+            if origin >= 0:
+                places[origin] = rank * plan.rows + row
+    return places
+
+
+def rows_of_joined(plan: Plan, inside: Plan, rank: int) -> tuple[list[int], list[int]]:
+    """Of a group of ranks whose shards lie one behind the other: (the rows in the order of the
+    joined plan, for each of them its place there, or the row behind the last one for padding).
+    """
+    members = len(plan.ranks) // len(inside.ranks)
+    rows_in_whole = [
+        row
+        for member in range(rank * members, (rank + 1) * members)
+        for row in plan.rows_of(member)
+    ]
+    place_of = {row: place for place, row in enumerate(inside.rows_of(rank)) if row >= 0}
+    places = [place_of.get(row, inside.rows) for row in rows_in_whole]
+    padding = places.index(inside.rows) if inside.rows in places else 0
+    order = [padding] * inside.rows
+    for row, place in enumerate(places):
+        if place < inside.rows:
+            order[place] = row
+    return order, places
+
+
+def hash_of(plan: Plan) -> str:
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, ranks: int) -> None:
+    dims = 4 if plan is None else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor):
+            raise TypeError(f"{name}: must be a plain tensor, got a DTensor (to_local() of it)")
+        if x.dim() != dims:
+            kind = "without a plan" if plan is None else "with a plan"
+            raise ValueError(f"{name}: must have {dims} dimensions {kind}, got {tuple(x.shape)}")
+        if x.shape[: dims - 2] != q.shape[: dims - 2]:
+            raise ValueError(
+                f"{name}: must have q's rows {tuple(q.shape[: dims - 2])}, "
+                f"got {tuple(x.shape[: dims - 2])}"
+            )
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k: must have q's head_dim {q.shape[-1]} and v's {v.shape[-2]} heads, "
+            f"got {tuple(k.shape)}"
+        )
+    if plan is None:
+        return
+    if len(plan.ranks) != ranks:
+        raise ValueError(f"plan: must be of {ranks} ranks, got one of {len(plan.ranks)}")
+    if q.shape[0] != plan.rows:
+        raise ValueError(f"q: must have the plan's {plan.rows} rows of a shard, got {q.shape[0]}")

@@ -1,0 +1,290 @@
+"""Which rank has which tokens: index arithmetic alone, the same on every rank.
+
+A plan cuts sequences into pieces and gives each rank some of them. Cut evenly in 2 N parts, of
+which rank r has parts r and 2 N - 1 - r, a causal sequence gives every rank the same work (the
+"zigzag" of Zhu, ring-flash-attention, 2024). Packed documents are better off whole: one that lies
+on one rank is not sent anywhere. So of a batch of documents only the longest are cut, and only as
+many as it takes to give all ranks about as many visible pairs and the same number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Band:
+    """Token i sees tokens i - left up to i + right of its sequence; None: without end."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def of(cls, causal: bool, window_size: Sequence[int | None] = (-1, -1)) -> Band:
+        """As causal and window_size of flash_attn_func say it: causal is a right end of 0."""
+        left, right = (None if x is None or x < 0 else int(x) for x in window_size)
+        return cls(left, 0 if causal else right)
+
+    def keys_of(self, begin: int, end: int, length: int) -> tuple[int, int]:
+        """What any of tokens [begin, end) of a sequence sees."""
+        first = 0 if self.left is None else max(0, begin - self.left)
+        last = length if self.right is None else min(length, end + self.right)
+        return first, last
+
+    def is_full(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+        """Whether each of these sees all of those."""
+        return (self.left is None or keys[0] >= queries[1] - 1 - self.left) and (
+            self.right is None or keys[1] - 1 <= queries[0] + self.right
+        )
+
+    def pairs(self, begin: int, end: int, length: int) -> int:
+        """Pairs that tokens [begin, end) are the queries of."""
+        return sum(self._seen_before(x, length) * sign for x, sign in ((end, 1), (begin, -1)))
+
+    def _seen_before(self, end: int, length: int) -> int:
+        """Pairs of the first `end` tokens: keys up to each one's last without those before."""
+        to_last = end * length
+        if self.right is not None:
+            ends_inside = min(end, max(0, length - self.right))
+            to_last -= sum_below(length - self.right - ends_inside, length - self.right)
+        before = 0 if self.left is None else sum_below(0, max(0, end - self.left))
+        return to_last - before
+
+
+def sum_below(first: int, end: int) -> int:
+    """first + ... + (end - 1)."""
+    return (end * (end - 1) - first * (first - 1)) // 2
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """Tokens [begin, end) of a sequence."""
+
+    sequence: int
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of each rank are its pieces, one behind the other, and then padding up to `rows`.
+
+    Args:
+        lengths: tokens of each sequence.
+        ranks: pieces of each rank, in ascending order, of which no two touch.
+        rows: of each rank's shard.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: tuple[tuple[Piece, ...], ...]
+    rows: int
+
+    @classmethod
+    def contiguous(cls, lengths: Sequence[int], ranks: int) -> Plan:
+        """Every sequence in as many equal parts as there are ranks, in order."""
+        return cls._of_equal_parts(lengths, [[rank] for rank in range(ranks)], ranks)
+
+    @classmethod
+    def zigzag(cls, lengths: Sequence[int], ranks: int) -> Plan:
+        """Every sequence in 2 N equal parts, of which rank r has r and 2 N - 1 - r."""
+        parts = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+        return cls._of_equal_parts(lengths, parts, 2 * ranks)
+
+    @classmethod
+    def _of_equal_parts(cls, lengths: Sequence[int], parts: list[list[int]], count: int) -> Plan:
+        for index, length in enumerate(lengths):
+            if length % count:
+                raise ValueError(
+                    f"lengths: must be multiples of {count} for {len(parts)} ranks that have the "
+                    f"same share of every sequence, got {length} of sequence {index}"
+                )
+        pieces = [
+            [
+                Piece(index, length // count * part, length // count * (part + 1))
+                for index, length in enumerate(lengths)
+                for part in mine
+            ]
+            for mine in parts
+        ]
+        return cls.of_pieces(lengths, pieces)
+
+    @classmethod
+    def balanced(
+        cls,
+        lengths: Sequence[int],
+        ranks: int,
+        band: Band,
+        *,
+        multiple: int = 1,
+        tolerance: float = 0.02,
+    ) -> Plan:
+        """Documents whole where that leaves no rank with more than 1 + tolerance times the mean of
+        the visible pairs; of the plans tried the one that cuts the fewest, or else the best.
+
+        multiple: a document is cut at multiples of this alone. Dropout takes 16.
+        """
+        rows = round_up(-(-sum(lengths) // ranks), multiple)
+        found: list[tuple[float, Plan]] = []
+        while not found:
+            for cut in counts_to_try(len(lengths)):
+                plan = place(lengths, ranks, band, cut, multiple, rows)
+                if plan is None:
+                    continue
+                found.append((plan.imbalance(band), plan))
+                if found[-1][0] <= 1 + tolerance:
+                    return plan
+            rows += multiple
+        return min(found, key=lambda x: x[0])[1]
+
+    @classmethod
+    def of_pieces(
+        cls, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], rows: int = 0
+    ) -> Plan:
+        """Any pieces, as many rows as the largest rank has, or more."""
+        ranks = tuple(tuple(join(mine)) for mine in pieces)
+        most = max(sum(map(len, mine)) for mine in ranks)
+        return cls(tuple(lengths), ranks, max(rows, most))
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """Of every sequence, where all are packed one behind the other."""
+        return (0, *accumulate(self.lengths))[:-1]
+
+    @cached_property
+    def multiple(self) -> int:
+        """16, 8, 4, 2 or 1: the most that all cuts are multiples of."""
+        cuts = [piece.begin for mine in self.ranks for piece in mine]
+        return next(x for x in (16, 8, 4, 2, 1) if all(cut % x == 0 for cut in cuts))
+
+    def placed(self, rank: int) -> Iterator[tuple[int, Piece]]:
+        """The rank's pieces and the row that each begins at."""
+        row = 0
+        for piece in self.ranks[rank]:
+            yield row, piece
+            row += len(piece)
+
+    def rows_of(self, rank: int) -> list[int]:
+        """Of each row of the rank, the row of the packed whole; -1: padding."""
+        rows = [
+            self.first_rows[piece.sequence] + i
+            for piece in self.ranks[rank]
+            for i in range(piece.begin, piece.end)
+        ]
+        return rows + [-1] * (self.rows - len(rows))
+
+    def positions_of(self, rank: int) -> list[int]:
+        """Of each row its place in its sequence, which rotary embeddings take; 0 of padding."""
+        rows = [i for piece in self.ranks[rank] for i in range(piece.begin, piece.end)]
+        return rows + [0] * (self.rows - len(rows))
+
+    def pairs_of(self, rank: int, band: Band) -> int:
+        """Visible pairs of the rank's queries."""
+        mine = self.ranks[rank]
+        return sum(band.pairs(x.begin, x.end, self.lengths[x.sequence]) for x in mine)
+
+    def imbalance(self, band: Band) -> float:
+        """The most pairs of a rank over their mean."""
+        pairs = [self.pairs_of(rank, band) for rank in range(len(self.ranks))]
+        return max(pairs) * len(pairs) / sum(pairs) if any(pairs) else 1.0
+
+    def joined(self, ranks_of_one: int) -> Plan:
+        """The plan of groups of so many neighbouring ranks, each with the pieces of all of them."""
+        groups = range(0, len(self.ranks), ranks_of_one)
+        pieces = [
+            [piece for mine in self.ranks[first : first + ranks_of_one] for piece in mine]
+            for first in groups
+        ]
+        return Plan.of_pieces(self.lengths, pieces)
+
+
+def join(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """In ascending order, those that touch as one, without the empty ones."""
+    last: Piece | None = None
+    for piece in sorted(x for x in pieces if len(x) > 0):
+        if last is not None and (last.sequence, last.end) == (piece.sequence, piece.begin):
+            last = Piece(last.sequence, last.begin, piece.end)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def counts_to_try(documents: int) -> Iterator[int]:
+    """0, 1, 2, 3, 4, 6, 8, 12, ..., and all."""
+    step, count = 1, 0
+    while count < documents:
+        yield count
+        count += step
+        if count >= 4 * step:
+            step *= 2
+    yield documents
+
+
+def place(
+    lengths: Sequence[int], ranks: int, band: Band, cut: int, multiple: int, rows: int
+) -> Plan | None:
+    """The `cut` longest documents in zigzag over all ranks; then the others, the longest first, to
+    the rank of fewest pairs that has room for all of one, and what fits nowhere is cut by the room
+    that is left. None: shards of so many rows do not take them.
+    """
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    room, pairs = [rows] * ranks, [0] * ranks
+
+    def give(rank: int, piece: Piece) -> None:
+        pieces[rank].append(piece)
+        room[rank] -= len(piece)
+        pairs[rank] += band.pairs(piece.begin, piece.end, lengths[piece.sequence])
+
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for index in longest_first[:cut]:
+        roomiest_first = sorted(range(ranks), key=lambda rank: -room[rank])
+        begin = 0
+        for rank, taken in zigzag_parts(lengths[index], roomiest_first, multiple):
+            give(rank, Piece(index, begin, begin + taken))
+            begin += taken
+    if min(room) < 0:
+        return None
+    for index in longest_first[cut:]:
+        begin, length = 0, lengths[index]
+        while begin < length:
+            left = length - begin
+            roomy = [rank for rank in range(ranks) if room[rank] >= left]
+            if roomy:
+                rank, taken = min(roomy, key=lambda x: (pairs[x], -room[x])), left
+            else:
+                rank = max(range(ranks), key=lambda x: room[x])
+                taken = room[rank] // multiple * multiple
+                if taken == 0:
+                    return None
+            give(rank, Piece(index, begin, begin + taken))
+            begin += taken
+    return Plan.of_pieces(lengths, pieces, rows)
+
+
+def zigzag_parts(length: int, ranks: Sequence[int], multiple: int) -> Iterator[tuple[int, int]]:
+    """(rank, tokens) from the beginning to the end: the first ranks have no fewer than others, and
+    the first of them what is no multiple.
+    """
+    units, rest = divmod(length, multiple)
+    each, extra = divmod(units, len(ranks))
+    shares = [each + (place < extra) for place in range(len(ranks))]
+    for rank, share in zip(ranks, shares, strict=True):
+        yield rank, share // 2 * multiple
+    for place in reversed(range(len(ranks))):
+        yield ranks[place], (shares[place] - shares[place] // 2) * multiple + rest * (place == 0)
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

@@ -1,0 +1,351 @@
+"""What each rank sends, receives and computes under a plan: index arithmetic alone.
+
+An exchange says which rows of keys travel between which ranks; a call, which rows of the rank's
+queries meet which of the keys that it then has. Every rank derives both for all ranks from the
+plan, so that nobody has to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from .plan import Band, Piece, Plan
+
+Rows = tuple[int, int]  # begin, end
+
+
+@dataclass(frozen=True)
+class Held:
+    """A piece of a sequence's keys, and the row of a buffer that it begins at."""
+
+    row: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective: rank r sends sent[s] to rank s, in that order, and gets rows from each.
+
+    sent: of each rank, rows of this rank's shard. received: of each rank, how many rows.
+    """
+
+    sent: tuple[tuple[Rows, ...], ...]
+    received: tuple[int, ...]
+
+    def sizes_sent(self) -> list[int]:
+        return [sum(map(length, to_one)) for to_one in self.sent]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries that meet keys, rows of the rank's queries and of its keys.
+
+    shift: query i of these sees key j if i + shift - left <= j <= i + shift + right. first_q and
+    first_k: their places in the sequence.
+    """
+
+    sequence: int
+    q: Rows
+    k: Rows
+    first_q: int
+    first_k: int
+    is_masked: bool
+
+    @property
+    def shift(self) -> int:
+        return self.first_q - self.first_k
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the last query sees the last key and no more, as in a call of its own."""
+        return self.shift == length(self.k) - length(self.q)
+
+
+def length(rows: Rows) -> int:
+    return rows[1] - rows[0]
+
+
+def seen_keys(plan: Plan, rank: int, band: Band) -> list[Piece]:
+    """What the rank's queries see of every sequence, in ascending order; ranges may overlap."""
+    seen = []
+    for piece in plan.ranks[rank]:
+        first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
+        seen.append(Piece(piece.sequence, first, max(first, end)))
+    return seen
+
+
+def united(pieces: Iterable[Piece], multiple: int = 1) -> list[Piece]:
+    """Each token once, in ascending order; beginnings are rounded down to `multiple`."""
+    result: list[Piece] = []
+    for piece in sorted(x for x in pieces if len(x) > 0):
+        begin = piece.begin // multiple * multiple
+        if result and result[-1].sequence == piece.sequence and begin <= result[-1].end:
+            last = result.pop()
+            piece = Piece(last.sequence, last.begin, max(last.end, piece.end))
+        else:
+            piece = Piece(piece.sequence, begin, piece.end)
+        result.append(piece)
+    return result
+
+
+def overlaps(plan: Plan, rank: int, wanted: Sequence[Piece]) -> Iterator[Held]:
+    """Of the wanted tokens those that the rank has, and the rows of its shard that they are."""
+    for row, piece in plan.placed(rank):
+        for want in wanted:
+            begin, end = max(piece.begin, want.begin), min(piece.end, want.end)
+            if want.sequence == piece.sequence and begin < end:
+                yield Held(row + begin - piece.begin, Piece(piece.sequence, begin, end))
+
+
+def wanted_of(plan: Plan, source: int, rank: int, band: Band) -> list[Held]:
+    """What the rank sees of the source's keys, by rows of the source."""
+    return list(overlaps(plan, source, united(seen_keys(plan, rank, band), plan.multiple)))
+
+
+# -- all at once: every query meets all its keys in one call --------------------------------------
+
+
+def gather(plan: Plan, rank: int, band: Band) -> tuple[Exchange, list[int], list[Held]]:
+    """(the exchange, rows of what it brings in the order of tokens, what lies where in that)."""
+    ranks = range(len(plan.ranks))
+    sent = tuple(rows_of(wanted_of(plan, rank, other, band)) for other in ranks)
+    arrived, row = [], 0
+    received = []
+    for source in ranks:
+        begin = row
+        for held in wanted_of(plan, source, rank, band):
+            arrived.append(Held(row, held.piece))
+            row += len(held.piece)
+        received.append(row - begin)
+    arrived.sort(key=lambda x: x.piece)
+    order = [row for x in arrived for row in range(x.row, x.row + len(x.piece))]
+    return Exchange(sent, tuple(received)), order, in_order(arrived)
+
+
+def rows_of(held: Iterable[Held]) -> tuple[Rows, ...]:
+    """Neighbours as one."""
+    result: list[Rows] = []
+    for x in held:
+        begin, end = x.row, x.row + len(x.piece)
+        if result and result[-1][1] == begin:
+            begin = result.pop()[0]
+        result.append((begin, end))
+    return tuple(result)
+
+
+def in_order(arrived: Sequence[Held]) -> list[Held]:
+    """Behind each other, neighbours as one."""
+    result: list[Held] = []
+    row = 0
+    for piece in (x.piece for x in arrived):
+        last = result[-1] if result else None
+        if (
+            last is not None
+            and (last.piece.sequence, last.piece.end) == (piece.sequence, piece.begin)
+            and last.row + len(last.piece) == row
+        ):
+            whole = Piece(piece.sequence, last.piece.begin, piece.end)
+            result[-1] = Held(last.row, whole)
+        else:
+            result.append(Held(row, piece))
+        row += len(piece)
+    return result
+
+
+def gathered_parts(plan: Plan, rank: int, band: Band, keys: Sequence[Held]) -> list[Part]:
+    """Every query once; each sees itself at least."""
+    parts = []
+    for row, piece in plan.placed(rank):
+        first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
+        first = first // plan.multiple * plan.multiple
+        holding = next(
+            x for x in keys
+            if x.piece.sequence == piece.sequence and x.piece.begin <= first and end <= x.piece.end
+        )  # fmt: skip
+        begin = holding.row + first - holding.piece.begin
+        parts.append(
+            Part(
+                sequence=piece.sequence,
+                q=(row, row + len(piece)),
+                k=(begin, begin + end - first),
+                first_q=piece.begin,
+                first_k=first,
+                is_masked=not band.is_full((piece.begin, piece.end), (first, end)),
+            )
+        )
+    return parts
+
+
+# -- hop by hop: queries meet the keys of one rank after the other --------------------------------
+
+
+def hop(plan: Plan, rank: int, distance: int, band: Band) -> tuple[Exchange, list[Held]]:
+    """Keys of the rank so many before this one: (the exchange, what lies where in what it brings).
+
+    They come from their owner itself, and no more of them than somebody sees.
+    """
+    ranks = len(plan.ranks)
+    source, target = (rank - distance) % ranks, (rank + distance) % ranks
+    sent = rows_of(wanted_of(plan, rank, target, band))
+    arrived = in_order(wanted_of(plan, source, rank, band))
+    count = sum(len(x.piece) for x in arrived)
+    return (
+        Exchange(
+            tuple(sent if other == target else () for other in range(ranks)),
+            tuple(count if other == source else 0 for other in range(ranks)),
+        ),
+        arrived,
+    )
+
+
+def is_hop_empty(plan: Plan, distance: int, band: Band) -> bool:
+    """Whether nobody sees anything of the rank so many before."""
+    ranks = len(plan.ranks)
+    return not any(wanted_of(plan, (x - distance) % ranks, x, band) for x in range(ranks))
+
+
+def hop_parts(plan: Plan, rank: int, band: Band, keys: Sequence[Held]) -> list[Part]:
+    """Pairs of the rank's pieces and these keys, without queries and keys at their ends that take
+    no part.
+    """
+    step = plan.multiple
+    parts = []
+    for row, piece in plan.placed(rank):
+        whole = plan.lengths[piece.sequence]
+        first, end = band.keys_of(piece.begin, piece.end, whole)
+        for held in keys:
+            mine = held.piece
+            if mine.sequence != piece.sequence:
+                continue
+            k_begin = max(mine.begin, first // step * step)
+            k_end = min(mine.end, end)
+            q_begin, q_end = piece.begin, piece.end
+            if band.right is not None:
+                q_begin = max(q_begin, (k_begin - band.right) // step * step)
+            if band.left is not None:
+                q_end = min(q_end, k_end + band.left)
+            if k_begin >= k_end or q_begin >= q_end:
+                continue
+            q_row, k_row = row + q_begin - piece.begin, held.row + k_begin - mine.begin
+            parts.append(
+                Part(
+                    sequence=piece.sequence,
+                    q=(q_row, q_row + q_end - q_begin),
+                    k=(k_row, k_row + k_end - k_begin),
+                    first_q=q_begin,
+                    first_k=k_begin,
+                    is_masked=not band.is_full((q_begin, q_end), (k_begin, k_end)),
+                )
+            )
+    return parts
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def calls_of(parts: Sequence[Part], *, keeps_places: bool) -> list[list[Part]]:
+    """Parts in as few calls as their order allows: rows of queries and of keys ascend in a call and
+    none is in two of its parts. Parts that see all of each other are calls of their own, without a
+    mask, and neighbours among them are one, unless scores depend on places (`keeps_places`).
+    """
+    masked = [x for x in parts if x.is_masked]
+    full = [x for x in parts if not x.is_masked]
+    if not keeps_places:
+        full = widened(widened(full, "q", "k"), "k", "q")
+    return [*packed(masked), *packed(full)]
+
+
+def widened(parts: Iterable[Part], by: str, same: str) -> list[Part]:
+    """Parts with the `same` rows whose rows `by` touch, as one."""
+    result: list[Part] = []
+    for part in sorted(parts, key=lambda x: (getattr(x, same), getattr(x, by))):
+        begin, end = getattr(part, by)
+        if result and getattr(result[-1], same) == getattr(part, same):
+            first, last = getattr(result[-1], by)
+            if last == begin:
+                part = result.pop()
+                rows = (first, end)
+                part = replace(part, q=rows) if by == "q" else replace(part, k=rows)
+        result.append(part)
+    return result
+
+
+def packed(parts: Sequence[Part]) -> list[list[Part]]:
+    calls: list[list[Part]] = []
+    for part in sorted(parts, key=lambda x: (x.q, x.k)):
+        for call in calls:
+            if call[-1].q[1] <= part.q[0] and call[-1].k[1] <= part.k[0]:
+                call.append(part)
+                break
+        else:
+            calls.append([part])
+    return calls
+
+
+def one_behind_the_other(calls: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[Part]]]:
+    """(an order of rows of queries, the calls over queries in that order): each has its queries in
+    rows of its own without gaps.
+    """
+    order: list[int] = []
+    moved: list[list[Part]] = []
+    for call in calls:
+        moved.append([])
+        for part in call:
+            row = len(order)
+            order.extend(range(*part.q))
+            moved[-1].append(replace(part, q=(row, len(order))))
+    return order, moved
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A packed call over rows q of the queries and k of the keys.
+
+    cu_seqlens_q, cu_seqlens_k: counted from their first rows; rows between parts are sequences
+    without keys or without queries. origin: (stream, first_q, first_k, shift) of each sequence,
+    the stream that of head 0 of `heads` heads.
+    """
+
+    q: Rows
+    k: Rows
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    origin: tuple[tuple[int, int, int, int], ...]
+    sequences: tuple[int, ...]
+    is_masked: bool
+    is_aligned: bool
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], heads: int) -> PackedCall:
+        cu_q, cu_k = [parts[0].q[0]], [parts[0].k[0]]
+        origin: list[tuple[int, int, int, int]] = []
+        sequences: list[int] = []
+
+        def add(q_end: int, k_end: int, sequence: int, place: tuple[int, int, int]) -> None:
+            cu_q.append(q_end)
+            cu_k.append(k_end)
+            origin.append((sequence * heads, *place))
+            sequences.append(sequence)
+
+        for part in parts:
+            if part.q[0] > cu_q[-1]:
+                add(part.q[0], cu_k[-1], 0, (0, 0, 0))
+            if part.k[0] > cu_k[-1]:
+                add(cu_q[-1], part.k[0], 0, (0, 0, 0))
+            add(part.q[1], part.k[1], part.sequence, (part.first_q, part.first_k, part.shift))
+        return cls(
+            q=(cu_q[0], cu_q[-1]),
+            k=(cu_k[0], cu_k[-1]),
+            cu_seqlens_q=tuple(x - cu_q[0] for x in cu_q),
+            cu_seqlens_k=tuple(x - cu_k[0] for x in cu_k),
+            max_seqlen_q=max(map(length, pairwise(cu_q))),
+            max_seqlen_k=max(map(length, pairwise(cu_k))),
+            origin=tuple(origin),
+            sequences=tuple(sequences),
+            is_masked=any(x.is_masked for x in parts),
+            is_aligned=all(x.is_aligned for x in parts),
+        )

@@ -1,0 +1,312 @@
+"""What the ranks of a test do: attention of shards, compared with attention of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan
+from flash_attn_cuda.operators.attention import run_operator
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths: of one, a batch of sequences of that length; of several, documents."""
+
+    scheme: str
+    ranks: int
+    lengths: tuple[int, ...] = (96,)
+    batch: int | None = 1  # None: documents
+    heads_q: int = 4
+    heads_k: int = 4
+    head_dim: int = 8
+    head_dim_v: int = 8
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    has_alibi: bool = False
+    has_sink: bool = False
+    dropout_p: float = 0.0
+    ulysses_size: int | None = None
+    head_groups: int | None = None
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+        }
+
+
+@dataclass
+class Whole:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    slopes: Tensor | None
+    sink: Tensor | None
+    cu_seqlens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, case: Case) -> Whole:
+        """Packed, the same on every rank."""
+        generator = torch.Generator().manual_seed(case.seed)
+        lengths = case.lengths * (case.batch or 1)
+        total = sum(lengths)
+
+        def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return x.to(dtype).to(case.device)
+
+        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+        return cls(
+            random(total, case.heads_q, case.head_dim),
+            random(total, case.heads_k, case.head_dim),
+            random(total, case.heads_k, case.head_dim_v),
+            random(total, case.heads_q, case.head_dim_v),
+            random(case.heads_q, total, dtype=wide),
+            random(case.heads_q, dtype=torch.float32).abs() if case.has_alibi else None,
+            random(case.heads_q, dtype=wide) if case.has_sink else None,
+            [0, *accumulate(lengths)],
+        )
+
+    def results(self, case: Case, rng_state: Tensor | None) -> dict[str, Tensor]:
+        """Of one call, on one rank."""
+        inputs = [x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        sink = None if self.sink is None else self.sink.clone().requires_grad_()
+        bounds = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.q.device)
+        left, right = case.window_size
+        call = AttentionCall(
+            *inputs,
+            dropout_p=case.dropout_p,
+            softmax_scale=case.head_dim**-0.5,
+            causal=case.causal,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=case.softcap,
+            alibi_slopes=self.slopes,
+            sink=sink,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=max(case.lengths, default=0),
+            max_seqlen_k=max(case.lengths, default=0),
+            rng_state=rng_state,
+        )
+        out, softmax_lse, *_ = run_operator(call)
+        torch.autograd.backward((out, softmax_lse), (self.dout, self.dlse))
+        return named(out, softmax_lse, inputs, sink)
+
+
+def named(
+    out: Tensor, softmax_lse: Tensor, inputs: list[Tensor], sink: Tensor | None
+) -> dict[str, Tensor]:
+    found = {"out": out.detach(), "softmax_lse": softmax_lse.detach().t()}
+    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
+    return found if sink is None else found | {"dsink": sink.grad}
+
+
+def sharded_results(
+    case: Case, parallel: ContextParallel, whole: Whole
+) -> tuple[dict[str, Tensor], Plan | None]:
+    """What the ranks have found, whole again."""
+    plan = None
+    if case.batch is None:
+        multiple = 16 if case.dropout_p else 1
+        plan = parallel.plan(
+            whole.cu_seqlens, causal=case.causal, window_size=case.window_size, multiple=multiple
+        )
+
+    def cut(x: Tensor) -> Tensor:
+        if plan is not None:
+            return parallel.shard(x, plan).contiguous()
+        return parallel.shard(x.unflatten(0, (case.batch, -1))).contiguous()
+
+    def join(x: Tensor) -> Tensor:
+        joined = parallel.unshard(x, plan)
+        return joined if plan is not None else joined.flatten(0, 1)
+
+    inputs = [cut(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    sink = None if whole.sink is None else whole.sink.clone().requires_grad_()
+    out, softmax_lse = parallel.attend(
+        *inputs,
+        plan,
+        **case.options(),
+        alibi_slopes=whole.slopes,
+        sink=sink,
+        return_lse=True,
+    )
+    dlse = cut(whole.dlse.t())
+    torch.autograd.backward(
+        (out, softmax_lse), (cut(whole.dout), dlse.transpose(-1, -2).contiguous())
+    )
+    by_row = softmax_lse.transpose(-1, -2)
+    found = {"out": join(out), "softmax_lse": join(by_row)}
+    found |= {n: join(x.grad) for n, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
+    if sink is not None:
+        dist.all_reduce(sink.grad)
+        found["dsink"] = sink.grad
+    return found, plan
+
+
+def make(case: Case) -> ContextParallel:
+    return ContextParallel(
+        None, case.scheme, ulysses_size=case.ulysses_size, head_groups=case.head_groups
+    )
+
+
+def equals_the_whole(case: Case) -> None:
+    whole = Whole.of(case)
+    parallel = group_of(case)
+    if parallel is None:
+        return
+    drawn: list[Tensor] = []
+    draw = parallel._draw
+    parallel._draw = lambda q: drawn.append(draw(q)) or drawn[-1]
+    torch.manual_seed(case.seed + dist.get_rank())
+    found, _ = sharded_results(case, parallel, whole)
+    wanted = whole.results(case, drawn[0] if drawn else None)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+_parallels: dict[Any, ContextParallel] = {}
+
+
+def group_of(case: Case) -> ContextParallel | None:
+    """Of the first case.ranks ranks; None on the others. Groups are made once."""
+    key = (case.scheme, case.ranks, case.ulysses_size, case.head_groups)
+    if case.ranks == dist.get_world_size():
+        if key not in _parallels:
+            _parallels[key] = make(case)
+        return _parallels[key]
+    raise ValueError(f"ranks: the test has {dist.get_world_size()} of them, got {case.ranks}")
+
+
+def attend_with_own_softcap() -> None:
+    whole = Whole.of(Case("ring", 2))
+    parallel = ContextParallel(None, "ring")
+    q, k, v = (parallel.shard(x[None]) for x in (whole.q, whole.k, whole.v))
+    parallel.attend(q, k, v, softcap=float(dist.get_rank()))
+
+
+def repeats(case: Case) -> None:
+    whole, parallel = Whole.of(case), group_of(case)
+    first, _ = sharded_results(case, parallel, whole)
+    for _ in range(2):
+        again, _ = sharded_results(case, parallel, whole)
+        for name, x in first.items():
+            assert torch.equal(x, again[name]), name
+
+
+def round_trips() -> None:
+    parallel = ContextParallel()
+    x = torch.randn(2, 48, 3, generator=torch.Generator().manual_seed(1))
+    mine = parallel.shard(x)
+    assert mine.shape == (2, 48 // parallel.size, 3)
+    assert torch.equal(parallel.unshard(mine), x)
+    positions = torch.arange(48).expand(2, -1)
+    assert torch.equal(parallel.shard(positions)[0], parallel.position_ids(48))
+
+    plan = parallel.plan([0, 5, 5, 70, 131])
+    packed = torch.randn(131, 3, generator=torch.Generator().manual_seed(2))
+    mine = parallel.shard(packed, plan)
+    assert mine.shape == (plan.rows, 3)
+    assert torch.equal(parallel.unshard(mine, plan), packed)
+    positions = torch.cat([torch.arange(n) for n in plan.lengths])
+    assert torch.equal(parallel.shard(positions, plan), parallel.position_ids(plan=plan))
+
+
+def over_a_mesh() -> None:
+    """A mesh of two dimensions, (ring, ulysses), is ulysses+ring."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    case = Case("ulysses+ring", 4, lengths=(64,), batch=2)
+    whole = Whole.of(case)
+    found, _ = sharded_results(case, ContextParallel(mesh), whole)
+    for name, x in whole.results(case, None).items():
+        torch.testing.assert_close(found[name], x)
+    found, _ = sharded_results(
+        replace(case, scheme="all_gather"),
+        ContextParallel(mesh["ring"], "all_gather"),
+        whole,
+    )
+    torch.testing.assert_close(found["dk"], whole.results(case, None)["dk"])
+
+
+def under_a_checkpoint(dropout_p: float) -> None:
+    """What is computed again has the same random numbers."""
+    parallel = ContextParallel(None, "ring")
+    whole = Whole.of(Case("ring", parallel.size, lengths=(128,)))
+    gradients = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(dist.get_rank())
+        q, k, v = (parallel.shard(x[None]).requires_grad_() for x in (whole.q, whole.k, whole.v))
+
+        def attend(*qkv: Tensor) -> Tensor:
+            return parallel.attend(*qkv, causal=True, dropout_p=dropout_p)
+
+        out = (
+            checkpoint(attend, q, k, v, use_reentrant=False) if is_checkpointed else attend(q, k, v)
+        )
+        out.square().sum().backward()
+        gradients.append((q.grad, k.grad, v.grad))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def refuses() -> None:
+    size = dist.get_world_size()
+    parallel = ContextParallel()
+    x = torch.zeros(1, 16, 4, 8)
+    packed = torch.zeros(12, 4, 8)
+    plan = parallel.plan([0, 12 * size])
+    with pytest.raises(ValueError, match=rf"seqlen: must be a multiple of {2 * size}, .* got 30"):
+        parallel.shard(torch.zeros(1, 30, 4))
+    with pytest.raises(ValueError, match="q: must have 4 dimensions without a plan"):
+        parallel.attend(packed, packed, packed)
+    with pytest.raises(ValueError, match="q: must have 3 dimensions with a plan"):
+        parallel.attend(x, x, x, plan)
+    with pytest.raises(ValueError, match="q: must have the plan's 12 rows of a shard, got 11"):
+        parallel.attend(packed[:11], packed[:11], packed[:11], plan)
+    with pytest.raises(ValueError, match=r"k: must have q's rows \(1, 16\), got \(1, 8\)"):
+        parallel.attend(x, x[:, :8], x)
+    with pytest.raises(ValueError, match="k: must have q's head_dim 8 and v's 4 heads"):
+        parallel.attend(x, x[..., :4], x)
+    with pytest.raises(ValueError, match=f"plan: must be of {size} ranks, got one of 3"):
+        parallel.attend(packed, packed, packed, Plan.balanced([36], 3, Band()))
+    with pytest.raises(ValueError, match=r"dropout_p: must be 0 where .* multiples of 16"):
+        parallel.attend(packed, packed, packed, parallel.plan([0, 5, 12 * size]), dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"cu_seqlens: must start at 0 .* got \[0, 4, 3\]"):
+        parallel.plan([0, 4, 3])
+    with pytest.raises(ValueError, match="multiple: must be positive, got 0"):
+        parallel.plan([0, 4], multiple=0)
+    with pytest.raises(ValueError, match=r"scheme: must be one of auto, ring, .* got 'star'"):
+        ContextParallel(None, "star")
+    with pytest.raises(ValueError, match=rf"ulysses_size: must divide the {size} ranks .* got 3"):
+        ContextParallel(None, "ulysses+ring", ulysses_size=3)
+    with pytest.raises(ValueError, match="ulysses_size: must be None unless"):
+        ContextParallel(None, "ring", ulysses_size=2)
+    with pytest.raises(ValueError, match="head_groups: must divide the 4 heads of keys, got 3"):
+        ContextParallel(None, "all_gather", head_groups=3).attend(x, x, x)
+    with pytest.raises(ValueError, match="heads: ulysses over"):
+        three = x[:, :, :3]
+        ContextParallel(None, "ulysses").attend(three, three, three)
+    with pytest.raises(ValueError, match="seqlen: must be given, or a plan, and not both"):
+        parallel.position_ids()

@@ -1,0 +1,85 @@
+"""Processes that talk over gloo, each a rank, for tests of what runs on several GPUs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """`size` processes, started once and kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, theirs), daemon=True
+            )
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """function(*args), a module's, on every rank; raises what any of them raised, and then
+        starts anew: a rank that has failed may have left others waiting.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout if not errors else 1.0):
+                errors.append(f"rank {rank} has not answered")
+                continue
+            result, error = pipe.recv()
+            results.append(result)
+            if error is not None:
+                errors.append(f"rank {rank}:\n{error}")
+        if errors:
+            self.stop()
+            raise AssertionError("\n".join(errors))
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))

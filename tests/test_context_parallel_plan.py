@@ -1,0 +1,226 @@
+"""Plans of context parallelism and what follows from them: arithmetic alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
+
+BANDS = st.builds(
+    Band,
+    st.one_of(st.none(), st.integers(0, 40)),
+    st.one_of(st.none(), st.just(0), st.integers(0, 40)),
+)
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=8)
+
+
+def seen(band: Band, i: int, j: int) -> bool:
+    return (band.left is None or j >= i - band.left) and (band.right is None or j <= i + band.right)
+
+
+@given(BANDS, st.integers(0, 30), st.data())
+def test_pairs_of_a_range(band: Band, length: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, length))
+    end = data.draw(st.integers(begin, length))
+    wanted = sum(seen(band, i, j) for i in range(begin, end) for j in range(length))
+    assert band.pairs(begin, end, length) == wanted
+
+
+def test_band_of_options() -> None:
+    assert Band.of(True) == Band(None, 0)
+    assert Band.of(False, (3, 5)) == Band(3, 5)
+    assert Band.of(True, (3, 5)) == Band(3, 0)
+    assert Band.of(False, (None, -1)) == Band(None, None)
+
+
+@st.composite
+def plans(draw: st.DrawFn, lengths: st.SearchStrategy[list[int]] = LENGTHS) -> Plan:
+    ranks = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(("balanced", "zigzag", "contiguous")))
+    if kind == "balanced":
+        multiple = draw(st.sampled_from((1, 16)))
+        return Plan.balanced(draw(lengths), ranks, draw(BANDS), multiple=multiple)
+    parts = 2 * ranks if kind == "zigzag" else ranks
+    equal = [x // parts * parts for x in draw(lengths)]
+    return getattr(Plan, kind)(equal, ranks)
+
+
+@given(plans())
+def test_every_token_is_on_one_rank(plan: Plan) -> None:
+    rows = [x for rank in range(len(plan.ranks)) for x in plan.rows_of(rank) if x >= 0]
+    assert sorted(rows) == list(range(plan.total))
+    for rank, mine in enumerate(plan.ranks):
+        assert len(plan.rows_of(rank)) == len(plan.positions_of(rank)) == plan.rows
+        assert all(
+            x < y and (x.sequence, x.end) != (y.sequence, y.begin) for x, y in pairwise(mine)
+        )
+
+
+@given(LENGTHS, st.integers(1, 4), BANDS)
+def test_shards_differ_by_no_row_where_the_ranks_divide_the_total(
+    lengths: list[int], ranks: int, band: Band
+) -> None:
+    plan = Plan.balanced(lengths, ranks, band)
+    assert plan.rows == -(-sum(lengths) // ranks)
+
+
+@given(LENGTHS, st.integers(1, 4), BANDS)
+def test_documents_are_cut_at_multiples(lengths: list[int], ranks: int, band: Band) -> None:
+    plan = Plan.balanced(lengths, ranks, band, multiple=16)
+    assert plan.multiple == 16
+    assert plan.rows < sum(lengths) / ranks + 16 * (len(lengths) + 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mean", [4096, 16384])
+def test_balance_of_log_normal_documents(ranks: int, mean: int) -> None:
+    """Documents such as training has, 64k tokens a rank: within 2 % of the mean, and few cut."""
+    generator = random.Random(ranks * mean)
+    left, lengths = 65536 * ranks, []
+    while left:
+        lengths.append(min(left, max(16, int(generator.lognormvariate(math.log(mean) - 0.5, 1)))))
+        left -= lengths[-1]
+    plan = Plan.balanced(lengths, ranks, Band(None, 0))
+    assert plan.imbalance(Band(None, 0)) <= 1.02
+    pieces = Counter(piece.sequence for mine in plan.ranks for piece in mine)
+    if mean == 4096:
+        assert sum(count > 1 for count in pieces.values()) <= len(lengths) // 4
+
+
+def test_a_zigzag_is_balanced_exactly() -> None:
+    plan = Plan.zigzag([64], 4)
+    assert plan.ranks[1] == (Piece(0, 8, 16), Piece(0, 48, 56))
+    assert plan.imbalance(Band(None, 0)) == 1.0
+
+
+def test_lengths_that_do_not_divide() -> None:
+    with pytest.raises(
+        ValueError, match=r"lengths: must be multiples of 8 .* got 12 of sequence 1"
+    ):
+        Plan.zigzag([16, 12], 4)
+
+
+def pairs_of(
+    plan: Plan, rank: int, band: Band, calls: list[list[steps.Part]], tokens_q: list, tokens_k: list
+) -> Counter:
+    """(sequence, query, key) of all that the packed calls of a rank compute."""
+    found: Counter = Counter()
+    for parts in calls:
+        call = steps.PackedCall.of(parts, heads=3)
+        bounds = zip(
+            pairwise(call.cu_seqlens_q), pairwise(call.cu_seqlens_k), call.origin, strict=True
+        )
+        for (q_begin, q_end), (k_begin, k_end), (stream, first_q, first_k, shift) in bounds:
+            assert 0 <= q_begin <= q_end and 0 <= k_begin <= k_end
+            for i in range(q_end - q_begin):
+                for j in range(k_end - k_begin):
+                    query = tokens_q[call.q[0] + q_begin + i]
+                    key = tokens_k[call.k[0] + k_begin + j]
+                    if call.is_masked:
+                        assert query == (stream // 3, first_q + i)
+                        assert key == (stream // 3, first_k + j)
+                        aligned = (k_end - k_begin) - (q_end - q_begin)
+                        assert not call.is_aligned or shift == aligned
+                        if not seen(band, i + shift, j):
+                            continue
+                    found[query + key] += 1
+    return found
+
+
+def tokens_of(held: list[steps.Held]) -> dict[int, tuple[int, int]]:
+    return {
+        x.row + i - x.piece.begin: (x.piece.sequence, i)
+        for x in held
+        for i in range(x.piece.begin, x.piece.end)
+    }
+
+
+def wanted_pairs(plan: Plan, band: Band) -> Counter:
+    return Counter(
+        (s, i, s, j)
+        for s, n in enumerate(plan.lengths)
+        for i in range(n)
+        for j in range(n)
+        if seen(band, i, j)
+    )
+
+
+def rows_sent(exchange: steps.Exchange, target: int) -> list[int]:
+    return [row for begin, end in exchange.sent[target] for row in range(begin, end)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), BANDS, st.booleans())
+def test_hops_compute_every_visible_pair_once(plan: Plan, band: Band, keeps_places: bool) -> None:
+    found: Counter = Counter()
+    ranks = len(plan.ranks)
+    for rank in range(ranks):
+        queries = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
+        for distance in range(ranks):
+            exchange, keys = steps.hop(plan, rank, distance, band)
+            source = (rank - distance) % ranks
+            theirs, _ = steps.hop(plan, source, distance, band)
+            shard = tokens_of([steps.Held(*x) for x in plan.placed(source)])
+            came = [shard[row] for row in rows_sent(theirs, rank)]
+            assert exchange.received[source] == len(came)
+            assert dict(enumerate(came)) == tokens_of(keys)
+            assert bool(came) <= (not steps.is_hop_empty(plan, distance, band))
+            parts = steps.hop_parts(plan, rank, band, keys)
+            calls = steps.calls_of(parts, keeps_places=keeps_places)
+            found += pairs_of(plan, rank, band, calls, queries, tokens_of(keys))
+    assert found == wanted_pairs(plan, band)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), BANDS)
+def test_gathered_keys_give_every_visible_pair_once(plan: Plan, band: Band) -> None:
+    found: Counter = Counter()
+    ranks = len(plan.ranks)
+    gathered = [steps.gather(plan, rank, band) for rank in range(ranks)]
+    for rank, (exchange, order, keys) in enumerate(gathered):
+        came = []
+        for source in range(ranks):
+            shard = tokens_of([steps.Held(*x) for x in plan.placed(source)])
+            rows = rows_sent(gathered[source][0], rank)
+            assert exchange.received[source] == len(rows)
+            came += [shard[row] for row in rows]
+        in_order = [came[row] for row in order]
+        assert dict(enumerate(in_order)) == tokens_of(keys)
+        queries = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
+        q_order, calls = steps.one_behind_the_other(
+            steps.packed(steps.gathered_parts(plan, rank, band, keys))
+        )
+        moved = [queries[row] for row in q_order]
+        assert sorted(moved) == sorted(queries.values())
+        found += pairs_of(plan, rank, band, calls, moved, in_order)
+    assert found == wanted_pairs(plan, band)
+
+
+def test_a_zigzag_ring_takes_one_call_a_hop() -> None:
+    plan, band = Plan.zigzag([64], 4), Band(None, 0)
+    for rank in range(4):
+        for distance in range(4):
+            _, keys = steps.hop(plan, rank, distance, band)
+            parts = steps.hop_parts(plan, rank, band, keys)
+            calls = steps.calls_of(parts, keeps_places=False)
+            if distance:
+                assert [call[0].is_masked for call in calls] == [False]
+
+
+def test_hops_that_nobody_sees_are_skipped() -> None:
+    plan = Plan.contiguous([64], 4)
+    assert [steps.is_hop_empty(plan, x, Band(15, 0)) for x in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    whole = Plan.of_pieces([8, 8], [[Piece(0, 0, 8)], [Piece(1, 0, 8)]])
+    assert steps.is_hop_empty(whole, 1, Band())
