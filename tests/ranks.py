@@ -25,7 +25,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -35,7 +36,7 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """function(*args), a module's, on every rank; raises what any of them raised, and then
         starts anew: a rank that has failed may have left others waiting.
         """
@@ -61,6 +62,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._processes:
+            self._folder.cleanup()
         self._pipes, self._processes = [], []
 
 
@@ -72,7 +75,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=60),
     )
     while True:
         try:
