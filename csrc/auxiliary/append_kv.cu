@@ -106,8 +106,8 @@ __device__ Columns<Element, kVector> rotated(const AppendParams& params, const E
     }
     const float c = to_float(cosines[pair]);
     const float s = to_float(sines[pair]);
-    result.values[i] = static_cast<Element>(
-        turned(to_float(own.values[i]), to_float(partner), c, is_x ? -s : s));
+    result.values[i] =
+        static_cast<Element>(turned(to_float(own.values[i]), to_float(partner), c, is_x ? -s : s));
   }
   return result;
 }

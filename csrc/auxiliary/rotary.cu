@@ -3,7 +3,8 @@
 // A thread has the same two pieces of a row in several heads of one token. It reads their cosines
 // and sines once, every element of x once, and several heads before it writes the first. Halves:
 // the pieces are the first and the second members of the same pairs. Interleaved: each holds whole
-// pairs, or, of single columns, the two are one. Columns behind rotary_dim are copied in pieces too.
+// pairs, or, of single columns, the two are one. Columns behind rotary_dim are copied in pieces
+// too.
 #include <algorithm>
 #include <type_traits>
 
@@ -16,7 +17,8 @@
 namespace flash_attn_cuda {
 namespace {
 
-constexpr int most_threads = 256;
+constexpr int most_threads = 128;
+constexpr int least_blocks = 5;  // of an SM: as many more loads are under way
 constexpr int heads_per_thread = 4;
 constexpr int vector_bytes = 16;
 
@@ -140,47 +142,67 @@ struct Angles {
   }
 };
 
+// Consecutive columns in whole registers, which 16-bit elements by themselves would not share.
 template <class Element, int kVector>
-__device__ Columns<Element, kVector> rounded(const float (&values)[kVector]) {
-  if constexpr (std::is_same_v<Element, float>) {
-    return *reinterpret_cast<const Columns<Element, kVector>*>(values);
-  } else if constexpr (kVector == 1) {
-    return {{static_cast<Element>(values[0])}};
-  } else {
-    static_assert(kVector == vector_elements);
-    Vector<Element> result;
+struct Piece {
+  using Whole = std::conditional_t<(kVector > 1), uint4, Element>;
+  static constexpr bool is_vector_of_16_bits = kVector == vector_elements;
+  Whole whole;
+
+  __device__ void load(const Element* from) { whole = *reinterpret_cast<const Whole*>(from); }
+  __device__ void store(Element* to) const { *reinterpret_cast<Whole*>(to) = whole; }
+
+  __device__ void unpack(float (&values)[kVector]) const {
+    if constexpr (is_vector_of_16_bits) {
+      const auto& vector = reinterpret_cast<const Vector<Element>&>(whole);
 #pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) result.set_pair(i, {values[2 * i], values[2 * i + 1]});
-    return *reinterpret_cast<const Columns<Element, kVector>*>(&result);
+      for (int i = 0; i < kVector / 2; ++i) {
+        const float2 pair = vector.pair(i);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        values[i] = static_cast<float>(reinterpret_cast<const Element*>(&whole)[i]);
+    }
   }
-}
+
+  __device__ void pack(const float (&values)[kVector]) {
+    if constexpr (is_vector_of_16_bits) {
+      auto& vector = reinterpret_cast<Vector<Element>&>(whole);
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) vector.set_pair(i, {values[2 * i], values[2 * i + 1]});
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        reinterpret_cast<Element*>(&whole)[i] = static_cast<Element>(values[i]);
+    }
+  }
+};
 
 // Both pieces of one head.
 template <class Element, int kVector>
-struct Pair {
-  using Piece = Columns<Element, kVector>;
-  Piece first;
-  Piece second;
+struct PieceOfEach {
+  Piece<Element, kVector> first;
+  Piece<Element, kVector> second;
 
   __device__ void load(const Element* row, const Pieces& pieces) {
-    first = Piece::at(row, pieces.first);
-    if (pieces.has_second) second = Piece::at(row, pieces.second);
+    first.load(row + pieces.first);
+    if (pieces.has_second) second.load(row + pieces.second);
   }
 
   __device__ void store(Element* row, const Pieces& pieces) const {
-    *reinterpret_cast<Piece*>(row + pieces.first) = first;
-    if (pieces.has_second) *reinterpret_cast<Piece*>(row + pieces.second) = second;
+    first.store(row + pieces.first);
+    if (pieces.has_second) second.store(row + pieces.second);
   }
 
   template <bool kInterleaved>
   __device__ void turn(const Angles<kVector>& angles) {
     float a[kVector];
     float b[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      a[i] = static_cast<float>(first.values[i]);
-      b[i] = static_cast<float>(second.values[i]);
-    }
+    first.unpack(a);
+    second.unpack(b);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       if constexpr (kInterleaved && kVector > 1) {
@@ -191,13 +213,13 @@ struct Pair {
         angles.turn(i, a[i], b[i]);
       }
     }
-    first = rounded<Element>(a);
-    second = rounded<Element>(b);
+    first.pack(a);
+    second.pack(b);
   }
 };
 
 template <class Element, int kVector, bool kInterleaved>
-__global__ void __launch_bounds__(most_threads)
+__global__ void __launch_bounds__(most_threads, least_blocks)
     rotary_kernel(const __grid_constant__ RotaryArguments args) {
   const RotaryParams& params = args.params;
   const unsigned lanes = args.units_per_block * args.groups_per_block;  // of a token
@@ -216,34 +238,33 @@ __global__ void __launch_bounds__(most_threads)
   std::int64_t position = -1;
   for (int unit = first_unit; unit < args.units; unit += args.units_per_block) {
     const Pieces pieces = find_pieces<kVector, kInterleaved>(args, unit);
-    Pair<Element, kVector> heads[heads_per_thread];
-    const auto each_head = [&](int group, auto&& run) {
-#pragma unroll
-      for (int i = 0; i < heads_per_thread; ++i) {
-        const int head = group + i * args.head_groups;
-        if (head < params.num_heads) run(heads[i], head);
-      }
-    };
-    const auto load = [&](int group) {
-      each_head(group, [&](auto& pair, int head) {
-        pair.load(source + head * params.x.head_stride, pieces);
-      });
-    };
-    load(first_group);
-    // Only now, as finding it waits for numbers that the loads above do not wait for.
-    if (unit == first_unit) position = place.position(params);
-    const bool turns = pieces.turn && position >= 0;
-    if (!turns && args.in_place) continue;
+    bool turns = false;
     Angles<kVector> angles;
-    if (turns) angles.template read<kInterleaved>(params, position, pieces);
-    for (int group = first_group;;) {
-      each_head(group, [&](auto& pair, int head) {
-        if (turns) pair.template turn<kInterleaved>(angles);
-        pair.store(target + head * params.out.head_stride, pieces);
+    for (int group = first_group; group < args.head_groups; group += args.groups_per_block) {
+      PieceOfEach<Element, kVector> heads[heads_per_thread];
+      // run(pieces of a head, where its row begins)
+      const auto each_head = [&](std::int64_t head_stride, auto&& run) {
+        const std::int64_t step = args.head_groups * head_stride;
+        std::int64_t offset = group * head_stride;
+#pragma unroll
+        for (int i = 0; i < heads_per_thread; ++i) {
+          if (group + i * args.head_groups < params.num_heads) run(heads[i], offset);
+          offset += step;
+        }
+      };
+      each_head(params.x.head_stride,
+                [&](auto& head, std::int64_t offset) { head.load(source + offset, pieces); });
+      if (group == first_group) {
+        // Only now, as finding it waits for numbers that the loads above do not wait for.
+        if (unit == first_unit) position = place.position(params);
+        turns = pieces.turn && position >= 0;
+        if (turns) angles.template read<kInterleaved>(params, position, pieces);
+      }
+      if (!turns && args.in_place) break;
+      each_head(params.out.head_stride, [&](auto& head, std::int64_t offset) {
+        if (turns) head.template turn<kInterleaved>(angles);
+        head.store(target + offset, pieces);
       });
-      group += args.groups_per_block;
-      if (group >= args.head_groups) break;
-      load(group);
     }
   }
 }

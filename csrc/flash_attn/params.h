@@ -290,8 +290,8 @@ struct RotaryParams {
   IndexArray cu_seqlens;       // (batch_size + 1): x and out are packed
   IndexArray offsets;          // (batch_size)
   std::int64_t offset = 0;     // of every sequence where those are not given
-  bool interleaved = false;  // pairs (0, 1), (2, 3), ..; false: (0, r / 2), (1, r / 2 + 1), ..
-  bool conjugate = false;    // turns by the negative angles
+  bool interleaved = false;    // pairs (0, 1), (2, 3), ..; false: (0, r / 2), (1, r / 2 + 1), ..
+  bool conjugate = false;      // turns by the negative angles
 };
 
 // out = sum of exp(lse_partial - lse) * out_partial over splits; a split with lse -inf is not read.
