@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _has_storage
 from torch.autograd import forward_ad
 
 from . import build_info
@@ -103,7 +103,7 @@ def _has_kernel(x: Any, cos: Any, sin: Any, inplace: bool, offsets: Any, cu_seql
         is_plain_cuda_call(x, cos, sin)
         and _PLAIN.issuperset((type(offsets), type(cu_seqlens)))
         and _KERNEL_DTYPES.issuperset((x.dtype, cos.dtype, sin.dtype))
-        and not _functorch.is_batchedtensor(x)  # a gradient with is_grads_batched=True
+        and _has_storage(x)  # not so a gradient of is_grads_batched=True
         and forward_ad._current_level < 0
         and not (torch.is_grad_enabled() and _needs_operators(x, cos, sin, inplace))
         and _device_has_kernels(x.device.index)
