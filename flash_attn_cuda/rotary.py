@@ -103,7 +103,6 @@ def _has_kernel(x: Any, cos: Any, sin: Any, inplace: bool, offsets: Any, cu_seql
         is_plain_cuda_call(x, cos, sin)
         and _PLAIN.issuperset((type(offsets), type(cu_seqlens)))
         and _KERNEL_DTYPES.issuperset((x.dtype, cos.dtype, sin.dtype))
-        and _has_storage(x)  # not so a gradient of is_grads_batched=True
         and forward_ad._current_level < 0
         and not (torch.is_grad_enabled() and _needs_operators(x, cos, sin, inplace))
         and _device_has_kernels(x.device.index)
@@ -155,8 +154,24 @@ class _Rotation(torch.autograd.Function):
         cos, sin, each, cu_seqlens = ctx.saved_tensors
         interleaved, offset, conjugate = ctx.options
         offsets = offset if each is None else each
-        dx = rotate(dout, cos, sin, interleaved, False, offsets, cu_seqlens, not conjugate)
+        if _has_storage(dout):
+            dx = rotate(dout, cos, sin, interleaved, False, offsets, cu_seqlens, not conjugate)
+        else:
+            sin = -sin if conjugate else sin
+            dx = _gradient_by_operators(dout, cos, sin, interleaved, offsets, cu_seqlens)
         return dx, *(None,) * 7
+
+
+def _gradient_by_operators(dout: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
+    """For is_grads_batched=True, whose tensors have no memory and take few operators beside those
+    of autograd's own formulas.
+    """
+    interleaved, offsets, cu_seqlens = others
+    with torch.enable_grad():
+        x = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device, requires_grad=True)
+        out = _rotate_by_operators(x, cos, sin, interleaved, False, offsets, cu_seqlens)
+    (dx,) = torch.autograd.grad(out, x, dout, create_graph=torch.is_grad_enabled())
+    return dx
 
 
 def _rotate_by_operators(
