@@ -35,7 +35,8 @@ class RotaryCase:
 
     def __str__(self) -> str:
         changed = [DTYPE_NAMES.get(self.dtype, "fp32"), f"d{self.head_dim}"]
-        changed += [f"r{self.turning}", f"h{self.num_heads}", f"S{self.lengths}", self.layout]
+        lengths = self.lengths if self.packed else f"{len(self.lengths)}x{self.lengths[0]}"
+        changed += [f"r{self.turning}", f"h{self.num_heads}", f"S{lengths}", self.layout]
         changed += ["packed"] * self.packed + ["interleaved"] * self.interleaved
         changed += [f"at{self.offsets}", f"tables {self.table_dtype}".replace("torch.", "")]
         return " ".join(changed)
