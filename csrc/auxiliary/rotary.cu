@@ -39,6 +39,8 @@ struct Pieces {
   int second = 0;  // likewise
   bool turn = false;
   bool has_second = true;
+
+  __device__ int gap() const { return second - first; }
 };
 
 template <int kVector, bool kInterleaved>
@@ -53,7 +55,7 @@ __device__ Pieces find_pieces(const RotaryArguments& args, int unit) {
   return {first, second, false, second < params.head_dim};
 }
 
-// A token's row in x and out, and whose turn it is.
+// Where a token lies in x and out.
 struct TokenPlace {
   std::int64_t batch;
   std::int64_t row;  // in it
@@ -187,14 +189,14 @@ struct PieceOfEach {
   Piece<Element, kVector> first;
   Piece<Element, kVector> second;
 
-  __device__ void load(const Element* row, const Pieces& pieces) {
-    first.load(row + pieces.first);
-    if (pieces.has_second) second.load(row + pieces.second);
+  __device__ void load(const Element* at, const Pieces& pieces) {
+    first.load(at);
+    if (pieces.has_second) second.load(at + pieces.gap());
   }
 
-  __device__ void store(Element* row, const Pieces& pieces) const {
-    first.store(row + pieces.first);
-    if (pieces.has_second) second.store(row + pieces.second);
+  __device__ void store(Element* at, const Pieces& pieces) const {
+    first.store(at);
+    if (pieces.has_second) second.store(at + pieces.gap());
   }
 
   template <bool kInterleaved>
@@ -242,29 +244,35 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
     Angles<kVector> angles;
     for (int group = first_group; group < args.head_groups; group += args.groups_per_block) {
       PieceOfEach<Element, kVector> heads[heads_per_thread];
-      // run(pieces of a head, where its row begins)
-      const auto each_head = [&](std::int64_t head_stride, auto&& run) {
+      const auto has_head = [&](int i) { return group + i * args.head_groups < params.num_heads; };
+      // run(pieces of a head, where the first of them begins)
+      const auto each_head = [&](auto* row, std::int64_t head_stride, auto&& run) {
         const std::int64_t step = args.head_groups * head_stride;
-        std::int64_t offset = group * head_stride;
+        auto* at = row + pieces.first + group * head_stride;
 #pragma unroll
         for (int i = 0; i < heads_per_thread; ++i) {
-          if (group + i * args.head_groups < params.num_heads) run(heads[i], offset);
-          offset += step;
+          if (has_head(i)) run(heads[i], at);
+          at += step;
         }
       };
-      each_head(params.x.head_stride,
-                [&](auto& head, std::int64_t offset) { head.load(source + offset, pieces); });
+      each_head(source, params.x.head_stride,
+                [&](auto& head, const Element* at) { head.load(at, pieces); });
       if (group == first_group) {
         // Only now, as finding it waits for numbers that the loads above do not wait for.
         if (unit == first_unit) position = place.position(params);
         turns = pieces.turn && position >= 0;
         if (turns) angles.template read<kInterleaved>(params, position, pieces);
       }
-      if (!turns && args.in_place) break;
-      each_head(params.out.head_stride, [&](auto& head, std::int64_t offset) {
-        if (turns) head.template turn<kInterleaved>(angles);
-        head.store(target + offset, pieces);
-      });
+      if (turns) {
+#pragma unroll
+        for (int i = 0; i < heads_per_thread; ++i) {
+          if (has_head(i)) heads[i].template turn<kInterleaved>(angles);
+        }
+      } else if (args.in_place) {
+        break;
+      }
+      each_head(target, params.out.head_stride,
+                [&](auto& head, Element* at) { head.store(at, pieces); });
     }
   }
 }
