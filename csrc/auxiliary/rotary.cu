@@ -3,8 +3,7 @@
 // A thread has the same two pieces of a row in several heads of one token. It reads their cosines
 // and sines once, every element of x once, and several heads before it writes the first. Halves:
 // the pieces are the first and the second members of the same pairs. Interleaved: each holds whole
-// pairs, or, of single columns, the two are one. Columns behind rotary_dim are copied in pieces
-// too.
+// pairs, or, of single columns, the two are one. Columns behind rotary_dim are copied likewise.
 #include <algorithm>
 #include <type_traits>
 
@@ -51,8 +50,9 @@ __device__ Pieces find_pieces(const RotaryArguments& args, int unit) {
     return {unit * kVector, unit * kVector + params.rotary_dim / 2, true};
   }
   const int first = params.rotary_dim + (unit - args.turning_units) * kVector;
-  const int second = first + (args.units - args.turning_units) * kVector;
-  return {first, second, false, second < params.head_dim};
+  const int gap = (args.units - args.turning_units) * kVector;
+  const bool has_second = first < params.head_dim - gap;
+  return {first, has_second ? first + gap : first, false, has_second};
 }
 
 // Where a token lies in x and out.
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
   }
 }
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
 
 template <class Element, int kVector>
 void launch_rotary(const RotaryParams& params, Stream stream) {
