@@ -110,10 +110,12 @@ def _has_kernel(x: Any, cos: Any, sin: Any, inplace: bool, offsets: Any, cu_seql
 
 
 def _needs_operators(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> bool:
-    """Whether there are gradients that the kernel does not make, or torch is to refuse a leaf that
-    would be written, before it is.
+    """Whether there are gradients that the kernel does not make, or torch is to refuse to write a
+    leaf or a view of one, before it is written.
     """
-    return cos.requires_grad or sin.requires_grad or (inplace and x.requires_grad and x.is_leaf)
+    if inplace and x.requires_grad and (x if x._base is None else x._base).is_leaf:
+        return True
+    return cos.requires_grad or sin.requires_grad
 
 
 @cache

@@ -174,8 +174,11 @@ def test_gradients_of_the_kernel(
 def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
     cos, sin = tables(4)
     leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf"):
-        apply_rotary_emb(leaf[:, :, 0], cos, sin, inplace=True)
+    before = leaf.detach().clone()
+    for x in (leaf[:, :, 0], leaf.detach()[:, :, 0].requires_grad_()):
+        with pytest.raises(RuntimeError, match="leaf"):
+            apply_rotary_emb(x, cos, sin, inplace=True)
+    assert torch.equal(leaf, before) and not stand_in
     qkv = leaf * 1.0
     squares = qkv.square()
     out = apply_rotary_emb_qkv_(qkv, cos, sin)
