@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # cases of 
 
 import feature_tables
 import mask_tables
+import rotary_speed
 from documents import SCHEMA, write_outputs
 from features import BENCHMARKS
 from grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
@@ -26,6 +27,8 @@ from grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
 def show_features(document: Row, *, as_markdown: bool) -> None:
     if document["benchmark"] in BENCHMARKS:
         columns = BENCHMARKS[document["benchmark"]].COLUMNS
+    elif document["benchmark"] == rotary_speed.BENCHMARK:
+        columns = rotary_speed.COLUMNS
     else:
         document, columns = mask_tables.short(document), mask_tables.COLUMNS
     if as_markdown:
@@ -38,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="JSON of bench.py, features.py or mask_speed.py")
+    parser.add_argument("results", type=Path, help="JSON of bench.py or another benchmark")
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     parser.add_argument("--ratios", action="store_true", help="the same of ours over the baseline")
     parser.add_argument(
@@ -54,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     if document.get("schema") != SCHEMA:
         found = document.get("schema")
         raise SystemExit(f"{options.results}: schema must be {SCHEMA}, got {found}")
-    if "benchmark" in document:  # written by features.py or mask_speed.py
+    if "benchmark" in document:  # not written by bench.py
         if options.csv or options.plot or options.ratios or options.peers:
             what = "--csv, --plot, --peers and --ratios are for results of bench.py"
             raise SystemExit(f"{options.results}: {what}")

@@ -132,6 +132,17 @@ def combine(
     out: Tensor | None = None,
     out_dtype: dtype | None = None,
 ) -> list[Tensor]: ...
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offset: int,
+    seqlen_offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    inplace: bool,
+    conjugate: bool,
+) -> Tensor: ...
 def take_aten_operators() -> None: ...
 def give_back_aten_operators() -> None: ...
 def device_errors(device: int | None = None) -> tuple[str, int, int, int] | None: ...

@@ -1,17 +1,29 @@
 """Rotary position embedding: RoFormer (Su et al., 2021), section 3.2.2.
 
-Made of torch's operators, so that autograd, torch.compile (which fuses it into one kernel),
-torch.func and every device work. The attention with a KV cache has its own, fused with the append.
+Eager calls on CUDA run one kernel, and another one for the gradient of x. Everything else is made
+of torch's operators: what torch.compile traces, which fuses them into one kernel, calls under
+torch.func or a torch mode, forward-mode gradients, gradients of cos and sin, fp64 and other
+devices. The attention with a KV cache has its own, fused with the append.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from types import ModuleType, NoneType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage
+from torch.autograd import forward_ad
+
+from . import build_info
+from .arguments import is_plain_cuda_call
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
+
+_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_PLAIN = frozenset((Tensor, NoneType, int))  # of seqlen_offsets and cu_seqlens
 
 
 def apply_rotary_emb(
@@ -54,7 +66,125 @@ def apply_rotary_emb(
         TypeError: an argument is not of the type required.
         ValueError: shapes, devices or positions do not fit.
     """
-    _check(x, cos, sin, seqlen_offsets, cu_seqlens)
+    return rotate(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    conjugate: bool = False,
+) -> Tensor:
+    """apply_rotary_emb; with `conjugate` by the negative angles, which is its gradient."""
+    if not _has_kernel(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
+        _check(x, cos, sin, seqlen_offsets, cu_seqlens)
+        sin = -sin if conjugate else sin
+        return _rotate_by_operators(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    run = _Rotation.apply if is_recorded else _rotate_by_kernel
+    try:
+        return run(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, conjugate)
+    except Exception:
+        _check(x, cos, sin, seqlen_offsets, cu_seqlens)  # for the words of the error
+        if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+            _check_offset(x, cos, seqlen_offsets)
+        raise
+
+
+def _has_kernel(x: Any, cos: Any, sin: Any, inplace: bool, offsets: Any, cu_seqlens: Any) -> bool:
+    return (
+        is_plain_cuda_call(x, cos, sin)
+        and _PLAIN.issuperset((type(offsets), type(cu_seqlens)))
+        and _KERNEL_DTYPES.issuperset((x.dtype, cos.dtype, sin.dtype))
+        and forward_ad._current_level < 0
+        and not (torch.is_grad_enabled() and _needs_operators(x, cos, sin, inplace))
+        and _device_has_kernels(x.device.index)
+    )
+
+
+def _needs_operators(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> bool:
+    """Whether there are gradients that the kernel does not make, or torch is to refuse to write a
+    leaf or a view of one, before it is written.
+    """
+    if inplace and x.requires_grad and (x if x._base is None else x._base).is_leaf:
+        return True
+    return cos.requires_grad or sin.requires_grad
+
+
+@cache
+def _device_has_kernels(index: int) -> bool:
+    return build_info.cuda_unavailable_reason(index) is None
+
+
+def _rotate_by_kernel(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inplace: bool,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    conjugate: bool,
+) -> Tensor:
+    offset, each = (0, offsets) if isinstance(offsets, Tensor) else (offsets, None)
+    run = cast(ModuleType, build_info.extension).rotary
+    return run(x, cos, sin, offset, each, cu_seqlens, interleaved, inplace, conjugate)
+
+
+class _Rotation(torch.autograd.Function):
+    """_rotate_by_kernel with its gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, cos, sin, interleaved, inplace, offsets, cu_seqlens, conjugate = args
+        each = offsets if isinstance(offsets, Tensor) else None
+        ctx.save_for_backward(cos, sin, each, cu_seqlens)
+        ctx.options = interleaved, offsets if each is None else 0, conjugate
+        if inplace:
+            ctx.mark_dirty(x)
+        return _rotate_by_kernel(*args)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, each, cu_seqlens = ctx.saved_tensors
+        interleaved, offset, conjugate = ctx.options
+        offsets = offset if each is None else each
+        if _has_storage(dout):
+            dx = rotate(dout, cos, sin, interleaved, False, offsets, cu_seqlens, not conjugate)
+        else:
+            sin = -sin if conjugate else sin
+            dx = _gradient_by_operators(dout, cos, sin, interleaved, offsets, cu_seqlens)
+        return dx, *(None,) * 7
+
+
+def _gradient_by_operators(dout: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
+    """For is_grads_batched=True, whose tensors have no memory and take few operators beside those
+    of autograd's own formulas.
+    """
+    interleaved, offsets, cu_seqlens = others
+    with torch.enable_grad():
+        x = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device, requires_grad=True)
+        out = _rotate_by_operators(x, cos, sin, interleaved, False, offsets, cu_seqlens)
+    (dx,) = torch.autograd.grad(out, x, dout, create_graph=torch.is_grad_enabled())
+    return dx
+
+
+def _rotate_by_operators(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inplace: bool,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
     if cu_seqlens is None:
         positions = _dense_positions(x, cos, seqlen_offsets)
     else:
@@ -74,9 +204,6 @@ def apply_rotary_emb(
     return torch.cat([turned.to(x.dtype), x[..., rotary_dim:]], dim=-1)
 
 
-apply_rotary_emb_func = apply_rotary_emb
-
-
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     return first, second
@@ -92,17 +219,22 @@ def _dense_positions(x: Tensor, cos: Tensor, offsets: int | Tensor) -> Tensor | 
     """A slice of the tables, or (batch, seqlen) positions where offsets is a tensor."""
     seqlen = x.shape[1]
     if not isinstance(offsets, Tensor):
-        if offsets < 0:
-            raise ValueError(f"seqlen_offsets: must not be negative, got {offsets}")
-        if offsets + seqlen > cos.shape[0]:
-            raise ValueError(
-                f"cos: must have a row for each of {offsets + seqlen} positions "
-                f"(seqlen_offsets + seqlen), got {cos.shape[0]}"
-            )
+        _check_offset(x, cos, offsets)
         return slice(offsets, offsets + seqlen)
     positions = offsets.long()[:, None] + torch.arange(seqlen, device=x.device)
     _check_positions(positions, cos)
     return positions
+
+
+def _check_offset(x: Tensor, cos: Tensor, offset: int) -> None:
+    if offset < 0:
+        raise ValueError(f"seqlen_offsets: must not be negative, got {offset}")
+    positions = offset + x.shape[1]
+    if positions > cos.shape[0]:
+        raise ValueError(
+            f"cos: must have a row for each of {positions} positions "
+            f"(seqlen_offsets + seqlen), got {cos.shape[0]}"
+        )
 
 
 def _packed_positions(

@@ -1,6 +1,6 @@
 """What else flash_attn has of rotary embedding: packed projections, a module, the bare rotation.
 
-All of it is apply_rotary_emb's: autograd, torch.compile and every device work.
+All of it is apply_rotary_emb's: its kernel, autograd, torch.compile and every device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .rotary import apply_rotary_emb
+from .rotary import apply_rotary_emb, rotate
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -36,10 +36,7 @@ def apply_rotary(
 
     `conjugate` turns by the negative angles, which is the gradient of the rotation.
     """
-    sin = -sin if conjugate else sin
-    return apply_rotary_emb(
-        x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
-    )
+    return rotate(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, conjugate)
 
 
 class ApplyRotaryEmb:

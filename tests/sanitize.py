@@ -54,6 +54,7 @@ from harness import (  # noqa: E402
 from masked_cases import MaskedCase, MaskedInputs  # noqa: E402
 from masked_harness import run_masked  # noqa: E402
 from reference import AttentionResult  # noqa: E402
+from rotary_cases import RotaryCase, arranged, difference  # noqa: E402
 from sanitize_cases import (  # noqa: E402
     ListChange,
     MaskChange,
@@ -64,6 +65,7 @@ from sanitize_cases import (  # noqa: E402
     odd_cases,
     outgrown_cases,
     row_cases,
+    sanitized_rotary_cases,
     spare_row_cases,
     value_cases,
 )
@@ -178,6 +180,26 @@ def run_combine(seed: int) -> list[str]:
     out, _ = flash_attn_combine(out_partial.to(DEVICE), lse_partial.to(DEVICE))
     worst = (out.cpu().double() - expected).abs().max().item()
     return [] if worst < 1e-5 else [f"out: off by {worst}"]
+
+
+def run_rotary(case: RotaryCase, seed: int) -> list[str]:
+    """As a new tensor, with its gradient, and in place."""
+    host, tables, problems = case.make_x(seed), case.make_tables(seed), []
+    on_device = [table.to(DEVICE) for table in tables]
+    x = arranged(host.to(DEVICE), case.layout).requires_grad_()
+    dout = case.make_x(seed + 1)
+    out = case.run(x, (on_device[0], on_device[1]))
+    out.backward(dout.to(DEVICE))
+    in_place = case.run(x.detach(), (on_device[0], on_device[1]), inplace=True)
+    cos, sin = tables
+    for name, result, expected in (
+        ("out", out.detach(), case.expected(host, tables)),
+        ("dx", x.grad, case.expected(dout, (cos, -sin))),
+        ("in place", in_place, case.expected(host, tables)),
+    ):
+        wrong = difference(result.cpu(), expected)
+        problems += [] if wrong is None else [f"{name}: {wrong}"]
+    return problems
 
 
 def run_bad_content(case: bad_input.BadContent, seed: int) -> list[str]:
@@ -349,6 +371,8 @@ def calls() -> Iterator[Call]:
     for masked, change in many_tile_masked_cases():
         yield masked_call("many tiles", masked, change_mask=change)
     yield "combine", run_combine, None
+    for rotary in sanitized_rotary_cases(DEVICE):
+        yield f"rotary: {rotary}", partial(run_rotary, rotary), None
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():
         yield f"bad input: {bad.name}", partial(run_bad_content, bad), lacking

@@ -11,6 +11,7 @@ import torch
 from cases import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from harness import ON_CPU, Case
 from masked_cases import MaskedCase, RandomBias, RandomMask
+from rotary_cases import RotaryCase, rotary_cases
 from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity, build_info, masks
@@ -200,6 +201,16 @@ def odd_cases() -> Iterator[Case]:
     yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
     yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
     yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
+
+
+def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:
+    """Those of every dtype, and positions without a row, which the CPU refuses."""
+    yield from rotary_cases(device)
+    if not ON_CPU:
+        short: dict[str, Any] = {"packed": True, "index_dtype": torch.int64, "device": device}
+        for head_dim in (59, 64):
+            yield RotaryCase(lengths=(5, 5, 5), offsets=(38, -3, 2**62), head_dim=head_dim, **short)
+            yield RotaryCase(lengths=(5, 5), offsets=(38, 40), head_dim=head_dim, device=device)
 
 
 # -- masks, biases and sinks -----------------------------------------------------------------------

@@ -274,7 +274,9 @@ def test_old_results_of_features_can_be_read(name, options, capsys):
     assert "samples of 0.5 ms" in text and "MHz" not in text
 
 
-@pytest.mark.parametrize("script", ["bench", "features", "host_overhead", "mask_speed", "report"])
+@pytest.mark.parametrize(
+    "script", ["bench", "features", "host_overhead", "mask_speed", "report", "rotary_speed"]
+)
 def test_scripts_find_their_modules_from_any_folder(script, tmp_path):
     path = Path(bench.__file__).with_name(f"{script}.py")
     command = [sys.executable, str(path), "--help"]

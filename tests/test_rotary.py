@@ -9,6 +9,7 @@ import torch
 from harness import DEVICE
 from torch import Tensor
 
+from flash_attn_cuda import build_info, rotary
 from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
 from flash_attn_cuda.rotary_layers import (
     ApplyRotaryEmb,
@@ -120,6 +121,87 @@ def test_gradients(interleaved: bool, inplace: bool, packed: bool) -> None:
         return apply_rotary_emb(x, cos, sin, interleaved, inplace, **options)
 
     assert torch.autograd.gradcheck(rotate, (x, cos, sin))
+
+
+# The autograd of the kernel, with torch's operators in its place
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Has calls on the CPU go the way of the kernel; whether each was by the negative angles."""
+    calls = []
+
+    def has_kernel(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, *_: Any) -> bool:
+        return not (torch.is_grad_enabled() and rotary._needs_operators(x, cos, sin, inplace))
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
+        *others, conjugate = others
+        calls.append(conjugate)
+        with torch.no_grad():
+            return rotary._rotate_by_operators(x, cos, -sin if conjugate else sin, *others)
+
+    monkeypatch.setattr(rotary, "_has_kernel", has_kernel)
+    monkeypatch.setattr(rotary, "_rotate_by_kernel", run)
+    return calls
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_gradients_of_the_kernel(
+    stand_in: list[bool], inplace: bool, packed: bool, conjugate: bool
+) -> None:
+    x = torch.randn((5, 2, 6) if packed else (2, 5, 2, 6), dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32) if packed else None
+    offsets = torch.tensor([1, 4])
+    cos, sin = tables(4)
+
+    def turned(x: Tensor) -> Tensor:
+        given = (offsets, cu_seqlens, None, False, inplace, conjugate)
+        return apply_rotary(x * 1.0, cos, sin, *given)
+
+    assert torch.autograd.gradcheck(turned, x, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(turned, x)
+    stand_in.clear()
+    turned(x).sum().backward()
+    assert stand_in == [conjugate, not conjugate]
+    stand_in.clear()
+    with torch.no_grad():
+        turned(x)
+    assert stand_in == [conjugate]
+
+
+def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
+    cos, sin = tables(4)
+    leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    before = leaf.detach().clone()
+    for x in (leaf[:, :, 0], leaf.detach()[:, :, 0].requires_grad_()):
+        with pytest.raises(RuntimeError, match="leaf"):
+            apply_rotary_emb(x, cos, sin, inplace=True)
+    assert torch.equal(leaf, before) and not stand_in
+    qkv = leaf * 1.0
+    squares = qkv.square()
+    out = apply_rotary_emb_qkv_(qkv, cos, sin)
+    (gradient,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+    back = apply_rotary(torch.ones_like(out[:, :, 0]), cos, sin, conjugate=True)
+    assert torch.equal(gradient[:, :, :2], torch.stack([back, back], 2))
+    assert torch.equal(gradient[:, :, 2], torch.ones_like(back))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+def test_the_kernel_makes_no_gradients_of_tables(stand_in: list[bool]) -> None:
+    cos, sin = tables(4)
+    apply_rotary_emb(torch.ones(1, 2, 1, 6), cos.requires_grad_(), sin).sum().backward()
+    assert cos.grad is not None and cos.grad.any() and not stand_in
+
+
+@pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")
+def test_the_extension_takes_cuda_tensors() -> None:
+    assert build_info.extension is not None
+    x, (cos, sin) = torch.zeros(1, 2, 1, 8), tables(8)
+    with pytest.raises(ValueError, match="x: must be a CUDA tensor, got one on cpu"):
+        build_info.extension.rotary(x, cos, sin, 0, None, None, False, False, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,7 @@
 // A row is one position and head of k_new, v_new or q, shared by the lanes of a power of two.
 #include <algorithm>
 
+#include "auxiliary/rotary.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
 #include "shared/block_range.h"
@@ -38,17 +39,8 @@ __device__ RowPlace find_row(const int* cu_seqlens, int batch_size, int seqlen, 
     const int sequence = row / seqlen;
     return {sequence, sequence, row - sequence * seqlen, row - sequence * seqlen};
   }
-  // The last sequence that begins at or before the row. Whatever cu_seqlens holds, only a sequence
-  // that does contain the row counts.
-  int low = 0;
-  int high = batch_size;
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    (cu_seqlens[middle] <= row ? low : high) = middle;
-  }
-  const bool inside = low < batch_size && cu_seqlens[low] >= 0 && cu_seqlens[low] <= row &&
-                      row < cu_seqlens[low + 1];
-  return {inside ? low : -1, 0, row, inside ? row - cu_seqlens[low] : 0};
+  const int sequence = find_sequence(cu_seqlens, batch_size, row);
+  return {sequence, 0, row, sequence >= 0 ? row - cu_seqlens[sequence] : 0};
 }
 
 // Keys that sequence `index` had before.
@@ -85,15 +77,6 @@ __device__ float to_float(Element x) {
   return static_cast<float>(x);
 }
 
-template <class Element, int kVector>
-struct alignas(sizeof(Element) * kVector) Columns {
-  Element values[kVector];
-
-  __device__ static Columns at(const void* row, int column) {
-    return *reinterpret_cast<const Columns*>(static_cast<const Element*>(row) + column);
-  }
-};
-
 // Columns `column` on of a row, rotated by the angles of `position`.
 template <class Element, int kVector>
 __device__ Columns<Element, kVector> rotated(const AppendParams& params, const Element* row,
@@ -103,7 +86,6 @@ __device__ Columns<Element, kVector> rotated(const AppendParams& params, const E
   const Part own = Part::at(row, column);
   const bool halves = !params.rotary_interleaved;
   const bool is_first_half = column < half;
-  // A pair is (x, y) -> (x cos - y sin, y cos + x sin).
   Part other;
   if (halves)
     other = Part::at(row, is_first_half ? column + half : column - half);
@@ -124,9 +106,8 @@ __device__ Columns<Element, kVector> rotated(const AppendParams& params, const E
     }
     const float c = to_float(cosines[pair]);
     const float s = to_float(sines[pair]);
-    const float x = to_float(own.values[i]);
-    const float y = to_float(partner);
-    result.values[i] = static_cast<Element>(is_x ? x * c - y * s : x * c + y * s);
+    result.values[i] =
+        static_cast<Element>(turned(to_float(own.values[i]), to_float(partner), c, is_x ? -s : s));
   }
   return result;
 }

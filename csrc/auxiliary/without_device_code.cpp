@@ -35,6 +35,8 @@ void reduce_dkv(const BackwardPlan& /*plan*/, const BackwardParams& /*params*/, 
 
 void run_append(const AppendParams& /*params*/, Stream /*stream*/) { refuse("run_append"); }
 
+void run_rotary(const RotaryParams& /*params*/, Stream /*stream*/) { refuse("run_rotary"); }
+
 void run_combine(const CombineParams& /*params*/, Stream /*stream*/) { refuse("run_combine"); }
 
 void run_debug_probabilities(const DebugProbabilitiesParams& /*params*/, Stream /*stream*/) {

@@ -142,6 +142,9 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
 // Before plan_forward and run_forward of a call that appends to its cache or rotates.
 void run_append(const AppendParams& params, Stream stream);
 
+// Rotary embedding by itself: one kernel, in place or not.
+void run_rotary(const RotaryParams& params, Stream stream);
+
 // run_forward combines its own splits; this is for partial results of the caller's.
 void run_combine(const CombineParams& params, Stream stream);
 

@@ -254,6 +254,46 @@ struct AppendParams {
   DeviceErrors* errors = nullptr;
 };
 
+// Numbers in device memory, of either width. Contents are never trusted.
+struct IndexArray {
+  const std::int32_t* narrow = nullptr;
+  const std::int64_t* wide = nullptr;  // instead of narrow
+
+  constexpr bool is_given() const { return narrow != nullptr || wide != nullptr; }
+  constexpr std::int64_t operator[](std::int64_t i) const {
+    return wide != nullptr ? wide[i] : narrow[i];
+  }
+};
+
+// Cosines or sines of angles: (positions, rotary_dim / 2).
+struct RotaryTable {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::bf16;
+  bool is_fp32 = false;  // whatever dtype
+  std::int64_t row_stride = 0;
+};
+
+// Token t of sequence b is at position t + offsets[b], and its pair d turns by the angle whose
+// cosine and sine are those tables' entries (position, d). Computed in fp32, rounded once. A token
+// stays as it is where the tables have no row for its position, or where it is in no sequence.
+struct RotaryParams {
+  Dtype dtype = Dtype::bf16;
+  bool is_fp32 = false;  // x and out, whatever dtype
+  int batch_size = 0;    // sequences
+  int seqlen = 0;        // rows of a sequence, or of the packed tensor
+  int num_heads = 0;
+  int head_dim = 0;
+  int rotary_dim = 0;  // even; columns behind it stay
+  TensorView x, out;   // of the same data and strides: in place
+  RotaryTable cos, sin;
+  std::int64_t positions = 0;  // rows of the tables
+  IndexArray cu_seqlens;       // (batch_size + 1): x and out are packed
+  IndexArray offsets;          // (batch_size)
+  std::int64_t offset = 0;     // of every sequence where those are not given
+  bool interleaved = false;    // pairs (0, 1), (2, 3), ..; false: (0, r / 2), (1, r / 2 + 1), ..
+  bool conjugate = false;      // turns by the negative angles
+};
+
 // out = sum of exp(lse_partial - lse) * out_partial over splits; a split with lse -inf is not read.
 struct CombineParams {
   Dtype out_dtype = Dtype::bf16;

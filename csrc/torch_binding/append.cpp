@@ -108,11 +108,9 @@ void check_rotary_rows(const Rotary& rotary, const AttentionCall& call, const Ne
 }
 
 void check_may_be_written(const char* name, const at::Tensor& cache) {
-  for (int dim = 0; dim < cache.dim(); ++dim) {
-    TORCH_CHECK_VALUE(cache.size(dim) <= 1 || cache.stride(dim) != 0, name,
-                      ": must not name memory twice where keys are appended, got strides ",
-                      cache.strides());
-  }
+  TORCH_CHECK_VALUE(!is_expanded(cache), name,
+                    ": must not name memory twice where keys are appended, got strides ",
+                    cache.strides());
 }
 
 }  // namespace

@@ -144,9 +144,14 @@ void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     " but for the last dimension, ", k.sizes(), ", got ", v.sizes());
   check_head_dim(layout.v_name, "head_dim_v", v.size(kv_dims - 1), layout.any_head_dim);
 
-  const int capability = device_info(q.get_device()).compute_capability;
-  TORCH_CHECK(capability >= 80, "q: must be on a GPU of compute capability 8.0 or higher, got ",
-              q.device(), " of ", capability / 10, ".", capability % 10);
+  check_capability("q", q);
+}
+
+void check_capability(const char* name, const at::Tensor& tensor) {
+  const int capability = device_info(tensor.get_device()).compute_capability;
+  TORCH_CHECK(capability >= 80, name,
+              ": must be on a GPU of compute capability 8.0 or higher, got ", tensor.device(),
+              " of ", capability / 10, ".", capability % 10);
 }
 
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

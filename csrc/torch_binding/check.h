@@ -38,6 +38,9 @@ struct PairExtent {
 void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const InputLayout& layout = {});
 
+// The GPU of a CUDA tensor runs kernels of this library.
+void check_capability(const char* name, const at::Tensor& tensor);
+
 // `tensor` has this shape and dtype and lies on the device of q.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q);

@@ -72,4 +72,8 @@ std::vector<at::Tensor> fwd_kvcache(
 std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
                                 const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);
 
+at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                  std::int64_t seqlen_offset, const OptionalTensor& seqlen_offsets,
+                  const OptionalTensor& cu_seqlens, bool interleaved, bool inplace, bool conjugate);
+
 }  // namespace flash_attn_cuda::binding

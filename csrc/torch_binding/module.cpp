@@ -115,6 +115,18 @@ void define_inference(py::module& module) {
       "FlashAttention-3. out_dtype None is that of out, without out fp32.",
       py::arg("out_partial"), py::arg("lse_partial"), py::arg("out") = py::none(),
       py::arg("out_dtype") = py::none());
+
+  module.def(
+      "rotary", torch::wrap_pybind_function_no_gil(&binding::rotary),
+      "Rotary embedding, outside autograd: x (batch, seqlen, heads, head_dim), or packed with\n"
+      "cu_seqlens, fp16, bf16 or fp32; cos and sin (positions, rotary_dim / 2), each of one of\n"
+      "those dtypes. Sequence b begins at position seqlen_offsets[b], or seqlen_offset. Tokens\n"
+      "whose position is in no row of cos, or that are in no sequence, are not rotated.\n"
+      "conjugate: by the negative angles, which is the gradient of the rotation. inplace: into x,\n"
+      "which is returned. cu_seqlens and seqlen_offsets may be int32 or int64.",
+      py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("seqlen_offset"),
+      py::arg("seqlen_offsets"), py::arg("cu_seqlens"), py::arg("interleaved"), py::arg("inplace"),
+      py::arg("conjugate"));
 }
 
 void define_aten(py::module& module) {

@@ -35,15 +35,6 @@ RowView<Number> rows_at(Number* data, const at::Tensor& tensor) {
           .head_stride = tensor.stride(heads)};
 }
 
-// Two indices of an expanded tensor name the same memory; copy_ refuses it with a clear error, a
-// kernel would race.
-bool is_expanded(const at::Tensor& tensor) {
-  for (int dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) return true;
-  }
-  return false;
-}
-
 bool has_whole_vectors(const at::Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
 }
@@ -221,6 +212,13 @@ at::Tensor with_kernel_layout(const at::Tensor& tensor) {
   if (is_addressable(tensor)) return tensor;
   // Not contiguous(): a contiguous tensor can start off a 16-byte boundary.
   return contiguous_copy(tensor);
+}
+
+bool is_expanded(const at::Tensor& tensor) {
+  for (int dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) return true;
+  }
+  return false;
 }
 
 at::Tensor contiguous(const at::Tensor& tensor) {

@@ -44,6 +44,10 @@ bool is_addressable(const at::Tensor& tensor);
 // The tensor itself where it is addressable, else a contiguous copy.
 at::Tensor with_kernel_layout(const at::Tensor& tensor);
 
+// Whether two indices of the tensor name the same memory, as far as its strides tell: copy_ refuses
+// to write it with a clear error, a kernel would race.
+bool is_expanded(const at::Tensor& tensor);
+
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 
