@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(threads)
     const Sequence& sequence = work.sequence;
     const int first = work.tile << args.log2_tile_rows;
     const int last = min(first + (1 << args.log2_tile_rows), sequence.seqlen_q) - 1;
-    const Band band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k);
+    const Band band = band_from_queries(params.window, sequence.shift);
     const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
     if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
     is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n;

@@ -30,7 +30,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
 
 void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
   ForwardParams normalized = params;
-  normalized.window = normalize_window(params.window, params.shape);
+  normalized.window = normalize_window(params.window, params.shape, params.sequences);
   const bool draws = (plan.instance->config.features & feature::dropout) != 0;
   const bool is_empty = plan.schedule.grid_size() == 0;
   if (params.dropout.rng_state != nullptr && (is_empty || !draws)) {
@@ -44,6 +44,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
                        .shape = params.shape,
                        .is_paged = params.paged.block_table != nullptr,
                        .tiles_of_keys = false,
+                       .drops = params.dropout.threshold > 0,
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);

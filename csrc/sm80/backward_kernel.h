@@ -230,8 +230,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     auto hide = [&] {
       if (key_begin + block_n <= sequence.seqlen_k && range.is_interior(step.tile)) return;
       const ScoreMask<Traits::config.mask> mask{
-          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-          .seqlen_k = sequence.seqlen_k};
+          .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, 0.0f);
     };
     auto hide_unlisted = [&] {
@@ -253,15 +252,15 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     };
     if constexpr (!Traits::is_plain) {
       const ModifiedScores<Traits::has(feature::dropout)> modified{
-          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head,
-                                          sequence.seqlen_k - sequence.seqlen_q),
+          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head, sequence.shift),
           .is_modified = modifies_scores(params.score),
-          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.index,
-                                     shape.num_heads_q, step.head),
+          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, step.head),
           .scale_log2 = args.scale_log2,
           .keep_probability = args.keep_probability,
           .query_begin = query_begin,
-          .key_begin = key_begin};
+          .key_begin = key_begin,
+          .first_query = sequence.first_q + query_begin,
+          .first_key = sequence.first_k + key_begin};
       const auto hide_both = [&] {
         hide();
         hide_unlisted();

@@ -97,8 +97,9 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.direction = descends ? -1 : 1;
   item.half_starts_later = false;
   if constexpr (Traits::skips_hidden_half) {
-    const BlockRange of_half = tiles_that_see<Traits::block_m>(
-        params.window, sequence, key_begin + 64, max(key_begin + 64, key_last));
+    // Keys that the sequence does not have might be seen behind the last step.
+    const BlockRange of_half =
+        tiles_that_see<Traits::block_m>(params.window, sequence, key_begin + 64, key_last);
     item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
   }
   return !item.range.empty();

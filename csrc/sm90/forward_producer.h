@@ -27,7 +27,7 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item
   const int query_begin = work.tile * Traits::block_m;
   const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
   item.work = work;
-  item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
+  item.range = block_range(band_from_queries(params.window, work.sequence.shift), query_begin,
                            query_last, seqlen_k, Traits::block_n);
   if constexpr (Traits::is_sparse) {
     const auto list = BlockList<Traits::block_n>::of(

@@ -46,6 +46,7 @@ void visit_settings(Call& call, Visitor&& visitor) {
   visitor(call.seqused_q);
   visitor(call.seqused_k);
   visitor(call.leftpad_k);
+  visitor(call.origin);
   visitor(call.alibi_slopes);
   visitor(call.masks.block_columns);
   visitor(call.masks.bits);

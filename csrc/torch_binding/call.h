@@ -47,6 +47,7 @@ struct AttentionCall {
   at::Tensor q, k, v;
   at::Tensor cu_seqlens_q, cu_seqlens_k;       // int32 (batch + 1)
   at::Tensor seqused_q, seqused_k, leftpad_k;  // int32 (batch)
+  at::Tensor origin;                           // int32 (batch, 4): SequenceParams
   at::Tensor alibi_slopes;                     // fp32 (heads_q) or (batch, heads_q)
   int max_seqlen_q = 0;                        // of packed sequences, an upper bound; 0: not known
   int max_seqlen_k = 0;

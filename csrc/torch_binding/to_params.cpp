@@ -115,6 +115,7 @@ SequenceParams sequence_params(const AttentionCall& call) {
           .seqused_q = int_data(call.seqused_q),
           .seqused_k = int_data(call.seqused_k),
           .leftpad_k = int_data(call.leftpad_k),
+          .origin = int_data(call.origin),
           .kv_batch_idx = int_data(cache.kv_batch_idx),
           .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
           .seqlen_k_new = cache.seqlen_k_new,
