@@ -67,7 +67,7 @@ class AttentionCall:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
-    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype instead of q's
+    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype, not q's; no masks
     out: Tensor | None = None  # to be written, by the extension or after an operator
 
     def is_packed(self) -> bool:

@@ -194,6 +194,7 @@ struct ForwardParams {
   PagedKvParams paged;
   SplitParams split;
   TensorView q, k, v, out;
+  bool fp32_results = false;       // out is fp32, whatever dtype
   RowView<float> lse;              // natural logarithm
   DeviceErrors* errors = nullptr;  // may be null
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
@@ -216,6 +217,7 @@ struct BackwardParams {
   bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
+  bool fp32_results = false;  // those three are fp32, whatever dtype
   BiasGradient dbias;
   float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
   RowView<const float> lse;   // as the forward wrote it

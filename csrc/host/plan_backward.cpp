@@ -250,6 +250,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                        .head_dim = shape.head_dim,
                        .head_dim_v = shape.head_dim_v,
                        .features = features_of(params),
+                       .fp32_results = params.fp32_results,
                        .suits_sm90 = suits_sm90(params)},
                       device);
   const BackwardConfig& config = instance.config;

@@ -200,6 +200,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
                         .features = features_of(params),
                         .seqlen = typical_seqlen(params),
                         .is_causal = window.right != Window::unbounded,
+                        .fp32_results = params.fp32_results,
                         .suits_sm90 = suits_sm90(params)};
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);

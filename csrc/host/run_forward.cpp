@@ -12,6 +12,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
   const AttentionShape& shape = params.shape;
   const char* workspace = static_cast<const char*>(params.workspace);
   return {.out_dtype = params.dtype,
+          .out_fp32 = params.fp32_results,
           .num_splits = plan.num_splits,
           .head_dim = shape.head_dim_v,
           .num_heads = shape.num_heads_q,

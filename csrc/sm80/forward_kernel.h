@@ -144,6 +144,18 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     }
   }
 
+  if (Traits::writes_fp32 && params.fp32_results) {
+    fragment_to_fp32_rows<Traits::block_m, Traits::head_dim>(
+        tOrO, mma,
+        {.first =
+             row_pointer<float>(params.out, sequence.batch_q, head, sequence.row_q + query_begin),
+         .row_stride = params.out.row_stride,
+         .rows = rows,
+         .columns = params.shape.head_dim_v},
+        thread);
+    return;
+  }
+
   // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
   auto sO = smem_tile<typename Traits::QueryLayout>(smem.q);
   fragment_to_shared<Element>(tOrO, mma, sO, thread);

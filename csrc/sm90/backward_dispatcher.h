@@ -47,11 +47,11 @@ CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
   item.first_place = part.first_place;
   if (part.is_one_of_several) {
     // The next rank's tile shall be a usual one.
-    SparseBackwardWorkItem other = item;
+    auto others = visits_of<Traits>(call.params, item);
     const int rank = min(ranks_in_parts(call.schedule), call.schedule.num_tiles - 1);
-    other.work.tile = ranked_tile<Traits::block_n>(call.params, call.table,
-                                                   item.work.sequence.index, item.first_head, rank);
-    const int usual_steps = visits_of<Traits>(call.params, other).count(item.first_head);
+    others.tile = ranked_tile<Traits::block_n>(call.params, call.table, item.work.sequence.index,
+                                               item.first_head, rank);
+    const int usual_steps = others.count(item.first_head);
     item.parts = parts_of_steps(steps, max(usual_steps, least_part_steps), call.shared_tiles.parts);
   }
   item.first_step = first_step_of_part(steps, item.part, item.parts);

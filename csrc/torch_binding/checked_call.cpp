@@ -18,7 +18,8 @@ CallOptions checked_options(const CallArguments& given) {
           .softmax_scale = checked_softmax_scale(scale),
           .softcap = checked_softcap(given.softcap),
           .p_dropout = checked_p_dropout(given.dropout_p_name, given.dropout_p),
-          .deterministic = given.deterministic};
+          .deterministic = given.deterministic,
+          .fp32_results = given.fp32_results};
 }
 
 // A checked max_seqlen as AttentionCall has it.
@@ -114,7 +115,11 @@ void check_refused(const CallArguments& given) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !(has_pages || given.over_cache) || !(given.block_rows.has_value() || given.bias.has_value()),
       "attn_mask: must be None with a block_table");
-  TORCH_CHECK_NOT_IMPLEMENTED(!given.fp32_results, "fp32_results: not implemented on CUDA");
+  TORCH_CHECK_NOT_IMPLEMENTED(!(given.fp32_results && (has_pages || given.over_cache)),
+                              "fp32_results: must be False with a block_table, got True");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !(given.fp32_results && (given.block_rows.has_value() || given.bias.has_value())),
+      "fp32_results: must be False with a mask or a bias, got True");
   TORCH_CHECK_VALUE(given.over_cache || !(given.k_new.has_value() || given.rotary_cos.has_value() ||
                                           given.cache_batch_idx.has_value()),
                     "over_cache: must be set where keys are appended or entries chosen");

@@ -204,7 +204,8 @@ std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_t
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
-  const std::int64_t elements = vector_bytes / tensor.element_size();
+  // Of 16 bits; of fp32 results kernels ask the same.
+  const std::int64_t elements = vector_bytes / 2;
   const int last = tensor.dim() - 1;
   if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
   for (int dim = 0; dim < last; ++dim) {

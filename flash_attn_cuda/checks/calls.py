@@ -259,10 +259,11 @@ def _check_refused(call: AttentionCall) -> None:
         )
     if call.origin is not None:
         _check_origin(call)
+    if call.fp32_results and (call.has_masks() or call.reads_in_place()):
+        what = "a mask or a bias" if call.has_masks() else "a block_table"
+        raise NotImplementedError(f"fp32_results: must be False with {what}, got True")
     if not call.reads_in_place():
         return
-    if call.fp32_results:
-        raise NotImplementedError("fp32_results: must be False with a block_table, got True")
     if call.dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
     if call.has_masks():
