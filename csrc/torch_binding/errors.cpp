@@ -84,7 +84,7 @@ Rule rule_of(DeviceCheck check, const ContentNames& names) {
     case DeviceCheck::rotary_position:
       return {"rotary_cos", "must have a row for every position"};
     case DeviceCheck::origin:
-      return {"origin", "first_q and first_k must be multiples of 16, from 0 to 2^30"};
+      return {"origin", "must have multiples of 16, from 0 to 2^30, as first_q and first_k"};
     case DeviceCheck::none:
       break;
   }

@@ -151,10 +151,11 @@ def check_origin_contents(origin: Any) -> None:
     """Raise unless dropout can count from the places that an origin says."""
     places = origin[:, 1:3]
     is_place = (places >= 0) & (places <= MOST_FIRST) & (places % ORIGIN_STEP == 0)
-    if (index := _first_true(~is_place.all(1))) is not None:
+    if (found := _first_true(~is_place.flatten())) is not None:
+        index, which = divmod(found, 2)
         raise ValueError(
-            f"origin: first_q and first_k must be multiples of {ORIGIN_STEP}, from 0 to "
-            f"{MOST_FIRST}, got {places[index].tolist()} at index {index}"
+            f"origin: must have multiples of {ORIGIN_STEP}, from 0 to {MOST_FIRST}, as first_q and "
+            f"first_k, got {int(places[index, which])} at index {index}"
         )
 
 
