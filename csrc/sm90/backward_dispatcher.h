@@ -47,11 +47,11 @@ CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
   item.first_place = part.first_place;
   if (part.is_one_of_several) {
     // The next rank's tile shall be a usual one.
-    auto others = visits_of<Traits>(call.params, item);
+    SparseBackwardWorkItem other = item;
     const int rank = min(ranks_in_parts(call.schedule), call.schedule.num_tiles - 1);
-    others.tile = ranked_tile<Traits::block_n>(call.params, call.table, item.work.sequence.index,
-                                               item.first_head, rank);
-    const int usual_steps = others.count(item.first_head);
+    other.work.tile = ranked_tile<Traits::block_n>(call.params, call.table,
+                                                   item.work.sequence.index, item.first_head, rank);
+    const int usual_steps = visits_of<Traits>(call.params, other).count(item.first_head);
     item.parts = parts_of_steps(steps, max(usual_steps, least_part_steps), call.shared_tiles.parts);
   }
   item.first_step = first_step_of_part(steps, item.part, item.parts);
@@ -66,7 +66,9 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
                            bool& exists) {
   BackwardArguments const& call = args.call;
   BackwardParams const& params = call.params;
-  TileWork work;
+  // In place, for want of registers; beside lists that takes more of them.
+  TileWork own;
+  TileWork& work = Traits::is_sparse ? own : item.work;
   if (Traits::is_sparse && call.table.counts == nullptr) id = longest_first(call.schedule, id);
   exists = find_work(call.schedule, call.table, params, id, work);
   if (!exists) return false;
@@ -81,7 +83,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   const int key_begin = work.tile * Traits::block_n;
   const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
   const int heads = heads_per_tile(call);
-  item.work = work;
+  if constexpr (Traits::is_sparse) item.work = work;
   item.head_k = work.head / call.dkdv_splits;
   item.split = work.head - item.head_k * call.dkdv_splits;
   item.first_head = work.head * heads;
