@@ -46,8 +46,8 @@ class AttentionCall:
     leftpad_k: Tensor | None = None  # (B,)
     # (B, 4), where a sequence lies in a longer one that others compute the rest of: [stream,
     # first_q, first_k, shift]. Dropout's stream of query head h is stream + h, and it counts
-    # queries from first_q and keys from first_k, multiples of 16; window and ALiBi have shift
-    # instead of seqlen_k - seqlen_q.
+    # queries from first_q and keys from first_k, multiples of 16; window and ALiBi have shift,
+    # clamped to +-2^30, instead of seqlen_k - seqlen_q, and window sizes from 2^29 on are none.
     origin: Tensor | None = None
     max_seqlen_q: int = 0  # of packed sequences, upper bounds; 0: not known
     max_seqlen_k: int = 0
@@ -67,7 +67,7 @@ class AttentionCall:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
-    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype instead of q's
+    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype, not q's; no masks
     out: Tensor | None = None  # to be written, by the extension or after an operator
 
     def is_packed(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.operators.attention import run_gradients_operator, run_operator
 
 HEADS_Q, HEADS_K, HEAD_DIM = 4, 2, 64
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -171,6 +174,53 @@ def bad_varlen(
         )
 
     return prepare
+
+
+def origin_call(guards: list[Guard], origin: list[list[int]]) -> Results:
+    """Forward and backward of parts of sequences, causal and with dropout, in fp32."""
+    q, k, v = (guard.tensor for guard in guards)
+    call = AttentionCall(
+        *(q, k, v),
+        dropout_p=0.3,
+        causal=True,
+        rng_state=torch.tensor([7, 4], device=DEVICE),
+        cu_seqlens_q=int32(GOOD_Q),
+        cu_seqlens_k=int32(GOOD_K),
+        max_seqlen_q=TOTAL,
+        max_seqlen_k=TOTAL,
+        origin=int32(origin),
+        fp32_results=True,
+    )
+    out, lse, _, rng_state = run_operator(call)
+    dout, dlse = normal(*out.shape, seed=7), normal(*lse.shape, seed=8, dtype=torch.float32)
+    incoming = Incoming(dout, dlse, out.to(q.dtype), lse, rng_state)
+    gradients = run_gradients_operator(call, incoming)[:3]
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+def origin_cases() -> Iterator[BadContent]:
+    """Places that dropout cannot count from are rounded down; shifts and streams may be any."""
+
+    def rows(first_q: int, first_k: int) -> list[list[int]]:
+        return [[INT_MIN, 0, 0, 1], [-3, first_q, first_k, 4], [INT_MAX, 32, 16, 0]]
+
+    def prepare(bad: tuple[int, int], good: tuple[int, int]) -> Prepared:
+        guards = varlen_inputs()
+        return Prepared(
+            call=lambda: origin_call(guards, rows(*bad)),
+            expected=lambda: origin_call(guards, rows(*good)),
+            guards=guards,
+        )
+
+    for bad, good in (
+        ((17, 48), (16, 48)),
+        ((32, -16), (32, 0)),
+        ((INT_MAX, 0), (2**30, 0)),
+        ((0, INT_MIN), (0, 0)),
+    ):
+        value = next(x for x, y in zip(bad, good, strict=True) if x != y)
+        match = error_pattern("origin", value, 1)
+        yield BadContent(f"origin {value}", match, partial(prepare, bad, good))
 
 
 def varlen_cases() -> Iterator[BadContent]:
@@ -386,7 +436,7 @@ def unspecified_cases() -> Iterator[BadContent]:
 
 
 def bad_content_cases() -> list[BadContent]:
-    return [*varlen_cases(), *cache_cases(), *unspecified_cases()]
+    return [*varlen_cases(), *origin_cases(), *cache_cases(), *unspecified_cases()]
 
 
 def differences(actual: Results, expected: Results) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.checks.tensors import lse_dtype
 from flash_attn_cuda.operators.attention import run_gradients_operator, run_operator
 
 
@@ -52,21 +53,30 @@ class Inputs:
         head_dim: int = 16,
         dtype: torch.dtype = torch.float64,
         device: str = "cpu",
+        head_dim_v: int | None = None,
+        seed: int = 0,
     ) -> Inputs:
         total_q, total_k = sum(documents.lengths_q), sum(documents.lengths_k)
-        made = torch.Generator(device).manual_seed(0)
+        columns_v = head_dim if head_dim_v is None else head_dim_v
+        made = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, generator=made, dtype=dtype, device=device)
+            return torch.randn(shape, generator=made, dtype=torch.float64).to(device, dtype)
 
-        rows = torch.float64 if dtype == torch.float64 else torch.float32
         return cls(
             q=normal(total_q, heads[0], head_dim),
             k=normal(total_k, heads[1], head_dim),
-            v=normal(total_k, heads[1], head_dim),
-            dout=normal(total_q, heads[0], head_dim),
-            dlse=normal(heads[0], total_q, dtype=rows),
+            v=normal(total_k, heads[1], columns_v),
+            dout=normal(total_q, heads[0], columns_v),
+            dlse=normal(heads[0], total_q, dtype=lse_dtype(dtype)),
         )
+
+    def exact(self) -> Inputs:
+        """The same numbers in fp64 on the CPU."""
+        return Inputs(**{name: x.cpu().double() for name, x in vars(self).items()})
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @dataclass
@@ -74,6 +84,9 @@ class Results:
     out: Tensor
     lse: Tensor
     gradients: list[Tensor] = field(default_factory=list)  # dq, dk, dv
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(zip(NAMES, (self.out, self.lse, *self.gradients), strict=True))
 
 
 def run_whole(documents: Documents, inputs: Inputs, **options: Any) -> tuple[Results, Tensor]:
@@ -119,6 +132,30 @@ def run_parts(
             assert x.dtype == lse.dtype
             total[index] += x
     return replace(found, gradients=sums)
+
+
+def worse_than(found: Results, yardstick: Results, exact: Results) -> list[str]:
+    """What of `found` is further from the exact results than twice the yardstick is, which one call
+    in 16 bits gave, but for a rounding of the largest number.
+    """
+    problems = []
+    for name, x in found.named().items():
+        y, z = yardstick.named()[name], exact.named()[name]
+        if x.numel() == 0:
+            continue
+        keyless = z == -torch.inf
+        if not torch.equal(x.cpu() == -torch.inf, keyless):
+            problems.append(f"{name}: -inf is not exactly where no key is visible")
+            continue
+        error, allowed = (
+            (a.cpu().double() - z).masked_fill(keyless, 0.0).abs().max().item() for a in (x, y)
+        )
+        largest = z.masked_fill(keyless, 0.0).abs().max().item()
+        eps = 2.0**-18 if name == "lse" else torch.finfo(y.dtype).eps / 2
+        allowed = 2.0 * allowed + eps * (largest + (name == "lse"))
+        if not error <= allowed:  # NaN is worse
+            problems.append(f"{name}: off by {error}, {allowed} are allowed")
+    return problems
 
 
 def part_call(

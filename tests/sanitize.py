@@ -53,6 +53,7 @@ from harness import (  # noqa: E402
 )
 from masked_cases import MaskedCase, MaskedInputs  # noqa: E402
 from masked_harness import run_masked  # noqa: E402
+from parts import Documents, Inputs, run_parts, run_whole, worse_than  # noqa: E402
 from reference import AttentionResult  # noqa: E402
 from rotary_cases import RotaryCase, arranged, difference  # noqa: E402
 from sanitize_cases import (  # noqa: E402
@@ -64,6 +65,7 @@ from sanitize_cases import (  # noqa: E402
     masked_cases,
     odd_cases,
     outgrown_cases,
+    part_cases,
     row_cases,
     sanitized_rotary_cases,
     spare_row_cases,
@@ -129,6 +131,31 @@ def run_spare_rows(case: VarlenCase, seed: int) -> list[str]:
     }
     reference = run_reference(host_case, inputs, use_dlse=with_backward)
     return flagged() + differences(AttentionResult(**trimmed).to(reference_device), reference)
+
+
+def run_parts_of(case: VarlenCase, seed: int) -> list[str]:
+    """Parts of the sequences, with results in fp32, against the whole of them."""
+    documents = Documents(case.lengths_q, case.lengths_k or case.lengths_q, (32,), (48,))
+    heads = (case.num_heads_q, case.num_heads_k)
+    inputs = Inputs.random(documents, heads, case.head_dim, case.dtype, DEVICE, seed=seed)
+    options: dict[str, Any] = {
+        "causal": case.causal,
+        "window_size_left": case.window[0],
+        "window_size_right": case.window[1],
+        "softcap": case.softcap,
+        "dropout_p": case.dropout_p,
+        "deterministic": case.deterministic,
+    }
+    slopes = None if case.alibi is None else torch.linspace(0.5, 0.1, heads[0])
+    on_device = None if slopes is None else slopes.to(DEVICE)
+    whole, rng_state = run_whole(documents, inputs, **options, alibi_slopes=on_device)
+    given = rng_state if case.dropout_p > 0.0 else None
+    on_cpu = None if given is None else given.cpu()
+    exact, _ = run_whole(
+        documents, inputs.exact(), **options, alibi_slopes=slopes, rng_state=on_cpu
+    )
+    parts = run_parts(documents, inputs, given, **options, alibi_slopes=on_device)
+    return worse_than(parts, whole, exact) + flagged()
 
 
 def run_case(case: Case, seed: int) -> list[str]:
@@ -363,6 +390,10 @@ def calls() -> Iterator[Call]:
         case = replace(case, device=DEVICE)
         lacking = missing_row(case, backward=False)
         yield f"spare rows: {case}", partial(run_spare_rows, case), lacking
+    for case in part_cases():
+        case = replace(case, device=DEVICE)
+        lacking = missing_row(case, backward=True)
+        yield f"parts: {case}", partial(run_parts_of, case), lacking
     for name, masked, change in masked_cases():
         yield masked_call(name, masked, change_mask=change)
     for case in (*many_tile_cases(), *value_cases()):

@@ -91,6 +91,22 @@ def spare_row_cases() -> Iterator[VarlenCase]:
         )
 
 
+def part_cases() -> Iterator[VarlenCase]:
+    """For every dtype and head dim that has rows: documents to be cut into parts."""
+    for dtype, head_dim in row_kinds():
+        case = VarlenCase(
+            dtype=dtype,
+            head_dim=head_dim,
+            num_heads_q=2,
+            num_heads_k=1,
+            lengths_q=(70, 1, 40),
+            lengths_k=(90, 5, 40),
+            causal=True,
+        )
+        yield case
+        yield replace(case, **TRAINING, causal=False)
+
+
 def many_tile_cases() -> Iterator[Case]:
     """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
     block or several, with tiles that see no key between others, packed, with features; the rows for

@@ -278,6 +278,15 @@ def test_refusals(refused: str) -> None:
         check_call(changed(a_call(), **changes))
 
 
+def test_fp32_results_are_refused_with_masks() -> None:
+    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
+    bias = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
+    lists = {f"block_{x}": torch.zeros(1, 1, 1, 3, dtype=torch.int32) for x in ("rows", "columns")}
+    for given in ({"bias": bias}, lists):
+        with pytest.raises(NotImplementedError, match=r"^fp32_results: must be False with a mask"):
+            check_call(AttentionCall(q, q, q, fp32_results=True, **given))
+
+
 def test_a_cache_is_refused() -> None:
     q = torch.randn(2, 1, 2, 8)
     cache = torch.randn(2, 16, 2, 8)
@@ -293,7 +302,7 @@ def test_places_that_dropout_cannot_count_from(row: tuple[int, ...]) -> None:
     call = a_call(dropout_p=0.5)
     assert call.origin is not None
     call.origin[1] = torch.tensor(row, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^origin: first_q and first_k must be multiples of 16"):
+    with pytest.raises(ValueError, match=r"^origin: must have multiples of 16"):
         run_operator(call)
     run_operator(replace(call, dropout_p=0.0))
 

@@ -14,6 +14,7 @@ struct SequenceTableRequest {
   AttentionShape shape;
   bool is_paged;       // cu_seqlens_k, if given, tells lengths alone
   bool tiles_of_keys;  // the backward's main kernel has tiles of keys
+  bool drops;          // places of origins count
   DeviceErrors* errors;
   void* workspace;
 };

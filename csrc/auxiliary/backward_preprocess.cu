@@ -56,11 +56,16 @@ __device__ void clear_query_gradient(const PreprocessArguments& args, const Sequ
                                      int head, int query, int lane) {
   const TensorView& dq = args.params.dq;
   if (query >= sequence.rows_q) return;
-  auto* row = static_cast<std::uint16_t*>(dq.data) + sequence.batch_q * dq.batch_stride +
-              (std::int64_t(sequence.row_q) + query) * dq.row_stride + head * dq.head_stride;
-  for (int column = lane * vector_elements; column < args.params.shape.head_dim;
-       column += vector_elements << args.log2_lanes_per_row)
-    *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
+  const int element_bytes =
+      static_cast<int>(args.params.fp32_results ? sizeof(float) : sizeof(std::uint16_t));
+  const std::int64_t first = sequence.batch_q * dq.batch_stride +
+                             (std::int64_t(sequence.row_q) + query) * dq.row_stride +
+                             head * dq.head_stride;
+  char* row = static_cast<char*>(dq.data) + first * element_bytes;
+  constexpr int vector_bytes = static_cast<int>(sizeof(uint4));
+  for (int byte = lane * vector_bytes; byte < args.params.shape.head_dim * element_bytes;
+       byte += vector_bytes << args.log2_lanes_per_row)
+    *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
 }
 
 // rowsum(dO * O), in the first lane of the row's.
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(threads)
     const Sequence& sequence = work.sequence;
     const int first = work.tile << args.log2_tile_rows;
     const int last = min(first + (1 << args.log2_tile_rows), sequence.seqlen_q) - 1;
-    const Band band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k);
+    const Band band = band_from_queries(params.window, sequence.shift);
     const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
     if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
     is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n;

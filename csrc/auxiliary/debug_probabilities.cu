@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(threads)
   const auto modifiers =
       ScoreModifiers::of(params.score, sequence.index, head, sequence.seqlen_k - sequence.seqlen_q);
   const DropoutMask dropout =
-      DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold, sequence.index,
-                      shape.num_heads_q, head);
+      DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
+                      sequence_of_shape(shape, sequence.index).stream, head);
 
   for (int key = threadIdx.x; key < args.columns; key += threads) {
     float probability = 0.0f;

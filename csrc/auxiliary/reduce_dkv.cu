@@ -18,6 +18,7 @@ struct ReduceArguments {
   int head_dims[2];          // the gradients', not more
   std::int64_t key_rows;     // over all sequences
   int splits;
+  bool fp32_results;
 };
 
 template <class Element>
@@ -40,17 +41,22 @@ __global__ void __launch_bounds__(threads)
     const float* source = args.partials[which] + (split * rows + row) * columns + column;
     for (int i = 0; i < vector_elements; ++i) sum[i] += source[i];
   }
-  Vector<Element> result;
-  for (int i = 0; i < vector_elements / 2; ++i) result.set_pair(i, {sum[2 * i], sum[2 * i + 1]});
-
   const TensorView& view = args.gradients[which];
   const std::int64_t batch_key = row / shape.num_heads_k;
   const std::int64_t head = row - batch_key * shape.num_heads_k;
   const std::int64_t batch = batch_key / shape.seqlen_k;
   const std::int64_t key = batch_key - batch * shape.seqlen_k;
-  *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(view.data) + batch * view.batch_stride +
-                                      key * view.row_stride + head * view.head_stride + column) =
-      result;
+  const std::int64_t target =
+      batch * view.batch_stride + key * view.row_stride + head * view.head_stride + column;
+  if (args.fp32_results) {
+    auto* halves = reinterpret_cast<float4*>(static_cast<float*>(view.data) + target);
+    halves[0] = {sum[0], sum[1], sum[2], sum[3]};
+    halves[1] = {sum[4], sum[5], sum[6], sum[7]};
+    return;
+  }
+  Vector<Element> result;
+  for (int i = 0; i < vector_elements / 2; ++i) result.set_pair(i, {sum[2 * i], sum[2 * i + 1]});
+  *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(view.data) + target) = result;
 }
 
 }  // namespace
@@ -68,7 +74,8 @@ void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream s
       .columns = {config.head_dim, config.head_dim_v},
       .head_dims = {shape.head_dim, shape.head_dim_v},
       .key_rows = key_rows(params),
-      .splits = plan.dkdv_splits};
+      .splits = plan.dkdv_splits,
+      .fp32_results = params.fp32_results};
   const std::int64_t vectors = arguments.key_rows * shape.num_heads_k *
                                ((config.head_dim + config.head_dim_v) / vector_elements);
   dispatch_dtype(params.dtype, [&](auto element) {

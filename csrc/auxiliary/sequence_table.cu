@@ -116,6 +116,9 @@ __device__ Sequence make_sequence(const SequenceTableRequest& request, int index
     sequence.batch_k = 0;
     sequence.row_k += k.x;
   }
+  sequence.shift = sequence.seqlen_k - sequence.seqlen_q;
+  if (params.origin != nullptr)
+    read_origin(params.origin, request.drops, index, request.errors, sequence);
   return sequence;
 }
 
@@ -131,7 +134,11 @@ __device__ Sequence make_gap(bool packed_q, int2 q, bool packed_k, int2 k) {
           .rows_q = packed_q ? q.y - q.x : 0,
           .seqlen_k = 0,
           .rows_k = packed_k ? k.y - k.x : 0,
-          .first_q_tile = 0};
+          .first_q_tile = 0,
+          .shift = 0,
+          .stream = 0,
+          .first_q = 0,
+          .first_k = 0};
 }
 
 __device__ int main_tiles(const TableArguments& args, const Sequence& sequence) {

@@ -22,6 +22,12 @@ namespace feature {
 #undef FEATURE
 }  // namespace feature
 
+// Whether a kernel with these features can write its results in fp32. Parts of a sequence, which
+// want them, have no masks or biases, and kernels for those have no registers to spare.
+constexpr bool can_write_fp32(FeatureSet features) {
+  return (features & (feature::block_sparse | feature::bias)) == 0;
+}
+
 // tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
 // rows.
 enum class ForwardKind : std::uint8_t { tiles, decode };

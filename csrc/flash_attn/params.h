@@ -53,6 +53,9 @@ struct SequenceParams {
   const int* seqused_k = nullptr;  // (batch_size): keys that are there, counted from the sequence's
                                    // first row, left padding and what was appended not excluded
   const int* leftpad_k = nullptr;  // (batch_size): rows before the first key
+  // (batch_size, 4), of packed sequences: stream, first_q, first_k and shift of each, where it is
+  // part of a longer one (Sequence, shared/sequence.h).
+  const int* origin = nullptr;
   const int* kv_batch_idx = nullptr;  // (batch_size): batch entry of k and v; null: the sequence's
   // Keys appended since seqused_k was written: of sequence b cu_seqlens_k_new[b + 1] -
   // cu_seqlens_k_new[b], or seqlen_k_new of every one.
@@ -65,8 +68,8 @@ struct SequenceParams {
                            // that is longer the last one has all that is left
 };
 
-// Key j is visible to query i iff i + shift - left <= j <= i + shift + right, shift = seqlen_k -
-// seqlen_q of the sequence.
+// Key j is visible to query i iff i + shift - left <= j <= i + shift + right, where shift is
+// seqlen_k - seqlen_q of the sequence or what its origin says.
 struct Window {
   static constexpr int unbounded = -1;
   int left = unbounded;
@@ -191,6 +194,7 @@ struct ForwardParams {
   PagedKvParams paged;
   SplitParams split;
   TensorView q, k, v, out;
+  bool fp32_results = false;       // out is fp32, whatever dtype
   RowView<float> lse;              // natural logarithm
   DeviceErrors* errors = nullptr;  // may be null
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
@@ -213,6 +217,7 @@ struct BackwardParams {
   bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
+  bool fp32_results = false;  // those three are fp32, whatever dtype
   BiasGradient dbias;
   float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
   RowView<const float> lse;   // as the forward wrote it

@@ -32,6 +32,7 @@ FeatureSet features_of(const BackwardParams& params) {
 
 void check_backward(const BackwardParams& params) {
   check_call(params.shape, params.score.softmax_scale);
+  check_origin(params.sequences, {}, params.sparsity, params.shape);
   const auto check_multiple = [](const char* field, int value) {
     if (value % 8 != 0) throw_error(field, " must be a multiple of 8 in a backward, got ", value);
   };
@@ -134,7 +135,7 @@ int average_keys(const BackwardParams& params, const Window& window) {
     seqlen_k /= std::max(1, params.shape.batch_size);
   }
   constexpr int samples = 16;
-  const Band band = band_from_queries(window, seqlen_q, seqlen_k);
+  const Band band = band_from_queries(window, seqlen_k - seqlen_q);
   std::int64_t keys = 0;
   for (int sample = 0; sample < samples; ++sample) {
     const auto query = static_cast<int>((2 * sample + 1) * std::int64_t{seqlen_q} / (2 * samples));
@@ -241,7 +242,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                            std::span<const BackwardInstance* const> instances) {
   const AttentionShape& shape = params.shape;
   check_backward(params);
-  const Window window = normalize_window(params.window, shape);
+  const Window window = normalize_window(params.window, shape, params.sequences);
   const BackwardInstance& instance =
       select_instance(instances,
                       {.dtype = params.dtype,
@@ -249,6 +250,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                        .head_dim = shape.head_dim,
                        .head_dim_v = shape.head_dim_v,
                        .features = features_of(params),
+                       .fp32_results = params.fp32_results,
                        .suits_sm90 = suits_sm90(params)},
                       device);
   const BackwardConfig& config = instance.config;

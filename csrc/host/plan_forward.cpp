@@ -200,6 +200,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
                         .features = features_of(params),
                         .seqlen = typical_seqlen(params),
                         .is_causal = window.right != Window::unbounded,
+                        .fp32_results = params.fp32_results,
                         .suits_sm90 = suits_sm90(params)};
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
@@ -294,7 +295,8 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   check_call(shape, params.score.softmax_scale);
   if (params.sequences.cu_seqlens_k != nullptr && params.sequences.cu_seqlens_q == nullptr)
     throw_error("cu_seqlens_q must be given where cu_seqlens_k is, got null");
-  const Window window = normalize_window(params.window, shape);
+  check_origin(params.sequences, params.paged, params.sparsity, shape);
+  const Window window = normalize_window(params.window, shape, params.sequences);
   const ForwardInstance& instance = choose_instance(params, window, device, instances);
   const ForwardConfig& config = instance.config;
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "host/error.h"
+#include "host/normalize_window.h"
 #include "shared/sequence.h"
 
 namespace flash_attn_cuda {
@@ -44,6 +45,17 @@ void check_call(const AttentionShape& shape, float softmax_scale) {
   if (!std::isfinite(softmax_scale)) {
     throw_error("softmax_scale must be finite in fp32, got ", softmax_scale);
   }
+}
+
+void check_origin(const SequenceParams& sequences, const PagedKvParams& paged,
+                  const SparsityParams& sparsity, const AttentionShape& shape) {
+  if (sequences.origin == nullptr) return;
+  if (sequences.cu_seqlens_q == nullptr || sequences.cu_seqlens_k == nullptr)
+    throw_error("cu_seqlens_q and cu_seqlens_k must be given with origin, got null");
+  if (paged.block_table != nullptr || sparsity.lists.data != nullptr)
+    throw_error("origin must be null where there are pages or lists, got a pointer");
+  check_range("seqlen_q with origin", shape.seqlen_q, 0, max_seqlen_with_origin);
+  check_range("seqlen_k with origin", shape.seqlen_k, 0, max_seqlen_with_origin);
 }
 
 int checked_tiles(int rows, int rows_per_row, int tile_rows) {

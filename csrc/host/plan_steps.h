@@ -22,6 +22,10 @@ constexpr Integer ceil_div(Integer dividend, Integer divisor) {
 // Throws Error naming the field, the rule and the value unless kernels can compute this call.
 void check_call(const AttentionShape& shape, float softmax_scale);
 
+// The same of a call whose sequences are parts of longer ones; nothing for others.
+void check_origin(const SequenceParams& sequences, const PagedKvParams& paged,
+                  const SparsityParams& sparsity, const AttentionShape& shape);
+
 // Tiles of `tile_rows` that `rows` * rows_per_row rows fill. Throws Error where kernels could not
 // number the rows.
 int checked_tiles(int rows, int rows_per_row, int tile_rows);

@@ -10,12 +10,13 @@ namespace flash_attn_cuda {
 // to sum.
 void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   BackwardParams normalized = params;
-  normalized.window = normalize_window(params.window, params.shape);
+  normalized.window = normalize_window(params.window, params.shape, params.sequences);
   make_sequence_table(plan.table,
                       {.sequences = params.sequences,
                        .shape = params.shape,
                        .is_paged = false,
                        .tiles_of_keys = true,
+                       .drops = params.dropout.threshold > 0,
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);

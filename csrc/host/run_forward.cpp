@@ -12,6 +12,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
   const AttentionShape& shape = params.shape;
   const char* workspace = static_cast<const char*>(params.workspace);
   return {.out_dtype = params.dtype,
+          .out_fp32 = params.fp32_results,
           .num_splits = plan.num_splits,
           .head_dim = shape.head_dim_v,
           .num_heads = shape.num_heads_q,
@@ -30,7 +31,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
 
 void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
   ForwardParams normalized = params;
-  normalized.window = normalize_window(params.window, params.shape);
+  normalized.window = normalize_window(params.window, params.shape, params.sequences);
   const bool draws = (plan.instance->config.features & feature::dropout) != 0;
   const bool is_empty = plan.schedule.grid_size() == 0;
   if (params.dropout.rng_state != nullptr && (is_empty || !draws)) {
@@ -44,6 +45,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
                        .shape = params.shape,
                        .is_paged = params.paged.block_table != nullptr,
                        .tiles_of_keys = false,
+                       .drops = params.dropout.threshold > 0,
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);

@@ -58,6 +58,7 @@ bool covers(const Instance& instance, const KernelRequest& request, const Device
          config.head_dim >= request.head_dim && config.head_dim_v >= request.head_dim_v &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
          (config.features & request.features) == request.features && suits(config, request) &&
+         (!request.fp32_results || can_write_fp32(config.features)) &&
          runs_on(config.family, device.compute_capability, request.suits_sm90) &&
          instance.smem_bytes <= device.smem_per_block;
 }
@@ -77,8 +78,9 @@ template <class Instance>
     head_dims += ", head_dim_v " + std::to_string(request.head_dim_v);
   throw_error("no compiled ", pass, " kernel covers dtype ", name_of(request.dtype), ", head_dim ",
               head_dims, ", ", name_of(request.mask), " mask, features ",
-              names_of(request.features), " on a device of compute capability ", capability / 10,
-              ".", capability % 10, " with ", device.smem_per_block,
+              names_of(request.features), request.fp32_results ? ", fp32 results" : "",
+              " on a device of compute capability ", capability / 10, ".", capability % 10,
+              " with ", device.smem_per_block,
               " bytes of shared memory per block; compiled: ", names);
 }
 

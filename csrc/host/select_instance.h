@@ -15,8 +15,9 @@ struct KernelRequest {
   int head_dim_v;
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
-  int seqlen = 0;           // queries or keys of a sequence, of a forward
-  bool is_causal = false;   // a right bound makes tiles uneven
+  int seqlen = 0;          // queries or keys of a sequence, of a forward
+  bool is_causal = false;  // a right bound makes tiles uneven
+  bool fp32_results = false;
   bool suits_sm90 = false;  // sm90 kernels can read the tensors, and scale is not negative
 };
 

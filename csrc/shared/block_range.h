@@ -30,12 +30,13 @@ struct Band {
   int right;
 };
 
-FAC_HOST_DEVICE constexpr Band band_from_queries(const Window& window, int seqlen_q, int seqlen_k) {
-  return {.shift = seqlen_k - seqlen_q, .left = window.left, .right = window.right};
+// shift: the sequence's (shared/sequence.h).
+FAC_HOST_DEVICE constexpr Band band_from_queries(const Window& window, int shift) {
+  return {.shift = shift, .left = window.left, .right = window.right};
 }
 
-FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int seqlen_q, int seqlen_k) {
-  return {.shift = seqlen_q - seqlen_k, .left = window.right, .right = window.left};
+FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int shift) {
+  return {.shift = -shift, .left = window.right, .right = window.left};
 }
 
 namespace detail {

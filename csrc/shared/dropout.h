@@ -1,5 +1,6 @@
 // Which probabilities dropout drops: a function of (seed, offset, sequence, head, query, key)
-// alone, so that every tile size, pass, GPU and the CPU agree.
+// alone, so that every tile size, pass, GPU and the CPU agree. Queries and keys of a sequence count
+// from Sequence::first_q and first_k, which is 0 but in parts of a longer one.
 //
 // One Philox block decides about 16 pairs: queries i, i + 1, i + 8 and i + 9 times keys j, j + 1,
 // j + 8 and j + 9, for even i and j. Two threads hold them of a 16 x 16 part of an accumulator, of
@@ -112,14 +113,14 @@ struct DropoutMask {
     return block.words[1] ^ block.words[3];
   }
 
-  FAC_HOST_DEVICE static DropoutMask of(const RngState& rng, std::uint32_t threshold, int sequence,
-                                        int num_heads, int head) {
+  // stream: the sequence's (shared/sequence.h).
+  FAC_HOST_DEVICE static DropoutMask of(const RngState& rng, std::uint32_t threshold, int stream,
+                                        int head) {
     return {.key = {static_cast<std::uint32_t>(rng.seed),
                     static_cast<std::uint32_t>(rng.seed >> 32) ^
                         static_cast<std::uint32_t>(rng.offset >> 32)},
             .offset = static_cast<std::uint32_t>(rng.offset),
-            .stream = static_cast<std::uint32_t>(sequence) * static_cast<std::uint32_t>(num_heads) +
-                      static_cast<std::uint32_t>(head),
+            .stream = static_cast<std::uint32_t>(stream) + static_cast<std::uint32_t>(head),
             .threshold = threshold};
   }
 
@@ -215,7 +216,8 @@ struct DropoutDecisions {
 };
 
 // Runs visit(element, is_kept) over a thread's (queries, keys) of a score tile whose first pair is
-// (query_begin, key_begin), multiples of 16, in an accumulator of S; coords as in mask.h.
+// (query_begin, key_begin), multiples of 16, as dropout counts them, in an accumulator of S; coords
+// as in mask.h.
 template <class Scores, class Coords, class Visit>
 __device__ __forceinline__ void for_each_decision(const DropoutMask& mask, Scores& scores,
                                                   Coords const& coords, int query_begin,

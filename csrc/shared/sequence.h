@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flash_attn/api.h"
+#include "shared/block_range.h"
 #include "shared/host_device.h"
 
 #if defined(__CUDACC__)
@@ -13,7 +14,7 @@
 namespace flash_attn_cuda {
 
 struct Sequence {
-  int index;         // which sequence of the call: what dropout and ALiBi count
+  int index;         // which sequence of the call: whose slopes, lists and bias
   int batch_q;       // batch entry of q, out and their gradients
   int batch_k;       // batch entry of k, v; of a paged cache, row of the block table
   int row_q;         // its first query's row in the batch entry
@@ -23,7 +24,17 @@ struct Sequence {
   int seqlen_k;      // keys that are there
   int rows_k;        // rows from row_k on that are the sequence's: the others get dk = dv = 0
   int first_q_tile;  // backward: of all query tiles of a head
+  int shift;         // query i is at key i + shift: what windows and ALiBi count from
+  int stream;        // of dropout's random numbers, the first query head's
+  int first_q;       // dropout's number of the first query, a multiple of 16
+  int first_k;       // of the first key
 };
+
+// Bounds of what an origin says. With these, and with sequences and windows as short as the host
+// lets them be then (host/normalize_window.h), no arithmetic on positions overflows.
+inline constexpr int most_shift = 1 << 30;
+inline constexpr int most_first = 1 << 30;
+inline constexpr int origin_step = 16;  // queries and keys of a group of dropout's
 
 struct TileEntry {
   int sequence;
@@ -138,7 +149,12 @@ FAC_HOST_DEVICE Sequence sequence_of_shape(const AttentionShape& shape, int inde
           .rows_q = shape.seqlen_q,
           .seqlen_k = shape.seqlen_k,
           .rows_k = shape.seqlen_k,
-          .first_q_tile = 0};
+          .first_q_tile = 0,
+          .shift = shape.seqlen_k - shape.seqlen_q,
+          .stream = static_cast<int>(static_cast<unsigned>(index) *
+                                     static_cast<unsigned>(shape.num_heads_q)),
+          .first_q = 0,
+          .first_k = 0};
 }
 
 // Sequence `index` of a call that needs no table.
@@ -150,7 +166,28 @@ FAC_HOST_DEVICE Sequence read_sequence(const SequenceParams& params, const Atten
                                         params.seqused_q[index], shape.seqlen_q);
   }
   read_cached_keys(params, shape.batch_size, shape.seqlen_k, index, errors, sequence);
+  sequence.shift = sequence.seqlen_k - sequence.seqlen_q;
   return sequence;
+}
+
+namespace detail {
+FAC_HOST_DEVICE int checked_first(DeviceErrors* errors, int index, int value) {
+  if (value >= 0 && value <= most_first && value % origin_step == 0) return value;
+  report(errors, DeviceCheck::origin, index, value, origin_step);
+  return clamp(value, 0, most_first) / origin_step * origin_step;
+}
+}  // namespace detail
+
+// Where sequence `index`, whose lengths are known, lies in a longer one.
+FAC_HOST_DEVICE void read_origin(const int* origin, bool drops, int index, DeviceErrors* errors,
+                                 Sequence& sequence) {
+  const int* own = origin + std::int64_t{4} * index;
+  sequence.stream = own[0];
+  if (drops) {  // else nobody asks
+    sequence.first_q = detail::checked_first(errors, index, own[1]);
+    sequence.first_k = detail::checked_first(errors, index, own[2]);
+  }
+  sequence.shift = detail::clamp(own[3], -most_shift, most_shift);
 }
 
 }  // namespace flash_attn_cuda

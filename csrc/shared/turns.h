@@ -64,16 +64,16 @@ FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Seque
                                                int query_tile) {
   const int query = query_tile * kBlockM;
   const int last = query + kBlockM < sequence.seqlen_q ? query + kBlockM : sequence.seqlen_q;
-  return block_range(band_from_queries(window, sequence.seqlen_q, sequence.seqlen_k), query,
-                     last - 1, sequence.seqlen_k, kBlockN);
+  return block_range(band_from_queries(window, sequence.shift), query, last - 1, sequence.seqlen_k,
+                     kBlockN);
 }
 
 // The query tiles that see any of the keys [first, last].
 template <int kBlockM>
 FAC_HOST_DEVICE constexpr BlockRange tiles_that_see(const Window& window, const Sequence& sequence,
                                                     int first, int last) {
-  return block_range(band_from_keys(window, sequence.seqlen_q, sequence.seqlen_k), first, last,
-                     sequence.seqlen_q, kBlockM);
+  return block_range(band_from_keys(window, sequence.shift), first, last, sequence.seqlen_q,
+                     kBlockM);
 }
 
 // The query tiles that a key tile adds to; none, where the sequence has no such tile.

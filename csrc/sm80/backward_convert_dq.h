@@ -34,6 +34,17 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   CUTE_UNROLL
   for (int i = 0; i < size(tdQrdQ); ++i) tdQrdQ(i) *= args.factor;
 
+  if (Traits::writes_fp32 && args.params.fp32_results) {
+    fragment_to_fp32_rows<block_m, head_dim>(
+        tdQrdQ, mma,
+        {.first = row_pointer<float>(args.params.dq, sequence.batch_q, head,
+                                     sequence.row_q + query_begin),
+         .row_stride = args.params.dq.row_stride,
+         .rows = sequence.rows_q - query_begin,
+         .columns = args.params.shape.head_dim},
+        thread);
+    return;
+  }
   auto sdQ = smem_tile<typename Traits::QueryLayout>(reinterpret_cast<Element*>(smem_bytes));
   fragment_to_shared<Element>(tdQrdQ, mma, sdQ, thread);
   __syncthreads();

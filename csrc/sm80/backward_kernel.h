@@ -38,31 +38,30 @@ CUTE_DEVICE void write_key_gradient(TensorView const& view, Sequence const& sequ
                            sequence.rows_k - key_begin, columns, sGrad, thread);
 }
 
-// Registers -> this split's fp32 partial sum.
+// Registers -> the tile's rows of dk or dv in fp32, or, where the query heads are split, of this
+// split's partial sum.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& args,
-                               Sequence const& sequence, int split, int head_k, int key_begin,
-                               Accumulator const& accumulator, int thread) {
+CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
+                                     BackwardArguments const& args, Sequence const& sequence,
+                                     int split, int head_k, int key_begin, int columns,
+                                     Accumulator const& accumulator, int thread) {
   constexpr int head_dim = Traits::head_dim;
   AttentionShape const& shape = args.params.shape;
-  auto gradient = rows_cols_view(accumulator);
-  auto cGrad = make_identity_tensor(Shape<Int<Traits::block_n>, Int<head_dim>>{});
-  auto coords =
-      rows_cols_view(typename Traits::DkdvMma{}.get_thread_slice(thread).partition_C(cGrad));
-  const std::int64_t first_row = split * args.partial_rows +
-                                 std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k +
-                                 key_begin;
-  CUTE_UNROLL
-  for (int row = 0; row < size<0>(gradient); ++row) {
-    const int key = get<0>(coords(row, 0));
-    if (key_begin + key >= sequence.rows_k) continue;
-    float* target = partial + ((first_row + key) * shape.num_heads_k + head_k) * head_dim;
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(gradient); col += 2) {
-      *reinterpret_cast<float2*>(target + get<1>(coords(row, col))) = {gradient(row, col),
-                                                                       gradient(row, col + 1)};
-    }
+  Fp32Rows target{
+      .first = row_pointer<float>(view, sequence.batch_k, head_k, sequence.row_k + key_begin),
+      .row_stride = view.row_stride,
+      .rows = sequence.rows_k - key_begin,
+      .columns = columns};
+  if (args.dkdv_splits > 1) {
+    const std::int64_t row = split * args.partial_rows +
+                             std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k +
+                             key_begin;
+    target.first = partial + (row * shape.num_heads_k + head_k) * head_dim;
+    target.row_stride = shape.num_heads_k * head_dim;
+    target.columns = head_dim;
   }
+  fragment_to_fp32_rows<Traits::block_n, head_dim>(accumulator, typename Traits::DkdvMma{}, target,
+                                                   thread);
 }
 
 // What this CTA does, for all its threads.
@@ -230,8 +229,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     auto hide = [&] {
       if (key_begin + block_n <= sequence.seqlen_k && range.is_interior(step.tile)) return;
       const ScoreMask<Traits::config.mask> mask{
-          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-          .seqlen_k = sequence.seqlen_k};
+          .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, 0.0f);
     };
     auto hide_unlisted = [&] {
@@ -253,15 +251,15 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     };
     if constexpr (!Traits::is_plain) {
       const ModifiedScores<Traits::has(feature::dropout)> modified{
-          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head,
-                                          sequence.seqlen_k - sequence.seqlen_q),
+          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head, sequence.shift),
           .is_modified = modifies_scores(params.score),
-          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.index,
-                                     shape.num_heads_q, step.head),
+          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, step.head),
           .scale_log2 = args.scale_log2,
           .keep_probability = args.keep_probability,
           .query_begin = query_begin,
-          .key_begin = key_begin};
+          .key_begin = key_begin,
+          .first_query = sequence.first_q + query_begin,
+          .first_key = sequence.first_k + key_begin};
       const auto hide_both = [&] {
         hide();
         hide_unlisted();
@@ -349,11 +347,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     CUTE_UNROLL
     for (int i = 0; i < size(tdVrdV); ++i) tdVrdV(i) *= kept;
   }
-  if (args.dkdv_splits > 1) {
-    write_partial<Traits>(args.dk_partial, args, sequence, split, head_k, key_begin, tdKrdK,
-                          thread);
-    write_partial<Traits>(args.dv_partial, args, sequence, split, head_k, key_begin, tdVrdV,
-                          thread);
+  if (args.dkdv_splits > 1 || (Traits::writes_fp32 && params.fp32_results)) {
+    write_fp32_gradient<Traits>(params.dk, args.dk_partial, args, sequence, split, head_k,
+                                key_begin, shape.head_dim, tdKrdK, thread);
+    write_fp32_gradient<Traits>(params.dv, args.dv_partial, args, sequence, split, head_k,
+                                key_begin, shape.head_dim_v, tdVrdV, thread);
     return;
   }
   __syncthreads();  // K and V are read, their buffers take dK and dV

@@ -51,6 +51,8 @@ struct ModifiedScores {
   float keep_probability;
   int query_begin;
   int key_begin;
+  int first_query;  // those two as dropout counts them
+  int first_key;
 
   // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. add_bias() adds
   // to scores that are scaled, hide() zeroes what the mask excludes.
@@ -92,7 +94,7 @@ struct ModifiedScores {
  private:
   template <class Scores, class Coords>
   CUTE_DEVICE void drop(Scores& scores, Coords const& coords) const {
-    for_each_decision(dropout, scores, coords, query_begin, key_begin,
+    for_each_decision(dropout, scores, coords, first_query, first_key,
                       [](float& x, bool is_kept) { x = is_kept ? x : 0.0f; });
   }
 
@@ -101,7 +103,7 @@ struct ModifiedScores {
   template <class Scores, class Coords>
   CUTE_DEVICE void drop_both(Scores& scores, Scores& dscores, Coords const& coords,
                              float const* softmax_d) const {
-    for_each_decision(dropout, scores, coords, query_begin, key_begin,
+    for_each_decision(dropout, scores, coords, first_query, first_key,
                       [](float& p, bool is_kept) { p = is_kept ? p : -p; });
     CUTE_UNROLL
     for (int row = 0; row < size<0>(dscores); ++row) {

@@ -25,6 +25,7 @@ struct BackwardTraits {
   // Nothing but the softmax lies between the products.
   static constexpr bool is_plain = !has(modifier_features | feature::dropout | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static_assert(!is_plain || !is_sparse, "what hides unlisted pairs runs beside them");
 
   using Element = ElementOf<config.dtype>;

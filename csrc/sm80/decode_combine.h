@@ -81,10 +81,7 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
     const Denominator total{.sum = sum, .offset = reference};
     out.scale(total.inverse());
     if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
-    out.store(row_pointer<Element>(args.params.out, sequence.batch_q, row.head,
-                                   sequence.row_q + row.query) +
-                  column,
-              head_dim_v - column, args.has_vector_rows);
+    store_output<Element>(args, sequence, row, column, out);
   }
 }
 

@@ -123,7 +123,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int lane = threadIdx.x % 32;
 
   Sequence const& sequence = work.sequence;
-  const Band band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k);
+  const Band band = band_from_queries(params.window, sequence.shift);
   const int first_query = packed_row<Traits>(args, work, 0).query;
   const int last_query =
       min(packed_row<Traits>(args, work, block_m - 1).query, sequence.seqlen_q - 1);

@@ -102,19 +102,24 @@ struct OutputChunk {
   }
   CUTE_DEVICE float4 as_vector() const { return {values[0], values[1], values[2], values[3]}; }
 
-  // The first `count` of them.
+  // The first `count` of them; Element may be float.
   template <class Element>
   CUTE_DEVICE void store(Element* target, int count, bool aligned) const {
-    static_assert(sizeof(uint2) == columns * sizeof(Element));
-    if (aligned) {
+    if constexpr (std::is_same_v<Element, float>) {
+      if (aligned) {
+        *reinterpret_cast<float4*>(target) = as_vector();
+        return;
+      }
+    } else if (aligned) {
+      static_assert(sizeof(uint2) == columns * sizeof(Element));
       auto source = make_tensor(&values[0], Layout<Int<columns>>{});
       auto converted = convert_fragment<Element>(source);
       *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(converted.data());
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < columns; ++i) {
-        if (i < count) target[i] = static_cast<Element>(values[i]);
-      }
+      return;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      if (i < count) target[i] = static_cast<Element>(values[i]);
     }
   }
 };
@@ -148,13 +153,30 @@ CUTE_DEVICE float* lse_pointer(DecodeArguments const& args, Sequence const& sequ
          sequence.row_q + row.query;
 }
 
+// Columns of a row -> out, in its dtype.
+template <class Element>
+CUTE_DEVICE void store_output(DecodeArguments const& args, Sequence const& sequence,
+                              PackedRow const& row, int column, OutputChunk const& chunk) {
+  ForwardParams const& params = args.params;
+  const int count = params.shape.head_dim_v - column;
+  const auto store_as = [&](auto stored) {
+    auto* target = row_pointer<decltype(stored)>(params.out, sequence.batch_q, row.head,
+                                                 sequence.row_q + row.query);
+    chunk.store(target + column, count, args.has_vector_rows);
+  };
+  if (params.fp32_results) {
+    store_as(float{});
+  } else {
+    store_as(Element{});
+  }
+}
+
 // All warps must have left theirs. is_alone: the tile has no other split.
 template <class Traits>
 CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work, int split,
                               bool is_alone, typename Traits::SharedStorage const& smem) {
   using Element = typename Traits::Element;
   Sequence const& sequence = work.sequence;
-  TensorView const& out = args.params.out;
   const int head_dim_v = args.params.shape.head_dim_v;
   constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
 #pragma unroll 1
@@ -188,10 +210,7 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
       *reinterpret_cast<float4*>(partial.out + column) = chunk.as_vector();
     } else {
       if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
-      chunk.store(
-          row_pointer<Element>(out, sequence.batch_q, row.head, sequence.row_q + row.query) +
-              column,
-          head_dim_v - column, args.has_vector_rows);
+      store_output<Element>(args, sequence, row, column, chunk);
     }
   }
 }

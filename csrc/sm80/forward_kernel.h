@@ -144,6 +144,18 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     }
   }
 
+  if (Traits::writes_fp32 && params.fp32_results) {
+    fragment_to_fp32_rows<Traits::block_m, Traits::head_dim>(
+        tOrO, mma,
+        {.first =
+             row_pointer<float>(params.out, sequence.batch_q, head, sequence.row_q + query_begin),
+         .row_stride = params.out.row_stride,
+         .rows = rows,
+         .columns = params.shape.head_dim_v},
+        thread);
+    return;
+  }
+
   // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
   auto sO = smem_tile<typename Traits::QueryLayout>(smem.q);
   fragment_to_shared<Element>(tOrO, mma, sO, thread);
@@ -172,7 +184,7 @@ CUTE_DEVICE void find_tile(ForwardArguments const& args, int split,
   const int query_begin = work.tile * Traits::block_m;
   const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
   smem.work = work;
-  smem.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
+  smem.range = block_range(band_from_queries(params.window, work.sequence.shift), query_begin,
                            query_last, seqlen_k, Traits::block_n);
   if constexpr (Traits::is_sparse) {
     if (params.sparsity.lists.data != nullptr) {
@@ -260,13 +272,11 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreModifiers modifiers{};
   if constexpr (Traits::modifies_scores)
-    modifiers = ScoreModifiers::of(params.score, sequence.index, work.head,
-                                   sequence.seqlen_k - sequence.seqlen_q);
+    modifiers = ScoreModifiers::of(params.score, sequence.index, work.head, sequence.shift);
   [[maybe_unused]] DropoutMask dropout{};
   if constexpr (Traits::has(feature::dropout)) {
     const RngState rng = read_rng(params.dropout.rng);
-    dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.index, shape.num_heads_q,
-                              work.head);
+    dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, work.head);
   }
 
   const bool has_lists = Traits::is_sparse && params.sparsity.lists.data != nullptr;
@@ -315,14 +325,14 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     }
     if (!is_in_window(block)) {
       const ScoreMask<Traits::config.mask> mask{
-          .band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-          .seqlen_k = sequence.seqlen_k};
+          .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
     }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
     if constexpr (Traits::has(feature::dropout)) {
-      for_each_decision(dropout, scores, tScS, query_begin, key_begin,
+      for_each_decision(dropout, scores, tScS, sequence.first_q + query_begin,
+                        sequence.first_k + key_begin,
                         [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
     }
     auto rP = convert_fragment<Element>(tSrS);

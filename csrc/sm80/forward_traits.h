@@ -22,6 +22,7 @@ struct ForwardTraits {
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool modifies_scores = has(modifier_features | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
 
   // Whether registers are left for pointers to K and V from block to block.
   static constexpr bool keeps_pointers = config.keeps_pointers;

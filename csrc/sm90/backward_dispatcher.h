@@ -66,7 +66,9 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
                            bool& exists) {
   BackwardArguments const& call = args.call;
   BackwardParams const& params = call.params;
-  TileWork work;
+  // In place, for want of registers; beside lists that takes more of them.
+  TileWork own;
+  TileWork& work = Traits::is_sparse ? own : item.work;
   if (Traits::is_sparse && call.table.counts == nullptr) id = longest_first(call.schedule, id);
   exists = find_work(call.schedule, call.table, params, id, work);
   if (!exists) return false;
@@ -81,7 +83,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   const int key_begin = work.tile * Traits::block_n;
   const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
   const int heads = heads_per_tile(call);
-  item.work = work;
+  if constexpr (Traits::is_sparse) item.work = work;
   item.head_k = work.head / call.dkdv_splits;
   item.split = work.head - item.head_k * call.dkdv_splits;
   item.first_head = work.head * heads;
@@ -97,8 +99,9 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.direction = descends ? -1 : 1;
   item.half_starts_later = false;
   if constexpr (Traits::skips_hidden_half) {
-    const BlockRange of_half = tiles_that_see<Traits::block_m>(
-        params.window, sequence, key_begin + 64, max(key_begin + 64, key_last));
+    // Keys that the sequence does not have might be seen behind the last step.
+    const BlockRange of_half =
+        tiles_that_see<Traits::block_m>(params.window, sequence, key_begin + 64, key_last);
     item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
   }
   return !item.range.empty();

@@ -45,11 +45,18 @@ CUTE_DEVICE void write_query_gradient(BackwardArguments const& call, Sequence co
                                       int thread) {
   CUTE_UNROLL
   for (int i = 0; i < size(dq); ++i) dq(i) *= call.score_factor;
-  RowTarget<typename Traits::Element> target =
-      query_gradient_rows<Traits>(call.params, sequence, step.head, step.tile, row);
-  target.first += column;
-  target.columns -= column;
-  write_rows(rows_cols_view(dq), target, thread);
+  const auto write_as = [&](auto stored) {
+    auto target = query_gradient_rows<Traits, decltype(stored)>(call.params, sequence, step.head,
+                                                                step.tile, row);
+    target.first += column;
+    target.columns -= column;
+    write_rows(rows_cols_view(dq), target, thread);
+  };
+  if (Traits::writes_fp32 && call.params.fp32_results) {
+    write_as(float{});
+  } else {
+    write_as(typename Traits::Element{});
+  }
 }
 
 // The tile of dq_accum to which a step adds, which is its counter as well.

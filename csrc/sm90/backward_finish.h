@@ -18,15 +18,14 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Where the rows of query tile `tile` of a sequence lie in dq, from its row `row` on.
-template <class Traits>
-CUTE_DEVICE RowTarget<typename Traits::Element> query_gradient_rows(BackwardParams const& params,
-                                                                    Sequence const& sequence,
-                                                                    int head, int tile, int row) {
+// Where the rows of query tile `tile` of a sequence lie in dq, of Stored, from its row `row` on.
+template <class Traits, class Stored>
+CUTE_DEVICE RowTarget<Stored> query_gradient_rows(BackwardParams const& params,
+                                                  Sequence const& sequence, int head, int tile,
+                                                  int row) {
   TensorView const& dq = params.dq;
   const int query = tile * Traits::block_m + row;
-  return {.first = static_cast<typename Traits::Element*>(dq.data) +
-                   sequence.batch_q * dq.batch_stride +
+  return {.first = static_cast<Stored*>(dq.data) + sequence.batch_q * dq.batch_stride +
                    (std::int64_t{sequence.row_q} + query) * dq.row_stride + head * dq.head_stride,
           .row_stride = dq.row_stride,
           .rows = sequence.rows_q - query,
@@ -63,20 +62,63 @@ struct Strip {
   }
 };
 
-// One warp: a strip of the sums -> dq, kAtOnce times 32 columns at a time.
+// Where the lane's sums of a strip begin, its atoms DqAccumulator<128>::offset apart.
+template <class Traits, class Arguments>
+CUTE_DEVICE float const* strip_sums(Arguments const& call, float const* dq_accum,
+                                    Strip const& strip, int lane) {
+  const int thread = strip.row % 64 * 2 + lane;  // of the warpgroup that summed 64 rows
+  const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
+  return dq_accum + (query_tile * Traits::block_m + strip.row / 64 * 64) * Traits::head_dim +
+         DqAccumulator<128>::offset(0, 0, thread);
+}
+
+// One warp: a strip of the sums -> dq in fp32, kAtOnce times 16 columns at a time.
+template <class Traits, int kAtOnce, class Arguments>
+CUTE_DEVICE void write_fp32_strip(Arguments const& call, float const* dq_accum, float factor,
+                                  Strip const& strip, QueryTile const& work) {
+  constexpr int atoms = 2 * kAtOnce;
+  const int lane = threadIdx.x % 32;
+  const float* sums = strip_sums<Traits>(call, dq_accum, strip, lane);
+  const auto target = query_gradient_rows<Traits, float>(call.params, work.sequence, strip.head,
+                                                         work.tile, strip.row + lane / 4);
+  float* row = target.first + 2 * (lane % 4);
+  CUTE_NO_UNROLL
+  for (int begin = 0; begin < target.columns; begin += 8 * atoms) {
+    float4 values[atoms];
+    CUTE_UNROLL
+    for (int atom = 0; atom < atoms; ++atom) {
+      values[atom] = __ldcg(reinterpret_cast<float4 const*>(
+          sums + 64 * begin + DqAccumulator<128>::offset(atom, 0, 0)));
+    }
+    CUTE_UNROLL
+    for (int atom = 0; atom < atoms; ++atom) {
+      const float4 sum = values[atom];
+      const int column = begin + 8 * atom;
+      if (column >= target.columns) continue;
+      if (target.rows > 0)
+        *reinterpret_cast<float2*>(row + column) = {sum.x * factor, sum.y * factor};
+      if (target.rows > 8) {
+        *reinterpret_cast<float2*>(row + 8 * target.row_stride + column) = {sum.z * factor,
+                                                                            sum.w * factor};
+      }
+    }
+  }
+}
+
+// The same -> dq, kAtOnce times 32 columns at a time.
 template <class Traits, int kAtOnce, class Arguments>
 CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float factor,
                              Strip const& strip, QueryTile const& work) {
   using Element = typename Traits::Element;
   constexpr int column_group = 32;  // that four atoms of the sums cover
+  if (Traits::writes_fp32 && call.params.fp32_results) {
+    write_fp32_strip<Traits, kAtOnce>(call, dq_accum, factor, strip, work);
+    return;
+  }
   const int lane = threadIdx.x % 32;
-  const int thread = strip.row % 64 * 2 + lane;  // of the warpgroup that summed 64 rows
-  const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
-  const float* sums = dq_accum +
-                      (query_tile * Traits::block_m + strip.row / 64 * 64) * Traits::head_dim +
-                      DqAccumulator<128>::offset(0, 0, thread);
-  const auto target = query_gradient_rows<Traits>(call.params, work.sequence, strip.head, work.tile,
-                                                  strip.row + lane / 4);
+  const float* sums = strip_sums<Traits>(call, dq_accum, strip, lane);
+  const auto target = query_gradient_rows<Traits, Element>(call.params, work.sequence, strip.head,
+                                                           work.tile, strip.row + lane / 4);
   Element* row = target.first + 8 * (lane % 4);
   CUTE_NO_UNROLL
   for (int begin = 0; begin < Traits::head_dim; begin += kAtOnce * column_group) {

@@ -234,9 +234,11 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
                                item, key_begin, tGrdV, thread);
         write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
                                item, key_begin, tGrdK, thread);
-      } else if (call.dkdv_splits > 1) {
-        write_partial<Traits>(call.dv_partial, call, item, key_begin, tGrdV, thread);
-        write_partial<Traits>(call.dk_partial, call, item, key_begin, tGrdK, thread);
+      } else if (leaves_fp32<Traits>(call)) {
+        write_fp32_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial,
+                                    call, item, key_begin, tGrdV, thread);
+        write_fp32_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial,
+                                    call, item, key_begin, tGrdK, thread);
       } else {
         if (thread == 0) wait_stores();
         sync_output(warpgroup);

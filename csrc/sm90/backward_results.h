@@ -20,37 +20,42 @@ CUTE_DEVICE std::int64_t partial_row(BackwardArguments const& call, BackwardWork
   return row * shape.num_heads_k + item.head_k;
 }
 
-template <class Traits>
-CUTE_DEVICE typename Traits::Element* gradient_row(TensorView const& view,
-                                                   BackwardWorkItem const& item, int key) {
+// Where row `key` of a tile's sequence lies in dk or dv, of elements of any size.
+CUTE_DEVICE std::int64_t gradient_offset(TensorView const& view, BackwardWorkItem const& item,
+                                         int key) {
   Sequence const& sequence = item.work.sequence;
-  return static_cast<typename Traits::Element*>(view.data) + sequence.batch_k * view.batch_stride +
+  return sequence.batch_k * view.batch_stride +
          (std::int64_t(sequence.row_k) + key) * view.row_stride + item.head_k * view.head_stride;
 }
 
-// The accumulator of the 64 keys from key_begin on, by all threads of its warpgroup -> this split's
-// partial sum.
-template <class Traits, class Accumulator>
-CUTE_DEVICE void write_partial(float* partial, BackwardArguments const& call,
-                               BackwardWorkItem const& item, int key_begin,
-                               Accumulator const& accumulator, int thread) {
-  auto gradient = rows_cols_view(accumulator);
-  constexpr int columns = 4 * decltype(size<1>(gradient))::value;  // a quad shares a row
-  const int lane = thread % 32;
-  CUTE_UNROLL
-  for (int i = 0; i < size<0>(gradient); ++i) {
-    const int key = key_begin + thread / 32 * 16 + lane / 4 + 8 * i;
-    if (key >= item.work.sequence.rows_k) continue;
-    float* sums = partial + partial_row<Traits>(call, item, key) * columns;
-    CUTE_UNROLL
-    for (int column = 0; column < size<1>(gradient); column += 2) {
-      *reinterpret_cast<float2*>(sums + column / 2 * 8 + lane % 4 * 2) = {gradient(i, column),
-                                                                          gradient(i, column + 1)};
-    }
-  }
+// Whether dK and dV of a tile leave the kernel in fp32.
+template <class Traits>
+CUTE_DEVICE bool leaves_fp32(BackwardArguments const& call) {
+  return call.dkdv_splits > 1 || (Traits::writes_fp32 && call.params.fp32_results);
 }
 
-// The same -> dk or dv, through `tiles`, shared memory of all key warpgroups.
+// The accumulator of the 64 keys from key_begin on, by all threads of its warpgroup, in fp32 ->
+// the columns of dk or dv, or, where the query heads are split, this split's partial sum.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void write_fp32_gradient(TensorView const& view, int columns, float* partial,
+                                     BackwardArguments const& call, BackwardWorkItem const& item,
+                                     int key_begin, Accumulator const& accumulator, int thread) {
+  auto gradient = rows_cols_view(accumulator);
+  constexpr int all_columns = 4 * decltype(size<1>(gradient))::value;  // a quad shares a row
+  RowTarget<float> target{
+      .first = static_cast<float*>(view.data) + gradient_offset(view, item, key_begin),
+      .row_stride = view.row_stride,
+      .rows = item.work.sequence.rows_k - key_begin,
+      .columns = columns};
+  if (call.dkdv_splits > 1) {
+    target.first = partial + partial_row<Traits>(call, item, key_begin) * all_columns;
+    target.row_stride = call.params.shape.num_heads_k * all_columns;
+    target.columns = all_columns;
+  }
+  write_rows(gradient, target, thread);
+}
+
+// The same in 16 bits -> dk or dv, through `tiles`, shared memory of all key warpgroups.
 template <class Traits, int kColumns, class Mma, class Accumulator>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
                                 Mma const& mma, Accumulator const& accumulator,
@@ -67,18 +72,18 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& 
   }
 }
 
-// The same -> the columns of dk or dv straight from registers, or, where the query heads are split,
-// `partial`.
+// The same straight from registers, or write_fp32_gradient.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* partial,
                                 BackwardArguments const& call, BackwardWorkItem const& item,
                                 int key_begin, Accumulator const& accumulator, int thread) {
-  if (call.dkdv_splits > 1) {
-    write_partial<Traits>(partial, call, item, key_begin, accumulator, thread);
+  using Element = typename Traits::Element;
+  if (leaves_fp32<Traits>(call)) {
+    write_fp32_gradient<Traits>(view, columns, partial, call, item, key_begin, accumulator, thread);
     return;
   }
-  const RowTarget<typename Traits::Element> target{
-      .first = gradient_row<Traits>(view, item, key_begin),
+  const RowTarget<Element> target{
+      .first = static_cast<Element*>(view.data) + gradient_offset(view, item, key_begin),
       .row_stride = view.row_stride,
       .rows = item.work.sequence.rows_k - key_begin,
       .columns = columns};
@@ -137,10 +142,15 @@ CUTE_DEVICE void clear_key_gradients(BackwardArguments const& call, BackwardWork
       clear_row(call.dk_partial + row * head_dim, head_dim * int(sizeof(float)));
       clear_row(call.dv_partial + row * head_dim_v, head_dim_v * int(sizeof(float)));
     } else {
-      constexpr int element_bytes = int(sizeof(typename Traits::Element));
-      const AttentionShape& shape = params.shape;
-      clear_row(gradient_row<Traits>(params.dk, item, key), shape.head_dim * element_bytes);
-      clear_row(gradient_row<Traits>(params.dv, item, key), shape.head_dim_v * element_bytes);
+      const bool is_fp32 = Traits::writes_fp32 && params.fp32_results;
+      const int element_bytes =
+          static_cast<int>(is_fp32 ? sizeof(float) : sizeof(typename Traits::Element));
+      const auto clear = [&](TensorView const& view, int columns) {
+        clear_row(static_cast<char*>(view.data) + gradient_offset(view, item, key) * element_bytes,
+                  columns * element_bytes);
+      };
+      clear(params.dk, params.shape.head_dim);
+      clear(params.dv, params.shape.head_dim_v);
     }
   }
 }

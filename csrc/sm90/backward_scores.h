@@ -82,8 +82,8 @@ struct ScoreMath {
   // a while, and no scores.
   CUTE_DEVICE auto excluded_pairs(ScoreTile const& tile) const {
     if constexpr (drops) {
-      const int first_key = first_key_of(tile);
-      const int first_query = tile.query_begin + threadIdx.x % 4 * 2;
+      const int first_key = tile.sequence.first_k + first_key_of(tile);
+      const int first_query = tile.sequence.first_q + tile.query_begin + threadIdx.x % 4 * 2;
       if (call.params.dropout.threshold == 0) return Decisions::all_kept();
       return Decisions::draw(dropout_mask(tile),
                              [&](int n) { return int2{first_query + 16 * n, first_key}; });
@@ -206,13 +206,12 @@ struct ScoreMath {
   }
 
   CUTE_DEVICE DropoutMask dropout_mask(ScoreTile const& tile) const {
-    return DropoutMask::of(rng, call.params.dropout.threshold, tile.sequence.index,
-                           call.params.shape.num_heads_q, tile.head);
+    return DropoutMask::of(rng, call.params.dropout.threshold, tile.sequence.stream, tile.head);
   }
 
   CUTE_DEVICE ScoreModifiers modifiers(ScoreTile const& tile) const {
     return ScoreModifiers::of(call.params.score, tile.sequence.index, tile.head,
-                              tile.sequence.seqlen_k - tile.sequence.seqlen_q);
+                              tile.sequence.shift);
   }
 
   // P of queries from the first_sixteen'th 16 on -> negative where it is dropped.
@@ -256,11 +255,11 @@ struct ScoreMath {
 
   template <class Scores, class Coords>
   CUTE_DEVICE void hide(ScoreTile const& tile, Scores& scores, Coords const& coords) const {
-    const int seqlen_q = tile.sequence.seqlen_q;
-    const int seqlen_k = tile.sequence.seqlen_k;
     const ScoreMask<Traits::config.mask> mask{
-        .band = band_from_keys(call.params.window, seqlen_q, seqlen_k), .seqlen_k = seqlen_q};
-    mask.apply_by_bits(scores, coords, tile.key_begin, tile.query_begin, -INFINITY, seqlen_k);
+        .band = band_from_keys(call.params.window, tile.sequence.shift),
+        .seqlen_k = tile.sequence.seqlen_q};
+    mask.apply_by_bits(scores, coords, tile.key_begin, tile.query_begin, -INFINITY,
+                       tile.sequence.seqlen_k);
   }
 
   // A score is scale_log2 * S in powers of two.

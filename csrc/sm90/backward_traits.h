@@ -103,6 +103,7 @@ struct BackwardTraits {
   static constexpr bool has_weights = has(bending_features);
 
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static_assert(!is_sparse ||
                 (!separate && !has_score_modifiers && !draws && block_n == list_tile));
   static constexpr bool has_bias = has(feature::bias);

@@ -71,7 +71,7 @@ CUTE_DEVICE void transpose_quad(std::uint32_t (&pairs)[4], int lane) {
   exchange(pairs[1], pairs[3], high, 2);
 }
 
-// Where a tile's rows lie in global memory.
+// Where a tile's rows lie in global memory. Element: of 16 bits, or float.
 template <class Element>
 struct RowTarget {
   Element* first;  // row 0, column 0
@@ -105,6 +105,23 @@ CUTE_DEVICE void write_rows(Rows const& rows, RowTarget<Element> const& target, 
         *reinterpret_cast<uint4*>(target.first + row * target.row_stride + first_column) = {
             pairs[0], pairs[1], pairs[2], pairs[3]};
       }
+    }
+  }
+}
+
+// The same in fp32: a quad's pairs are 32 bytes in a row as they are.
+template <class Rows>
+CUTE_DEVICE void write_rows(Rows const& rows, RowTarget<float> const& target, int thread) {
+  const int lane = thread % 32;
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(rows); ++i) {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * i;
+    if (row >= target.rows) continue;
+    float* first = target.first + row * target.row_stride + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int column = 0; column < size<1>(rows); column += 2) {
+      if (4 * column >= target.columns) continue;  // a multiple of eight, as are these
+      *reinterpret_cast<float2*>(first + 4 * column) = {rows(i, column), rows(i, column + 1)};
     }
   }
 }

@@ -43,9 +43,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
     BlockRange range = of_tile;
     if (Traits::drops_blocks && !params.window.is_full()) {
-      range = own_range(band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
-                        query_begin, min(query_begin + 64, sequence.seqlen_q) - 1,
-                        sequence.seqlen_k, Traits::block_n, of_tile);
+      range = own_range(band_from_queries(params.window, sequence.shift), query_begin,
+                        min(query_begin + 64, sequence.seqlen_q) - 1, sequence.seqlen_k,
+                        Traits::block_n, of_tile);
     }
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     [[maybe_unused]] KeptPairs<Traits> kept;

@@ -44,17 +44,18 @@ CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::Share
     TileWork const& work = smem.work[work_state.stage].work;
     if (work.tile == no_tile) break;
     const BlockRange range = smem.work[work_state.stage].range;
-    const auto mask = DropoutMask::of(rng, params.dropout.threshold, work.sequence.index,
-                                      params.shape.num_heads_q, work.head);
-    const int first_query = work.tile * Traits::block_m + 16 * drawing_warp + lane / 4;
+    const auto mask =
+        DropoutMask::of(rng, params.dropout.threshold, work.sequence.stream, work.head);
+    const int first_query =
+        work.sequence.first_q + work.tile * Traits::block_m + 16 * drawing_warp + lane / 4;
+    const int key_of_lane =
+        work.sequence.first_k + own_word * Words::columns_per_word + lane % 4 * 2;
     __syncwarp();
     consumer_release(smem.work_ring, work_state);
 
     CUTE_NO_UNROLL
     for (int block = range.end - 1; block >= range.begin; --block) {
-      const int first_key =
-          block * Traits::block_n + own_word * Words::columns_per_word + lane % 4 * 2;
-      const auto columns = TileColumns::of(mask, first_key);
+      const auto columns = TileColumns::of(mask, block * Traits::block_n + key_of_lane);
       CUTE_NO_UNROLL
       for (int warpgroup = 0; warpgroup < Traits::consumers; ++warpgroup) {
         const DrawnTiles drawn = columns.draw(mask, threshold, first_query + 64 * warpgroup);

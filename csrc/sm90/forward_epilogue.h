@@ -11,12 +11,11 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Where row `query` of the sequence lies in out and in lse.
-template <class Element>
-CUTE_DEVICE Element* output_row(ForwardParams const& params, Sequence const& sequence, int head,
-                                int query) {
-  return static_cast<Element*>(params.out.data) + sequence.batch_q * params.out.batch_stride +
-         head * params.out.head_stride + (sequence.row_q + query) * params.out.row_stride;
+// Where row `query` of the sequence lies in out, of elements of any size, and in lse.
+CUTE_DEVICE std::int64_t output_offset(ForwardParams const& params, Sequence const& sequence,
+                                       int head, int query) {
+  return sequence.batch_q * params.out.batch_stride + head * params.out.head_stride +
+         (sequence.row_q + query) * params.out.row_stride;
 }
 
 CUTE_DEVICE float* lse_row(ForwardParams const& params, Sequence const& sequence, int head,
@@ -56,6 +55,18 @@ CUTE_DEVICE void write_split(ForwardArguments const& args, Sequence const& seque
         *reinterpret_cast<float2*>(target + column) = {output(row, i), output(row, i + 1)};
     }
   }
+}
+
+// A warpgroup's rows from query_begin on -> those of out that exist, as Stored.
+template <class Stored, class Output>
+CUTE_DEVICE void write_output_rows(ForwardParams const& params, Sequence const& sequence, int head,
+                                   int query_begin, Output const& output, int thread) {
+  const RowTarget<Stored> target{.first = static_cast<Stored*>(params.out.data) +
+                                          output_offset(params, sequence, head, query_begin),
+                                 .row_stride = params.out.row_stride,
+                                 .rows = sequence.rows_q - query_begin,
+                                 .columns = params.shape.head_dim_v};
+  write_rows(output, target, thread);
 }
 
 // Of the warpgroup's 64; the same in all lanes, said so that the compiler knows.
@@ -110,6 +121,10 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       if (first_query + 8 * row < sequence.rows_q) target[8 * row] = lse[row];
     }
   }
+  if (Traits::writes_fp32 && params.fp32_results) {
+    write_output_rows<float>(params, sequence, head, query_begin, output, thread);
+    return;
+  }
   if constexpr (Traits::stores_tiles) {
     constexpr int stored_rows = Traits::stored_rows;
     const bool is_own = stored_rows == 16;  // a tile of the warp's
@@ -130,22 +145,18 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
           args.last_v_box);
     }
   } else {
-    const RowTarget<Element> target{
-        .first = output_row<Element>(params, sequence, head, query_begin),
-        .row_stride = params.out.row_stride,
-        .rows = sequence.rows_q - query_begin,
-        .columns = params.shape.head_dim_v};
-    write_rows(output, target, thread);
+    write_output_rows<Element>(params, sequence, head, query_begin, output, thread);
   }
 }
 
 // The same of a whole tile, or split, that sees no key, by one warp: out 0, lse -inf or the sink's.
 template <class Traits>
 CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const& item, int lane) {
-  using Element = typename Traits::Element;
-  constexpr int elements = sizeof(uint4) / sizeof(Element);
   ForwardParams const& params = args.params;
   TileWork const& work = item.work;
+  const bool is_fp32 = Traits::writes_fp32 && params.fp32_results;
+  const int element_bytes =
+      static_cast<int>(is_fp32 ? sizeof(float) : sizeof(typename Traits::Element));
   const float sink = sink_of(params.score, work.head);
   const int columns = params.shape.head_dim_v;
   const int query_end = min((work.tile + 1) * Traits::block_m, work.sequence.rows_q);
@@ -162,9 +173,11 @@ CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const
         continue;
       }
     }
-    Element* row = output_row<Element>(params, work.sequence, work.head, query);
-    for (int column = lane * elements; column < columns; column += 32 * elements)
-      *reinterpret_cast<uint4*>(row + column) = {0, 0, 0, 0};
+    char* row = static_cast<char*>(params.out.data) +
+                output_offset(params, work.sequence, work.head, query) * element_bytes;
+    for (int byte = lane * int(sizeof(uint4)); byte < columns * element_bytes;
+         byte += 32 * int(sizeof(uint4)))
+      *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
     if (lane == 0) *lse_row(params, work.sequence, work.head, query) = lse;
   }
 }

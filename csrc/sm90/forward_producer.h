@@ -15,7 +15,7 @@ namespace flash_attn_cuda::sm90 {
 template <class Traits, class Item>
 CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item& item) {
   ForwardParams const& params = args.params;
-  TileWork work;
+  TileWork& work = item.work;
   if (Traits::is_sparse && args.table.counts == nullptr) id = longest_first(args.schedule, id);
   if (!find_work(args.schedule, args.table, params, id, work)) return false;
   if constexpr (Traits::is_sparse) {
@@ -26,8 +26,7 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item
   const int seqlen_k = work.sequence.seqlen_k;
   const int query_begin = work.tile * Traits::block_m;
   const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
-  item.work = work;
-  item.range = block_range(band_from_queries(params.window, seqlen_q, seqlen_k), query_begin,
+  item.range = block_range(band_from_queries(params.window, work.sequence.shift), query_begin,
                            query_last, seqlen_k, Traits::block_n);
   if constexpr (Traits::is_sparse) {
     const auto list = BlockList<Traits::block_n>::of(

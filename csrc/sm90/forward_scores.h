@@ -48,12 +48,11 @@ struct ForwardScores {
     ForwardParams const& params = tile.params;
     Sequence const& sequence = tile.sequence;
     if constexpr (Traits::has_score_modifiers) {
-      modifiers = ScoreModifiers::of(params.score, sequence.index, head,
-                                     sequence.seqlen_k - sequence.seqlen_q);
+      modifiers = ScoreModifiers::of(params.score, sequence.index, head, sequence.shift);
     }
     if constexpr (Traits::has_dropout && !Traits::draws_ahead) {
       dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
-                                sequence.index, params.shape.num_heads_q, head);
+                                sequence.stream, head);
     }
   }
 
@@ -116,7 +115,8 @@ struct ForwardScores {
       } else {
         kept = KeptPairs<Traits>::draw(dropout, [&](int sixteen) {
           const auto place = coords()(0, 4 * sixteen);
-          return int2{tile.query_begin + get<0>(place), block * block_n + get<1>(place)};
+          return int2{tile.sequence.first_q + tile.query_begin + get<0>(place),
+                      tile.sequence.first_k + block * block_n + get<1>(place)};
         });
       }
     }

@@ -16,7 +16,7 @@ struct ForwardTile {
   BlockRange range;
 
   CUTE_DEVICE ScoreMask<Traits::config.mask> mask() const {
-    return {.band = band_from_queries(params.window, sequence.seqlen_q, sequence.seqlen_k),
+    return {.band = band_from_queries(params.window, sequence.shift),
             .seqlen_k = sequence.seqlen_k};
   }
 };

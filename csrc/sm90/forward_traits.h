@@ -54,6 +54,7 @@ struct ForwardTraits {
   // dropout there are no registers for it, and calls without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
   static constexpr bool can_split = has(feature::split_kv);
   static_assert(!can_split || (!is_sparse && !has(feature::dropout)));

@@ -46,6 +46,7 @@ void visit_settings(Call& call, Visitor&& visitor) {
   visitor(call.seqused_q);
   visitor(call.seqused_k);
   visitor(call.leftpad_k);
+  visitor(call.origin);
   visitor(call.alibi_slopes);
   visitor(call.masks.block_columns);
   visitor(call.masks.bits);
@@ -255,6 +256,9 @@ std::vector<at::Tensor> forward(const CallArguments& given) {
                     "block_rows: must be given with block_columns where gradients are wanted");
   TORCH_CHECK_VALUE(!is_recorded || !given.out.has_value(),
                     "out: must be None where gradients are wanted, got a tensor");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_recorded || !given.fp32_results,
+      "fp32_results: must be False in a call whose gradients are wanted, got True");
   AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
   ForwardResults results = differentiable(given, call, is_recorded, /*has_settings=*/true);

@@ -47,9 +47,10 @@ BackwardResults run_backward_call(const GradientArguments& given, AttentionCall 
   const c10::cuda::CUDAGuard guard(device);
   const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
 
-  OutputTensor dq("dq", given.dq, call.q.sizes(), call.q);
-  OutputTensor dk("dk", given.dk, call.k.sizes(), call.q);
-  OutputTensor dv("dv", given.dv, call.v.sizes(), call.q);
+  const at::ScalarType dtype = call.result_dtype();
+  OutputTensor dq("dq", given.dq, call.q.sizes(), dtype, call.q);
+  OutputTensor dk("dk", given.dk, call.k.sizes(), dtype, call.q);
+  OutputTensor dv("dv", given.dv, call.v.sizes(), dtype, call.q);
   if (call.leftpad_k.defined()) {  // rows that no kernel writes
     dk.written().zero_();
     dv.written().zero_();
@@ -87,6 +88,7 @@ BackwardResults run_backward_call(const GradientArguments& given, AttentionCall 
       .dq = dq.view(),
       .dk = dk.view(),
       .dv = dv.view(),
+      .fp32_results = call.options.fp32_results,
       .dbias = bias_gradient(call, results.dbias),
       .dsink = results.dsink.defined() ? results.dsink.mutable_data_ptr<float>() : nullptr,
       .lse = input_rows(softmax_lse),

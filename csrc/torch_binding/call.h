@@ -16,6 +16,7 @@ struct CallOptions {
   float softcap = 0.0f;    // 0: off
   double p_dropout = 0.0;  // 0: off
   bool deterministic = false;
+  bool fp32_results = false;
 };
 
 // What a forward over a cache has beyond lengths.
@@ -47,6 +48,7 @@ struct AttentionCall {
   at::Tensor q, k, v;
   at::Tensor cu_seqlens_q, cu_seqlens_k;       // int32 (batch + 1)
   at::Tensor seqused_q, seqused_k, leftpad_k;  // int32 (batch)
+  at::Tensor origin;                           // int32 (batch, 4): SequenceParams
   at::Tensor alibi_slopes;                     // fp32 (heads_q) or (batch, heads_q)
   int max_seqlen_q = 0;                        // of packed sequences, an upper bound; 0: not known
   int max_seqlen_k = 0;
@@ -55,6 +57,10 @@ struct AttentionCall {
   CallOptions options;
 
   bool is_packed() const { return cu_seqlens_q.defined(); }
+  // Of out, dq, dk and dv.
+  at::ScalarType result_dtype() const {
+    return options.fp32_results ? at::kFloat : q.scalar_type();
+  }
   bool is_paged() const { return cache.block_table.defined(); }
   std::int64_t batch() const { return is_packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
   // Whether kernels read lengths or indices that may be wrong.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "host/normalize_window.h"
 #include "torch_binding/check.h"
 #include "torch_binding/to_params.h"
 
@@ -17,7 +18,8 @@ CallOptions checked_options(const CallArguments& given) {
           .softmax_scale = checked_softmax_scale(scale),
           .softcap = checked_softcap(given.softcap),
           .p_dropout = checked_p_dropout(given.dropout_p_name, given.dropout_p),
-          .deterministic = given.deterministic};
+          .deterministic = given.deterministic,
+          .fp32_results = given.fp32_results};
 }
 
 // A checked max_seqlen as AttentionCall has it.
@@ -87,6 +89,24 @@ void check_cache_entries(const CallArguments& given, std::int64_t batch) {
       ": must have an entry for cache_batch_idx to name, got shape ", entries.sizes());
 }
 
+at::Tensor checked_origin(const CallArguments& given, std::int64_t batch) {
+  if (!given.origin.has_value()) return {};
+  TORCH_CHECK_VALUE(given.cu_seqlens_q.has_value(),
+                    "origin: must be None without cu_seqlens_q, got a tensor");
+  const auto check = [](const char* what, bool is_there) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_there, "origin: must be None with ", what, ", got a tensor");
+  };
+  check("a block_table", given.block_table.has_value());
+  check("a cache", given.over_cache);
+  check("a mask or a bias", given.block_rows.has_value() || given.bias.has_value());
+  check("return_softmax", given.return_softmax && given.dropout_p > 0.0);
+  const std::int64_t rows = std::max(given.q.size(0), given.k.size(0));
+  TORCH_CHECK_VALUE(rows <= max_seqlen_with_origin, "origin: must be None for more than ",
+                    max_seqlen_with_origin, " rows, got ", rows);
+  check_array("origin", *given.origin, {batch, 4}, at::kInt, given.q);
+  return *given.origin;
+}
+
 void check_refused(const CallArguments& given) {
   const bool has_pages = given.block_table.has_value();
   TORCH_CHECK_NOT_IMPLEMENTED(given.dropout_p == 0.0 || !(has_pages || given.over_cache),
@@ -95,8 +115,11 @@ void check_refused(const CallArguments& given) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !(has_pages || given.over_cache) || !(given.block_rows.has_value() || given.bias.has_value()),
       "attn_mask: must be None with a block_table");
-  TORCH_CHECK_NOT_IMPLEMENTED(!given.origin.has_value() && !given.fp32_results,
-                              "origin, fp32_results: not implemented on CUDA");
+  TORCH_CHECK_NOT_IMPLEMENTED(!(given.fp32_results && (has_pages || given.over_cache)),
+                              "fp32_results: must be False with a block_table, got True");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !(given.fp32_results && (given.block_rows.has_value() || given.bias.has_value())),
+      "fp32_results: must be False with a mask or a bias, got True");
   TORCH_CHECK_VALUE(given.over_cache || !(given.k_new.has_value() || given.rotary_cos.has_value() ||
                                           given.cache_batch_idx.has_value()),
                     "over_cache: must be set where keys are appended or entries chosen");
@@ -144,6 +167,7 @@ AttentionCall checked_call(const CallArguments& given, Pass pass) {
                                         batch, given.q);
   call.leftpad_k = checked_per_sequence(over_cache ? "cache_leftpad" : "leftpad_k", given.leftpad_k,
                                         batch, given.q);
+  call.origin = checked_origin(given, batch);
   call.alibi_slopes = checked_alibi_slopes(given.alibi_slopes, batch, given.q);
   call.masks = checked_masks(given, pass, batch);
   call.options = checked_options(given);

@@ -83,6 +83,8 @@ Rule rule_of(DeviceCheck check, const ContentNames& names) {
       return {"cu_seqlens_k_new", "must start at 0, not decrease and end within the rows of k"};
     case DeviceCheck::rotary_position:
       return {"rotary_cos", "must have a row for every position"};
+    case DeviceCheck::origin:
+      return {"origin", "must have multiples of 16, from 0 to 2^30, as first_q and first_k"};
     case DeviceCheck::none:
       break;
   }

@@ -52,7 +52,7 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
           : at::Tensor();
   CacheUpdate update;
   if (given.over_cache) update = checked_update(given, call);
-  OutputTensor output("out", given.out, output_sizes(call), call.q);
+  OutputTensor output("out", given.out, output_sizes(call), call.result_dtype(), call.q);
   use_kernel_layout(call);
   const at::Tensor q = call.q;  // read by what rotates it
   std::optional<AppendParams> append;
@@ -73,6 +73,7 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
                        .k = input_view(call.k),
                        .v = input_view(call.v),
                        .out = output.view(),
+                       .fp32_results = call.options.fp32_results,
                        .lse = output_rows(results.softmax_lse),
                        .errors = has_device_contents ? device_record(device) : nullptr};
   const ForwardPlan plan = plan_forward(params, device_info(device));

@@ -106,6 +106,7 @@ SequenceParams sequence_params(const AttentionCall& call) {
           .seqused_q = int_data(call.seqused_q),
           .seqused_k = int_data(call.seqused_k),
           .leftpad_k = int_data(call.leftpad_k),
+          .origin = int_data(call.origin),
           .kv_batch_idx = int_data(cache.kv_batch_idx),
           .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
           .seqlen_k_new = cache.seqlen_k_new,
@@ -194,7 +195,8 @@ std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_t
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
-  const std::int64_t elements = vector_bytes / tensor.element_size();
+  // Of 16 bits; of fp32 results kernels ask the same.
+  const std::int64_t elements = vector_bytes / 2;
   const int last = tensor.dim() - 1;
   if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
   for (int dim = 0; dim < last; ++dim) {

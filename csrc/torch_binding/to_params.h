@@ -74,9 +74,6 @@ at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 class OutputTensor {
  public:
   OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
-               const at::Tensor& q)
-      : OutputTensor(name, given, shape, q.scalar_type(), q) {}
-  OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
                at::ScalarType dtype, const at::Tensor& q);
   const at::Tensor& written() const { return written_; }
   TensorView view() const { return output_view(written_); }

@@ -13,14 +13,15 @@ import torch
 
 from ..call import CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
 from .lengths import (
+    MAX_ROWS_WITH_ORIGIN,
     check_block_table,
     check_bound,
     check_cu_seqlens,
     check_cu_seqlens_contents,
     check_max_seqlen,
-    check_multiples,
     check_num_splits,
     check_optional,
+    check_origin_contents,
     check_pages,
     check_range,
 )
@@ -44,9 +45,6 @@ from .tensors import (
     output_shape,
     refuse_gradients,
 )
-
-# Queries and keys that dropout decides about together.
-ORIGIN_STEP = 16
 
 
 def names_of(call: AttentionCall) -> Names:
@@ -261,10 +259,11 @@ def _check_refused(call: AttentionCall) -> None:
         )
     if call.origin is not None:
         _check_origin(call)
+    if call.fp32_results and (call.has_masks() or call.reads_in_place()):
+        what = "a mask or a bias" if call.has_masks() else "a block_table"
+        raise NotImplementedError(f"fp32_results: must be False with {what}, got True")
     if not call.reads_in_place():
         return
-    if call.fp32_results:
-        raise NotImplementedError("fp32_results: must be False with a block_table, got True")
     if call.dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
     if call.has_masks():
@@ -283,6 +282,11 @@ def _check_origin(call: AttentionCall) -> None:
     for what, is_there in refused.items():
         if is_there:
             raise NotImplementedError(f"origin: must be None with {what}, got a tensor")
+    rows = max(call.q.shape[0], call.k.shape[0])
+    if rows > MAX_ROWS_WITH_ORIGIN:
+        raise ValueError(
+            f"origin: must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
+        )
 
 
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
@@ -365,7 +369,7 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
     if table is not None:
         check_pages(table, call.leftpad_k, used_k, k.shape[:2])
     if call.origin is not None and call.dropout_p > 0.0:
-        check_multiples("origin", call.origin[:, 1:3], ORIGIN_STEP)
+        check_origin_contents(call.origin)
 
 
 def _check_cache_contents(call: AttentionCall) -> None:

@@ -17,6 +17,10 @@ from .tensors import check_like, check_tensor
 
 MAX_SPLITS = 256
 MAX_INT64 = 2**63 - 1
+MAX_ROWS_WITH_ORIGIN = 2**28
+MOST_BOUND_WITH_ORIGIN = 2**29 - 1  # of a window; larger ones are none
+MOST_FIRST = 2**30
+ORIGIN_STEP = 16  # queries and keys that dropout decides about together
 
 
 def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
@@ -143,13 +147,15 @@ def check_range(
         )
 
 
-def check_multiples(name: str, values: Tensor, step: int) -> None:
-    """Raise unless every entry of values (B, n) is a multiple of step that is not negative."""
-    index = _first_true(((values < 0) | (values % step != 0)).any(1))
-    if index is not None:
+def check_origin_contents(origin: Any) -> None:
+    """Raise unless dropout can count from the places that an origin says."""
+    places = origin[:, 1:3]
+    is_place = (places >= 0) & (places <= MOST_FIRST) & (places % ORIGIN_STEP == 0)
+    if (found := _first_true(~is_place.flatten())) is not None:
+        index, which = divmod(found, 2)
         raise ValueError(
-            f"{name}: first_q and first_k must be multiples of {step} that are not negative, "
-            f"got {values[index].tolist()} at index {index}"
+            f"origin: must have multiples of {ORIGIN_STEP}, from 0 to {MOST_FIRST}, as first_q and "
+            f"first_k, got {int(places[index, which])} at index {index}"
         )
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from .. import cpu
 from ..call import AttentionCall, Incoming
+from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -85,9 +86,12 @@ def _options(
     elif call.block_rows is not None:
         visibility = cpu.Visibility.of_rows(call.block_rows, call.mask_bits)
     right = 0 if call.causal else call.window_size_right
+    left, right = max(call.window_size_left, -1), max(right, -1)
+    if call.origin is not None:
+        left, right = (-1 if x > MOST_BOUND_WITH_ORIGIN else x for x in (left, right))
     return cpu.AttentionOptions(
         softmax_scale=call.scale(),
-        window=(max(call.window_size_left, -1), max(right, -1)),
+        window=(left, right),
         softcap=max(call.softcap, 0.0),
         alibi_slopes=call.alibi_slopes,
         dropout_p=call.dropout_p,

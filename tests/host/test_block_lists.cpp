@@ -160,7 +160,7 @@ Listing random_listing(int tiles, int others, std::mt19937& random) {
 
 template <int kTile, int kBlock>
 void check_forward(const Call& call, const Listing& listing) {
-  const Band band = band_from_queries(call.window, call.seqlen_q, call.seqlen_k);
+  const Band band = band_from_queries(call.window, call.seqlen_k - call.seqlen_q);
   for (int first = 0; first < call.seqlen_q; first += kTile) {
     const int last = std::min(first + kTile, call.seqlen_q) - 1;
     const BlockRange range = block_range(band, first, last, call.seqlen_k, kBlock);
@@ -173,7 +173,7 @@ void check_forward(const Call& call, const Listing& listing) {
 
 template <int kTile, int kBlock>
 void check_backward(const Call& call, const Listing& listing) {
-  const Band band = band_from_keys(call.window, call.seqlen_q, call.seqlen_k);
+  const Band band = band_from_keys(call.window, call.seqlen_k - call.seqlen_q);
   for (int first = 0; first < call.seqlen_k; first += kTile) {
     const int last = std::min(first + kTile, call.seqlen_k) - 1;
     const BlockRange range = block_range(band, first, last, call.seqlen_q, kBlock);
@@ -321,7 +321,7 @@ TEST(lists_of_no_keys_and_of_unseen_sequences_are_empty) {
   CHECK(BlockList<64>::of(listing.lists(), 0, 0, 1, some_ranges[0]).empty());
   CHECK(BlockList<64>::of(listing.lists(), 0, 0, 2, range).empty());
   // The sequences of a packed call's gaps attend to nothing, and have no lists.
-  const Band full = band_from_queries({}, 0, 500);
+  const Band full = band_from_queries({}, 500);
   const BlockRange of_no_queries = block_range(full, 0, -1, 500, 64);
   CHECK(BlockList<64>::of(listing.lists(), 1'000'000, 7, 0, of_no_queries).empty());
 }

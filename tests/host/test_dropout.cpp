@@ -75,7 +75,8 @@ struct Draw {
   int head = 0;
 
   DropoutMask mask() const {
-    return DropoutMask::of({seed, offset}, dropout_threshold(p_dropout), sequence, num_heads, head);
+    return DropoutMask::of({seed, offset}, dropout_threshold(p_dropout), sequence * num_heads,
+                           head);
   }
 
   // The 16 random bits of a pair: eight of its own, and below them eight of its block.

@@ -8,6 +8,7 @@
 #include "host/normalize_window.h"
 #include "host/plan_steps.h"
 #include "shared/block_range.h"
+#include "shared/sequence.h"
 #include "shared/tile_scheduler.h"
 
 using namespace host_tests;
@@ -134,38 +135,48 @@ TEST(the_largest_grid_stays_within_int) {
   CHECK_EQ(coord.head, 32'766);
 }
 
+namespace {
+
+// Every tile and block size of a call whose queries are `shift` keys further on.
+void check_window(const Window& window, int shift, int seqlen_q, int seqlen_k) {
+  const auto query_sees_key = [&](int query, int key) {
+    const int diagonal = query + shift;
+    return (window.left < 0 || key >= diagonal - window.left) &&
+           (window.right < 0 || key <= diagonal + window.right);
+  };
+  const auto key_is_seen_by = [&](int key, int query) { return query_sees_key(query, key); };
+  const Band from_queries = band_from_queries(window, shift);
+  for (const auto& [tile, parts, block] :
+       {std::tuple{4, 2, 2}, {4, 2, 1}, {6, 3, 4}, {6, 3, 1}, {6, 2, 2}}) {
+    check_parts(from_queries, seqlen_q, seqlen_k, tile, parts, block, query_sees_key);
+  }
+  for (const auto& [tile, block] : {std::pair{4, 2}, {2, 4}, {4, 4}, {3, 5}}) {
+    check_ranges(from_queries, seqlen_q, seqlen_k, tile, block, query_sees_key);
+    check_ranges(band_from_keys(window, shift), seqlen_k, seqlen_q, tile, block, key_is_seen_by);
+  }
+}
+
+}  // namespace
+
 TEST(ranges_hold_what_is_visible_from_either_side) {
   const int bounds[] = {Window::unbounded, 0, 1, 3, 4, 9};
+  static const int origin[4] = {};
   for (const int seqlen_q : {1, 3, 8, 13}) {
     for (const int seqlen_k : {1, 4, 7, 14}) {
+      const AttentionShape shape{.batch_size = 1,
+                                 .seqlen_q = seqlen_q,
+                                 .seqlen_k = seqlen_k,
+                                 .num_heads_q = 1,
+                                 .num_heads_k = 1,
+                                 .head_dim = 64,
+                                 .head_dim_v = 64};
       for (const int left : bounds) {
         for (const int right : bounds) {
-          const AttentionShape shape{.batch_size = 1,
-                                     .seqlen_q = seqlen_q,
-                                     .seqlen_k = seqlen_k,
-                                     .num_heads_q = 1,
-                                     .num_heads_k = 1,
-                                     .head_dim = 64,
-                                     .head_dim_v = 64};
-          const Window window = normalize_window({.left = left, .right = right}, shape);
-          const auto query_sees_key = [&](int query, int key) {
-            const int diagonal = query + seqlen_k - seqlen_q;
-            return (left < 0 || key >= diagonal - left) && (right < 0 || key <= diagonal + right);
-          };
-          const auto key_is_seen_by = [&](int key, int query) {
-            return query_sees_key(query, key);
-          };
-          for (const auto& [tile, parts, block] :
-               {std::tuple{4, 2, 2}, {4, 2, 1}, {6, 3, 4}, {6, 3, 1}, {6, 2, 2}}) {
-            check_parts(band_from_queries(window, seqlen_q, seqlen_k), seqlen_q, seqlen_k, tile,
-                        parts, block, query_sees_key);
-          }
-          for (const auto& [tile, block] : {std::pair{4, 2}, {2, 4}, {4, 4}, {3, 5}}) {
-            check_ranges(band_from_queries(window, seqlen_q, seqlen_k), seqlen_q, seqlen_k, tile,
-                         block, query_sees_key);
-            check_ranges(band_from_keys(window, seqlen_q, seqlen_k), seqlen_k, seqlen_q, tile,
-                         block, key_is_seen_by);
-          }
+          const Window given{.left = left, .right = right};
+          check_window(normalize_window(given, shape), seqlen_k - seqlen_q, seqlen_q, seqlen_k);
+          const Window of_parts = normalize_window(given, shape, {.origin = origin});
+          for (int shift = -26; shift <= 26; shift += 4)
+            check_window(of_parts, shift, seqlen_q, seqlen_k);
         }
       }
     }
@@ -173,7 +184,7 @@ TEST(ranges_hold_what_is_visible_from_either_side) {
 }
 
 TEST(without_keys_the_range_is_empty) {
-  const Band full = band_from_queries({}, 10, 0);
+  const Band full = band_from_queries({}, -10);
   CHECK(block_range(full, 0, 9, 0, 64).empty());
 }
 
@@ -192,12 +203,41 @@ TEST(the_longest_sequences_do_not_overflow) {
       lengths.seqlen_q = seqlen_q;
       lengths.seqlen_k = seqlen_k;
       const Window window = normalize_window({.left = bound, .right = bound}, lengths);
-      const BlockRange keys = block_range(band_from_queries(window, seqlen_q, seqlen_k),
+      const BlockRange keys = block_range(band_from_queries(window, seqlen_k - seqlen_q),
                                           seqlen_q - 1, seqlen_q - 1, seqlen_k, 64);
       CHECK_EQ(keys.end, ceil_div(seqlen_k, 64));  // the last query sees the last key
-      const BlockRange queries = block_range(band_from_keys(window, seqlen_q, seqlen_k),
+      const BlockRange queries = block_range(band_from_keys(window, seqlen_k - seqlen_q),
                                              seqlen_k - 1, seqlen_k - 1, seqlen_q, 64);
       CHECK_EQ(queries.end, ceil_div(seqlen_q, 64));
+    }
+  }
+}
+
+TEST(no_shift_makes_positions_overflow) {
+  const int longest = max_seqlen_with_origin;
+  static const int origin[4] = {};
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = longest,
+                             .seqlen_k = longest,
+                             .num_heads_q = 1,
+                             .num_heads_k = 1,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  constexpr int max_int = 2'147'483'647;
+  for (const int bound : {0, 1, most_bound_with_origin, most_bound_with_origin + 1, max_int}) {
+    const Window window =
+        normalize_window({.left = bound, .right = bound}, shape, {.origin = origin});
+    CHECK_EQ(window.is_full(), bound > most_bound_with_origin);
+    for (const int shift : {-most_shift, -longest, 0, longest, most_shift}) {
+      for (const Band band : {band_from_queries(window, shift), band_from_keys(window, shift)}) {
+        for (const int first : {0, longest - 64}) {
+          const BlockRange range = block_range(band, first, first + 63, longest, 64);
+          CHECK(range.begin >= 0 && range.end <= longest / 64);
+          CHECK_EQ(range.empty(),
+                   !window.is_full() &&
+                       (shift == most_shift || shift == -most_shift || range.begin >= range.end));
+        }
+      }
     }
   }
 }

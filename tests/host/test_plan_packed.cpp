@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "fixtures.h"
+#include "host/normalize_window.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
@@ -193,6 +194,41 @@ TEST(the_mask_is_judged_by_bounds_of_the_lengths) {
   };
   CHECK_EQ(chosen(1), "full");
   CHECK_EQ(chosen(2), "windowed");
+}
+
+TEST(with_an_origin_every_bound_may_hide_keys_and_nothing_else_of_a_plan_changes) {
+  static const int origin[4] = {};
+  constexpr int no_bound = most_bound_with_origin + 1;
+  const InstanceList<ForwardInstance> both({forward_instance("full", 128, MaskKind::full),
+                                            forward_instance("windowed", 128, MaskKind::windowed)});
+  for (const int bound : {0, 1, 11'999, 12'000, most_bound_with_origin, no_bound}) {
+    auto params = packed_call<ForwardParams>(batch_of_8);
+    auto gradients = packed_call<BackwardParams>(batch_of_8);
+    params.window = gradients.window = {.left = bound, .right = bound};
+    params.sequences.origin = gradients.sequences.origin = origin;
+    const std::string name = plan_forward(params, h200, both).instance->name;
+    CHECK_EQ(name, bound == no_bound ? "full" : "windowed");
+    const std::size_t bytes = backward(gradients).workspace_bytes;
+    gradients.sequences.origin = nullptr;
+    gradients.window = bound == no_bound ? Window{} : Window{.left = 5, .right = 5};
+    CHECK_EQ(backward(gradients).workspace_bytes, bytes);
+  }
+}
+
+TEST(calls_that_have_no_origin_are_refused_with_one) {
+  static const int origin[4] = {};
+  ForwardParams dense;
+  dense.shape = batch_of_8;
+  dense.sequences.origin = origin;
+  CHECK_ERROR(forward(dense), "must be given with origin");
+  auto paged = packed_call<ForwardParams>(batch_of_8);
+  paged.sequences.origin = origin;
+  paged.paged.block_table = origin;
+  CHECK_ERROR(forward(paged), "origin must be null");
+  auto long_one = packed_call<BackwardParams>(batch_of_8);
+  long_one.sequences.origin = origin;
+  long_one.shape.seqlen_k = max_seqlen_with_origin + 1;
+  CHECK_ERROR(backward(long_one), "seqlen_k with origin must be from 0 to");
 }
 
 TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {

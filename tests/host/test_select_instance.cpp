@@ -157,6 +157,19 @@ TEST(every_requested_feature_must_be_there) {
   CHECK_ERROR(selected(table, needs), "features alibi, dropout on");
 }
 
+TEST(rows_for_masks_and_biases_have_no_fp32_results) {
+  ForwardInstance masked = forward_instance("masked", 64, MaskKind::windowed);
+  masked.config.features = feature::softcap | feature::block_sparse | feature::bias;
+  ForwardInstance rich = forward_instance("rich", 64, MaskKind::windowed);
+  rich.config.features = feature::softcap | feature::dropout;
+  KernelRequest needs = request(64);
+  needs.features = feature::softcap;
+  CHECK_EQ(selected(InstanceList<ForwardInstance>({masked, rich}), needs), "masked");
+  needs.fp32_results = true;
+  CHECK_EQ(selected(InstanceList<ForwardInstance>({masked, rich}), needs), "rich");
+  CHECK_ERROR(selected(InstanceList<ForwardInstance>({masked}), needs), "fp32 results on");
+}
+
 TEST(the_kind_must_match) {
   KernelRequest needs = request(64);
   CHECK_EQ(selected(complete_forward_table(), needs), "hd64");

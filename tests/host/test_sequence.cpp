@@ -65,8 +65,40 @@ TEST(without_lengths_a_sequence_is_what_the_shape_says) {
     CHECK_EQ(sequence.rows_q, 10);
     CHECK_EQ(sequence.seqlen_k, 100);
     CHECK_EQ(sequence.rows_k, 100);
+    CHECK_EQ(sequence.shift, 90);
+    CHECK_EQ(sequence.stream, index * shape_of_4.num_heads_q);
+    CHECK_EQ(sequence.first_q, 0);
+    CHECK_EQ(sequence.first_k, 0);
     CHECK_EQ(errors.check, 0);
   }
+}
+
+TEST(an_origin_is_clamped_and_places_that_are_no_multiples_are_reported) {
+  constexpr int min_int = -2'147'483'647 - 1, max_int = 2'147'483'647;
+  const int origin[] = {7, 32, 48, -5, -3, 17, -16, min_int, 0, max_int, 0, max_int};
+  const auto read_part = [&](int index, bool drops) {
+    Reading reading{.sequence = sequence_of_shape(shape_of_4, index)};
+    read_origin(origin, drops, index, &reading.errors, reading.sequence);
+    return reading;
+  };
+  for (const bool drops : {false, true}) {
+    const auto [sequence, errors] = read_part(0, drops);
+    CHECK_EQ(sequence.stream, 7);
+    CHECK_EQ(sequence.first_q, drops ? 32 : 0);
+    CHECK_EQ(sequence.first_k, drops ? 48 : 0);
+    CHECK_EQ(sequence.shift, -5);
+    CHECK_EQ(sequence.seqlen_q, 10);
+    CHECK_EQ(errors.check, 0);
+  }
+  const auto [wrong, errors] = read_part(1, true);
+  CHECK_EQ(wrong.stream, -3);
+  CHECK_EQ(wrong.first_q, 16);
+  CHECK_EQ(wrong.first_k, 0);
+  CHECK_EQ(wrong.shift, -most_shift);
+  CHECK(errors == error(DeviceCheck::origin, 1, 17, origin_step));
+  CHECK_EQ(read_part(1, false).errors.check, 0);
+  CHECK_EQ(read_part(2, true).sequence.first_q, most_first);
+  CHECK_EQ(read_part(2, true).sequence.shift, most_shift);
 }
 
 TEST(used_lengths_shorten_what_attends_and_nothing_else) {

@@ -175,7 +175,11 @@ class HostTable {
                             .rows_q = seqlen_q,
                             .seqlen_k = used_k,
                             .rows_k = seqlen_k,
-                            .first_q_tile = first_q_tile});
+                            .first_q_tile = first_q_tile,
+                            .shift = used_k - used_q,
+                            .stream = 0,
+                            .first_q = 0,
+                            .first_k = 0});
       first_q_tile += ceil_div(seqlen_q, plan.table.q_tile_rows);
       row_q += seqlen_q;
       row_k += seqlen_k;
@@ -216,7 +220,12 @@ void check_adders() {
     // Normalised by bounds that the shape gives, which other sequences may have filled.
     const AttentionShape bounds{.seqlen_q = sequence.seqlen_q + below(30),
                                 .seqlen_k = sequence.seqlen_k + below(30)};
-    const Window window = normalize_window({.left = below(45) - 1, .right = below(45) - 1}, bounds);
+    // Of parts of a longer sequence the window may be anywhere.
+    static const int origin[4] = {};
+    const bool is_part = below(2) == 1;
+    sequence.shift = is_part ? below(161) - 80 : sequence.seqlen_k - sequence.seqlen_q;
+    const Window window = normalize_window({.left = below(45) - 1, .right = below(45) - 1}, bounds,
+                                           {.origin = is_part ? origin : nullptr});
     std::map<int, std::set<int>> visitors;
     // Beyond seqlen_k there can be tiles of rows that do not attend.
     for (int tile = 0; tile * kBlockN < sequence.seqlen_k + 20; ++tile) {
