@@ -36,6 +36,7 @@ class Case:
     has_alibi: bool = False
     has_sink: bool = False
     dropout_p: float = 0.0
+    deterministic: bool = False
     ulysses_size: int | None = None
     head_groups: int | None = None
     dtype: torch.dtype = torch.float64
@@ -48,6 +49,7 @@ class Case:
             "window_size": self.window_size,
             "softcap": self.softcap,
             "dropout_p": self.dropout_p,
+            "deterministic": self.deterministic,
         }
 
 
@@ -83,6 +85,16 @@ class Whole:
             random(case.heads_q, dtype=torch.float32).abs() if case.has_alibi else None,
             random(case.heads_q, dtype=wide) if case.has_sink else None,
             [0, *accumulate(lengths)],
+        )
+
+    def in_fp64_on_cpu(self) -> Whole:
+        """The same numbers."""
+        names = ("q", "k", "v", "dout", "dlse", "sink")
+        inputs = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{name: None if x is None else x.cpu().double() for name, x in inputs.items()},
+            slopes=None if self.slopes is None else self.slopes.cpu(),
         )
 
     def results(self, case: Case, rng_state: Tensor | None) -> dict[str, Tensor]:
@@ -170,13 +182,8 @@ def make(case: Case) -> ContextParallel:
 
 
 def equals_the_whole(case: Case) -> None:
-    whole = Whole.of(case)
-    parallel = group_of(case)
-    if parallel is None:
-        return
-    drawn: list[Tensor] = []
-    draw = parallel._draw
-    parallel._draw = lambda q: drawn.append(draw(q)) or drawn[-1]
+    whole, parallel = Whole.of(case), group_of(case)
+    drawn = keep_draws(parallel)
     torch.manual_seed(case.seed + dist.get_rank())
     found, _ = sharded_results(case, parallel, whole)
     wanted = whole.results(case, drawn[0] if drawn else None)
@@ -187,11 +194,42 @@ def equals_the_whole(case: Case) -> None:
         )
 
 
+def is_as_close_as_one_call(case: Case) -> None:
+    """In low precision: errors of results over the ranks, at most twice those of one call over the
+    whole on one device; both against fp64 on the CPU.
+    """
+    whole, parallel = Whole.of(case), group_of(case)
+    drawn = keep_draws(parallel)
+    torch.manual_seed(case.seed + dist.get_rank())
+    found, _ = sharded_results(case, parallel, whole)
+    rng_state = drawn[0] if drawn else None
+    wanted = whole.in_fp64_on_cpu().results(case, None if rng_state is None else rng_state.cpu())
+    one_call = whole.results(case, rng_state)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert torch.equal(found[name].isneginf().cpu(), x.isneginf()), name
+        own, usual = (
+            (y.double().cpu() - x).nan_to_num(0.0).abs() for y in (found[name], one_call[name])
+        )
+        assert own.isfinite().all(), name
+        unit = torch.finfo(one_call[name].dtype).eps * x[x.isfinite()].abs().max()
+        assert own.max() <= 2 * usual.max() + unit, f"{name}: {own.max()} {usual.max()}"
+        assert own.mean() <= 1.5 * usual.mean() + unit / 8, f"{name}: {own.mean()} {usual.mean()}"
+
+
+def keep_draws(parallel: ContextParallel) -> list[Tensor]:
+    """The random states that calls from now on draw."""
+    drawn: list[Tensor] = []
+    draw = type(parallel)._draw
+    parallel._draw = lambda q: drawn.append(draw(parallel, q)) or drawn[-1]
+    return drawn
+
+
 _parallels: dict[Any, ContextParallel] = {}
 
 
-def group_of(case: Case) -> ContextParallel | None:
-    """Of the first case.ranks ranks; None on the others. Groups are made once."""
+def group_of(case: Case) -> ContextParallel:
+    """Of all ranks; made once."""
     key = (case.scheme, case.ranks, case.ulysses_size, case.head_groups)
     if case.ranks == dist.get_world_size():
         if key not in _parallels:
@@ -214,6 +252,37 @@ def repeats(case: Case) -> None:
         again, _ = sharded_results(case, parallel, whole)
         for name, x in first.items():
             assert torch.equal(x, again[name]), name
+
+
+def in_a_graph(case: Case) -> None:
+    """A captured forward and backward, replayed with other numbers."""
+    whole, parallel = Whole.of(case), group_of(case)
+
+    def cut(whole: Whole) -> list[Tensor]:
+        return [parallel.shard(x[None]).contiguous() for x in (whole.q, whole.k, whole.v)]
+
+    static = [x.requires_grad_() for x in cut(whole)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = parallel.attend(*static, **case.options())
+        return out.detach(), *torch.autograd.grad(out, static, torch.ones_like(out))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # plans and communicators are made here
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for seed in (1, 2):
+        with torch.no_grad():
+            for x, y in zip(static, cut(Whole.of(replace(case, seed=seed))), strict=True):
+                x.copy_(y)
+        graph.replay()
+        for x, y in zip(captured, step(), strict=True):
+            assert torch.equal(x, y)
 
 
 def round_trips() -> None:

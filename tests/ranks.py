@@ -1,4 +1,6 @@
-"""Processes that talk over gloo, each a rank, for tests of what runs on several GPUs."""
+"""Processes, each a rank, for tests of what runs on several GPUs: over gloo, or over NCCL with a
+GPU for each.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """`size` processes, started once and kept."""
+    """`size` processes, started once and kept. backend: of torch.distributed."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -30,7 +33,7 @@ class Ranks:
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs), daemon=True
+                target=_serve, args=(rank, self.size, self.backend, store, theirs), daemon=True
             )
             process.start()
             self._pipes.append(mine)
@@ -67,11 +70,13 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,

@@ -1,0 +1,401 @@
+"""Context parallel attention over the GPUs of a host, against one GPU that does all of it.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel_speed.py --json context_parallel.json
+    torchrun --nproc-per-node 2 benchmarks/context_parallel_speed.py --seqlens 32768 --means
+
+Causal attention, head_dim 128, 32 query and 8 key heads, bf16. Long sequences have --seqlens tokens
+in all; packed documents have --tokens in all, with log-normal lengths of each mean. efficiency is
+the time of one GPU for the whole, over the ranks, over the time of the slowest rank: 1 where ranks
+lose nothing. Every rank times one GPU's call too, so that both find the same clocks. What is
+compared is timed in turns, A B C C B A, a turn of at least --turn-ms; a barrier begins a turn.
+
+Peers: `torch`, torch.distributed's context_parallel over scaled_dot_product_attention; and
+`ring-flash-attention`, if it is installed, whose exchanges then run over this package's kernels
+(compat.install), so that schedules are compared, not kernels. --trace: also the time in which a
+rank's transfers ran beside no kernel, from torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one that is measured.
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from documents import environment, write_outputs  # noqa: E402
+from feature_tables import Column, Row, Target, number, print_document, ratio  # noqa: E402
+from lengths import log_normal_lengths  # noqa: E402
+from torch import Tensor  # noqa: E402
+from turns import order_of_turns  # noqa: E402
+
+import flash_attn_cuda  # noqa: E402
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func  # noqa: E402
+from flash_attn_cuda.context_parallel import ContextParallel  # noqa: E402
+
+SCHEMA = 1
+BENCHMARK = "context parallel"
+SCHEMES = ("all_gather", "ring", "ulysses")
+ONE_GPU, TORCH, RING_FLASH_ATTENTION = "one GPU", "torch", "ring-flash-attention"
+HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
+DTYPE = torch.bfloat16
+ROUNDS = 4
+TRACED_ITERATIONS = 3
+
+COLUMNS = (
+    Column("problem", "group"),
+    Column("pass", "pass"),
+    Column("what", "scheme"),
+    Column("ms", "milliseconds", number(4)),
+    Column("TFLOP/s a GPU", "tflops", number(4)),
+    Column("efficiency", "efficiency", ratio),
+    Column("exposed ms", "exposed_ms", number(3)),
+)
+
+Passes = tuple[Callable[[], object], Callable[[], object]]  # forward, backward
+
+
+@dataclass(frozen=True)
+class Problem:
+    """lengths: of documents packed one behind the other; one for a sequence that is not packed."""
+
+    lengths: tuple[int, ...]
+    mean: int | None = None  # None: one sequence
+
+    def __str__(self) -> str:
+        return f"S{self.total}" + (f" documents of {self.mean}" if self.mean else "")
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+    def flops(self, which: str) -> float:
+        pairs = sum(length * (length + 1) / 2 for length in self.lengths)
+        return pairs * 4 * HEADS_Q * HEAD_DIM * (2.5 if which == "backward" else 1)
+
+    def target(self) -> Target | None:
+        if self.mean:
+            return Target("efficiency", 0.90)
+        if self.total >= 65_536:
+            return Target("efficiency", 0.95)
+        return Target("efficiency", 0.90) if self.total >= 32_768 else None
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and dout of the whole, the same on every rank."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        shapes = [(self.total, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_K, HEADS_K, HEADS_Q)]
+        return [
+            torch.randn(shape, generator=generator, dtype=DTYPE, device="cuda") for shape in shapes
+        ]
+
+
+def passes_of(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> Passes:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    return forward, partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+
+
+def one_gpu(problem: Problem) -> Passes:
+    if not problem.mean:
+        whole = [x[None] for x in problem.inputs()]
+        return passes_of(partial(flash_attn_func, causal=True), *whole)
+    bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device="cuda")
+    longest = max(problem.lengths)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return flash_attn_varlen_func(*qkv, bounds, bounds, longest, longest, causal=True)
+
+    return passes_of(attend, *problem.inputs())
+
+
+def ours(problem: Problem, scheme: str) -> Passes:
+    parallel = ContextParallel(None, scheme)
+    if problem.mean:
+        plan = parallel.plan(problem.cu_seqlens)
+        mine = [parallel.shard(x, plan) for x in problem.inputs()]
+        return passes_of(partial(parallel.attend, plan=plan, causal=True), *mine)
+    mine = [parallel.shard(x[None]) for x in problem.inputs()]
+    return passes_of(partial(parallel.attend, causal=True), *mine)
+
+
+def ring_flash_attention(problem: Problem) -> Passes:
+    flash_attn_cuda.compat.install()
+    import ring_flash_attn as peer
+
+    if not problem.mean:
+        parallel = ContextParallel(None, "ring")  # of which the layout is the same, zigzag
+        mine = [parallel.shard(x[None]) for x in problem.inputs()]
+        return passes_of(partial(peer.zigzag_ring_flash_attn_func, causal=True), *mine)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device="cuda")
+    cu_q, cu_k, max_q, max_k, local_k = peer.llama3_flash_attn_prepare_cu_seqlens(
+        bounds, True, rank, size
+    )
+    mine = [x.chunk(size)[rank] for x in problem.inputs()]
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return peer.llama3_flash_attn_varlen_func(
+            *qkv, cu_q, cu_k, max_q, max_k, heads_k_stride=1, local_k_slice=local_k, causal=True
+        )
+
+    return passes_of(attend, *mine)
+
+
+def torch_context_parallel(problem: Problem, stack: contextlib.ExitStack) -> Passes:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if problem.mean:
+        raise ValueError("its causal attention takes sequences of one length")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    whole = [x[None].transpose(1, 2).contiguous() for x in problem.inputs()]
+    stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    stack.enter_context(
+        context_parallel(
+            mesh, buffers=whole, buffer_seq_dims=[2] * 4, no_restore_buffers=set(whole)
+        )
+    )
+    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return passes_of(attend, *whole)
+
+
+def contenders(
+    problem: Problem, names: Sequence[str], stack: contextlib.ExitStack
+) -> Iterator[tuple[str, Callable[[], Passes]]]:
+    for name in names:
+        if name == ONE_GPU:
+            yield name, partial(one_gpu, problem)
+        elif name == TORCH:
+            yield name, partial(torch_context_parallel, problem, stack)
+        elif name == RING_FLASH_ATTENTION:
+            yield name, partial(ring_flash_attention, problem)
+        else:
+            yield name, partial(ours, problem, name)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def slowest(milliseconds: float) -> float:
+    """Of all ranks."""
+    value = torch.tensor(milliseconds, device="cuda")
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def time_calls(call: Callable[[], object], count: int) -> float:
+    """Milliseconds of a call, on the slowest rank."""
+    dist.barrier()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return slowest(first.elapsed_time(last) / count)
+
+
+def measure(calls: Sequence[Callable[[], object]], turn_ms: float) -> list[float]:
+    estimates = []
+    for call in calls:
+        time_calls(call, 2)
+        estimates.append(time_calls(call, 2))
+    taken: list[list[float]] = [[] for _ in calls]
+    for index in order_of_turns(len(calls), ROUNDS):
+        count = max(2, math.ceil(turn_ms / estimates[index]))
+        taken[index].append(time_calls(calls[index], count))
+    return [median(x) for x in taken]
+
+
+def exposed(call: Callable[[], object]) -> dict[str, float]:
+    """Of one call on this rank, from the profiler: milliseconds in which transfers ran, and in
+    which they ran beside no other kernel.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(TRACED_ITERATIONS):
+            call()
+        torch.cuda.synchronize()
+    transfers, alone = transfer_times(
+        [
+            (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+            for event in trace.events()
+            if event.device_type == DeviceType.CUDA
+        ]
+    )
+    per_call = 1e3 * TRACED_ITERATIONS
+    return {"transfer_ms": transfers / per_call, "exposed_ms": alone / per_call}
+
+
+def transfer_times(spans: Sequence[tuple[float, float, bool]]) -> tuple[float, float]:
+    """How long any transfer ran, and how long beside nothing else; spans: (begin, end, whether it
+    is a transfer).
+    """
+    marks = [(begin, 1, is_transfer) for begin, _, is_transfer in spans]
+    marks += [(end, -1, is_transfer) for _, end, is_transfer in spans]
+    running = {True: 0, False: 0}
+    transfers = alone = 0.0
+    for (begin, step, is_transfer), (end, *_) in pairwise(sorted(marks)):
+        running[is_transfer] += step
+        if running[True]:
+            transfers += end - begin
+            alone += 0.0 if running[False] else end - begin
+    return transfers, alone
+
+
+def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
+    names: list[str] = []
+    made: list[Passes] = []
+    with contextlib.ExitStack() as stack:
+        reasons = {}
+        for name, make in contenders(problem, options.contenders, stack):
+            try:
+                passes = make()
+                for call in passes:
+                    call()
+                torch.cuda.synchronize()
+            except Exception as error:
+                reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                continue
+            names.append(name)
+            made.append(passes)
+        for index, which in enumerate(("forward", "backward")):
+            times = measure([passes[index] for passes in made], options.turn_ms)
+            single = dict(zip(names, times, strict=True)).get(ONE_GPU)
+            for name, passes, milliseconds in zip(names, made, times, strict=True):
+                yield row_of(problem, which, name, milliseconds, single) | (
+                    exposed(passes[index])
+                    if options.trace and name != ONE_GPU
+                    else {"transfer_ms": None, "exposed_ms": None}
+                )
+            for name, reason in reasons.items():
+                yield row_of(problem, which, name, None, single) | {
+                    "status": "failed",
+                    "reason": reason,
+                    "transfer_ms": None,
+                    "exposed_ms": None,
+                }
+
+
+def row_of(
+    problem: Problem, which: str, scheme: str, milliseconds: float | None, single: float | None
+) -> Row:
+    ranks = 1 if scheme == ONE_GPU else dist.get_world_size()
+    row: Row = {
+        "name": f"{problem} {which} {scheme}",
+        "group": str(problem),
+        "tokens": problem.total,
+        "mean_length": problem.mean,
+        "pass": which,
+        "scheme": scheme,
+        "ranks": ranks,
+        "status": "ok",
+        "reason": None,
+        "milliseconds": milliseconds,
+        "single_milliseconds": single,
+        "tflops": milliseconds and problem.flops(which) / ranks / milliseconds / 1e9,
+        "efficiency": single / ranks / milliseconds if single and milliseconds else None,
+    }
+    target = problem.target()
+    row["targets"] = [target.judge(row)] if target and scheme in SCHEMES else []
+    return row
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", "--json", type=Path, help="where the results go")
+    parser.add_argument(
+        "--seqlens", nargs="*", type=int, default=[16_384, 32_768, 65_536, 131_072, 262_144]
+    )
+    parser.add_argument("--means", nargs="*", type=int, default=[4096, 16_384])
+    parser.add_argument("--tokens", type=int, default=131_072, help="of packed documents")
+    every = [ONE_GPU, *SCHEMES, TORCH, *([RING_FLASH_ATTENTION] if find_peer() else [])]
+    parser.add_argument("--contenders", nargs="+", choices=every, default=every)
+    parser.add_argument("--turn-ms", type=float, default=100.0)
+    parser.add_argument("--trace", action="store_true", help="also show exposed transfers")
+    return parser.parse_args(arguments)
+
+
+def find_peer() -> bool:
+    return find_spec("ring_flash_attn") is not None
+
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    documents = [
+        Problem(log_normal_lengths(options.tokens // mean, mean), mean) for mean in options.means
+    ]
+    return [*(Problem((seqlen,)) for seqlen in options.seqlens), *documents]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "nccl",
+        device_id=torch.device("cuda", torch.cuda.current_device()),
+        timeout=timedelta(seconds=90),
+    )
+    is_first = dist.get_rank() == 0
+    command = ["torchrun", "benchmarks/context_parallel_speed.py", *(arguments or sys.argv[1:])]
+    rows: list[Row] = []
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "benchmark": BENCHMARK,
+        "command": shlex.join(command),
+        "ranks": dist.get_world_size(),
+        "environment": environment("cuda"),
+        "results": rows,
+    }
+    for problem in problems(options):
+        if is_first:
+            print(problem, file=sys.stderr, flush=True)
+        rows += rows_of(problem, options)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if is_first and options.out:
+            write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
+    if is_first:
+        print_document(document, COLUMNS)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The benchmark of context parallelism, as far as it needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import context_parallel_speed as benchmark
+
+
+def test_transfers_beside_kernels_and_alone() -> None:
+    kernels = [(0.0, 4.0, False), (6.0, 8.0, False)]
+    transfers = [(1.0, 5.0, True), (4.5, 5.5, True), (6.5, 7.0, True), (8.0, 9.0, True)]
+    assert benchmark.transfer_times(kernels + transfers) == (4.5 + 0.5 + 1.0, 1.5 + 1.0)
+    assert benchmark.transfer_times(kernels) == (0.0, 0.0)
+    assert benchmark.transfer_times([]) == (0.0, 0.0)
+
+
+def test_problems_and_their_targets() -> None:
+    options = benchmark.parse_arguments(["--seqlens", "16384", "32768", "65536"])
+    problems = benchmark.problems(options)
+    limits = [target and target.limit for target in (x.target() for x in problems)]
+    assert limits == [None, 0.90, 0.95, 0.90, 0.90]
+    assert [x.total for x in problems[-2:]] == [131_072, 131_072]
+    assert len(problems[-2].lengths) == 32
+    assert problems[0].flops("forward") == pytest.approx(16_384 * 16_385 / 2 * 4 * 32 * 128)
+    assert problems[0].flops("backward") == 2.5 * problems[0].flops("forward")
+    assert problems[-1].cu_seqlens[-1] == 131_072
