@@ -14,6 +14,7 @@ import torch.distributed as dist
 from context_parallel_cases import Case, Whole
 from torch import Tensor
 
+from flash_attn_cuda.context_parallel import parallel
 from flash_attn_cuda.surfaces import ring_flash_attn as ring
 
 
@@ -78,10 +79,10 @@ def equals_the_whole(call: Call) -> None:
     }
     inputs = [x.clone().requires_grad_() for x in packed[call.form]]
     torch.manual_seed(dist.get_rank())
-    parallel = ring._parallel(ring._group_of(None), *scheme_of(call))
+    used = ring._parallel(ring._group_of(None), *scheme_of(call))
     drawn: list[Tensor] = []
-    draw = parallel._draw
-    parallel._draw = lambda q: drawn.append(draw(q)) or drawn[-1]
+    draw = used._draw
+    used._draw = lambda q: drawn.append(draw(q)) or drawn[-1]
     try:
         out, softmax_lse, nothing = getattr(ring, f"{call.stem}_{call.form}func")(
             *inputs,
@@ -93,7 +94,7 @@ def equals_the_whole(call: Call) -> None:
             return_attn_probs=True,
         )
     finally:
-        parallel._draw = draw
+        used._draw = draw
     assert nothing is None
     torch.autograd.backward((out, softmax_lse), (dout, dlse))
     grads = [x for one in inputs for x in unpacked(one.grad, 4 - len(inputs), one is inputs[0])]
@@ -139,6 +140,36 @@ def out_alone() -> None:
     assert count <= 2 and len(asked) == count + 1
 
 
+def keeps_no_more(most: int) -> None:
+    """Batches of packed documents, each with a plan of its own, and the first ones again."""
+    x = torch.randn(12, 2, 4, dtype=torch.float64)
+    first: dict[int, Tensor] = {}
+    before, parallel.MOST_KEPT = parallel.MOST_KEPT, most
+    try:
+        for cut in (*range(12), *range(4)):
+            out = ring.ring_flash_attn_varlen_func(x, x, x, [0, cut, 12], None, causal=True)
+            assert torch.equal(out, first.setdefault(cut, out))
+        used = ring._parallel(ring._group_of(None), "ring", None)
+        assert len(used._prepared) <= most and len(used._agreed) <= most
+    finally:
+        parallel.MOST_KEPT = before
+
+
+def under_inference_mode() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, bounds = torch.randn(8, 2, 4), torch.tensor([0, 3, 8 * ranks])
+    *made, of_keys = ring.llama3_flash_attn_prepare_cu_seqlens(bounds, True, rank, ranks)
+    wanted = ring.llama3_flash_attn_varlen_func(x, x, x, *made, 2, of_keys, causal=True)
+    with torch.inference_mode():
+        *made, of_keys = ring.llama3_flash_attn_prepare_cu_seqlens(bounds + 0, True, rank, ranks)
+        assert not made[0].is_inference()
+        for cu_seqlens_q in (made[0], made[0] + 0):
+            out = ring.llama3_flash_attn_varlen_func(
+                x, x, x, cu_seqlens_q, *made[1:], 2, of_keys, causal=True
+            )
+            assert torch.equal(out, wanted)
+
+
 def refuses() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, packed = torch.zeros(1, 6, 4, 8), torch.zeros(6, 4, 8)
@@ -165,6 +196,9 @@ def refuses() -> None:
         ring.zigzag_ring_flash_attn_varlen_func(*three, [0, 3, 6], 3)
     with pytest.raises(ValueError, match=r"dropout_p: must be 0 where .* multiples of 16"):
         ring.ring_flash_attn_func(x, x, x, dropout_p=0.1)
+
+    with pytest.raises(ValueError, match=r"cu_seqlens: must be integers .* got torch\.float32 of"):
+        ring.ring_flash_attn_varlen_func(*three, torch.tensor([0.0, 6.0]), 6)
 
     bounds = torch.tensor([0, 5, 6 * ranks])
     prepare = ring.llama3_flash_attn_prepare_cu_seqlens

@@ -113,6 +113,14 @@ def test_equals_the_whole(four: Ranks, stem: str, option: str) -> None:
     four.run(cases.equals_the_whole, Call(stem, case_of(stem, option, 4)))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_stripes_of_any_length(four: Ranks, dropout_p: float) -> None:
+    """Also where the plan between them pads."""
+    for length, batch in ((3, 3), (7, 1), (1, 2), (13, 5)):
+        case = Case("", 4, (4 * length,), batch, heads_k=2, dropout_p=dropout_p)
+        four.run(cases.equals_the_whole, Call("stripe_flash_attn", case))
+
+
 @pytest.mark.parametrize("form", ["kvpacked_", "qkvpacked_"])
 @pytest.mark.parametrize("stem", BATCH + PACKED)
 def test_packed_forms(two: Ranks, stem: str, form: str) -> None:
@@ -125,6 +133,14 @@ def test_packed_forms(two: Ranks, stem: str, form: str) -> None:
 
 def test_results_and_questions(two: Ranks) -> None:
     two.run(cases.out_alone)
+
+
+def test_plans_do_not_pile_up(two: Ranks) -> None:
+    two.run(cases.keeps_no_more, 6)
+
+
+def test_under_inference_mode(two: Ranks) -> None:
+    two.run(cases.under_inference_mode)
 
 
 def test_bad_arguments(two: Ranks) -> None:

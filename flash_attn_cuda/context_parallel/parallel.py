@@ -75,6 +75,7 @@ class ContextParallel:
         self.size = size_of(self._ring) * size_of(self._ulysses)
         self.rank = rank_of(self._ring) * size_of(self._ulysses) + rank_of(self._ulysses)
         self._prepared: dict[Any, Any] = {}
+        self._captured: dict[Any, Any] = {}
         self._agreed: dict[Any, None] = {}
 
     # -- shards ------------------------------------------------------------------------------------
@@ -358,6 +359,8 @@ class ContextParallel:
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._prepared:
             keep(self._prepared, key, make())
+        if is_captured():  # a graph reads it for as long as it lives
+            self._captured[key] = self._prepared[key]
         return self._prepared[key]
 
     def _index(self, key: Any, device: torch.device, rows: Any) -> Tensor:
@@ -402,6 +405,15 @@ class ContextParallel:
             if group is not None:
                 compare_facts(facts, group)
         keep(self._agreed, key, None)
+
+
+def is_captured() -> bool:
+    """Whether kernels of this thread become part of a CUDA graph."""
+    return (
+        not is_compiling()
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:

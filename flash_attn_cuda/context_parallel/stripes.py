@@ -8,7 +8,6 @@ sends all but one share of its rows, and gets as many.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -46,7 +45,7 @@ class Stripes:
         return came.index_select(0, self.order.argsort())
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.disable
 def stripes_of(plan: Plan, rank: int, device: torch.device) -> Stripes:
     """Of a plan whose sequences all have a multiple of the ranks, so that the stripes of one end
     where those of the next begin: row g of the packed whole is row g // ranks of rank g mod ranks.

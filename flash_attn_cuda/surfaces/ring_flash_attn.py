@@ -16,8 +16,9 @@ What all of them share:
   cuts at multiples of 16, stripes any.
 - Rows of stripes travel once more than those of other layouts, to contiguous pieces and back.
 - cu_seqlens and cu_seqlens_q are read on the host. A list or a CPU tensor costs nothing; a CUDA
-  tensor is waited for at the first call that sees it, and again only if it was written to. The
-  llama3 functions, which know the rank's own documents alone, then also ask the other ranks.
+  tensor is waited for at the first call that sees it, and again only if it was written to; one of
+  torch.inference_mode, which does not tell, at every call. The llama3 functions, which know the
+  rank's own documents alone, then also ask the other ranks.
 - return_attn_probs returns (out, softmax_lse, None), through whose softmax_lse gradients flow.
 - NotImplementedError, by name: substitute_hf_flash_attn, update_ring_flash_attn_params.
 """
@@ -84,6 +85,7 @@ class _Options(NamedTuple):
 # -- layouts ---------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 @lru_cache(maxsize=16)
 def _parallel(group: ProcessGroup, scheme: str, head_groups: int | None) -> ContextParallel:
     return ContextParallel(group, scheme, head_groups=head_groups)
@@ -96,12 +98,14 @@ def _group_of(group: ProcessGroup | None) -> ProcessGroup:
     return found
 
 
+@torch.compiler.disable
 @lru_cache(maxsize=PLANS_KEPT)
 def _contiguous(lengths: tuple[int, ...], ranks: int) -> Plan:
     """lengths: of every rank's part of each sequence."""
     return Plan.contiguous([ranks * x for x in lengths], ranks)
 
 
+@torch.compiler.disable
 @lru_cache(maxsize=PLANS_KEPT)
 def _zigzag(lengths: tuple[int, ...], ranks: int) -> Plan:
     for sequence, length in enumerate(lengths):
@@ -113,6 +117,7 @@ def _zigzag(lengths: tuple[int, ...], ranks: int) -> Plan:
     return Plan.zigzag([ranks * x for x in lengths], ranks)
 
 
+@torch.compiler.disable
 @lru_cache(maxsize=PLANS_KEPT)
 def _balanced(lengths: tuple[int, ...], ranks: int, band: Band, multiple: int) -> Plan:
     return Plan.balanced([ranks * x for x in lengths], ranks, band, multiple=multiple)
@@ -141,7 +146,10 @@ def _stripes(
     parallel = _parallel(group, "ring", None)
     band = Band.of(options.causal, window_bounds(options.window_size))
     plan = _balanced(lengths, parallel.size, band, 16 if options.dropout_p else 1)
-    stripes = stripes_of(plan, parallel.rank, qkv[0].device)
+    device = qkv[0].device
+    stripes = parallel._once(
+        (plan, "stripes", device), lambda: stripes_of(plan, parallel.rank, device)
+    )
     shards = [stripes.to_shard(x, group) for x in qkv]
     out, softmax_lse = _attend(parallel, shards, plan, options)
     return stripes.to_stripe(out, group), stripes.to_stripe(softmax_lse.t(), group).t()
@@ -419,6 +427,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         documents among the rank's queries and among the keys they see, like cu_seqlens; the
         longest of each; the rows of the whole batch that these keys are.
     """
+    check_tensor("cu_seqlens", cu_seqlens)
     bounds = _bounds("cu_seqlens", cu_seqlens)
     if world_size < 1 or bounds[-1] % world_size or bounds[-1] == 0:
         raise ValueError(
@@ -428,7 +437,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be in [0, {world_size}), got {rank}")
     mine = _Slice.of(bounds, causal, rank, world_size)
-    made = [cu_seqlens.new_tensor(x) for x in mine[:2]]
+    with torch.inference_mode(False):  # tensors whose changes are counted, as _documents asks
+        made = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in mine[:2]]
     longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
     return made[0], made[1], longest[0], longest[1], slice(mine.first, mine.end)
 
@@ -608,6 +618,11 @@ _read: Any = WeakTensorKeyDictionary()  # (version, bounds) of tensors that have
 @torch.compiler.disable
 def _bounds(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     """On the host; a CUDA tensor is waited for once, until it is written to."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+        raise ValueError(
+            f"{name}: must be integers of shape (sequences + 1,), got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
     if not isinstance(cu_seqlens, Tensor):
         bounds = tuple(int(x) for x in cu_seqlens)
     elif not cu_seqlens.is_cuda or cu_seqlens.is_inference():
