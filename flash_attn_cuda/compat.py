@@ -5,10 +5,12 @@
     from flash_attn import flash_attn_func  # flash_attn_cuda's
     from flash_attn_interface import flash_attn_func  # with FlashAttention-3's parameters
     from flash_attn.cute import flash_attn_func  # with FlashAttention-4's
+    from ring_flash_attn import ring_flash_attn_func  # with ring-flash-attention's
 
 What resolves is in _PROVIDED: modules, and names in them, that libraries import as soon as they see
-that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4, whose functions are
-imported when the module is, and whose docstrings say what each argument does. Any other module of
+that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4 and of
+ring-flash-attention, whose functions are imported when the module is, and whose docstrings say what
+each argument does. Any other module of
 flash_attn is not found, which code that tries the import can handle; code that asks for flash_attn
 alone and then imports such a module fails, as it does in an installation that lacks it.
 torch.ops.flash_attn has our operators under FlashAttention-2's names, so that a policy of selective
@@ -132,6 +134,7 @@ _SURFACES = {
     "flash_attn.cute": f"{__package__}.surfaces.flash_attention_4",
     "flash_attn.cute.block_sparsity": f"{__package__}.surfaces.flash_attention_4",
     "flash_attn.cute.interface": f"{__package__}.surfaces.flash_attention_4",
+    "ring_flash_attn": f"{__package__}.surfaces.ring_flash_attn",
 }
 _PACKAGES = (
     "flash_attn",
@@ -143,14 +146,15 @@ _PACKAGES = (
 
 
 def install() -> None:
-    """Make `import flash_attn`, its modules and FlashAttention-3's, flash_attn_interface, resolve
-    to this package, in this process.
+    """Make `import flash_attn`, its modules, FlashAttention-3's, flash_attn_interface, and
+    ring_flash_attn resolve to this package, in this process.
 
     Call it before the libraries that look for flash_attn are imported. Calling it again changes
     nothing. An installed FlashAttention that has not been imported yet is hidden until uninstall().
 
     Raises:
-        RuntimeError: another flash_attn or flash_attn_interface has been imported already.
+        RuntimeError: another flash_attn, flash_attn_interface or ring_flash_attn has been imported
+            already.
     """
     if is_installed():
         return

@@ -32,6 +32,7 @@ from .plan import Band, Plan
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 ROWS_TO_OVERLAP = 4096  # of a shard, from which heads travel in groups
+MOST_KEPT = 256  # schedules, indices and agreements, of which packed batches each have their own
 
 
 class ContextParallel:
@@ -74,7 +75,8 @@ class ContextParallel:
         self.size = size_of(self._ring) * size_of(self._ulysses)
         self.rank = rank_of(self._ring) * size_of(self._ulysses) + rank_of(self._ulysses)
         self._prepared: dict[Any, Any] = {}
-        self._agreed: set[Any] = set()
+        self._captured: dict[Any, Any] = {}
+        self._agreed: dict[Any, None] = {}
 
     # -- shards ------------------------------------------------------------------------------------
 
@@ -356,7 +358,9 @@ class ContextParallel:
 
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._prepared:
-            self._prepared[key] = make()
+            keep(self._prepared, key, make())
+        if is_captured():  # a graph reads it for as long as it lives
+            self._captured[key] = self._prepared[key]
         return self._prepared[key]
 
     def _index(self, key: Any, device: torch.device, rows: Any) -> Tensor:
@@ -400,7 +404,23 @@ class ContextParallel:
         for group in (self._ulysses, self._ring):
             if group is not None:
                 compare_facts(facts, group)
-        self._agreed.add(key)
+        keep(self._agreed, key, None)
+
+
+def is_captured() -> bool:
+    """Whether kernels of this thread become part of a CUDA graph."""
+    return (
+        not is_compiling()
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """The oldest gives way; in the same order on every rank, as calls are."""
+    while len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -1,0 +1,667 @@
+"""The package ring_flash_attn: its names, parameters, order, defaults and results.
+
+The signatures are those of zhuzilin/ring-flash-attention (commits d4223db and 5e52d25). Each rank
+of `group` gives its own rows, in the layout that a name stands for, and gets its own rows of out:
+
+    ring_...            part r of N of every sequence
+    zigzag_ring_...     parts r and 2 N - 1 - r of 2 N of every sequence
+    stripe_...          tokens r, r + N, r + 2 N, ... of every sequence
+    llama3_..._varlen   rows [r L, (r + 1) L) of the packed batch, wherever documents begin
+
+context_parallel computes them: ring, zigzag and stripe with its ring, llama3 with its all_gather.
+What all of them share:
+
+- causal may be False in every layout; windows, dropout and alibi_slopes, (heads,) or but for llama3
+  (sequences, heads), are those of one call over the whole. Dropout takes sequences that a layout
+  cuts at multiples of 16, stripes any.
+- Rows of stripes travel once more than those of other layouts, to contiguous pieces and back.
+- cu_seqlens and cu_seqlens_q are read on the host. A list or a CPU tensor costs nothing; a CUDA
+  tensor is waited for at the first call that sees it, and again only if it was written to; one of
+  torch.inference_mode, which does not tell, at every call. The llama3 functions, which know the
+  rank's own documents alone, then also ask the other ranks.
+- return_attn_probs returns (out, softmax_lse, None), through whose softmax_lse gradients flow.
+- NotImplementedError, by name: substitute_hf_flash_attn, update_ring_flash_attn_params.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..arguments import UNLIMITED, WindowSize, window_bounds
+from ..checks.tensors import check_packed, check_tensor
+from ..context_parallel import Band, ContextParallel, Piece, Plan
+from ..context_parallel.stripes import stripes_of
+
+__all__ = [
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+Function = Callable[..., Any]
+Layout = Callable[..., Any]  # attention of packed rows of sequences of these local lengths
+PLANS_KEPT = 64
+
+
+class _Options(NamedTuple):
+    """What every function's parameters end with, but for the last two."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize
+    alibi_slopes: Tensor | None
+    deterministic: bool
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=16)
+def _parallel(group: ProcessGroup, scheme: str, head_groups: int | None) -> ContextParallel:
+    return ContextParallel(group, scheme, head_groups=head_groups)
+
+
+def _group_of(group: ProcessGroup | None) -> ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise RuntimeError("group: torch.distributed must be initialised first")
+    return found
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=PLANS_KEPT)
+def _contiguous(lengths: tuple[int, ...], ranks: int) -> Plan:
+    """lengths: of every rank's part of each sequence."""
+    return Plan.contiguous([ranks * x for x in lengths], ranks)
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=PLANS_KEPT)
+def _zigzag(lengths: tuple[int, ...], ranks: int) -> Plan:
+    for sequence, length in enumerate(lengths):
+        if length % 2:
+            raise ValueError(
+                "q: must have an even number of rows of every sequence, two parts of it, got "
+                f"{length} of sequence {sequence}"
+            )
+    return Plan.zigzag([ranks * x for x in lengths], ranks)
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=PLANS_KEPT)
+def _balanced(lengths: tuple[int, ...], ranks: int, band: Band, multiple: int) -> Plan:
+    return Plan.balanced([ranks * x for x in lengths], ranks, band, multiple=multiple)
+
+
+def _attend(parallel: ContextParallel, qkv: Sequence[Tensor], plan: Plan, options: _Options) -> Any:
+    """(out, softmax_lse) of shards of the plan."""
+    q, k, v = qkv
+    return parallel.attend(q, k, v, plan, return_lse=True, **options._asdict())
+
+
+def _of_plan(plan_of: Callable[[tuple[int, ...], int], Plan]) -> Layout:
+    def attend(
+        qkv: Sequence[Tensor], lengths: tuple[int, ...], options: _Options, group: ProcessGroup
+    ) -> Any:
+        parallel = _parallel(group, "ring", None)
+        plan = plan_of(lengths, parallel.size)
+        return _attend(parallel, qkv, plan, options)
+
+    return attend
+
+
+def _stripes(
+    qkv: Sequence[Tensor], lengths: tuple[int, ...], options: _Options, group: ProcessGroup
+) -> Any:
+    parallel = _parallel(group, "ring", None)
+    band = Band.of(options.causal, window_bounds(options.window_size))
+    plan = _balanced(lengths, parallel.size, band, 16 if options.dropout_p else 1)
+    device = qkv[0].device
+    stripes = parallel._once(
+        (plan, "stripes", device), lambda: stripes_of(plan, parallel.rank, device)
+    )
+    shards = [stripes.to_shard(x, group) for x in qkv]
+    out, softmax_lse = _attend(parallel, shards, plan, options)
+    return stripes.to_stripe(out, group), stripes.to_stripe(softmax_lse.t(), group).t()
+
+
+# -- functions of one layout -----------------------------------------------------------------------
+
+
+def _qkv(tensors: dict[str, Tensor], shape: str) -> list[Tensor]:
+    """Of {q, k, v}, {q, kv} or {qkv}; shape: of one of three."""
+    found: list[Tensor] = []
+    for name, x in tensors.items():
+        if len(name) > 1:
+            check_packed(name, x, shape.replace("heads", f"{len(name)}, heads", 1), len(name))
+            found += x.unbind(-3)
+            continue
+        check_tensor(name, x)
+        if x.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name}: must have shape {shape}, got {tuple(x.shape)}")
+        found.append(x)
+    return found
+
+
+def _batch(
+    tensors: dict[str, Tensor], layout: Layout, options: _Options, probs: bool, group: Any
+) -> Any:
+    """Of tensors (batch, seqlen, ..., heads, head_dim)."""
+    qkv = _qkv(tensors, "(batch, seqlen, heads, head_dim)")
+    batch, seqlen = qkv[0].shape[:2]
+    for name, x in zip("qkv", qkv, strict=True):
+        if x.shape[:2] != (batch, seqlen):
+            raise ValueError(
+                f"{name}: must have q's batch and seqlen, {(batch, seqlen)}, got shape "
+                f"{tuple(x.shape)}"
+            )
+    rows = [x.flatten(0, 1) for x in qkv]
+    out, softmax_lse = layout(rows, (seqlen,) * batch, options, _group_of(group))
+    out = out.unflatten(0, (batch, seqlen))
+    if not probs:
+        return out
+    return out, softmax_lse.unflatten(1, (batch, seqlen)).transpose(0, 1), None
+
+
+def _varlen(
+    tensors: dict[str, Tensor],
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: Any,
+    layout: Layout,
+    options: _Options,
+    probs: bool,
+    group: Any,
+) -> Any:
+    """Of tensors (rows, ..., heads, head_dim)."""
+    qkv = _qkv(tensors, "(rows, heads, head_dim)")
+    lengths = _lengths("cu_seqlens", cu_seqlens, qkv[0].shape[0])
+    longest = max(lengths, default=0)
+    if isinstance(max_seqlen, int) and max_seqlen < longest:
+        raise ValueError(
+            f"max_seqlen: must be at least {longest}, the longest of cu_seqlens, got {max_seqlen}"
+        )
+    out, softmax_lse = layout(qkv, lengths, options, _group_of(group))
+    return (out, softmax_lse, None) if probs else out
+
+
+def _named(functions: Sequence[Function], stem: str, rows: str) -> tuple[Any, ...]:
+    """The functions under their names: of q, k, v, of q, kv, of qkv."""
+    for function, form in zip(functions, ("", "kvpacked_", "qkvpacked_"), strict=True):
+        function.__name__ = function.__qualname__ = f"{stem}_{form}func"
+        function.__doc__ = f"{(function.__doc__ or '').strip()}\n\n    Each rank has {rows}.\n    "
+    return tuple(functions)
+
+
+def _batch_functions(stem: str, layout: Layout, rows: str) -> tuple[Any, ...]:
+    def func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """Attention of q (batch, seqlen, heads_q, head_dim) over k, v (batch, seqlen, heads_k,
+        ...), of which seqlen are this rank's; out, or (out, softmax_lse (batch, heads_q, seqlen),
+        None).
+        """
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        return _batch({"q": q, "k": k, "v": v}, layout, options, return_attn_probs, group)
+
+    def kvpacked(
+        q: Tensor,
+        kv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """The function of q, k, v with kv (batch, seqlen, 2, heads_k, head_dim)."""
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        return _batch({"q": q, "kv": kv}, layout, options, return_attn_probs, group)
+
+    def qkvpacked(
+        qkv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """The function of q, k, v with qkv (batch, seqlen, 3, heads, head_dim)."""
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        return _batch({"qkv": qkv}, layout, options, return_attn_probs, group)
+
+    return _named((func, kvpacked, qkvpacked), stem, rows)
+
+
+def _varlen_functions(stem: str, layout: Layout, rows: str) -> tuple[Any, ...]:
+    def func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
+        max_seqlen: int | Tensor | None,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """Attention of packed q (rows, heads_q, head_dim) over k, v (rows, heads_k, ...); out, or
+        (out, softmax_lse (heads_q, rows), None). cu_seqlens (sequences + 1,) are bounds of this
+        rank's rows, those of the whole divided by the ranks; max_seqlen is the longest of them.
+        """
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        tensors = {"q": q, "k": k, "v": v}
+        return _varlen(tensors, cu_seqlens, max_seqlen, layout, options, return_attn_probs, group)
+
+    def kvpacked(
+        q: Tensor,
+        kv: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
+        max_seqlen: int | Tensor | None,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """The function of q, k, v with kv (rows, 2, heads_k, head_dim)."""
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        tensors = {"q": q, "kv": kv}
+        return _varlen(tensors, cu_seqlens, max_seqlen, layout, options, return_attn_probs, group)
+
+    def qkvpacked(
+        qkv: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
+        max_seqlen: int | Tensor | None,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: WindowSize = UNLIMITED,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """The function of q, k, v with qkv (rows, 3, heads, head_dim)."""
+        options = _Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+        )
+        tensors = {"qkv": qkv}
+        return _varlen(tensors, cu_seqlens, max_seqlen, layout, options, return_attn_probs, group)
+
+    return _named((func, kvpacked, qkvpacked), stem, rows)
+
+
+_RING = (_of_plan(_contiguous), "part r of N of every sequence")
+_ZIGZAG = (_of_plan(_zigzag), "parts r and 2 N - 1 - r of 2 N of every sequence")
+_STRIPE = (_stripes, "tokens r, r + N, r + 2 N, ... of every sequence")
+
+(
+    ring_flash_attn_func,
+    ring_flash_attn_kvpacked_func,
+    ring_flash_attn_qkvpacked_func,
+) = _batch_functions("ring_flash_attn", *_RING)
+(
+    zigzag_ring_flash_attn_func,
+    zigzag_ring_flash_attn_kvpacked_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
+) = _batch_functions("zigzag_ring_flash_attn", *_ZIGZAG)
+(
+    stripe_flash_attn_func,
+    stripe_flash_attn_kvpacked_func,
+    stripe_flash_attn_qkvpacked_func,
+) = _batch_functions("stripe_flash_attn", *_STRIPE)
+(
+    ring_flash_attn_varlen_func,
+    ring_flash_attn_varlen_kvpacked_func,
+    ring_flash_attn_varlen_qkvpacked_func,
+) = _varlen_functions("ring_flash_attn_varlen", *_RING)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _varlen_functions("zigzag_ring_flash_attn_varlen", *_ZIGZAG)
+
+
+# -- llama3 ----------------------------------------------------------------------------------------
+
+
+class _Slice(NamedTuple):
+    """What a rank has of a packed batch, and what it sees: bounds of the rank's queries, of keys,
+    and the rows of all ranks' keys that the latter count in.
+    """
+
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, bounds: Sequence[int], causal: bool, rank: int, ranks: int) -> _Slice:
+        rows = bounds[-1] // ranks
+        begin, end = rank * rows, (rank + 1) * rows
+        one, last = bisect_right(bounds, begin) - 1, bisect_left(bounds, end)
+        first, stop = bounds[one], end if causal else bounds[last]
+        inner = bounds[one + 1 : last]
+        return cls(
+            (0, *(x - begin for x in inner), rows),
+            (0, *(x - first for x in inner), stop - first),
+            first,
+            stop,
+        )
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """What a rank has of a packed batch in equal contiguous shards, and which keys it sees.
+
+    Args:
+        cu_seqlens: (documents + 1,) integers of the whole batch, whose last is a multiple of
+            world_size. A tensor on a GPU is waited for.
+        causal: of the attention to come.
+
+    Returns:
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice): bounds of the
+        documents among the rank's queries and among the keys they see, like cu_seqlens; the
+        longest of each; the rows of the whole batch that these keys are.
+    """
+    check_tensor("cu_seqlens", cu_seqlens)
+    bounds = _bounds("cu_seqlens", cu_seqlens)
+    if world_size < 1 or bounds[-1] % world_size or bounds[-1] == 0:
+        raise ValueError(
+            f"cu_seqlens: must end at a positive multiple of world_size {world_size}, "
+            f"got {bounds[-1]}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank: must be in [0, {world_size}), got {rank}")
+    mine = _Slice.of(bounds, causal, rank, world_size)
+    with torch.inference_mode(False):  # tensors whose changes are counted, as _documents asks
+        made = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in mine[:2]]
+    longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
+    return made[0], made[1], longest[0], longest[1], slice(mine.first, mine.end)
+
+
+def llama3_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Attention of packed q (rows, heads_q, head_dim) over k, v (rows, heads_k, ...), the rank's
+    shard of documents that are packed one behind the other.
+
+    Args:
+        cu_seqlens_q, local_k_slice: of llama3_flash_attn_prepare_cu_seqlens, for the same causal.
+            Ranks tell each other at the first call with a tensor cu_seqlens_q, so that all of them
+            have to call with a new one where one does.
+        cu_seqlens_k, max_seqlen_q, max_seqlen_k: follow from these, and are not read.
+        heads_k_stride: how many heads of keys travel at a time; it divides heads_k.
+
+    Returns:
+        out as q, or with return_attn_probs (out, softmax_lse (heads_q, rows), None).
+    """
+    options = _Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    places = (cu_seqlens_q, heads_k_stride, local_k_slice)
+    return _llama3({"q": q, "k": k, "v": v}, *places, options, return_attn_probs, group)
+
+
+def llama3_flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """llama3_flash_attn_varlen_func of kv (rows, 2, heads_k, head_dim)."""
+    options = _Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    places = (cu_seqlens_q, heads_k_stride, local_k_slice)
+    return _llama3({"q": q, "kv": kv}, *places, options, return_attn_probs, group)
+
+
+def llama3_flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """llama3_flash_attn_varlen_func of qkv (rows, 3, heads, head_dim)."""
+    options = _Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    places = (cu_seqlens_q, heads_k_stride, local_k_slice)
+    return _llama3({"qkv": qkv}, *places, options, return_attn_probs, group)
+
+
+def _llama3(
+    tensors: dict[str, Tensor],
+    cu_seqlens_q: Tensor,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    options: _Options,
+    probs: bool,
+    group: ProcessGroup | None,
+) -> Any:
+    qkv = _qkv(tensors, "(rows, heads, head_dim)")
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    slopes, heads_k = options.alibi_slopes, qkv[1].shape[1]
+    if slopes is not None and slopes.dim() != 1:
+        raise NotImplementedError(
+            "alibi_slopes: must have shape (heads,), as no rank knows the number of documents, got "
+            f"{tuple(slopes.shape)}"
+        )
+    if heads_k_stride < 1 or heads_k % heads_k_stride:
+        raise ValueError(
+            f"heads_k_stride: must divide the {heads_k} heads of keys, got {heads_k_stride}"
+        )
+    whole = _group_of(group)
+    plan = _documents(cu_seqlens_q, local_k_slice, qkv[0].shape[0], options.causal, whole)
+    parallel = _parallel(whole, "all_gather", heads_k // heads_k_stride)
+    out, softmax_lse = _attend(parallel, qkv, plan, options)
+    return (out, softmax_lse, None) if probs else out
+
+
+@torch.compiler.disable
+def _documents(
+    cu_seqlens_q: Tensor, local_k_slice: slice, rows: int, causal: bool, group: ProcessGroup
+) -> Plan:
+    """The plan of all ranks' documents, from what each knows of its own."""
+    lengths = _lengths("cu_seqlens_q", cu_seqlens_q, rows)
+    known = _plans.setdefault(cu_seqlens_q, {})
+    keeps = not cu_seqlens_q.is_inference()
+    version = cu_seqlens_q._version if keeps else 0
+    key = (version, local_k_slice.start, local_k_slice.stop, bool(causal), group)
+    if keeps and key in known:
+        return known[key]
+    every: list[Any] = [None] * group.size()
+    mine = (lengths, local_k_slice.start, local_k_slice.stop)
+    dist.all_gather_object(every, mine, group)
+    known[key] = _plan_of_slices(tuple(every), bool(causal))
+    return known[key]
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _plan_of_slices(slices: tuple[tuple[tuple[int, ...], int, int], ...], causal: bool) -> Plan:
+    """slices: of each rank the lengths of its rows of documents, and the slice of keys it sees."""
+    ranks, rows = len(slices), sum(slices[0][0])
+    beginnings, row = {0}, 0
+    for rank, (lengths, first, _) in enumerate(slices):
+        if sum(lengths) != rows:
+            raise ValueError(
+                f"cu_seqlens_q: must end at the same row on every rank, got {rows} on rank 0 and "
+                f"{sum(lengths)} on rank {rank}"
+            )
+        for number, length in enumerate(lengths):
+            if number > 0 or first == row:
+                beginnings.add(row)
+            row += length
+    bounds = sorted({*beginnings, row})
+    for rank, (_, first, end) in enumerate(slices):
+        wanted = _Slice.of(bounds, causal, rank, ranks) if row else _Slice((0,), (0,), 0, 0)
+        if (first, end) != wanted[2:]:
+            raise ValueError(
+                f"local_k_slice: must be slice({wanted.first}, {wanted.end}) on rank {rank}, as "
+                "llama3_flash_attn_prepare_cu_seqlens makes it of the same documents for "
+                f"causal={causal}, got slice({first}, {end})"
+            )
+    pieces = [
+        [
+            Piece(number, max(begin, rank * rows) - begin, min(end, (rank + 1) * rows) - begin)
+            for number, (begin, end) in enumerate(pairwise(bounds))
+            if begin < (rank + 1) * rows and rank * rows < end
+        ]
+        for rank in range(ranks)
+    ]
+    return Plan.of_pieces([end - begin for begin, end in pairwise(bounds)], pieces)
+
+
+# -- lengths on the host ---------------------------------------------------------------------------
+
+_plans: Any = WeakTensorKeyDictionary()  # of cu_seqlens_q of llama3
+_read: Any = WeakTensorKeyDictionary()  # (version, bounds) of tensors that have been waited for
+
+
+@torch.compiler.disable
+def _bounds(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """On the host; a CUDA tensor is waited for once, until it is written to."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+        raise ValueError(
+            f"{name}: must be integers of shape (sequences + 1,), got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if not isinstance(cu_seqlens, Tensor):
+        bounds = tuple(int(x) for x in cu_seqlens)
+    elif not cu_seqlens.is_cuda or cu_seqlens.is_inference():
+        bounds = tuple(cu_seqlens.tolist())
+    else:
+        version, bounds = _read.get(cu_seqlens, (None, ()))
+        if version != cu_seqlens._version:
+            bounds = tuple(cu_seqlens.tolist())
+            _read[cu_seqlens] = (cu_seqlens._version, bounds)
+    if not bounds or bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
+        raise ValueError(
+            f"{name}: must start at 0 and not decrease, got {list(bounds[:8])}"
+            f"{', ...' if len(bounds) > 8 else ''}"
+        )
+    return bounds
+
+
+def _lengths(name: str, cu_seqlens: Tensor | Sequence[int], rows: int) -> tuple[int, ...]:
+    """Of the rank's own parts of sequences."""
+    bounds = _bounds(name, cu_seqlens)
+    if bounds[-1] != rows:
+        raise ValueError(f"{name}: must end at this rank's {rows} rows of q, got {bounds[-1]}")
+    return tuple(end - begin for begin, end in pairwise(bounds))
+
+
+# -- what is not there -----------------------------------------------------------------------------
+
+
+def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -> NoReturn:
+    """Not implemented."""
+    raise NotImplementedError(_NO_ADAPTER.format("substitute_hf_flash_attn"))
+
+
+def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGroup) -> NoReturn:
+    """Not implemented."""
+    raise NotImplementedError(_NO_ADAPTER.format("update_ring_flash_attn_params"))
+
+
+_NO_ADAPTER = (
+    "{}: functions of transformers are not replaced here; give transformers' AttentionInterface an "
+    "attention function that calls llama3_flash_attn_varlen_func"
+)
