@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from model import GPT, Attention, ours, sdpa, sdpa_math
 from torch import Tensor
 from training import Curve, autocast, device_of
+
+if TYPE_CHECKING:
+    from processes import Ranks
 
 Gradients = dict[str, Tensor]
 
@@ -40,8 +44,11 @@ class StepAgreement:
         )
 
 
-def compare_step(model: GPT, tokens: Tensor, targets: Tensor) -> StepAgreement:
-    """Loss and gradients of one step on (tokens, targets), each (B, S), with both attentions.
+def compare_step(
+    model: GPT, tokens: Tensor, targets: Tensor, ranks: Ranks | None = None
+) -> StepAgreement:
+    """Loss and gradients of one step on (tokens, targets), each (B, S), with both attentions. With
+    ranks ours is of their parts, means over all of them, and torch's of the whole on each rank.
 
     Rounding differs between any two implementations. Ours agrees when its distance from the same
     step in higher precision (fp32 for bf16, fp64 for fp32) is at most twice torch's, plus one unit
@@ -53,7 +60,13 @@ def compare_step(model: GPT, tokens: Tensor, targets: Tensor) -> StepAgreement:
     exact_model = copy.deepcopy(model).to(exact_dtype)
 
     with autocast(device_of(model)):
-        loss_ours, grads_ours = step_gradients(model, ours, tokens, targets)
+        if ranks is None:
+            loss_ours, grads_ours = step_gradients(model, ours, tokens, targets)
+        else:
+            parts = ranks.batch(tokens, targets)
+            loss_ours, grads_ours = step_gradients(model, ranks.attention, *parts)
+            loss_ours = ranks.mean(torch.tensor(loss_ours, device=device_of(model))).item()
+            grads_ours = {name: ranks.mean(x) for name, x in grads_ours.items()}
         loss_sdpa, grads_sdpa = step_gradients(model, sdpa, tokens, targets)
     loss_exact, grads_exact = step_gradients(exact_model, sdpa_math, tokens, targets)
 
@@ -78,12 +91,16 @@ def compare_step(model: GPT, tokens: Tensor, targets: Tensor) -> StepAgreement:
 
 
 def step_gradients(
-    model: GPT, attention: Attention, tokens: Tensor, targets: Tensor
+    model: GPT,
+    attention: Attention,
+    tokens: Tensor,
+    targets: Tensor,
+    positions: Tensor | None = None,
 ) -> tuple[float, Gradients]:
     """Loss and the gradient of every parameter; the model's own gradients and attention stay."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     with model.using(attention):
-        loss = model.loss(tokens, targets)
+        loss = model.loss(tokens, targets, positions)
         gradients = torch.autograd.grad(loss, parameters)
     return loss.item(), dict(zip(names, gradients, strict=True))
 

@@ -136,16 +136,18 @@ class GPT(nn.Module):
             is_residual = name.endswith("project.weight")
             nn.init.normal_(weight, std=residual_std if is_residual else self.config.width**-0.5)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """positions: (S,) places of the tokens in their sequences; None: 0, 1, 2 and so on."""
         x = normalise(self.embedding(tokens))
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        rows = slice(tokens.shape[1]) if positions is None else positions
+        cos, sin = self.cos[rows], self.sin[rows]
         for block in self.blocks:
             x = block(x, cos, sin)
         return F.linear(normalise(x), self.embedding.weight)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per byte."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self(tokens, positions).flatten(0, 1), targets.flatten())
 
     @contextmanager
     def using(self, attention: Attention) -> Iterator[None]:

@@ -3,6 +3,8 @@
     python examples/train_gpt.py                    # CPython's own manual, sizes for this machine
     python examples/train_gpt.py --text book.txt --preset small --steps 2000
     python examples/train_gpt.py --compare-curves   # trains with torch's attention too, same seeds
+    python examples/train_gpt.py --context-parallel 2   # sequences over 2 GPUs, or CPU processes
+    torchrun --nproc-per-node 8 examples/train_gpt.py --context-parallel 4   # and 2 of data
 
 Writes model.pt (generate.py reads it), loss.png, losses.csv and sample.txt into the folder --out.
 Exits with status 1 when the loss or a gradient of one training step, or a loss curve, disagrees
@@ -16,6 +18,7 @@ import csv
 import math
 import os
 import sys
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -27,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from agreement import compare_curves, compare_step
 from model import ATTENTIONS, GPT, save_model
+from processes import SCHEMES, Ranks, ShardedCorpus, is_started, start_processes, world_size
 from training import PRESETS, Corpus, Curve, Preset, autocast, manual_text, train
 
 from flash_attn_cuda import cuda_unavailable_reason
@@ -60,6 +64,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="train with ours, SDPA and SDPA's math path from the same seeds; compare the losses",
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--context-parallel",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="ranks that share the tokens of each sequence; more ranks share the sequences of a "
+        "batch. Without torchrun N processes are started here (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--cp-scheme",
+        choices=SCHEMES,
+        default="auto",
+        help="how queries meet keys of other ranks (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="%(default)s")
@@ -95,6 +113,36 @@ def choose_preset(options: argparse.Namespace, device: torch.device) -> Preset:
         steps=options.steps or preset.steps,
         learning_rate=preset.learning_rate,
     )
+
+
+def check_ranks(options: argparse.Namespace, preset: Preset, ranks: int) -> None:
+    """Exits with the argument that does not fit so many processes."""
+    context, heads = options.context_parallel, preset.model.heads
+    if ranks % context:
+        raise SystemExit(
+            f"--context-parallel: must divide the {ranks} processes of torchrun, got {context}"
+        )
+    if options.attention != "ours":
+        raise SystemExit(
+            f"--attention: must be ours where processes train together, got {options.attention}"
+        )
+    if options.compare_curves:
+        raise SystemExit("--compare-curves: must not be given where processes train together")
+    if preset.model.seqlen % (2 * context):
+        raise SystemExit(
+            f"--seqlen: must be a multiple of {2 * context}, two parts for each of "
+            f"--context-parallel {context}, got {preset.model.seqlen}"
+        )
+    if preset.batch_size % (ranks // context):
+        raise SystemExit(
+            f"--batch-size: must be a multiple of the {ranks // context} data ranks, "
+            f"got {preset.batch_size}"
+        )
+    if options.cp_scheme == "ulysses" and heads % context:
+        raise SystemExit(
+            f"--cp-scheme: ulysses takes a --context-parallel that divides the {heads} heads, "
+            f"got {context}"
+        )
 
 
 def new_model(preset: Preset, attention: str, device: torch.device, seed: int) -> GPT:
@@ -139,11 +187,47 @@ def save_sample(model: GPT, device: torch.device, seed: int, folder: Path) -> st
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    together = world_size() > 1 or options.context_parallel > 1
+    if not together:
+        return run(options, choose_device(options.device), None)
+    if is_started():
+        return run_together(options)
     device = choose_device(options.device)
+    count = options.context_parallel
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        raise SystemExit(
+            f"--context-parallel: must be at most the {torch.cuda.device_count()} GPUs, or with "
+            f"--device cpu, got {count}"
+        )
+    check_ranks(options, choose_preset(options, device), count)
+    return start_processes(main, sys.argv[1:] if arguments is None else arguments, count)
+
+
+def run_together(options: argparse.Namespace) -> int:
+    """What each of the started processes does."""
+    first = os.environ["RANK"] == "0"
+    with ExitStack() as stack:
+        if not first:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        device = choose_device(options.device)
+        check_ranks(options, choose_preset(options, device), world_size())
+        ranks = stack.enter_context(
+            Ranks.joined(options.context_parallel, options.cp_scheme, device)
+        )
+        print(f"{ranks}, scheme {options.cp_scheme}")
+        return run(options, device, ranks)
+
+
+def run(options: argparse.Namespace, device: torch.device, ranks: Ranks | None) -> int:
     preset = choose_preset(options, device)
     options.out.mkdir(parents=True, exist_ok=True)
     text = options.text.read_bytes() if options.text else manual_text()
-    corpus = Corpus(text, preset.model.seqlen, preset.batch_size, device)
+    sizes = preset.model.seqlen, preset.batch_size
+    corpus = (
+        Corpus(text, *sizes, device)
+        if ranks is None
+        else ShardedCorpus(text, *sizes, device, ranks)
+    )
     names = ["ours", "sdpa", "sdpa-math"] if options.compare_curves else [options.attention]
     seconds = math.inf if options.compare_curves else options.seconds
 
@@ -157,24 +241,29 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         if name != names[0]:
             model = new_model(preset, name, device, options.seed)
-        curves[name] = train(
-            model,
-            corpus,
-            preset,
-            title=name,
-            seed=options.seed + 1,
-            seconds=seconds,
-            compiler=torch.compile if options.compile else None,
-        )
+        with model.using(ATTENTIONS[name] if ranks is None else ranks.attention):
+            curves[name] = train(
+                model,
+                corpus,
+                preset,
+                title=name,
+                seed=options.seed + 1,
+                seconds=seconds,
+                compiler=torch.compile if options.compile else None,
+                ranks=ranks,
+            )
         report(name, curves[name])
 
-    save_model(model, options.out / "model.pt")
-    picture = save_curves(curves, options.out)
-    print(f"sample: {save_sample(model, device, options.seed, options.out)}")
-    print(f"loss curve: {picture}")
+    if ranks is None or ranks.is_first:
+        save_model(model, options.out / "model.pt")
+        picture = save_curves(curves, options.out)
+        print(f"sample: {save_sample(model, device, options.seed, options.out)}")
+        print(f"loss curve: {picture}")
 
-    tokens, targets = next(corpus.batches("train", seed=options.seed + 2))
-    agreements = [compare_step(model, tokens[:COMPARED_SEQUENCES], targets[:COMPARED_SEQUENCES])]
+    tokens, targets = next(corpus.whole_batches("train", seed=options.seed + 2))
+    compared = COMPARED_SEQUENCES if ranks is None else max(COMPARED_SEQUENCES, ranks.data_ranks)
+    compared -= 0 if ranks is None else compared % ranks.data_ranks
+    agreements = [compare_step(model, tokens[:compared], targets[:compared], ranks)]
     if options.compare_curves:
         agreements.append(compare_curves(*(curves[name] for name in names)))
     for agreement in agreements:

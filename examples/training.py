@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from model import GPT, GPTConfig
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from processes import Ranks
 
 VALIDATION_BATCHES = 8
 MIN_VALIDATION_INTERVAL = 20  # steps
@@ -67,7 +71,11 @@ class Corpus:
         self.splits = {"train": data[:split], "validation": data[split:]}
         self.seqlen, self.batch_size = seqlen, batch_size
 
-    def batches(self, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, split: str, seed: int) -> Iterator[tuple[Tensor, ...]]:
+        """Endless arguments of a model's loss."""
+        return self.whole_batches(split, seed)
+
+    def whole_batches(self, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless (tokens, targets), each (batch_size, seqlen): a function of the seed alone."""
         data = self.splits[split]
         generator = torch.Generator().manual_seed(seed)
@@ -95,11 +103,12 @@ def device_of(model: GPT) -> torch.device:
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, corpus: Corpus) -> float:
+def validation_loss(model: GPT, corpus: Corpus, ranks: Ranks | None = None) -> float:
     batches = corpus.batches("validation", seed=2)
     with autocast(device_of(model)):
         losses = [model.loss(*next(batches)) for _ in range(VALIDATION_BATCHES)]
-    return torch.stack(losses).mean().item()
+    loss = torch.stack(losses).mean()
+    return (loss if ranks is None else ranks.mean(loss)).item()
 
 
 def learning_rate_factor(step: int, steps: int, time_used: float) -> float:
@@ -118,26 +127,33 @@ def train(
     seed: int,
     seconds: float = math.inf,
     compiler: Callable[[Callable], Callable] | None = None,
+    ranks: Ranks | None = None,
 ) -> Curve:
     """Trains `model` for `preset.steps` steps, or fewer when `seconds` pass first.
 
     Without a time limit the run is a function of the weights, the corpus and the seed. `compiler`
-    (torch.compile) is applied to the loss function.
+    (torch.compile) is applied to the loss function. With ranks every one of them calls this, with
+    a corpus of its parts; losses and tokens are those of all ranks.
     """
     device = device_of(model)
     is_cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=is_cuda
     )
-    loss_function = compiler(model.loss) if compiler else model.loss
+    loss_function: Callable[..., Tensor] = compiler(model.loss) if compiler else model.loss
+    if ranks is not None:
+        loss_function = ranks.averaging(model, loss_function)
     batches = corpus.batches("train", seed)
     read_every = 10 if is_cuda else 1  # reading a loss waits for the GPU
     validate_every = max(MIN_VALIDATION_INTERVAL, preset.steps // 5)
     curve, unread, start = Curve(), [], time.perf_counter()
+    time_used = 0.0
 
     with progress_bar(title, preset.steps) as show:
         for step in range(1, preset.steps + 1):
-            time_used = (time.perf_counter() - start) / seconds
+            if math.isfinite(seconds) and (ranks is None or (step - 1) % read_every == 0):
+                time_used = (time.perf_counter() - start) / seconds
+                time_used = time_used if ranks is None else ranks.of_first(time_used)
             if time_used >= 1.0 and step > 1:
                 show.stopped(step - 1, seconds)
                 break
@@ -153,17 +169,25 @@ def train(
             curve.tokens += preset.tokens_per_step
             unread.append(loss.detach())
             if step % read_every == 0 or step == preset.steps:
-                curve.train += torch.stack(unread).tolist()
+                curve.train += read(unread, ranks)
                 unread.clear()
                 show.step(step, curve.train[-1], curve.tokens / (time.perf_counter() - start))
             if step % validate_every == 0:
-                curve.validation.append((step, validation_loss(model, corpus)))
+                curve.validation.append((step, validation_loss(model, corpus, ranks)))
 
-    curve.train += [loss.item() for loss in unread]
+    curve.train += read(unread, ranks)
     curve.seconds = time.perf_counter() - start
     if not curve.validation or curve.validation[-1][0] != len(curve.train):
-        curve.validation.append((len(curve.train), validation_loss(model, corpus)))
+        curve.validation.append((len(curve.train), validation_loss(model, corpus, ranks)))
     return curve
+
+
+def read(losses: list[Tensor], ranks: Ranks | None) -> list[float]:
+    """Waits for the device."""
+    if not losses:
+        return []
+    values = torch.stack(losses)
+    return (values if ranks is None else ranks.mean(values)).tolist()
 
 
 class LineProgress:

@@ -153,7 +153,9 @@ def wanted_pairs(plan: Plan, band: Band) -> Counter:
 
 
 def rows_sent(exchange: steps.Exchange, target: int) -> list[int]:
-    return [row for begin, end in exchange.sent[target] for row in range(begin, end)]
+    rows = [row for begin, end in exchange.rows for row in range(begin, end)]
+    first = sum(exchange.sent[:target])
+    return rows[first : first + exchange.sent[target]]
 
 
 @settings(max_examples=60, deadline=None)

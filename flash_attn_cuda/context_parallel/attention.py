@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,18 +87,14 @@ class Hop:
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """What a rank does under a plan. q_order: rows of queries in the order of the calls; None: as
-    they are.
+    they are. q_places: the other way round, rows of the calls' queries in the order of the shard.
     """
 
     rows: int
     hops: tuple[Hop, ...]
     merges: bool
     q_order: Tensor | None = None
-
-    @cached_property
-    def q_places(self) -> Tensor | None:
-        """The other way round: rows of the calls' queries in the order of the shard."""
-        return None if self.q_order is None else inverse(self.q_order)
+    q_places: Tensor | None = None
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -120,7 +115,9 @@ def gathering(
         index(order, device),
         tuple(DeviceCall.of(x, heads, options, device) for x in calls),
     )
-    return Schedule(plan.rows, (hop,), merges=False, q_order=index(q_order, device))
+    order = index(q_order, device)
+    places = None if order is None else inverse(order)
+    return Schedule(plan.rows, (hop,), merges=False, q_order=order, q_places=places)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:

@@ -4,43 +4,34 @@ traces and which run beside kernels until somebody reads what they bring.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .steps import Exchange, Rows
+from .steps import Exchange
 
 
 def send(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
     """What the ranks sent, one rank behind the other, of x (rows, ...) that each has."""
-    rows = [x[begin:end] for to_one in exchange.sent for begin, end in to_one]
+    rows = [x[begin:end] for begin, end in exchange.rows]
     sent = torch.cat(rows) if rows else x[:0]
-    return collectives.all_to_all_single(
-        sent, list(exchange.received), exchange.sizes_sent(), group
-    )
+    return collectives.all_to_all_single(sent, list(exchange.received), list(exchange.sent), group)
 
 
 def send_back(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
     """What the ranks have for the rows that `send` gave them, of x as `send` returned it."""
     return collectives.all_to_all_single(
-        x.contiguous(), exchange.sizes_sent(), list(exchange.received), group
+        x.contiguous(), list(exchange.sent), list(exchange.received), group
     )
 
 
 def add_back(exchange: Exchange, came: Tensor, total: Tensor) -> None:
     """Adds what `send_back` brought to the rows that were sent, in the order of the ranks."""
     row = 0
-    for begin, end in places(exchange):
+    for begin, end in exchange.rows:
         total[begin:end] += came[row : row + end - begin]
         row += end - begin
-
-
-def places(exchange: Exchange) -> Iterator[Rows]:
-    for to_one in exchange.sent:
-        yield from to_one
 
 
 class HeadsForRows(torch.autograd.Function):

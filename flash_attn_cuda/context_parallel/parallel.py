@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import torch
@@ -196,25 +198,25 @@ class ContextParallel:
         )
         q, k, v = cast_for_autocast(q, k, v)
         scale = given.get("softmax_scale")
-        options = Options(
-            Band.of(causal, window_bounds(window_size)),
+        left, right = window_bounds(window_size)
+        batch = None if plan is not None else q.shape[0]
+        prepared = prepare(
+            self,
+            plan,
+            None if batch is None else (index(batch), index(q.shape[1])),
+            (index(q.shape[-2]), index(k.shape[-2])),
+            q.device,
+            (causal, left, right),
             given.get("dropout_p", 0.0),
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            index(q.shape[-1]) ** -0.5 if scale is None else scale,
             given.get("softcap", 0.0),
             alibi_slopes is not None,
             given.get("deterministic", False),
         )
-        batch = None if plan is not None else q.shape[0]
-        if plan is None:
-            plan = self._plan_of_batch(q.shape[0], q.shape[1])
+        if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        if options.dropout_p > 0.0 and plan.multiple < 16:
-            raise ValueError(
-                "dropout_p: must be 0 where sequences are not cut at multiples of 16 "
-                f"(plan(..., multiple=16) cuts there), got {options.dropout_p}"
-            )
-        self._agree(plan, options, q, k, v, sink)
-        out, softmax_lse = self._attend_packed(q, k, v, plan, options, alibi_slopes, sink)
+        self._agree(prepared, q, k, v, sink)
+        out, softmax_lse = self._attend_packed(q, k, v, prepared, alibi_slopes, sink)
         if batch is not None:
             out = out.unflatten(0, (batch, -1))
             softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
@@ -225,26 +227,23 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: Plan,
-        options: Options,
+        prepared: Prepared,
         alibi_slopes: Tensor | None,
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
-        heads, scheme = q.shape[1], self._scheme_of(q.shape[1], k.shape[1])
-        across, group = self._groups_for(scheme)
-        inside = plan if across is None else plan.joined(size_of(across))
+        heads, options, schedule = q.shape[1], prepared.options, prepared.schedule
+        across, group = self._groups_for(prepared.scheme)
         first_head = 0
         if across is not None:
             k, v = (self._repeated(x, size_of(across), heads) for x in (k, v))
-            q, k, v = (self._gather_rows(x, plan, inside, across) for x in (q, k, v))
+            q, k, v = (self._gather_rows(x, prepared.orders, across) for x in (q, k, v))
             first_head = q.shape[1] * rank_of(across)
             mine = slice(first_head, first_head + q.shape[1])
             alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., mine]
             sink = None if sink is None else sink[mine]
-        schedule = self._schedule(inside, scheme, heads, options, q.device)
         work = Work(
             schedule,
             options,
@@ -257,9 +256,9 @@ class ContextParallel:
         )
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
         if across is not None:
-            out = self._give_rows(out, 0.0, plan, inside, across)
+            out = self._give_rows(out, 0.0, prepared.orders, across)
             by_row = softmax_lse.t()[..., None]
-            softmax_lse = self._give_rows(by_row, -torch.inf, plan, inside, across)[..., 0].t()
+            softmax_lse = self._give_rows(by_row, -torch.inf, prepared.orders, across)[..., 0].t()
         return out[..., :columns], softmax_lse
 
     def _scheme_of(self, heads_q: int, heads_k: int) -> str:
@@ -324,17 +323,23 @@ class ContextParallel:
             )
         return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, 1)
 
-    def _gather_rows(self, x: Tensor, plan: Plan, inside: Plan, across: ProcessGroup) -> Tensor:
-        """Rows of all ranks of the group, in the order of `inside`, of a share of the heads."""
+    def _gather_rows(
+        self, x: Tensor, orders: tuple[Tensor, Tensor] | None, across: ProcessGroup
+    ) -> Tensor:
+        """Rows of all ranks of the group, in the order of the joined plan, of a share of the
+        heads.
+        """
         rows = HeadsForRows.apply(x, across)
-        orders = self._orders(plan, inside, across, x.device)
         return rows if orders is None else rows.index_select(0, orders[0])
 
     def _give_rows(
-        self, x: Tensor, padding: float, plan: Plan, inside: Plan, across: ProcessGroup
+        self,
+        x: Tensor,
+        padding: float,
+        orders: tuple[Tensor, Tensor] | None,
+        across: ProcessGroup,
     ) -> Tensor:
         """This rank's rows of all heads, of what _gather_rows led to."""
-        orders = self._orders(plan, inside, across, x.device)
         if orders is not None:
             behind = x.new_full((1, *x.shape[1:]), padding)
             x = torch.cat((x, behind)).index_select(0, orders[1])
@@ -363,6 +368,27 @@ class ContextParallel:
             self._captured[key] = self._prepared[key]
         return self._prepared[key]
 
+    def _prepare(
+        self,
+        plan: Plan,
+        heads: tuple[int, int],
+        options: Options,
+        device: torch.device,
+    ) -> Prepared:
+        def make() -> Prepared:
+            scheme = self._scheme_of(*heads)
+            across, _ = self._groups_for(scheme)
+            inside = plan if across is None else plan.joined(size_of(across))
+            return Prepared(
+                plan,
+                options,
+                scheme,
+                self._schedule(inside, scheme, heads[0], options, device),
+                None if across is None else self._orders(plan, inside, across, device),
+            )
+
+        return self._once((plan, "prepared", heads, options, device), make)
+
     def _index(self, key: Any, device: torch.device, rows: Any) -> Tensor:
         def make() -> Tensor:
             return torch.tensor(rows(), dtype=torch.int64, device=device)
@@ -377,7 +403,7 @@ class ContextParallel:
         return self._once((batch, rows, "zigzag"), lambda: equal_plan(lengths, self.size))
 
     def _agree(
-        self, plan: Plan, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> None:
         """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
         asks the others once of each.
@@ -388,6 +414,7 @@ class ContextParallel:
             or (q.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             return
+        plan, options = prepared.plan, prepared.options
         shapes = tuple((tuple(x.shape), x.dtype) for x in (q, k, v))
         key = (plan, options, shapes, sink is not None)
         if key in self._agreed:
@@ -421,6 +448,61 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
     while len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
     kept[key] = value
+
+
+# -- what is made before a call --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What of an attention follows from its plan and options. orders: of ulysses, rows_of_joined on
+    the device; None: as they are.
+    """
+
+    plan: Plan
+    options: Options
+    scheme: str
+    schedule: Schedule
+    orders: tuple[Tensor, Tensor] | None
+
+
+@torch.compiler.assume_constant_result
+def prepare(
+    parallel: ContextParallel,
+    plan: Plan | None,
+    batch_and_rows: tuple[int, int] | None,
+    heads: tuple[int, int],
+    device: torch.device,
+    sight: tuple[bool, int, int],
+    dropout_p: float,
+    softmax_scale: float,
+    softcap: float,
+    has_alibi: bool,
+    deterministic: bool,
+) -> Prepared:
+    """Under torch.compile this runs once for a graph, and what it returns is a constant there: the
+    graph has the collectives and the calls of one plan, and the index tensors of its schedule. Its
+    arguments are constants there too, sizes by operator.index: other ones are another graph.
+
+    Args:
+        batch_and_rows: of sequences of one length, in place of a plan: how many, and rows of each
+            on a rank.
+        heads: of queries and of keys.
+        sight: causal, and how far a query sees to its left and right.
+    """
+    if plan is None:
+        assert batch_and_rows is not None
+        plan = parallel._plan_of_batch(*batch_and_rows)
+    causal, left, right = sight
+    options = Options(
+        Band.of(causal, (left, right)), dropout_p, softmax_scale, softcap, has_alibi, deterministic
+    )
+    if dropout_p > 0.0 and plan.multiple < 16:
+        raise ValueError(
+            "dropout_p: must be 0 where sequences are not cut at multiples of 16 "
+            f"(plan(..., multiple=16) cuts there), got {dropout_p}"
+        )
+    return parallel._prepare(plan, heads, options, device)
 
 
 # -- groups ----------------------------------------------------------------------------------------

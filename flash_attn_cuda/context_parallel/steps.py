@@ -28,14 +28,23 @@ class Held:
 class Exchange:
     """One collective: rank r sends sent[s] to rank s, in that order, and gets rows from each.
 
-    sent: of each rank, rows of this rank's shard. received: of each rank, how many rows.
+    rows: of this rank's shard that are sent, of all ranks one behind the other. sent, received: how
+    many rows to and from each rank.
     """
 
-    sent: tuple[tuple[Rows, ...], ...]
+    rows: tuple[Rows, ...]
+    sent: tuple[int, ...]
     received: tuple[int, ...]
 
-    def sizes_sent(self) -> list[int]:
-        return [sum(map(length, to_one)) for to_one in self.sent]
+    @classmethod
+    def of(cls, sent: Iterable[tuple[Rows, ...]], received: Iterable[int]) -> Exchange:
+        """sent: of each rank, rows of this rank's shard."""
+        by_rank = tuple(sent)
+        return cls(
+            tuple(rows for to_one in by_rank for rows in to_one),
+            tuple(sum(map(length, to_one)) for to_one in by_rank),
+            tuple(received),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ def gather(plan: Plan, rank: int, band: Band) -> tuple[Exchange, list[int], list
         received.append(row - begin)
     arrived.sort(key=lambda x: x.piece)
     order = [row for x in arrived for row in range(x.row, x.row + len(x.piece))]
-    return Exchange(sent, tuple(received)), order, in_order(arrived)
+    return Exchange.of(sent, received), order, in_order(arrived)
 
 
 def rows_of(held: Iterable[Held]) -> tuple[Rows, ...]:
@@ -192,9 +201,9 @@ def hop(plan: Plan, rank: int, distance: int, band: Band) -> tuple[Exchange, lis
     arrived = in_order(wanted_of(plan, source, rank, band))
     count = sum(len(x.piece) for x in arrived)
     return (
-        Exchange(
-            tuple(sent if other == target else () for other in range(ranks)),
-            tuple(count if other == source else 0 for other in range(ranks)),
+        Exchange.of(
+            (sent if other == target else () for other in range(ranks)),
+            (count if other == source else 0 for other in range(ranks)),
         ),
         arrived,
     )
