@@ -28,10 +28,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +48,7 @@ from lengths import log_normal_lengths  # noqa: E402
 from torch import Tensor  # noqa: E402
 from turns import order_of_turns  # noqa: E402
 
-import flash_attn_cuda  # noqa: E402
+import flash_attn_cuda.compat  # noqa: E402
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from flash_attn_cuda.context_parallel import ContextParallel  # noqa: E402
 
@@ -146,14 +148,28 @@ def ours(problem: Problem, scheme: str) -> Passes:
     return passes_of(partial(parallel.attend, causal=True), *mine)
 
 
-def ring_flash_attention(problem: Problem) -> Passes:
-    flash_attn_cuda.compat.install()
-    import ring_flash_attn as peer
+def peer_module(name: str) -> Any:
+    """A module of the installed ring-flash-attention over this package's kernels; under another
+    name, since compat serves the usual one.
+    """
+    parent = "installed_ring_flash_attn"
+    if parent not in sys.modules:
+        spec = find_spec("ring_flash_attn")
+        assert spec is not None and spec.origin is not None
+        package = ModuleType(parent)
+        package.__path__ = [str(Path(spec.origin).parent)]
+        sys.modules[parent] = package
+        flash_attn_cuda.compat.install()
+    return import_module(f"{parent}.{name}")
 
+
+def ring_flash_attention(problem: Problem) -> Passes:
     if not problem.mean:
         parallel = ContextParallel(None, "ring")  # of which the layout is the same, zigzag
         mine = [parallel.shard(x[None]) for x in problem.inputs()]
-        return passes_of(partial(peer.zigzag_ring_flash_attn_func, causal=True), *mine)
+        zigzag = peer_module("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+        return passes_of(partial(zigzag, causal=True), *mine)
+    peer = peer_module("llama3_flash_attn_varlen")
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device="cuda")
     cu_q, cu_k, max_q, max_k, local_k = peer.llama3_flash_attn_prepare_cu_seqlens(

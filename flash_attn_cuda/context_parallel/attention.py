@@ -115,9 +115,9 @@ def gathering(
         index(order, device),
         tuple(DeviceCall.of(x, heads, options, device) for x in calls),
     )
-    order = index(q_order, device)
-    places = None if order is None else inverse(order)
-    return Schedule(plan.rows, (hop,), merges=False, q_order=order, q_places=places)
+    rows = index(q_order, device)
+    places = None if rows is None else inverse(rows)
+    return Schedule(plan.rows, (hop,), merges=False, q_order=rows, q_places=places)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
