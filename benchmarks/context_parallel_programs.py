@@ -64,9 +64,9 @@ class Constants:
             return 0.0
         slowest = 0.0
         for side in (sent, received):
-            inside = sum(x for peer, x in side.items() if self._is_near(rank, peer))
-            outside = sum(side.values()) - inside - side.get(rank, 0)
-            inside -= side.get(rank, 0)
+            travels = {peer: x for peer, x in side.items() if peer != rank}
+            inside = sum(x for peer, x in travels.items() if self._is_near(rank, peer))
+            outside = sum(travels.values()) - inside
             slowest = max(slowest, inside / self.nvlink_gbps, outside / self.infiniband_gbps)
         leaves = any(not self._is_near(rank, peer) for peer in peers)
         latency = (self.infiniband_us if leaves else self.nvlink_us) * 1e-6
@@ -498,8 +498,8 @@ def run(
     problem: Problem, scheme: str, which: str, constants: Constants, *, fold_above: int = 64
 ) -> Outcome:
     """fold_above: of more ranks than that only some are simulated, each as if its peers were where
-    it is. Under a zigzag all have the same pairs; rank 0 gets the most rows, the last one sends
-    the most.
+    it is: up to 3 / ranks too fast where transfers of a ring take as long as its kernels. Under a
+    zigzag all have the same pairs; rank 0 gets the most rows, the last one sends the most.
 
     Raises ValueError where the heads do not allow the scheme.
     """
@@ -569,10 +569,12 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
         back = link(span, span - 1, FP32 / ELEMENT * moved, outside)
         if which == "forward":
             return fetch + compute / groups + (groups - 1) * max(fetch, compute / groups)
-        return max(fetch + compute + back, groups * (fetch + back) + compute / groups)
+        alone = compute if groups == 1 else 0.0  # between the only two transfers
+        return max(fetch + compute + back, groups * (fetch + back) + alone)
     moved = rows * row  # size * rows of k_heads / size heads
     fetch = link(span, 1, moved, 1.0)
     back = link(span, 1, FP32 / ELEMENT * moved, 1.0)
     if which == "forward":
         return around + compute / hops + (hops - 1) * max(fetch, compute / hops)
-    return around + max(compute + back, (hops - 1) * (fetch + back) + compute / hops)
+    alone = compute / hops if hops == 2 else 0.0
+    return around + max(compute + back, (hops - 1) * (fetch + back) + alone)
