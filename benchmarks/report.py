@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # cases of the benchmarks
 
+import context_parallel_model
 import feature_tables
 import mask_tables
 import rotary_speed
@@ -29,6 +30,10 @@ def show_features(document: Row, *, as_markdown: bool) -> None:
         columns = BENCHMARKS[document["benchmark"]].COLUMNS
     elif document["benchmark"] == rotary_speed.BENCHMARK:
         columns = rotary_speed.COLUMNS
+    elif document["benchmark"] == context_parallel_model.BENCHMARK:
+        columns = context_parallel_model.COLUMNS
+    elif document["benchmark"] == context_parallel_model.FIT:
+        columns = context_parallel_model.FIT_COLUMNS
     else:
         document, columns = mask_tables.short(document), mask_tables.COLUMNS
     if as_markdown:

@@ -1,0 +1,580 @@
+"""What each rank does in one attention over a group, as programs of context_parallel_events.py.
+
+Rows that travel and pairs that are computed come from the package's plans and steps; the order of
+calls and transfers, and the copies between them, follow context_parallel/attention.py, exchange.py
+and parallel.py line by line. The closed form at the end knows only shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# After what is installed, so that an installed flash_attn_cuda is the one whose plans are used.
+sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
+
+from context_parallel_events import Program, Start, Times, Wait, Work, simulate  # noqa: E402
+
+from flash_attn_cuda.context_parallel import Band, Plan, steps  # noqa: E402
+from flash_attn_cuda.context_parallel.parallel import ROWS_TO_OVERLAP, equal_plan  # noqa: E402
+from flash_attn_cuda.context_parallel.plan import sum_below  # noqa: E402
+
+SCHEMES = ("all_gather", "ring", "ulysses", "ulysses+ring")
+PASSES = ("forward", "backward")
+CAUSAL = Band(None, 0)
+ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of parts and of lse
+MERGE_KERNELS = 14  # that torch launches in merge_
+MERGE_ACCESSES = 5  # of an fp32 element of out in its mul_ and addcmul_
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of a machine. All are assumptions until measured ones are given."""
+
+    forward_tflops: float = 600.0  # of visible pairs
+    backward_tflops: float = 500.0
+    launch_us: float = 3.0  # the least that a kernel takes on the device
+    part_us: float = 0.5  # of a packed call, for each of its sequences
+    sms: int = 132
+    tile_rows: int = 128  # of queries in the forward, of keys in the backward: one SM's work
+    memory_gbps: float = 2500.0  # read and written by copies
+    nvlink_gbps: float = 350.0  # of a GPU in each direction
+    nvlink_us: float = 15.0  # a transfer's least time
+    infiniband_gbps: float = 50.0
+    infiniband_us: float = 25.0
+    peer_us: float = 1.0  # each further rank that a transfer is with
+    gpus_per_node: int = 8
+    slowdown: float = 0.1  # of kernels while a transfer runs, whose kernel takes SMs
+
+    def attention_rate(self, which: str) -> float:
+        """Operations per second."""
+        return 1e12 * (self.forward_tflops if which == "forward" else self.backward_tflops)
+
+    def transfer_seconds(self, rank: int, sent: dict[int, int], received: dict[int, int]) -> float:
+        """Of bytes to and from each rank; links carry both ways at once, and NVLink and InfiniBand
+        at once.
+        """
+        peers = {peer for side in (sent, received) for peer in side if peer != rank}
+        if not peers:
+            return 0.0
+        slowest = 0.0
+        for side in (sent, received):
+            travels = {peer: x for peer, x in side.items() if peer != rank}
+            inside = sum(x for peer, x in travels.items() if self._is_near(rank, peer))
+            outside = sum(travels.values()) - inside
+            slowest = max(slowest, inside / self.nvlink_gbps, outside / self.infiniband_gbps)
+        leaves = any(not self._is_near(rank, peer) for peer in peers)
+        latency = (self.infiniband_us if leaves else self.nvlink_us) * 1e-6
+        return latency + self.peer_us * 1e-6 * (len(peers) - 1) + slowest * 1e-9
+
+    def _is_near(self, rank: int, peer: int) -> bool:
+        return rank // self.gpus_per_node == peer // self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Heads:
+    q: int = 32
+    k: int = 8
+    dim: int = 128
+
+
+def operations_of_pair(heads: Heads, which: str) -> float:
+    """Of two products in the forward, of five in the backward."""
+    return 4.0 * heads.q * heads.dim * (1.0 if which == "forward" else 2.5)
+
+
+def visible_pairs(part: steps.Part, band: Band) -> int:
+    queries = range(part.first_q, part.first_q + steps.length(part.q))
+    keys = (part.first_k, part.first_k + steps.length(part.k))
+    if not part.is_masked:
+        return len(queries) * steps.length(part.k)
+    end, begin = len(queries) * keys[1], len(queries) * keys[0]
+    if band.right is not None:
+        end = sum_clamped(queries.start + band.right + 1, queries.stop + band.right + 1, *keys)
+    if band.left is not None:
+        begin = sum_clamped(queries.start - band.left, queries.stop - band.left, *keys)
+    return end - begin
+
+
+def sum_clamped(first: int, end: int, low: int, high: int) -> int:
+    """Of x from first up to end - 1, each at least low and at most high."""
+    below, above = max(first, min(end, low)), min(end, max(first, high))
+    return (below - first) * low + sum_below(below, above) + (end - above) * high
+
+
+class Exchanges:
+    """Rows that travel under a plan, each pair of ranks asked once."""
+
+    def __init__(self, plan: Plan, band: Band) -> None:
+        self.plan, self.band = plan, band
+        self._held: dict[tuple[int, int], list[steps.Held]] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._calls: dict[tuple[int, int], list[list[steps.Part]]] = {}
+
+    def held(self, source: int, rank: int) -> list[steps.Held]:
+        key = (source, rank)
+        if key not in self._held:
+            self._held[key] = steps.wanted_of(self.plan, source, rank, self.band)
+        return self._held[key]
+
+    def rows(self, source: int, rank: int) -> int:
+        key = (source, rank)
+        if key not in self._rows:
+            self._rows[key] = sum(len(x.piece) for x in self.held(source, rank))
+        return self._rows[key]
+
+    def hop_calls(self, source: int, rank: int) -> list[list[steps.Part]]:
+        key = (source, rank)
+        if key not in self._calls:
+            keys = [steps.Held(*x) for x in self.plan.placed(rank)]
+            if source != rank:
+                keys = steps.in_order(self.held(source, rank))
+            parts = steps.hop_parts(self.plan, rank, self.band, keys)
+            self._calls[key] = steps.calls_of(parts, keeps_places=False)
+        return self._calls[key]
+
+    @cached_property
+    def distances(self) -> list[int]:
+        """Of the hops that somebody needs."""
+        ranks = range(1, len(self.plan.ranks))
+        return [x for x in ranks if not steps.is_hop_empty(self.plan, x, self.band)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sequences over a group of ranks, which are of one length or documents."""
+
+    lengths: tuple[int, ...]
+    ranks: int
+    documents: bool = False
+    heads: Heads = Heads()
+    band: Band = CAUSAL
+
+    @cached_property
+    def plan(self) -> Plan:
+        if self.documents:
+            return Plan.balanced(self.lengths, self.ranks, self.band)
+        return equal_plan(self.lengths, self.ranks)
+
+    @cached_property
+    def pairs(self) -> int:
+        return sum(self.band.pairs(0, x, x) for x in self.lengths)
+
+    def exchanges(self, ulysses_size: int) -> Exchanges:
+        """Between the groups of so many ranks."""
+        if ulysses_size not in self._exchanges:
+            plan = self.plan if ulysses_size == 1 else self.plan.joined(ulysses_size)
+            self._exchanges[ulysses_size] = Exchanges(plan, self.band)
+        return self._exchanges[ulysses_size]
+
+    @cached_property
+    def _exchanges(self) -> dict[int, Exchanges]:
+        return {}
+
+    def share_seconds(self, constants: Constants, which: str) -> float:
+        """One rank's share of the pairs at the full rate."""
+        operations = self.pairs * operations_of_pair(self.heads, which) / self.ranks
+        return operations / constants.attention_rate(which)
+
+    def takes_ulysses(self, ranks: int) -> bool:
+        heads = self.heads
+        return heads.q % ranks == 0 and (heads.k % ranks == 0 or ranks % heads.k == 0)
+
+    def ulysses_size(self, scheme: str, constants: Constants) -> int:
+        """1: no ulysses. ulysses+ring has it within a node."""
+        if scheme == "ulysses":
+            return self.ranks
+        if scheme == "ulysses+ring":
+            sizes = range(1, min(self.ranks, constants.gpus_per_node) + 1)
+            return max(x for x in sizes if self.ranks % x == 0 and self.takes_ulysses(x))
+        return 1
+
+
+@dataclass
+class Builder:
+    """The program of one rank, and what it adds up to."""
+
+    constants: Constants
+    which: str
+    rank: int
+    folded: bool  # peers are taken to come to a transfer when this rank does
+    program: list[Work | Start | Wait] = field(default_factory=list)
+    sent: int = 0  # bytes
+    received: int = 0
+    pairs: int = 0  # times heads of queries
+    transfers: int = 0
+
+    def copy(self, accessed: float, kernels: int = 1) -> None:
+        """Kernels that read and write so many bytes together."""
+        c = self.constants
+        seconds = max(c.launch_us * 1e-6 * kernels, accessed / c.memory_gbps * 1e-9)
+        self.program.append(Work(seconds, False))
+
+    def attention(self, call: Sequence[steps.Part], heads: Heads, band: Band) -> None:
+        c = self.constants
+        pairs = sum(visible_pairs(part, band) for part in call)
+        operations = operations_of_pair(heads, self.which)
+        per_second = c.attention_rate(self.which)
+        by_q = ((steps.length(x.q), steps.length(x.k)) for x in call)
+        tiles = (x if self.which == "forward" else x[::-1] for x in by_q)
+        longest = max(min(c.tile_rows, rows) * met for rows, met in tiles) / heads.q
+        seconds = max(pairs, longest * c.sms) * operations / per_second
+        fixed = (c.launch_us + c.part_us * len(call)) * 1e-6
+        self.program.append(Work(seconds + fixed, True))
+        self.pairs += pairs * heads.q
+
+    def start(self, sent: dict[int, int], received: dict[int, int]) -> int:
+        seconds = self.constants.transfer_seconds(self.rank, sent, received)
+        peers = frozenset(x for side in (sent, received) for x in side if x != self.rank)
+        self.transfers += 1
+        peers = frozenset() if self.folded else peers
+        self.program.append(Start(self.transfers, seconds, peers))
+        self.sent += sum(x for peer, x in sent.items() if peer != self.rank)
+        self.received += sum(x for peer, x in received.items() if peer != self.rank)
+        return self.transfers
+
+    def wait(self, number: int | None) -> None:
+        if number is not None:
+            self.program.append(Wait(number))
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Attention in the group that keys travel in: ring_rank of `plan`, whose ranks in the whole are
+    ring_rank * stride + offset.
+    """
+
+    builder: Builder
+    exchanges: Exchanges
+    heads: Heads
+    ring_rank: int
+    stride: int
+    offset: int
+
+    def bytes_of(self, rows: dict[int, int], of_row: int) -> dict[int, int]:
+        return {
+            self.global_rank(rank): count * of_row
+            for rank, count in rows.items()
+            if count > 0
+        }  # fmt: skip
+
+    def global_rank(self, rank: int) -> int:
+        return rank * self.stride + self.offset
+
+    @property
+    def ranks(self) -> int:
+        return len(self.exchanges.plan.ranks)
+
+    @property
+    def rows(self) -> int:
+        return self.exchanges.plan.rows
+
+    @property
+    def is_forward(self) -> bool:
+        return self.builder.which == "forward"
+
+    def of_queries(self, rows: int, size: int, share: int = 1) -> int:
+        return rows * self.heads.q // share * self.heads.dim * size
+
+    def of_keys(self, rows: int, size: int, share: int = 1) -> int:
+        """Bytes of keys and values together."""
+        return rows * self.heads.k // share * 2 * self.heads.dim * size
+
+    def finish_gradients(self) -> None:
+        """Sums in fp32 to the dtype of q, k and v."""
+        self.builder.copy(self.of_keys(self.rows, FP32 + ELEMENT), 2)
+
+    # -- all at once -------------------------------------------------------------------------------
+
+    def gathered(self) -> None:
+        ex, me, add = self.exchanges, self.ring_rank, self.builder
+        everyone = range(self.ranks)
+        sent = {x: ex.rows(me, x) for x in everyone}
+        received = {x: ex.rows(x, me) for x in everyone}
+        arrived = [x for source in everyone for x in ex.held(source, me)]
+        reorders = any(x.piece > y.piece for x, y in pairwise(arrived))
+        ordered = sorted(arrived, key=lambda x: x.piece)
+        parts = steps.gathered_parts(ex.plan, me, ex.band, steps.in_order(ordered))
+        calls = steps.packed(parts)
+        in_turn = [part.q for call in calls for part in call]
+        moves = any(x[1] != y[0] for x, y in pairwise(in_turn))
+        count = sum(received.values())
+        groups = self.head_groups()
+        share = Heads(self.heads.q // groups, self.heads.k // groups, self.heads.dim)
+
+        def ask() -> int | None:
+            add.copy(2 * self.of_keys(self.rows, ELEMENT, groups))  # keys_and_values
+            if self.ranks == 1:
+                return None
+            add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, groups))
+            row = self.of_keys(1, ELEMENT, groups)
+            return add.start(self.bytes_of(sent, row), self.bytes_of(received, row))
+
+        add.copy(self.of_queries(self.rows, ELEMENT), 2)
+        if not self.is_forward:
+            add.copy(self.of_queries(self.rows, ELEMENT) + self.of_keys(self.rows, FP32), 2)
+        if moves:
+            add.copy(2 * self.of_queries(self.rows, ELEMENT) * (1 if self.is_forward else 3), 2)
+        going = []
+        coming = ask()
+        for group in range(groups):
+            here = coming
+            if group + 1 < groups:
+                coming = ask()
+            add.wait(here)
+            if reorders:
+                add.copy(2 * self.of_keys(count, ELEMENT, groups))
+            if not self.is_forward:
+                add.copy(self.of_keys(count, FP32, groups))  # zeros
+            for call in calls:
+                add.attention(call, share, ex.band)
+                q_rows = steps.length((call[0].q[0], call[-1].q[1]))
+                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
+                if self.is_forward:
+                    add.copy(2 * self.of_queries(q_rows, ELEMENT, groups), 2)
+                else:
+                    add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups), 2)
+                    add.copy(self.of_keys(k_rows, 5 * FP32, groups), 2)  # cat, add_
+            if self.is_forward:
+                continue
+            if reorders:
+                add.copy(2 * self.of_keys(count, FP32, groups))
+            if self.ranks == 1:
+                add.copy(2 * self.of_keys(count, FP32, groups))
+            else:
+                row = self.of_keys(1, FP32, groups)
+                going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
+        for number in going:
+            add.wait(number)
+            add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)
+        if moves:
+            add.copy(2 * self.of_queries(self.rows, ELEMENT), 2)
+        if not self.is_forward:
+            add.copy(2 * self.of_queries(self.rows, ELEMENT))
+            self.finish_gradients()
+
+    def head_groups(self) -> int:
+        """As ContextParallel chooses them."""
+        if self.ranks == 1 or self.rows < ROWS_TO_OVERLAP:
+            return 1
+        return next(x for x in (4, 3, 2, 1) if self.heads.k % x == 0)
+
+    # -- hop by hop --------------------------------------------------------------------------------
+
+    def merged(self) -> None:
+        ex, me, add = self.exchanges, self.ring_rank, self.builder
+        row = self.of_keys(1, ELEMENT)
+        hops = [0, *ex.distances]
+
+        def ends(distance: int) -> tuple[int, int]:
+            """(the source, the target)."""
+            return (me - distance) % self.ranks, (me + distance) % self.ranks
+
+        def ask(distance: int) -> int | None:
+            if distance == 0:
+                return None
+            source, target = ends(distance)
+            sent, received = ex.rows(me, target), ex.rows(source, me)
+            add.copy(2 * self.of_keys(sent, ELEMENT))
+            return add.start(
+                self.bytes_of({target: sent}, row), self.bytes_of({source: received}, row)
+            )
+
+        add.copy(self.of_queries(self.rows, FP32), 2)  # zeros of out, or of the gradients of q
+        if not self.is_forward:
+            add.copy(self.of_keys(self.rows, FP32))
+        add.copy(2 * self.of_keys(self.rows, ELEMENT))
+        going = []
+        coming = ask(hops[0])
+        for number, distance in enumerate(hops):
+            here = coming
+            if number + 1 < len(hops):
+                coming = ask(hops[number + 1])
+            add.wait(here)
+            source, target = ends(distance)
+            if distance > 0 and not self.is_forward:
+                add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros
+            for call in ex.hop_calls(source, me):
+                add.attention(call, self.heads, ex.band)
+                q_rows = steps.length((call[0].q[0], call[-1].q[1]))
+                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
+                if self.is_forward:
+                    add.copy(MERGE_ACCESSES * self.of_queries(q_rows, FP32), MERGE_KERNELS)
+                else:
+                    add.copy(3 * self.of_queries(q_rows, FP32), 2)
+                    add.copy(self.of_keys(k_rows, 5 * FP32), 2)  # cat, add_
+            if not self.is_forward and distance > 0:
+                back = self.of_keys(1, FP32)
+                gave, got = ex.rows(me, target), ex.rows(source, me)
+                sides = self.bytes_of({source: got}, back), self.bytes_of({target: gave}, back)
+                going.append((add.start(*sides), gave))
+        for sent_back, gave in going:
+            add.wait(sent_back)
+            add.copy(3 * self.of_keys(gave, FP32))
+        add.copy(self.of_queries(self.rows, FP32 + ELEMENT))
+        if not self.is_forward:
+            self.finish_gradients()
+
+
+def program_of(
+    problem: Problem,
+    scheme: str,
+    which: str,
+    rank: int,
+    constants: Constants,
+    exchanges: Exchanges,
+    folded: bool,
+) -> Builder:
+    """exchanges: of the plan of the ranks that keys travel between, problem.plan.joined(...)."""
+    add = Builder(constants, which, rank, folded)
+    size, rows = problem.ulysses_size(scheme, constants), problem.plan.rows
+    heads = problem.heads
+    k_heads = heads.k if heads.k % size == 0 else size
+    own = Heads(heads.q // size, k_heads // size, heads.dim)
+    inner = Inner(add, exchanges, own, rank // size, size, rank % size)
+    attend = inner.merged if scheme in ("ring", "ulysses+ring") else inner.gathered
+    if size == 1:
+        attend()
+        return add
+    first = rank // size * size
+    neighbours = range(first, first + size)
+
+    def all_to_all(of_row: int) -> None:
+        one = rows * of_row // size
+        sides = {x: one for x in neighbours}
+        add.wait(add.start(sides, sides))
+
+    q_row, k_row = (x * heads.dim * ELEMENT for x in (heads.q, k_heads))
+    lse_row = heads.q * FP32
+    joined = exchanges.plan.rows
+
+    def rows_for_heads(of_row: int, pads: bool) -> None:
+        """This rank's rows of all heads; pads: _give_rows, or the gradient of _gather_rows."""
+        add.copy((4 if pads else 3) * joined * of_row // size, 2)
+        all_to_all(of_row)
+        add.copy(2 * rows * of_row)
+
+    def heads_for_rows(of_row: int, accesses: int) -> None:
+        add.copy(2 * rows * of_row)
+        all_to_all(of_row)
+        add.copy(accesses * joined * of_row // size, accesses - 1)
+
+    if which == "forward":
+        if k_heads != heads.k:
+            add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
+        for of_row in (q_row, k_row, k_row):
+            heads_for_rows(of_row, 2)
+        attend()
+        rows_for_heads(q_row, True)
+        rows_for_heads(lse_row, True)
+    else:
+        heads_for_rows(q_row, 3)
+        attend()
+        for of_row in (q_row, k_row, k_row):
+            rows_for_heads(of_row, False)
+        if k_heads != heads.k:
+            add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
+    return add
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """slowest: of the rank that ends last. builders: of the ranks that were simulated."""
+
+    slowest: Times
+    builders: tuple[Builder, ...]
+
+    @property
+    def most_bytes(self) -> int:
+        return max(max(x.sent, x.received) for x in self.builders)
+
+
+def run(
+    problem: Problem, scheme: str, which: str, constants: Constants, *, fold_above: int = 64
+) -> Outcome:
+    """fold_above: of more ranks than that only some are simulated, each as if its peers were where
+    it is: up to 3 / ranks too fast where transfers of a ring take as long as its kernels. Under a
+    zigzag all have the same pairs; rank 0 gets the most rows, the last one sends the most.
+
+    Raises ValueError where the heads do not allow the scheme.
+    """
+    size = problem.ulysses_size(scheme, constants)
+    if not problem.takes_ulysses(size):
+        raise ValueError(
+            f"ulysses over {size} ranks takes a multiple of them of query heads, and a multiple or "
+            "a divisor of key heads"
+        )
+    exchanges = problem.exchanges(size)
+    folded = problem.ranks > fold_above
+    ranks = representatives(problem.ranks) if folded else range(problem.ranks)
+    builders = tuple(
+        program_of(problem, scheme, which, rank, constants, exchanges, folded) for rank in ranks
+    )
+    programs: list[Program] = [x.program for x in builders]
+    if folded:
+        times = [simulate([x], slowdown=constants.slowdown)[0] for x in programs]
+    else:
+        times = simulate(programs, slowdown=constants.slowdown)
+    return Outcome(max(times, key=lambda x: x.end), builders)
+
+
+def representatives(ranks: int) -> list[int]:
+    return sorted({0, ranks // 2, ranks - 1})
+
+
+# -- closed form -----------------------------------------------------------------------------------
+
+
+def closed_form(problem: Problem, scheme: str, which: str, constants: Constants) -> float:
+    """Seconds of one sequence over a group, without copies and launches: attention at its rate,
+    links at theirs, the slowest link of the group for all that leaves a rank, and a transfer's
+    latency. Transfers and attention hide each other where attention.py lets them.
+    """
+    c, heads = constants, problem.heads
+    size = problem.ulysses_size(scheme, c)
+    rows, hops = sum(problem.lengths) / problem.ranks, problem.ranks // size
+    k_heads = heads.k if heads.k % size == 0 else size
+    compute = problem.share_seconds(c, which)
+    row = 2 * k_heads * heads.dim * ELEMENT  # of keys and values, in bytes
+
+    def link(span: int, peers: int, sizes: float, share: float) -> float:
+        """share: of the bytes goes by the slower link where the ranks span nodes."""
+        leaves = span > c.gpus_per_node
+        seconds = sizes * share / c.infiniband_gbps if leaves else sizes / c.nvlink_gbps
+        latency = c.infiniband_us if leaves else c.nvlink_us
+        return seconds * 1e-9 + (latency + c.peer_us * (peers - 1)) * 1e-6
+
+    around = 0.0
+    if size > 1:
+        outside = (size - min(size, c.gpus_per_node)) / (size - 1)
+        tensors = [heads.q, k_heads, k_heads, heads.q]
+        for tensor in tensors:
+            moved = rows * tensor * heads.dim * ELEMENT * (size - 1) / size
+            around += link(size, size - 1, moved, outside)
+        if which == "forward":  # lse
+            around += link(size, size - 1, rows * heads.q * FP32 * (size - 1) / size, outside)
+    if hops == 1:
+        return around + compute
+    span = problem.ranks
+    if scheme == "all_gather":
+        groups = 1 if rows < ROWS_TO_OVERLAP else next(x for x in (4, 3, 2) if heads.k % x == 0)
+        outside = (span - min(span, c.gpus_per_node)) / (span - 1)
+        moved = (span - 1) * rows * row / groups
+        fetch = link(span, span - 1, moved, outside)
+        back = link(span, span - 1, FP32 / ELEMENT * moved, outside)
+        if which == "forward":
+            return fetch + compute / groups + (groups - 1) * max(fetch, compute / groups)
+        alone = compute if groups == 1 else 0.0  # between the only two transfers
+        return max(fetch + compute + back, groups * (fetch + back) + alone)
+    moved = rows * row  # size * rows of k_heads / size heads
+    fetch = link(span, 1, moved, 1.0)
+    back = link(span, 1, FP32 / ELEMENT * moved, 1.0)
+    if which == "forward":
+        return around + compute / hops + (hops - 1) * max(fetch, compute / hops)
+    alone = compute / hops if hops == 2 else 0.0
+    return around + max(compute + back, (hops - 1) * (fetch + back) + alone)
