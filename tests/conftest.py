@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cuda_only: a gpu test that the CPU backend cannot stand in for"
     )
+    # pytest-xdist's, for runs without it.
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker runs")
     gpu_summary.register(config)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and not ON_CPU and torch.cuda.device_count() > 1:

@@ -232,9 +232,9 @@ def test_windows_that_do_not_reach(head_dim: int, mask: str, shift: int) -> None
     incoming = Incoming(inputs.dout, None, inputs.dout, inputs.dlse, None)
     gradients = run_gradients_operator(call, incoming)[:3]
     if shift > 0 if mask == "causal" else mask == "left" and shift < 0:  # all is visible
-        whole, _ = run_whole(documents, inputs)
-        assert torch.equal(lse, whole.lse)
-        assert torch.equal(out.to(whole.out.dtype), whole.out)
+        whole, _ = run_whole(documents, inputs)  # perhaps by a kernel with other tiles
+        torch.testing.assert_close(lse, whole.lse, rtol=0, atol=1e-5)
+        torch.testing.assert_close(out.to(whole.out.dtype), whole.out, rtol=2.0**-6, atol=2.0**-7)
         assert all(x.isfinite().all() for x in gradients)
     else:
         assert not out.any() and torch.equal(lse, torch.full_like(lse, -torch.inf))

@@ -2,6 +2,7 @@
 // test the extension on a machine without a GPU: calls are planned as ever, and launching one
 // raises.
 #include "auxiliary/auxiliary.h"
+#include "flash_attn/merge.h"
 #include "host/error.h"
 
 namespace flash_attn_cuda {
@@ -38,6 +39,8 @@ void run_append(const AppendParams& /*params*/, Stream /*stream*/) { refuse("run
 void run_rotary(const RotaryParams& /*params*/, Stream /*stream*/) { refuse("run_rotary"); }
 
 void run_combine(const CombineParams& /*params*/, Stream /*stream*/) { refuse("run_combine"); }
+
+void run_merge(const MergeParams& /*params*/, Stream /*stream*/) { refuse("run_merge"); }
 
 void run_debug_probabilities(const DebugProbabilitiesParams& /*params*/, Stream /*stream*/) {
   refuse("run_debug_probabilities");

@@ -117,6 +117,15 @@ void define_inference(py::module& module) {
       py::arg("out_dtype") = py::none());
 
   module.def(
+      "merge", torch::wrap_pybind_function_no_gil(&binding::merge),
+      "Attention over some keys, out (rows, heads, head_dim) and softmax_lse (heads, rows), takes "
+      "in\n"
+      "attention over others, part and part_lse, all fp32 and in place; result (rows, heads,\n"
+      "head_dim), fp16 or bf16, is written instead of out where it is given.",
+      py::arg("out"), py::arg("softmax_lse"), py::arg("part"), py::arg("part_lse"),
+      py::arg("result") = py::none());
+
+  module.def(
       "rotary", torch::wrap_pybind_function_no_gil(&binding::rotary),
       "Rotary embedding, outside autograd: x (batch, seqlen, heads, head_dim), or packed with\n"
       "cu_seqlens, fp16, bf16 or fp32; cos and sin (positions, rotary_dim / 2), each of one of\n"

@@ -398,21 +398,60 @@ def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tens
 def merged_forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    lse_dtype = AttentionCall(q, k, v).lse_dtype()
     every = slice(0, q.shape[1])
-    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=lse_dtype)
-    softmax_lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
-    for hop, keys, values in hops_with_keys(work, k, v):
-        for call in hop.calls:
-            rows = slice(*call.packed.q)
-            call_of_rows = work.over(
-                call, q[rows], rows_of(keys, call.packed.k), rows_of(values, call.packed.k), every
+    merged: tuple[Tensor, Tensor] | None = None
+    narrow: Tensor | None = None  # out in q's dtype, as far as the last call has finished it
+    finished = slice(0, 0)
+    for call, keys, values, is_last in calls_with_keys(work, k, v):
+        rows = slice(*call.packed.q)
+        call_of_rows = work.over(call, q[rows], keys, values, every)
+        part, part_lse, *_ = run_operator(replace(call_of_rows, fp32_results=True))
+        if merged is None:
+            merged = (
+                whole_of(part, rows, q.shape[0], 0, 0.0),
+                whole_of(part_lse, rows, q.shape[0], 1, -torch.inf),
             )
-            part, part_lse, *_ = run_operator(replace(call_of_rows, fp32_results=True))
-            merge_(out[rows], softmax_lse[:, rows], part, part_lse)
+            continue
+        out, softmax_lse = merged
+        if is_last and sink is None and q.dtype != out.dtype:
+            narrow = torch.empty_like(out, dtype=q.dtype)
+            finished = rows
+        into = None if narrow is None else narrow[rows]
+        merge_(out[rows], softmax_lse[:, rows], part, part_lse, into)
+    if merged is None:
+        lse_dtype = AttentionCall(q, k, v).lse_dtype()
+        out = q.new_zeros((*q.shape[:2], v.shape[-1]))
+        return out, out.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    out, softmax_lse = merged
     if sink is not None:
         add_sink_(out, softmax_lse, sink)
-    return out.to(q.dtype), softmax_lse
+    if narrow is None:
+        return out.to(q.dtype), softmax_lse
+    for others in (slice(0, finished.start), slice(finished.stop, q.shape[0])):
+        narrow[others] = out[others]
+    return narrow, softmax_lse
+
+
+def calls_with_keys(
+    work: Work, k: Tensor, v: Tensor
+) -> Iterator[tuple[DeviceCall, Tensor, Tensor, bool]]:
+    """(call, its keys, its values, whether it is the last one) of all hops."""
+    left = sum(len(hop.calls) for hop in work.schedule.hops)
+    for hop, keys, values in hops_with_keys(work, k, v):
+        for call in hop.calls:
+            left -= 1
+            yield call, rows_of(keys, call.packed.k), rows_of(values, call.packed.k), left == 0
+
+
+def whole_of(part: Tensor, rows: slice, total: int, dim: int, value: float) -> Tensor:
+    """`total` rows, those of the part and around them `value`; the part itself where it is all."""
+    if part.shape[dim] == total:
+        return part
+    shape = list(part.shape)
+    shape[dim] = total
+    whole = part.new_full(shape, value)
+    whole.narrow(dim, rows.start, part.shape[dim]).copy_(part)
+    return whole
 
 
 def merged_backward(
@@ -426,11 +465,11 @@ def merged_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     every = slice(0, q.shape[1])
-    sums_q = torch.zeros_like(q, dtype=softmax_lse.dtype)
-    sums = q.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=softmax_lse.dtype)
+    sums_q: Tensor | None = None
+    sums: Tensor | None = None  # of keys and values side by side
     going: list[tuple[Exchange, Tensor]] = []
     for hop, keys, values in hops_with_keys(work, k, v):
-        dkv = sums if hop.exchange is None else sums.new_zeros((keys.shape[0], *sums.shape[1:]))
+        dkv: Tensor | None = None
         for call in hop.calls:
             rows = slice(*call.packed.q)
             call_of_rows = work.over(
@@ -446,11 +485,26 @@ def merged_backward(
             dq, dk, dv, *_ = run_gradients_operator(
                 replace(call_of_rows, fp32_results=True), incoming
             )
-            sums_q[rows] += dq
-            rows_of(dkv, call.packed.k).add_(torch.cat((dk, dv), -1))
-        if hop.exchange is not None and work.group is not None:
+            sums_q = plus(sums_q, dq, rows, q.shape[0])
+            dkv = plus(dkv, torch.cat((dk, dv), -1), slice(*call.packed.k), keys.shape[0])
+        if hop.exchange is None:
+            sums = dkv
+        elif work.group is not None:
+            if dkv is None:
+                dkv = torch.zeros_like(keys_and_values(keys, values), dtype=softmax_lse.dtype)
             going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
+    if sums is None:
+        sums = torch.zeros_like(keys_and_values(k, v), dtype=softmax_lse.dtype)
     for exchange, came in going:
         add_back(exchange, came, sums)
     dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
-    return sums_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dq = torch.zeros_like(q) if sums_q is None else sums_q.to(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def plus(sums: Tensor | None, part: Tensor, rows: slice, total: int) -> Tensor:
+    """The part's rows added to `total` rows of sums; None: nothing yet."""
+    if sums is None:
+        return whole_of(part, rows, total, 0, 0.0)
+    sums[rows] += part
+    return sums

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import build_info
 
 
-def merge_(out: Tensor, softmax_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_(
+    out: Tensor, softmax_lse: Tensor, part: Tensor, part_lse: Tensor, result: Tensor | None = None
+) -> None:
     """Adds attention over other keys: out and part (rows, heads, dim), lse (heads, rows).
 
-    -inf is the lse of a row that has seen no key. All in out's dtype, in place.
+    -inf is the lse of a row that has seen no key. In place, but where a result, of another dtype,
+    is given: it is written instead of out, whose contents are not to be read then.
     """
+    if takes_kernel(out):
+        assert build_info.extension is not None
+        build_info.extension.merge(out, softmax_lse, part, part_lse, result)
+        return
     total = torch.logaddexp(softmax_lse, part_lse)
-    out.mul_(weight(softmax_lse, total)).addcmul_(part.to(out.dtype), weight(part_lse, total))
+    out.mul_(weight(softmax_lse, total)).addcmul_(part, weight(part_lse, total))
     softmax_lse.copy_(total)
+    if result is not None:
+        result.copy_(out)
+
+
+def takes_kernel(out: Tensor) -> bool:
+    """One kernel instead of torch's operators, which a compiler makes one of itself."""
+    return out.is_cuda and out.shape[-1] % 8 == 0 and not is_compiling()
 
 
 def add_sink_(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> None:
