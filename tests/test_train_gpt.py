@@ -124,7 +124,7 @@ def run_program(folder: Path, options: str, processes: int = 1) -> subprocess.Co
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable]
     if processes > 1:
-        command += "-m torch.distributed.run --standalone --local-addr localhost".split()
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
         command += ["--nproc-per-node", str(processes)]
     command += [str(root / "examples/train_gpt.py"), "--out", str(folder), *options.split()]
     environment = {
@@ -186,10 +186,10 @@ def test_what_processes_cannot_share_is_refused(options, message):
 
 def test_context_ranks_divide_the_processes():
     options = train_gpt.parse_arguments(["--context-parallel", "3"])
-    with pytest.raises(SystemExit, match="--context-parallel: must divide the 4 .* got 3"):
+    with pytest.raises(SystemExit, match=r"--context-parallel: must divide the 4 .* got 3"):
         train_gpt.check_ranks(options, TINY, 4)
     options = train_gpt.parse_arguments(["--context-parallel", "1"])
-    with pytest.raises(SystemExit, match="--batch-size: must be a multiple of the 8 .* got 4"):
+    with pytest.raises(SystemExit, match=r"--batch-size: must be a multiple of the 8 .* got 4"):
         train_gpt.check_ranks(options, TINY, 8)
 
 
