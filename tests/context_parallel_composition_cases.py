@@ -186,7 +186,9 @@ def with_tensor_parallel(scheme: str, has_alibi: bool) -> None:
 
 
 def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None:
-    """A model in one graph where dynamo traces attend, for two lengths of sequences; results and gradients as without."""
+    """A model, in one graph where dynamo traces attend, for two lengths of sequences: results and
+    gradients are those without compilation.
+    """
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
     model = model_of(causal(parallel))

@@ -33,8 +33,8 @@ from .exchange import HeadsForRows, RowsForHeads
 from .plan import Band, Plan
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
-# Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces wrong gradients
-# of the ring: there attend is a graph break.
+# Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
+# the ring that are wrong: there attend is a graph break.
 IS_TRACED = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
 ROWS_TO_OVERLAP = 4096  # of a shard, from which heads travel in groups
 
