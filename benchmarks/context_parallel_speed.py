@@ -42,6 +42,7 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as functional  # noqa: E402
 from documents import environment, write_outputs  # noqa: E402
 from feature_tables import Column, Row, Target, number, print_document, ratio  # noqa: E402
 from lengths import log_normal_lengths  # noqa: E402
@@ -71,7 +72,12 @@ COLUMNS = (
     Column("exposed ms", "exposed_ms", number(3)),
 )
 
-Passes = tuple[Callable[[], object], Callable[[], object]]  # forward, backward
+
+@dataclass(frozen=True)
+class Passes:
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+    squares: float  # sum over out's elements on this rank
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,9 @@ def passes_of(
         with torch.no_grad():
             return attend(*inputs)
 
-    return forward, partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    squares = sum(x.float().square().sum().item() for x in out.detach().split(4096, -3))
+    return Passes(forward, backward, squares)
 
 
 def one_gpu(problem: Problem) -> Passes:
@@ -189,7 +197,6 @@ def torch_context_parallel(problem: Problem, stack: contextlib.ExitStack) -> Pas
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
     if problem.mean:
         raise ValueError("its causal attention takes sequences of one length")
@@ -201,7 +208,10 @@ def torch_context_parallel(problem: Problem, stack: contextlib.ExitStack) -> Pas
             mesh, buffers=whole, buffer_seq_dims=[2] * 4, no_restore_buffers=set(whole)
         )
     )
-    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+    def attend(*qkv: Tensor) -> Tensor:  # by the name that context_parallel patches
+        return functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+
     return passes_of(attend, *whole)
 
 
@@ -253,6 +263,18 @@ def measure(calls: Sequence[Callable[[], object]], turn_ms: float) -> list[float
     return [median(x) for x in taken]
 
 
+def check_squares(name: str, passes: Passes, single: Passes) -> None:
+    """Whether the ranks' results are those of one GPU, which is made first: a peer that does not
+    exchange keys is faster.
+    """
+    total = torch.tensor(passes.squares, device="cuda", dtype=torch.float64)
+    if name != ONE_GPU:
+        dist.all_reduce(total)
+    error = abs(total.item() / single.squares - 1)
+    if name != ONE_GPU and error > 1e-2:
+        raise AssertionError(f"results differ from one GPU's, squares by {error:.2g}")
+
+
 def exposed(call: Callable[[], object]) -> dict[str, float]:
     """Of one call on this rank, from the profiler: milliseconds in which transfers ran, and in
     which they ran beside no other kernel.
@@ -302,20 +324,22 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
         for name, make in contenders(problem, options.contenders, stack):
             try:
                 passes = make()
-                for call in passes:
-                    call()
+                passes.forward()
+                passes.backward()
                 torch.cuda.synchronize()
+                check_squares(name, passes, made[0] if made else passes)
             except Exception as error:
                 reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 continue
             names.append(name)
             made.append(passes)
-        for index, which in enumerate(("forward", "backward")):
-            times = measure([passes[index] for passes in made], options.turn_ms)
+        for which in ("forward", "backward"):
+            calls = [getattr(passes, which) for passes in made]
+            times = measure(calls, options.turn_ms)
             single = dict(zip(names, times, strict=True)).get(ONE_GPU)
-            for name, passes, milliseconds in zip(names, made, times, strict=True):
+            for name, call, milliseconds in zip(names, calls, times, strict=True):
                 yield row_of(problem, which, name, milliseconds, single) | (
-                    exposed(passes[index])
+                    exposed(call)
                     if options.trace and name != ONE_GPU
                     else {"transfer_ms": None, "exposed_ms": None}
                 )

@@ -122,15 +122,17 @@ class Ranks:
 
     def averaging(self, model: GPT, loss: Callable[..., Tensor]) -> DistributedDataParallel:
         """The loss function whose backward leaves each gradient's mean over all ranks."""
-        return DistributedDataParallel(LossOf(model, loss), broadcast_buffers=False)
+        return DistributedDataParallel(LossOf(model, loss))
 
 
 class LossOf(nn.Module):
-    """A model's loss as a module's forward, which is what DistributedDataParallel watches."""
+    """A model's loss as a module's forward, which is what DistributedDataParallel watches. It has
+    the parameters alone: buffers, the same everywhere, would be sent before each step.
+    """
 
     def __init__(self, model: GPT, loss: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.weights = nn.ParameterList(model.parameters())
         self.loss = loss
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:

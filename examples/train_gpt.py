@@ -28,7 +28,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from agreement import compare_curves, compare_step
+from agreement import CurveAgreement, StepAgreement, compare_curves, compare_step
 from model import ATTENTIONS, GPT, save_model
 from processes import SCHEMES, Ranks, ShardedCorpus, is_started, start_processes, world_size
 from training import PRESETS, Corpus, Curve, Preset, autocast, manual_text, train
@@ -187,8 +187,7 @@ def save_sample(model: GPT, device: torch.device, seed: int, folder: Path) -> st
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    together = world_size() > 1 or options.context_parallel > 1
-    if not together:
+    if world_size() == options.context_parallel == 1:
         return run(options, choose_device(options.device), None)
     if is_started():
         return run_together(options)
@@ -205,9 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_together(options: argparse.Namespace) -> int:
     """What each of the started processes does."""
-    first = os.environ["RANK"] == "0"
     with ExitStack() as stack:
-        if not first:
+        if os.environ["RANK"] != "0":
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         device = choose_device(options.device)
         check_ranks(options, choose_preset(options, device), world_size())
@@ -261,9 +259,10 @@ def run(options: argparse.Namespace, device: torch.device, ranks: Ranks | None) 
         print(f"loss curve: {picture}")
 
     tokens, targets = next(corpus.whole_batches("train", seed=options.seed + 2))
-    compared = COMPARED_SEQUENCES if ranks is None else max(COMPARED_SEQUENCES, ranks.data_ranks)
-    compared -= 0 if ranks is None else compared % ranks.data_ranks
-    agreements = [compare_step(model, tokens[:compared], targets[:compared], ranks)]
+    compared = COMPARED_SEQUENCES * (1 if ranks is None else ranks.data_ranks)
+    agreements: list[StepAgreement | CurveAgreement] = [
+        compare_step(model, tokens[:compared], targets[:compared], ranks)
+    ]
     if options.compare_curves:
         agreements.append(compare_curves(*(curves[name] for name in names)))
     for agreement in agreements:

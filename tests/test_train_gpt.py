@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -112,6 +114,83 @@ def test_sizes_must_be_positive(option, capsys):
     with pytest.raises(SystemExit):
         train_gpt.parse_arguments([option, "0"])
     assert "must be at least 1, got 0" in capsys.readouterr().err
+
+
+# Sequences over several processes
+
+
+def run_program(folder: Path, options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """train_gpt.py in a process of its own, or by torchrun in several."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+        command += ["--nproc-per-node", str(processes)]
+    command += [str(root / "examples/train_gpt.py"), "--out", str(folder), *options.split()]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def losses_in(folder: Path) -> list[float]:
+    with (folder / "losses.csv").open() as file:
+        return [float(row["ours"]) for row in csv.DictReader(file)]
+
+
+SHORT = "--device cpu --steps 6 --seqlen 48 --seconds inf"
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process(tmp_path_factory) -> list[float]:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("one")
+    assert train_gpt.main([*SHORT.split(), "--out", str(folder)]) == 0
+    return losses_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (1, "--context-parallel 2"),
+        (1, "--context-parallel 2 --cp-scheme ulysses"),
+        (4, "--context-parallel 2 --cp-scheme ring"),
+        (2, ""),
+    ],
+    ids=["two", "ulysses", "two-of-four", "data-alone"],
+)
+def test_several_processes_train_alike(tmp_path, losses_of_one_process, processes, options):
+    done = run_program(tmp_path, f"{SHORT} {options}", processes)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 6/6") == 1  # rank 0 alone speaks
+    assert "one step, ours and torch SDPA agree: loss" in done.stdout
+    assert losses_in(tmp_path) == pytest.approx(losses_of_one_process, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--context-parallel 3", "--seqlen: must be a multiple of 6, .* got 128"),
+        ("--context-parallel 8 --cp-scheme ulysses", "--cp-scheme: ulysses takes .* got 8"),
+        ("--context-parallel 2 --attention sdpa", "--attention: must be ours .* got sdpa"),
+        ("--context-parallel 2 --compare-curves", "--compare-curves: must not be given"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused(options, message):
+    with pytest.raises(SystemExit, match=message):
+        train_gpt.main(["--device", "cpu", *options.split()])
+
+
+def test_context_ranks_divide_the_processes():
+    options = train_gpt.parse_arguments(["--context-parallel", "3"])
+    with pytest.raises(SystemExit, match=r"--context-parallel: must divide the 4 .* got 3"):
+        train_gpt.check_ranks(options, TINY, 4)
+    options = train_gpt.parse_arguments(["--context-parallel", "1"])
+    with pytest.raises(SystemExit, match=r"--batch-size: must be a multiple of the 8 .* got 4"):
+        train_gpt.check_ranks(options, TINY, 8)
 
 
 # Agreement of one step and of curves

@@ -115,9 +115,9 @@ def gathering(
         index(order, device),
         tuple(DeviceCall.of(x, heads, options, device) for x in calls),
     )
-    rows = index(q_order, device)
-    places = None if rows is None else inverse(rows)
-    return Schedule(plan.rows, (hop,), merges=False, q_order=rows, q_places=places)
+    queries = index(q_order, device)
+    places = None if queries is None else inverse(queries)
+    return Schedule(plan.rows, (hop,), merges=False, q_order=queries, q_places=places)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:

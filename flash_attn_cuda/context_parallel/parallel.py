@@ -33,6 +33,9 @@ from .exchange import HeadsForRows, RowsForHeads
 from .plan import Band, Plan
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
+# Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
+# the ring that are wrong: there attend is a graph break.
+IS_TRACED = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
 ROWS_TO_OVERLAP = 4096  # of a shard, from which heads travel in groups
 MOST_KEPT = 256  # schedules, indices and agreements, of which packed batches each have their own
 
@@ -221,6 +224,9 @@ class ContextParallel:
             out = out.unflatten(0, (batch, -1))
             softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
         return (out, softmax_lse) if return_lse else out
+
+    if not IS_TRACED:
+        attend = torch.compiler.disable(attend)
 
     def _attend_packed(
         self,

@@ -1,0 +1,280 @@
+"""What the ranks do in tests of context parallelism together with torch's other parallelisms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_cuda import flash_attn_func
+from flash_attn_cuda.context_parallel import ContextParallel
+from flash_attn_cuda.context_parallel.parallel import IS_TRACED
+
+WIDTH, HEADS, SEQLEN, BATCH = 32, 4, 32, 4
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_func(q, k, v, causal=True)
+
+
+class Block(nn.Module):
+    """x (batch, seqlen, WIDTH) -> the same: attention and an MLP, with normalisation before each.
+
+    heads: how many of HEADS this block has, from first_head on; its layers are cut accordingly.
+    """
+
+    def __init__(self, attention: Attention, heads: int = HEADS) -> None:
+        super().__init__()
+        self.attention = attention
+        self.heads = heads
+        inner = WIDTH // HEADS * heads
+        self.q, self.k, self.v = (nn.Linear(WIDTH, inner, bias=False) for _ in range(3))
+        self.out = nn.Linear(inner, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def attended(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v))
+        return self.out(self.attention(q, k, v).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attended(x)
+        return x + self.mlp(x)
+
+
+def model_of(attention: Attention, layers: int = 2) -> nn.Sequential:
+    """The same weights at every call and on every rank."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(attention) for _ in range(layers))).double()
+
+
+def whole_input() -> tuple[Tensor, Tensor]:
+    """(x, target), each (BATCH, SEQLEN, WIDTH)."""
+    generator = torch.Generator().manual_seed(4)
+    x, target = torch.randn(2, BATCH, SEQLEN, WIDTH, generator=generator, dtype=torch.float64)
+    return x, target
+
+
+def gradients_of_whole(layers: int = 2) -> dict[str, Tensor]:
+    model = model_of(whole_attention, layers)
+    x, target = whole_input()
+    F.mse_loss(model(x), target).backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def causal(parallel: ContextParallel) -> Attention:
+    return lambda q, k, v: parallel.attend(q, k, v, causal=True)
+
+
+def with_fsdp(scheme: str, over_both: bool) -> None:
+    """Weights sharded over "fsdp", or over all ranks; batches over "fsdp", sequences over
+    "context".
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "context"))
+    parallel = ContextParallel(mesh["context"], scheme)
+    model = model_of(causal(parallel))
+    weights = mesh._flatten("all") if over_both else mesh["fsdp"]
+    for block in model:
+        fully_shard(block, mesh=weights)
+    fully_shard(model, mesh=weights)
+    x, target = (
+        parallel.shard(t.chunk(2)[mesh.get_local_rank("fsdp")]).contiguous() for t in whole_input()
+    )
+    F.mse_loss(model(x), target).backward()
+    found = {}
+    for name, weight in model.named_parameters():
+        assert isinstance(weight.grad, DTensor)
+        found[name] = weight.grad.full_tensor()
+        if not over_both:  # of "fsdp" alone: the mean over "context" is left to the caller
+            dist.all_reduce(found[name], group=mesh.get_group("context"))
+            found[name] /= 2
+    assert_close(found, gradients_of_whole())
+
+
+class Summed(torch.autograd.Function):
+    """The sum over a group, whose gradient every rank already has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class SummedBack(torch.autograd.Function):
+    """x, whose gradient is the sum over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def with_tensor_parallel(scheme: str, has_alibi: bool) -> None:
+    """Heads over "tensor" (Megatron-LM, Shoeybi et al., 2019, section 3), sequences over
+    "context".
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    tensor = mesh.get_group("tensor")
+    heads = HEADS // 2
+    first = heads * mesh.get_local_rank("tensor")
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None
+    mine = None if slopes is None else slopes[first : first + heads]
+    parallel = ContextParallel(mesh["context"], scheme)
+
+    whole = Block(lambda q, k, v: flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes))
+    part = Block(lambda q, k, v: parallel.attend(q, k, v, causal=True, alibi_slopes=mine), heads)
+    torch.manual_seed(5)
+    for weight in whole.double().parameters():
+        nn.init.normal_(weight, std=0.2)
+    rows = slice(first * WIDTH // HEADS, (first + heads) * WIDTH // HEADS)
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        if name in ("q.weight", "k.weight", "v.weight"):
+            return x[rows]
+        return x[:, rows] if name == "out.weight" else x
+
+    weights = {name: cut(name, x).clone() for name, x in whole.state_dict().items()}
+    part.double().load_state_dict(weights)
+
+    x, target = whole_input()
+    x_of_whole = x.clone().requires_grad_()
+    F.mse_loss(whole(x_of_whole), target).backward()
+
+    x, target = (parallel.shard(t).requires_grad_(t is x) for t in (x, target))
+    normed = SummedBack.apply(part.norm(x), tensor)
+    q, k, v = (f(normed).unflatten(-1, (heads, -1)) for f in (part.q, part.k, part.v))
+    y = x + Summed.apply(part.out(part.attention(q, k, v).flatten(2)), tensor)
+    F.mse_loss(y + part.mlp(y), target).backward()
+    found, wanted = {}, {}
+    for (name, mine_), (_, whole_) in zip(
+        part.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        dist.all_reduce(mine_.grad, group=mesh.get_group("context"))
+        found[name], wanted[name] = mine_.grad / 2, cut(name, whole_.grad)
+    found["x"] = parallel.unshard(x.grad) / 2
+    wanted["x"] = x_of_whole.grad
+    assert_close(found, wanted)
+
+
+def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None:
+    """A model, in one graph where dynamo traces attend, for two lengths of sequences: results and
+    gradients are those without compilation.
+    """
+    torch._dynamo.reset()
+    parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
+    model = model_of(causal(parallel))
+    fast = torch.compile(model, backend=backend, fullgraph=IS_TRACED)
+    for seqlen in (16, 32, 16):
+        x, _ = whole_input()
+        x = parallel.shard(x[:, :seqlen])
+        results = []
+        for function in (model, fast):
+            model.zero_grad()
+            leaf = x.clone().requires_grad_()
+            out = function(leaf)
+            out.square().sum().backward()
+            grads = {name: w.grad.clone() for name, w in model.named_parameters()}
+            results.append({"out": out.detach(), "x": leaf.grad, **grads})
+        assert_close(*results[::-1])
+
+
+def compiled_options(scheme: str) -> None:
+    """Every option, documents, and the log-sum-exp."""
+    torch._dynamo.reset()
+    parallel = ContextParallel(None, scheme)
+    plan = parallel.plan([0, 5, 40, 40, 83, 96], window_size=(20, -1))
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (
+        parallel.shard(torch.randn(96, HEADS, 8, generator=generator, dtype=torch.float64), plan)
+        for _ in range(3)
+    )
+    sink = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+    slopes = torch.rand(HEADS, generator=generator)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        return parallel.attend(
+            *(q, k, v, plan),
+            causal=True,
+            window_size=(20, -1),
+            softcap=3.0,
+            alibi_slopes=slopes,
+            sink=sink,
+            return_lse=True,
+        )
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=IS_TRACED)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+        out, softmax_lse = function(*leaves)
+        (out.square().sum() + softmax_lse.clamp(min=-1e3).sum()).backward()
+        grads = {n: x.grad for n, x in zip(("q", "k", "v", "sink"), leaves, strict=True)}
+        results.append({"out": out.detach(), "softmax_lse": softmax_lse.detach(), **grads})
+    assert_close(*results[::-1])
+
+
+def compiled_dropout() -> None:
+    """Drawn anew at each call, by all ranks together: the same kind of mask as without."""
+    torch._dynamo.reset()
+    parallel = ContextParallel(None, "ring")
+    ones = torch.ones(1, 64, HEADS, 8, dtype=torch.float64)
+
+    def attend(q: Tensor) -> Tensor:
+        return parallel.attend(q, q, q, dropout_p=0.5)
+
+    function = torch.compile(attend, backend="aot_eager", fullgraph=IS_TRACED)
+    torch.manual_seed(dist.get_rank())
+    first, second = function(ones), function(ones)
+    assert not torch.equal(first, second)
+    assert abs(first.mean().item() - 1.0) < 0.05
+
+
+def checkpointed(scheme: str, use_reentrant: bool, is_compiled: bool) -> None:
+    """Blocks whose activations are computed again in the backward."""
+    torch._dynamo.reset()
+    parallel = ContextParallel(None, scheme)
+    model = model_of(causal(parallel))
+
+    def forward(x: Tensor) -> Tensor:
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+    function = forward
+    if is_compiled:
+        function = torch.compile(forward, backend="aot_eager", fullgraph=IS_TRACED)
+    x, target = (parallel.shard(t) for t in whole_input())
+    F.mse_loss(function(x.requires_grad_()), target).backward()
+    found = {}
+    for name, weight in model.named_parameters():
+        dist.all_reduce(weight.grad)
+        found[name] = weight.grad / parallel.size
+    assert_close(found, gradients_of_whole())
