@@ -132,6 +132,13 @@ def combine(
     out: Tensor | None = None,
     out_dtype: dtype | None = None,
 ) -> list[Tensor]: ...
+def merge(
+    out: Tensor,
+    softmax_lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    result: Tensor | None = None,
+) -> None: ...
 def rotary(
     x: Tensor,
     cos: Tensor,
