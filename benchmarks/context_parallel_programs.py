@@ -21,15 +21,13 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 from context_parallel_events import Program, Start, Times, Wait, Work, simulate  # noqa: E402
 
 from flash_attn_cuda.context_parallel import Band, Plan, steps  # noqa: E402
-from flash_attn_cuda.context_parallel.parallel import ROWS_TO_OVERLAP, equal_plan  # noqa: E402
+from flash_attn_cuda.context_parallel.parallel import Load, equal_plan  # noqa: E402
 from flash_attn_cuda.context_parallel.plan import sum_below  # noqa: E402
 
 SCHEMES = ("all_gather", "ring", "ulysses", "ulysses+ring")
 PASSES = ("forward", "backward")
 CAUSAL = Band(None, 0)
 ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of parts and of lse
-MERGE_KERNELS = 14  # that torch launches in merge_
-MERGE_ACCESSES = 5  # of an fp32 element of out in its mul_ and addcmul_
 
 
 @dataclass(frozen=True)
@@ -112,20 +110,23 @@ class Exchanges:
 
     def __init__(self, plan: Plan, band: Band) -> None:
         self.plan, self.band = plan, band
-        self._held: dict[tuple[int, int], list[steps.Held]] = {}
-        self._rows: dict[tuple[int, int], int] = {}
+        self._held: dict[tuple[int, int, bool], list[steps.Held]] = {}
+        self._rows: dict[tuple[int, int, bool], int] = {}
         self._calls: dict[tuple[int, int], list[list[steps.Part]]] = {}
 
-    def held(self, source: int, rank: int) -> list[steps.Held]:
-        key = (source, rank)
+    def held(self, source: int, rank: int, *, cut_alone: bool = False) -> list[steps.Held]:
+        key = (source, rank, cut_alone)
         if key not in self._held:
-            self._held[key] = steps.wanted_of(self.plan, source, rank, self.band)
+            self._held[key] = steps.wanted_of(
+                self.plan, source, rank, self.band, cut_alone=cut_alone
+            )
         return self._held[key]
 
-    def rows(self, source: int, rank: int) -> int:
-        key = (source, rank)
+    def rows(self, source: int, rank: int, *, cut_alone: bool = False) -> int:
+        key = (source, rank, cut_alone)
         if key not in self._rows:
-            self._rows[key] = sum(len(x.piece) for x in self.held(source, rank))
+            held = self.held(source, rank, cut_alone=cut_alone)
+            self._rows[key] = sum(len(x.piece) for x in held)
         return self._rows[key]
 
     def hop_calls(self, source: int, rank: int) -> list[list[steps.Part]]:
@@ -294,34 +295,44 @@ class Inner:
     def gathered(self) -> None:
         ex, me, add = self.exchanges, self.ring_rank, self.builder
         everyone = range(self.ranks)
-        sent = {x: ex.rows(me, x) for x in everyone}
-        received = {x: ex.rows(x, me) for x in everyone}
-        arrived = [x for source in everyone for x in ex.held(source, me)]
+        sent = {x: ex.rows(me, x, cut_alone=True) for x in everyone}
+        received = {x: ex.rows(x, me, cut_alone=True) for x in everyone}
+        arrived = [x for source in everyone for x in ex.held(source, me, cut_alone=True)]
         reorders = any(x.piece > y.piece for x, y in pairwise(arrived))
         ordered = sorted(arrived, key=lambda x: x.piece)
+        own = steps.packed(steps.whole_parts(ex.plan, me, ex.band))
         parts = steps.gathered_parts(ex.plan, me, ex.band, steps.in_order(ordered))
         calls = steps.packed(parts)
-        in_turn = [part.q for call in calls for part in call]
+        in_turn = [part.q for call in [*own, *calls] for part in call]
         moves = any(x[1] != y[0] for x, y in pairwise(in_turn))
         count = sum(received.values())
-        groups = self.head_groups()
-        share = Heads(self.heads.q // groups, self.heads.k // groups, self.heads.dim)
+        groups = self.head_groups() if ex.plan.cut_tokens else 0
+        share = Heads(
+            self.heads.q // max(1, groups), self.heads.k // max(1, groups), self.heads.dim
+        )
 
-        def ask() -> int | None:
-            add.copy(2 * self.of_keys(self.rows, ELEMENT, groups))  # keys_and_values
-            if self.ranks == 1:
-                return None
-            add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, groups))
+        def ask() -> int:
+            add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, groups), 2)
             row = self.of_keys(1, ELEMENT, groups)
             return add.start(self.bytes_of(sent, row), self.bytes_of(received, row))
 
-        add.copy(self.of_queries(self.rows, ELEMENT), 2)
-        if not self.is_forward:
-            add.copy(self.of_queries(self.rows, ELEMENT) + self.of_keys(self.rows, FP32), 2)
+        def attend(calls: Sequence[Sequence[steps.Part]], heads: Heads, groups: int) -> None:
+            for call in calls:
+                add.attention(call, heads, ex.band)
+                q_rows = steps.length((call[0].q[0], call[-1].q[1]))
+                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
+                if not self.is_forward:
+                    add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups))
+                    add.copy(self.of_keys(k_rows, 2 * FP32, groups))  # cat
+
         if moves:
             add.copy(2 * self.of_queries(self.rows, ELEMENT) * (1 if self.is_forward else 3), 2)
+        if not self.is_forward:
+            add.copy(self.of_keys(self.rows, FP32))  # zeros
         going = []
-        coming = ask()
+        coming = ask() if groups else None
+        if self.is_forward:
+            attend(own, self.heads, 1)
         for group in range(groups):
             here = coming
             if group + 1 < groups:
@@ -329,40 +340,28 @@ class Inner:
             add.wait(here)
             if reorders:
                 add.copy(2 * self.of_keys(count, ELEMENT, groups))
-            if not self.is_forward:
-                add.copy(self.of_keys(count, FP32, groups))  # zeros
-            for call in calls:
-                add.attention(call, share, ex.band)
-                q_rows = steps.length((call[0].q[0], call[-1].q[1]))
-                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
-                if self.is_forward:
-                    add.copy(2 * self.of_queries(q_rows, ELEMENT, groups), 2)
-                else:
-                    add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups), 2)
-                    add.copy(self.of_keys(k_rows, 5 * FP32, groups), 2)  # cat, add_
+            attend(calls, share, groups)
             if self.is_forward:
                 continue
             if reorders:
                 add.copy(2 * self.of_keys(count, FP32, groups))
-            if self.ranks == 1:
-                add.copy(2 * self.of_keys(count, FP32, groups))
-            else:
-                row = self.of_keys(1, FP32, groups)
-                going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
+            row = self.of_keys(1, FP32, groups)
+            going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
+        if not self.is_forward and own:
+            attend(own, self.heads, 1)
+            add.copy(3 * self.of_keys(self.rows, FP32))
         for number in going:
             add.wait(number)
             add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)
         if moves:
             add.copy(2 * self.of_queries(self.rows, ELEMENT), 2)
         if not self.is_forward:
-            add.copy(2 * self.of_queries(self.rows, ELEMENT))
             self.finish_gradients()
 
     def head_groups(self) -> int:
         """As ContextParallel chooses them."""
-        if self.ranks == 1 or self.rows < ROWS_TO_OVERLAP:
-            return 1
-        return next(x for x in (4, 3, 2, 1) if self.heads.k % x == 0)
+        load = Load.of(self.exchanges.plan, self.exchanges.band)
+        return load.head_groups(self.heads.q, self.heads.k, 2 * self.heads.dim, ELEMENT)
 
     # -- hop by hop --------------------------------------------------------------------------------
 
@@ -385,11 +384,8 @@ class Inner:
                 self.bytes_of({target: sent}, row), self.bytes_of({source: received}, row)
             )
 
-        add.copy(self.of_queries(self.rows, FP32), 2)  # zeros of out, or of the gradients of q
-        if not self.is_forward:
-            add.copy(self.of_keys(self.rows, FP32))
-        add.copy(2 * self.of_keys(self.rows, ELEMENT))
         going = []
+        is_first = True
         coming = ask(hops[0])
         for number, distance in enumerate(hops):
             here = coming
@@ -397,17 +393,19 @@ class Inner:
                 coming = ask(hops[number + 1])
             add.wait(here)
             source, target = ends(distance)
-            if distance > 0 and not self.is_forward:
-                add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros
             for call in ex.hop_calls(source, me):
                 add.attention(call, self.heads, ex.band)
                 q_rows = steps.length((call[0].q[0], call[-1].q[1]))
                 k_rows = steps.length((call[0].k[0], call[-1].k[1]))
+                if not self.is_forward:
+                    add.copy(self.of_keys(k_rows, 2 * FP32))  # cat
+                if is_first:
+                    is_first = False
+                    continue
                 if self.is_forward:
-                    add.copy(MERGE_ACCESSES * self.of_queries(q_rows, FP32), MERGE_KERNELS)
+                    add.copy(3 * self.of_queries(q_rows, FP32))  # merge_
                 else:
-                    add.copy(3 * self.of_queries(q_rows, FP32), 2)
-                    add.copy(self.of_keys(k_rows, 5 * FP32), 2)  # cat, add_
+                    add.copy(3 * self.of_queries(q_rows, FP32))
             if not self.is_forward and distance > 0:
                 back = self.of_keys(1, FP32)
                 gave, got = ex.rows(me, target), ex.rows(source, me)
@@ -562,7 +560,8 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
         return around + compute
     span = problem.ranks
     if scheme == "all_gather":
-        groups = 1 if rows < ROWS_TO_OVERLAP else next(x for x in (4, 3, 2) if heads.k % x == 0)
+        load = Load.of(problem.plan, problem.band)
+        groups = load.head_groups(heads.q, heads.k, 2 * heads.dim, ELEMENT)
         outside = (span - min(span, c.gpus_per_node)) / (span - 1)
         moved = (span - 1) * rows * row / groups
         fetch = link(span, span - 1, moved, outside)

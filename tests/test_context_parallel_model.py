@@ -92,7 +92,7 @@ def test_bytes_are_those_of_the_exchanges_of_the_schedule(problem, scheme):
         sent = sum(
             count
             for exchange in exchanges
-            for other, count in enumerate(exchange.sizes_sent())
+            for other, count in enumerate(exchange.sent)
             if other != rank
         )
         received = sum(

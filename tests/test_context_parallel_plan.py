@@ -58,9 +58,10 @@ def test_every_token_is_on_one_rank(plan: Plan) -> None:
     assert sorted(rows) == list(range(plan.total))
     for rank, mine in enumerate(plan.ranks):
         assert len(plan.rows_of(rank)) == len(plan.positions_of(rank)) == plan.rows
-        assert all(
-            x < y and (x.sequence, x.end) != (y.sequence, y.begin) for x, y in pairwise(mine)
-        )
+        assert list(mine) == sorted(mine, key=lambda x: (not plan.is_whole(x), x))
+        assert all((x.sequence, x.end) != (y.sequence, y.begin) for x, y in pairwise(mine))
+    whole = sum(len(x) for mine in plan.ranks for x in mine if plan.is_whole(x))
+    assert plan.cut_tokens == plan.total - whole
 
 
 @given(LENGTHS, st.integers(1, 4), BANDS)
@@ -195,13 +196,15 @@ def test_gathered_keys_give_every_visible_pair_once(plan: Plan, band: Band) -> N
             came += [shard[row] for row in rows]
         in_order = [came[row] for row in order]
         assert dict(enumerate(in_order)) == tokens_of(keys)
-        queries = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
+        shard = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
+        here = steps.packed(steps.whole_parts(plan, rank, band))
         q_order, calls = steps.one_behind_the_other(
-            steps.packed(steps.gathered_parts(plan, rank, band, keys))
+            [*here, *steps.packed(steps.gathered_parts(plan, rank, band, keys))]
         )
-        moved = [queries[row] for row in q_order]
-        assert sorted(moved) == sorted(queries.values())
-        found += pairs_of(plan, rank, band, calls, moved, in_order)
+        moved = [shard[row] for row in q_order]
+        assert sorted(moved) == sorted(shard.values())
+        found += pairs_of(plan, rank, band, calls[: len(here)], moved, list(shard.values()))
+        found += pairs_of(plan, rank, band, calls[len(here) :], moved, in_order)
     assert found == wanted_pairs(plan, band)
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from ..call import AttentionCall, Incoming
 from ..operators.attention import run_gradients_operator, run_operator
+from ..operators.support import call_extension
 from . import steps
 from .exchange import add_back, send, send_back
 from .merge import add_sink_, merge_, sink_gradient
@@ -76,12 +78,13 @@ class DeviceCall:
 @dataclass(frozen=True, eq=False)
 class Hop:
     """Keys that come together, and the calls over them. arrival: rows of what comes in the order
-    of the keys; None: as it comes.
+    of the keys, departure the other way round; None: as it comes.
     """
 
     exchange: Exchange | None  # None: the rank's own keys
-    arrival: Tensor | None
     calls: tuple[DeviceCall, ...]
+    arrival: Tensor | None = None
+    departure: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,11 @@ class Schedule:
     q_order: Tensor | None = None
     q_places: Tensor | None = None
 
+    @property
+    def used_rows(self) -> int:
+        """Of a shard, without padding: where each query is in one call, up to the last call's."""
+        return max((call.packed.q[1] for hop in self.hops for call in hop.calls), default=0)
+
 
 def inverse(order: Tensor) -> Tensor:
     places = torch.empty_like(order)
@@ -106,18 +114,22 @@ def inverse(order: Tensor) -> Tensor:
 def gathering(
     plan: Plan, rank: int, heads: int, options: Options, device: torch.device
 ) -> Schedule:
-    """All keys at once. heads: of queries in the whole, which dropout counts."""
+    """Sequences that the rank has whole, and then the others, whose keys come all at once. heads:
+    of queries in the whole, which dropout counts.
+    """
     exchange, order, keys = steps.gather(plan, rank, options.band)
-    parts = steps.gathered_parts(plan, rank, options.band, keys)
-    q_order, calls = steps.one_behind_the_other(steps.packed(parts))
-    hop = Hop(
-        exchange if len(plan.ranks) > 1 else None,
-        index(order, device),
-        tuple(DeviceCall.of(x, heads, options, device) for x in calls),
-    )
+    here = steps.packed(steps.whole_parts(plan, rank, options.band))
+    cut = steps.packed(steps.gathered_parts(plan, rank, options.band, keys))
+    q_order, calls = steps.one_behind_the_other([*here, *cut])
+    made = [DeviceCall.of(x, heads, options, device) for x in calls]
+    hops = [Hop(None, tuple(made[: len(here)]))] if here else []
+    if plan.cut_tokens:
+        arrival = index(order, device)
+        departure = None if arrival is None else inverse(arrival)
+        hops.append(Hop(exchange, tuple(made[len(here) :]), arrival, departure))
     queries = index(q_order, device)
     places = None if queries is None else inverse(queries)
-    return Schedule(plan.rows, (hop,), merges=False, q_order=queries, q_places=places)
+    return Schedule(plan.rows, tuple(hops), merges=False, q_order=queries, q_places=places)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
@@ -133,7 +145,7 @@ def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.d
         parts = steps.hop_parts(plan, rank, options.band, keys)
         calls = steps.calls_of(parts, keeps_places=options.keeps_places)
         made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
-        hops.append(Hop(exchange, None, made))
+        hops.append(Hop(exchange, made))
     return Schedule(plan.rows, tuple(hops), merges=True)
 
 
@@ -237,34 +249,52 @@ def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:
     return x[rows[0] : rows[1]]
 
 
-def keys_and_values(k: Tensor, v: Tensor) -> Tensor:
-    """(rows, heads, D + Dv): what travels."""
-    return torch.cat((k, v), -1)
-
-
 # -- all at once -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """Keys and values of some heads, and the hop whose calls they are for."""
+
+    hop: Hop
+    heads_q: slice
+    heads_k: slice
+    k: Tensor
+    v: Tensor
+
+
 def arrivals(
-    work: Work, heads: int, k: Tensor, v: Tensor
-) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """(query heads, key heads, keys, values) of each group of heads, the next on its way."""
-    (hop,) = work.schedule.hops
-    slices = list(work.head_slices(heads, k.shape[1]))
+    work: Work, heads_q: int, k: Tensor, v: Tensor, *, own_first: bool
+) -> Iterator[Arrival]:
+    """The rank's own keys at first or at last, and those of all ranks, a group of heads at a time,
+    the next on its way.
+    """
+    own = [x for x in work.schedule.hops if x.exchange is None]
+    others = [x for x in work.schedule.hops if x.exchange is not None]
+    groups = list(work.head_slices(heads_q, k.shape[1]))
 
-    def ask(heads: slice) -> Tensor:
-        kv = keys_and_values(k[:, heads], v[:, heads])
-        if hop.exchange is None or work.group is None:
-            return kv
-        return send(hop.exchange, kv, work.group)
+    def ask(hop: Hop, number: int) -> Tensor:
+        assert hop.exchange is not None and work.group is not None
+        heads = groups[number][1]
+        return send(hop.exchange, k[:, heads], v[:, heads], work.group)
 
-    coming = ask(slices[0][1])
-    for number, (heads_q, heads_k) in enumerate(slices):
-        kv = coming
-        if number + 1 < len(slices):
-            coming = ask(slices[number + 1][1])
-        kv = kv if hop.arrival is None else kv.index_select(0, hop.arrival)
-        yield heads_q, heads_k, *kv.split((k.shape[-1], v.shape[-1]), -1)
+    def owned() -> Iterator[Arrival]:
+        for hop in own:
+            yield Arrival(hop, slice(0, heads_q), slice(0, k.shape[1]), k, v)
+
+    coming = [ask(hop, 0) for hop in others]
+    if own_first:
+        yield from owned()
+    for hop, first in zip(others, coming, strict=True):
+        for number, heads in enumerate(groups):
+            kv = first
+            if number + 1 < len(groups):
+                first = ask(hop, number + 1)
+            yield Arrival(
+                hop, *heads, *in_order(kv, hop.arrival).split((k.shape[-1], v.shape[-1]), -1)
+            )
+    if not own_first:
+        yield from owned()
 
 
 def in_order(x: Tensor, order: Tensor | None, dim: int = 0) -> Tensor:
@@ -275,33 +305,40 @@ def gathered_forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     schedule = work.schedule
-    (hop,) = schedule.hops
     queries = in_order(q, schedule.q_order)
-    used = hop.calls[-1].packed.q[1] if hop.calls else 0
-    out = q.new_zeros((used, q.shape[1], v.shape[-1]))
-    softmax_lse = q.new_full(
-        (q.shape[1], used), -torch.inf, dtype=AttentionCall(q, k, v).lse_dtype()
-    )
-    for heads_q, _, keys, values in arrivals(work, q.shape[1], k, v):
-        for call in hop.calls:
-            rows = slice(*call.packed.q)
-            found = run_operator(
-                replace(
-                    work.over(
-                        call,
-                        queries[rows, heads_q],
-                        rows_of(keys, call.packed.k),
-                        rows_of(values, call.packed.k),
-                        heads_q,
-                    ),
-                    sink=None if sink is None else sink[heads_q],
-                )
+    used = schedule.used_rows
+    out = q.new_empty((used, q.shape[1], v.shape[-1]))
+    softmax_lse = q.new_empty((q.shape[1], used), dtype=AttentionCall(q, k, v).lse_dtype())
+    for keys in arrivals(work, q.shape[1], k, v, own_first=True):
+        heads = keys.heads_q
+        for call in keys.hop.calls:
+            rows, keys_of_call = slice(*call.packed.q), call.packed.k
+            call_of_rows = work.over(
+                call,
+                queries[rows, heads],
+                rows_of(keys.k, keys_of_call),
+                rows_of(keys.v, keys_of_call),
+                heads,
             )
-            out[rows, heads_q], softmax_lse[heads_q, rows] = found[:2]
+            sink_of_heads = None if sink is None else sink[heads]
+            attend_into(
+                replace(call_of_rows, sink=sink_of_heads),
+                out[rows, heads],
+                softmax_lse[heads, rows],
+            )
     return (
         padded(in_order(out, schedule.q_places), schedule.rows, 0, 0.0),
         padded(in_order(softmax_lse, schedule.q_places, 1), schedule.rows, 1, -torch.inf),
     )
+
+
+def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
+    if out.is_cuda and not is_compiling():
+        _, lse, *_ = call_extension("forward", out.device, replace(call, out=out))
+    else:
+        found, lse, *_ = run_operator(call)
+        out.copy_(found)
+    softmax_lse.copy_(lse)
 
 
 def padded(x: Tensor, rows: int, dim: int, value: float) -> Tensor:
@@ -324,75 +361,74 @@ def gathered_backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     schedule = work.schedule
-    (hop,) = schedule.hops
     queries, outs, douts = (in_order(x, schedule.q_order) for x in (q, out, dout))
     lses = in_order(softmax_lse, schedule.q_order, 1)
     dlses = None if dlse is None else in_order(dlse, schedule.q_order, 1)
-    dq = torch.zeros_like(q)
-    sums = q.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=lses.dtype)
-    used = hop.calls[-1].packed.q[1] if hop.calls else 0
-    dqueries = q.new_zeros((used, *q.shape[1:]))
-    going: list[tuple[slice, Tensor]] = []
-    for heads_q, heads_k, keys, values in arrivals(work, q.shape[1], k, v):
-        shape = (*keys.shape[:2], k.shape[-1] + v.shape[-1])
-        dkv = q.new_zeros(shape, dtype=lses.dtype)
+    dqueries = q.new_empty((schedule.used_rows, *q.shape[1:]))
+    sums = zeros_for(k, v, lses.dtype)
+    going: list[tuple[Exchange, slice, Tensor]] = []
+    # The rank's own keys last: meanwhile gradients of the others go back.
+    for keys in arrivals(work, q.shape[1], k, v, own_first=False):
+        heads, hop = keys.heads_q, keys.hop
+        dkv: Tensor | None = None
         for call in hop.calls:
-            rows = slice(*call.packed.q)
-            made = run_gradients_operator(
-                replace(
-                    work.over(
-                        call,
-                        queries[rows, heads_q],
-                        rows_of(keys, call.packed.k),
-                        rows_of(values, call.packed.k),
-                        heads_q,
-                    ),
-                    fp32_results=True,
-                ),
+            rows, keys_of_call = slice(*call.packed.q), call.packed.k
+            call_of_rows = work.over(
+                call,
+                queries[rows, heads],
+                rows_of(keys.k, keys_of_call),
+                rows_of(keys.v, keys_of_call),
+                heads,
+            )
+            dq, dk, dv, *_ = run_gradients_operator(
+                replace(call_of_rows, fp32_results=True),
                 Incoming(
-                    douts[rows, heads_q],
-                    None if dlses is None else dlses[heads_q, rows].contiguous(),
-                    outs[rows, heads_q],
-                    lses[heads_q, rows].contiguous(),
+                    douts[rows, heads],
+                    None if dlses is None else dlses[heads, rows].contiguous(),
+                    outs[rows, heads],
+                    lses[heads, rows].contiguous(),
                     work.rng_state,
                 ),
             )
-            dqueries[rows, heads_q] = made[0]
-            rows_of(dkv, call.packed.k).add_(torch.cat(made[1:3], -1))
-        if hop.arrival is not None:
-            dkv = dkv.index_select(0, inverse(hop.arrival))
+            dqueries[rows, heads] = dq
+            dkv = plus(dkv, torch.cat((dk, dv), -1), slice(*keys_of_call), keys.k.shape[0])
         if hop.exchange is None or work.group is None:
-            sums[: dkv.shape[0], heads_k] = dkv
-        else:
-            going.append((heads_k, send_back(hop.exchange, dkv, work.group)))
-    for heads_k, came in going:
-        assert hop.exchange is not None
-        add_back(hop.exchange, came, sums[:, heads_k])
-    places = schedule.q_places
-    dq[:used] = in_order(dqueries, places)
+            sums = sums if dkv is None else sums.add_(dkv)
+            continue
+        dkv = zeros_for(keys.k, keys.v, lses.dtype) if dkv is None else dkv
+        back = send_back(hop.exchange, in_order(dkv, hop.departure), work.group)
+        going.append((hop.exchange, keys.heads_k, back))
+    for exchange, heads_k, came in going:
+        add_back(exchange, came, sums[:, heads_k])
     dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
+    dq = padded(in_order(dqueries, schedule.q_places), schedule.rows, 0, 0.0)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def zeros_for(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of gradients of both, side by side as they travel."""
+    return k.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
 
 
 # -- hop by hop ------------------------------------------------------------------------------------
 
 
 def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-    """Each hop and its keys, those of the next on their way."""
-    kv = keys_and_values(k, v)
-    hops = work.schedule.hops
+    """Each hop and its keys, the rank's own first, those of the next on their way."""
+    own, *hops = work.schedule.hops
+    coming: list[Tensor] = []
 
-    def ask(hop: Hop) -> Tensor:
-        if hop.exchange is None or work.group is None:
-            return kv
-        return send(hop.exchange, kv, work.group)
+    def ask(hop: Hop) -> None:
+        assert hop.exchange is not None and work.group is not None
+        coming.append(send(hop.exchange, k, v, work.group))
 
-    coming = ask(hops[0])
+    if hops:
+        ask(hops[0])
+    yield own, k, v
     for number, hop in enumerate(hops):
-        here = coming
         if number + 1 < len(hops):
-            coming = ask(hops[number + 1])
-        yield hop, *here.split((k.shape[-1], v.shape[-1]), -1)
+            ask(hops[number + 1])
+        yield hop, *coming.pop(0).split((k.shape[-1], v.shape[-1]), -1)
 
 
 def merged_forward(
@@ -491,10 +527,10 @@ def merged_backward(
             sums = dkv
         elif work.group is not None:
             if dkv is None:
-                dkv = torch.zeros_like(keys_and_values(keys, values), dtype=softmax_lse.dtype)
+                dkv = zeros_for(keys, values, softmax_lse.dtype)
             going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
     if sums is None:
-        sums = torch.zeros_like(keys_and_values(k, v), dtype=softmax_lse.dtype)
+        sums = zeros_for(k, v, softmax_lse.dtype)
     for exchange, came in going:
         add_back(exchange, came, sums)
     dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)

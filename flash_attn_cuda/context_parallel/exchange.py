@@ -12,10 +12,18 @@ from torch.distributed import ProcessGroup
 from .steps import Exchange
 
 
-def send(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
-    """What the ranks sent, one rank behind the other, of x (rows, ...) that each has."""
-    rows = [x[begin:end] for begin, end in exchange.rows]
-    sent = torch.cat(rows) if rows else x[:0]
+def send(exchange: Exchange, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
+    """What the ranks sent, one rank behind the other, of k (rows, heads, D) and v (rows, heads, Dv)
+    that each has: (rows, heads, D + Dv).
+    """
+    columns = k.shape[-1]
+    sent = k.new_empty((sum(exchange.sent), k.shape[1], columns + v.shape[-1]))
+    row = 0
+    for begin, end in exchange.rows:
+        to = sent[row : row + end - begin]
+        to[..., :columns] = k[begin:end]
+        to[..., columns:] = v[begin:end]
+        row += end - begin
     return collectives.all_to_all_single(sent, list(exchange.received), list(exchange.sent), group)
 
 

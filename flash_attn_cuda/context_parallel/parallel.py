@@ -36,7 +36,11 @@ SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
 # the ring that are wrong: there attend is a graph break.
 IS_TRACED = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
-ROWS_TO_OVERLAP = 4096  # of a shard, from which heads travel in groups
+
+# Heads travel in groups, each beside the work on the one before, until no more than EXPOSED of the
+# time is a wait for the first; groups cost launches, which WORTH_GROUPS seconds of work bear.
+EXPOSED, WORTH_GROUPS = 0.02, 4e-3
+RATE, BANDWIDTH = 600e12, 300e9  # FLOP/s, and bytes/s to a GPU: of an H100 over NVLink
 MOST_KEPT = 256  # schedules, indices and agreements, of which packed batches each have their own
 
 
@@ -258,7 +262,7 @@ class ContextParallel:
             sink,
             self._draw(q) if options.dropout_p > 0.0 else None,
             first_head,
-            self._head_groups(q, k, schedule),
+            self._head_groups(q, k, v, prepared),
         )
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
         if across is not None:
@@ -294,9 +298,9 @@ class ContextParallel:
         key = (plan, make.__name__, heads, options, device)
         return self._once(key, lambda: make(plan, rank, heads, options, device))
 
-    def _head_groups(self, q: Tensor, k: Tensor, schedule: Schedule) -> int:
-        heads = k.shape[1]
-        if schedule.merges or schedule.hops[0].exchange is None:
+    def _head_groups(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> int:
+        heads, schedule = k.shape[1], prepared.schedule
+        if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
             return 1
         if self.head_groups is not None:
             if self.head_groups < 1 or heads % self.head_groups:
@@ -304,9 +308,8 @@ class ContextParallel:
                     f"head_groups: must divide the {heads} heads of keys, got {self.head_groups}"
                 )
             return self.head_groups
-        if q.shape[0] < ROWS_TO_OVERLAP:
-            return 1
-        return next(x for x in (4, 3, 2, 1) if heads % x == 0)
+        columns = q.shape[-1] + v.shape[-1]
+        return prepared.load.head_groups(q.shape[1], heads, columns, k.element_size())
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -390,6 +393,7 @@ class ContextParallel:
                 options,
                 scheme,
                 self._schedule(inside, scheme, heads[0], options, device),
+                Load.of(inside, options.band),
                 None if across is None else self._orders(plan, inside, across, device),
             )
 
@@ -459,6 +463,31 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
 # -- what is made before a call --------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a plan gives a rank, more or less; the same on every rank. pairs: that are visible.
+    travelling: rows of keys from others, if every query saw all of its sequence.
+    """
+
+    pairs: float
+    travelling: float
+
+    @classmethod
+    def of(cls, plan: Plan, band: Band) -> Load:
+        ranks = range(len(plan.ranks))
+        pairs = sum(plan.pairs_of(rank, band) for rank in ranks)
+        return cls(pairs / len(ranks), plan.cut_tokens * (len(ranks) - 1) / len(ranks))
+
+    def head_groups(self, heads_q: int, heads_k: int, columns: int, element_size: int) -> int:
+        """In how many groups heads of keys travel to each rank; columns: of a key and its value."""
+        seconds = self.pairs * 2 * columns * heads_q / RATE
+        if seconds < WORTH_GROUPS:
+            return 1
+        transfer = self.travelling * heads_k * columns * element_size / BANDWIDTH
+        fit = [x for x in (1, 2, 3, 4) if heads_k % x == 0]
+        return next((x for x in fit if transfer / x < EXPOSED * seconds), fit[-1])
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """What of an attention follows from its plan and options. orders: of ulysses, rows_of_joined on
@@ -469,6 +498,7 @@ class Prepared:
     options: Options
     scheme: str
     schedule: Schedule
+    load: Load
     orders: tuple[Tensor, Tensor] | None
 
 

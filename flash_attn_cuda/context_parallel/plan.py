@@ -77,7 +77,8 @@ class Plan:
 
     Args:
         lengths: tokens of each sequence.
-        ranks: pieces of each rank, in ascending order, of which no two touch.
+        ranks: pieces of each rank, of which no two touch: whole sequences first, then the others,
+            either in ascending order.
         rows: of each rank's shard.
     """
 
@@ -147,7 +148,11 @@ class Plan:
         cls, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], rows: int = 0
     ) -> Plan:
         """Any pieces, as many rows as the largest rank has, or more."""
-        ranks = tuple(tuple(join(mine)) for mine in pieces)
+
+        def order(piece: Piece) -> tuple[bool, Piece]:
+            return len(piece) < lengths[piece.sequence], piece
+
+        ranks = tuple(tuple(sorted(join(mine), key=order)) for mine in pieces)
         most = max(sum(map(len, mine)) for mine in ranks)
         return cls(tuple(lengths), ranks, max(rows, most))
 
@@ -159,6 +164,15 @@ class Plan:
     def first_rows(self) -> tuple[int, ...]:
         """Of every sequence, where all are packed one behind the other."""
         return (0, *accumulate(self.lengths))[:-1]
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether it is all of its sequence, whose queries then meet no other rank's keys."""
+        return len(piece) == self.lengths[piece.sequence]
+
+    @cached_property
+    def cut_tokens(self) -> int:
+        """Of sequences that are not on one rank."""
+        return sum(len(x) for mine in self.ranks for x in mine if not self.is_whole(x))
 
     @cached_property
     def multiple(self) -> int:

@@ -76,10 +76,14 @@ def length(rows: Rows) -> int:
     return rows[1] - rows[0]
 
 
-def seen_keys(plan: Plan, rank: int, band: Band) -> list[Piece]:
-    """What the rank's queries see of every sequence, in ascending order; ranges may overlap."""
+def seen_keys(plan: Plan, rank: int, band: Band, cut_alone: bool) -> list[Piece]:
+    """What the rank's queries see of every sequence, in ascending order; ranges may overlap.
+    cut_alone: without sequences that the rank has whole.
+    """
     seen = []
     for piece in plan.ranks[rank]:
+        if cut_alone and plan.is_whole(piece):
+            continue
         first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
         seen.append(Piece(piece.sequence, first, max(first, end)))
     return seen
@@ -108,23 +112,28 @@ def overlaps(plan: Plan, rank: int, wanted: Sequence[Piece]) -> Iterator[Held]:
                 yield Held(row + begin - piece.begin, Piece(piece.sequence, begin, end))
 
 
-def wanted_of(plan: Plan, source: int, rank: int, band: Band) -> list[Held]:
+def wanted_of(
+    plan: Plan, source: int, rank: int, band: Band, *, cut_alone: bool = False
+) -> list[Held]:
     """What the rank sees of the source's keys, by rows of the source."""
-    return list(overlaps(plan, source, united(seen_keys(plan, rank, band), plan.multiple)))
+    seen = united(seen_keys(plan, rank, band, cut_alone), plan.multiple)
+    return list(overlaps(plan, source, seen))
 
 
 # -- all at once: every query meets all its keys in one call --------------------------------------
 
 
 def gather(plan: Plan, rank: int, band: Band) -> tuple[Exchange, list[int], list[Held]]:
-    """(the exchange, rows of what it brings in the order of tokens, what lies where in that)."""
+    """Of sequences that are cut: (the exchange, rows of what it brings in the order of tokens, what
+    lies where in that). A rank's own keys come with the others.
+    """
     ranks = range(len(plan.ranks))
-    sent = tuple(rows_of(wanted_of(plan, rank, other, band)) for other in ranks)
+    sent = tuple(rows_of(wanted_of(plan, rank, other, band, cut_alone=True)) for other in ranks)
     arrived, row = [], 0
     received = []
     for source in ranks:
         begin = row
-        for held in wanted_of(plan, source, rank, band):
+        for held in wanted_of(plan, source, rank, band, cut_alone=True):
             arrived.append(Held(row, held.piece))
             row += len(held.piece)
         received.append(row - begin)
@@ -163,10 +172,28 @@ def in_order(arrived: Sequence[Held]) -> list[Held]:
     return result
 
 
+def whole_parts(plan: Plan, rank: int, band: Band) -> list[Part]:
+    """Sequences that the rank has whole, by rows of its shard."""
+    return [
+        Part(
+            sequence=piece.sequence,
+            q=(row, row + len(piece)),
+            k=(row, row + len(piece)),
+            first_q=0,
+            first_k=0,
+            is_masked=not band.is_full((0, len(piece)), (0, len(piece))),
+        )
+        for row, piece in plan.placed(rank)
+        if plan.is_whole(piece)
+    ]
+
+
 def gathered_parts(plan: Plan, rank: int, band: Band, keys: Sequence[Held]) -> list[Part]:
-    """Every query once; each sees itself at least."""
+    """Every other query once; each sees itself at least."""
     parts = []
     for row, piece in plan.placed(rank):
+        if plan.is_whole(piece):
+            continue
         first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
         first = first // plan.multiple * plan.multiple
         holding = next(
