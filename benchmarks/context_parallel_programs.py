@@ -349,7 +349,6 @@ class Inner:
             going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
         if not self.is_forward and own:
             attend(own, self.heads, 1)
-            add.copy(3 * self.of_keys(self.rows, FP32))
         for number in going:
             add.wait(number)
             add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)

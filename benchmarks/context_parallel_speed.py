@@ -254,11 +254,11 @@ def time_calls(call: Callable[[], object], count: int) -> float:
 def measure(calls: Sequence[Callable[[], object]], turn_ms: float) -> list[float]:
     estimates = []
     for call in calls:
-        time_calls(call, 2)
-        estimates.append(time_calls(call, 2))
+        time_calls(call, 1)
+        estimates.append(time_calls(call, 1))
     taken: list[list[float]] = [[] for _ in calls]
     for index in order_of_turns(len(calls), ROUNDS):
-        count = max(2, math.ceil(turn_ms / estimates[index]))
+        count = max(1, math.ceil(turn_ms / estimates[index]))
         taken[index].append(time_calls(calls[index], count))
     return [median(x) for x in taken]
 

@@ -77,32 +77,27 @@ class DeviceCall:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Keys that come together, and the calls over them. arrival: rows of what comes in the order
-    of the keys, departure the other way round; None: as it comes.
+    """Keys that come together, and the calls over them.
+
+    arrival: rows of what comes in the order of the keys, departure the other way round; None: as it
+    comes. q_rows: rows of the shard in the order of the calls' queries; None: as they are.
     """
 
     exchange: Exchange | None  # None: the rank's own keys
     calls: tuple[DeviceCall, ...]
     arrival: Tensor | None = None
     departure: Tensor | None = None
+    q_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What a rank does under a plan. q_order: rows of queries in the order of the calls; None: as
-    they are. q_places: the other way round, rows of the calls' queries in the order of the shard.
-    """
+    """What a rank does under a plan. used_rows: of its shard, without padding."""
 
     rows: int
+    used_rows: int
     hops: tuple[Hop, ...]
     merges: bool
-    q_order: Tensor | None = None
-    q_places: Tensor | None = None
-
-    @property
-    def used_rows(self) -> int:
-        """Of a shard, without padding: where each query is in one call, up to the last call's."""
-        return max((call.packed.q[1] for hop in self.hops for call in hop.calls), default=0)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -117,19 +112,25 @@ def gathering(
     """Sequences that the rank has whole, and then the others, whose keys come all at once. heads:
     of queries in the whole, which dropout counts.
     """
-    exchange, order, keys = steps.gather(plan, rank, options.band)
-    here = steps.packed(steps.whole_parts(plan, rank, options.band))
-    cut = steps.packed(steps.gathered_parts(plan, rank, options.band, keys))
-    q_order, calls = steps.one_behind_the_other([*here, *cut])
-    made = [DeviceCall.of(x, heads, options, device) for x in calls]
-    hops = [Hop(None, tuple(made[: len(here)]))] if here else []
+    hops = []
+    whole = steps.whole_parts(plan, rank, options.band)
+    if whole:
+        calls = steps.packed(whole)
+        made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
+        hops.append(Hop(None, made))
     if plan.cut_tokens:
+        exchange, order, keys = steps.gather(plan, rank, options.band)
+        calls = steps.packed(steps.gathered_parts(plan, rank, options.band, keys))
+        rows, moved = steps.one_behind_the_other(calls)
+        is_moved = rows != sorted(rows)
+        made = tuple(
+            DeviceCall.of(x, heads, options, device) for x in (moved if is_moved else calls)
+        )
         arrival = index(order, device)
         departure = None if arrival is None else inverse(arrival)
-        hops.append(Hop(exchange, tuple(made[len(here) :]), arrival, departure))
-    queries = index(q_order, device)
-    places = None if queries is None else inverse(queries)
-    return Schedule(plan.rows, tuple(hops), merges=False, q_order=queries, q_places=places)
+        q_rows = on_device(rows, device) if is_moved else None
+        hops.append(Hop(exchange, made, arrival, departure, q_rows))
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=False)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
@@ -146,7 +147,7 @@ def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.d
         calls = steps.calls_of(parts, keeps_places=options.keeps_places)
         made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
         hops.append(Hop(exchange, made))
-    return Schedule(plan.rows, tuple(hops), merges=True)
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=True)
 
 
 def index(order: list[int], device: torch.device) -> Tensor | None:
@@ -304,32 +305,27 @@ def in_order(x: Tensor, order: Tensor | None, dim: int = 0) -> Tensor:
 def gathered_forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    schedule = work.schedule
-    queries = in_order(q, schedule.q_order)
-    used = schedule.used_rows
-    out = q.new_empty((used, q.shape[1], v.shape[-1]))
-    softmax_lse = q.new_empty((q.shape[1], used), dtype=AttentionCall(q, k, v).lse_dtype())
+    rows, used = work.schedule.rows, work.schedule.used_rows
+    out = q.new_empty((rows, q.shape[1], v.shape[-1]))
+    softmax_lse = q.new_empty((q.shape[1], rows), dtype=AttentionCall(q, k, v).lse_dtype())
+    out[used:] = 0.0
+    softmax_lse[:, used:] = -torch.inf
     for keys in arrivals(work, q.shape[1], k, v, own_first=True):
-        heads = keys.heads_q
+        heads, order = keys.heads_q, keys.hop.q_rows
+        queries = in_order(q[:, heads], order)
+        outs, lses = out[:, heads], softmax_lse[heads]
+        if order is not None:
+            outs = queries.new_empty((*queries.shape[:2], v.shape[-1]))
+            lses = lses.new_empty((lses.shape[0], queries.shape[0]))
+        sink_of_heads = None if sink is None else sink[heads]
         for call in keys.hop.calls:
-            rows, keys_of_call = slice(*call.packed.q), call.packed.k
-            call_of_rows = work.over(
-                call,
-                queries[rows, heads],
-                rows_of(keys.k, keys_of_call),
-                rows_of(keys.v, keys_of_call),
-                heads,
-            )
-            sink_of_heads = None if sink is None else sink[heads]
-            attend_into(
-                replace(call_of_rows, sink=sink_of_heads),
-                out[rows, heads],
-                softmax_lse[heads, rows],
-            )
-    return (
-        padded(in_order(out, schedule.q_places), schedule.rows, 0, 0.0),
-        padded(in_order(softmax_lse, schedule.q_places, 1), schedule.rows, 1, -torch.inf),
-    )
+            of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
+            rows_of_call = work.over(call, queries[of_q], keys.k[of_k], keys.v[of_k], heads)
+            attend_into(replace(rows_of_call, sink=sink_of_heads), outs[of_q], lses[:, of_q])
+        if order is not None:
+            out[:, heads].index_copy_(0, order, outs)
+            softmax_lse[heads].index_copy_(1, order, lses)
+    return out, softmax_lse
 
 
 def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
@@ -339,15 +335,6 @@ def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
         found, lse, *_ = run_operator(call)
         out.copy_(found)
     softmax_lse.copy_(lse)
-
-
-def padded(x: Tensor, rows: int, dim: int, value: float) -> Tensor:
-    missing = rows - x.shape[dim]
-    if missing == 0:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat((x, x.new_full(shape, value)), dim)
 
 
 def gathered_backward(
@@ -360,48 +347,45 @@ def gathered_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    schedule = work.schedule
-    queries, outs, douts = (in_order(x, schedule.q_order) for x in (q, out, dout))
-    lses = in_order(softmax_lse, schedule.q_order, 1)
-    dlses = None if dlse is None else in_order(dlse, schedule.q_order, 1)
-    dqueries = q.new_empty((schedule.used_rows, *q.shape[1:]))
-    sums = zeros_for(k, v, lses.dtype)
+    dq = torch.empty_like(q)
+    dq[work.schedule.used_rows :] = 0.0
+    sums = zeros_for(k, v, softmax_lse.dtype)
     going: list[tuple[Exchange, slice, Tensor]] = []
     # The rank's own keys last: meanwhile gradients of the others go back.
     for keys in arrivals(work, q.shape[1], k, v, own_first=False):
-        heads, hop = keys.heads_q, keys.hop
+        hop, heads, order = keys.hop, keys.heads_q, keys.hop.q_rows
+        queries, outs, douts = (in_order(x[:, heads], order) for x in (q, out, dout))
+        lses = in_order(softmax_lse[heads], order, 1)
+        dlses = None if dlse is None else in_order(dlse[heads], order, 1)
+        dqueries = dq[:, heads] if order is None else torch.empty_like(queries)
         dkv: Tensor | None = None
         for call in hop.calls:
-            rows, keys_of_call = slice(*call.packed.q), call.packed.k
-            call_of_rows = work.over(
-                call,
-                queries[rows, heads],
-                rows_of(keys.k, keys_of_call),
-                rows_of(keys.v, keys_of_call),
-                heads,
-            )
-            dq, dk, dv, *_ = run_gradients_operator(
-                replace(call_of_rows, fp32_results=True),
+            of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
+            rows_of_call = work.over(call, queries[of_q], keys.k[of_k], keys.v[of_k], heads)
+            dqueries[of_q], dk, dv, *_ = run_gradients_operator(
+                replace(rows_of_call, fp32_results=True),
                 Incoming(
-                    douts[rows, heads],
-                    None if dlses is None else dlses[heads, rows].contiguous(),
-                    outs[rows, heads],
-                    lses[heads, rows].contiguous(),
+                    douts[of_q],
+                    None if dlses is None else dlses[:, of_q].contiguous(),
+                    outs[of_q],
+                    lses[:, of_q].contiguous(),
                     work.rng_state,
                 ),
             )
-            dqueries[rows, heads] = dq
-            dkv = plus(dkv, torch.cat((dk, dv), -1), slice(*keys_of_call), keys.k.shape[0])
+            if hop.exchange is None:  # keys that nobody else sees
+                sums[of_k, :, : k.shape[-1]], sums[of_k, :, k.shape[-1] :] = dk, dv
+            else:
+                dkv = plus(dkv, torch.cat((dk, dv), -1), of_k, keys.k.shape[0])
+        if order is not None:
+            dq[:, heads].index_copy_(0, order, dqueries)
         if hop.exchange is None or work.group is None:
-            sums = sums if dkv is None else sums.add_(dkv)
             continue
-        dkv = zeros_for(keys.k, keys.v, lses.dtype) if dkv is None else dkv
+        dkv = zeros_for(keys.k, keys.v, softmax_lse.dtype) if dkv is None else dkv
         back = send_back(hop.exchange, in_order(dkv, hop.departure), work.group)
         going.append((hop.exchange, keys.heads_k, back))
     for exchange, heads_k, came in going:
         add_back(exchange, came, sums[:, heads_k])
     dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
-    dq = padded(in_order(dqueries, schedule.q_places), schedule.rows, 0, 0.0)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 

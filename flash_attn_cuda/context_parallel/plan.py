@@ -180,6 +180,10 @@ class Plan:
         cuts = [piece.begin for mine in self.ranks for piece in mine]
         return next(x for x in (16, 8, 4, 2, 1) if all(cut % x == 0 for cut in cuts))
 
+    def used_rows(self, rank: int) -> int:
+        """Of the rank's shard, without padding."""
+        return sum(map(len, self.ranks[rank]))
+
     def placed(self, rank: int) -> Iterator[tuple[int, Piece]]:
         """The rank's pieces and the row that each begins at."""
         row = 0
