@@ -21,6 +21,7 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 from context_parallel_events import Program, Start, Times, Wait, Work, simulate  # noqa: E402
 
 from flash_attn_cuda.context_parallel import Band, Plan, steps  # noqa: E402
+from flash_attn_cuda.context_parallel.parallel import Heads as KeyHeads  # noqa: E402
 from flash_attn_cuda.context_parallel.parallel import Load, equal_plan  # noqa: E402
 from flash_attn_cuda.context_parallel.plan import sum_below  # noqa: E402
 
@@ -360,7 +361,8 @@ class Inner:
     def head_groups(self) -> int:
         """As ContextParallel chooses them."""
         load = Load.of(self.exchanges.plan, self.exchanges.band)
-        return load.head_groups(self.heads.q, self.heads.k, 2 * self.heads.dim, ELEMENT)
+        heads = self.heads
+        return load.head_groups(KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT))
 
     # -- hop by hop --------------------------------------------------------------------------------
 
@@ -560,7 +562,7 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
     span = problem.ranks
     if scheme == "all_gather":
         load = Load.of(problem.plan, problem.band)
-        groups = load.head_groups(heads.q, heads.k, 2 * heads.dim, ELEMENT)
+        groups = load.head_groups(KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT))
         outside = (span - min(span, c.gpus_per_node)) / (span - 1)
         moved = (span - 1) * rows * row / groups
         fetch = link(span, span - 1, moved, outside)

@@ -388,6 +388,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131_072, help="of packed documents")
     every = [ONE_GPU, *SCHEMES, TORCH, *([RING_FLASH_ATTENTION] if find_peer() else [])]
     parser.add_argument("--contenders", nargs="+", choices=every, default=every)
+    parser.add_argument(
+        "--activate",
+        action="store_true",
+        help="torch's flash attention runs on this package, also that of `torch` here",
+    )
     parser.add_argument("--turn-ms", type=float, default=100.0)
     parser.add_argument("--trace", action="store_true", help="also show exposed transfers")
     return parser.parse_args(arguments)
@@ -412,6 +417,8 @@ def main(arguments: list[str] | None = None) -> int:
         device_id=torch.device("cuda", torch.cuda.current_device()),
         timeout=timedelta(seconds=90),
     )
+    if options.activate:
+        torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")
     is_first = dist.get_rank() == 0
     command = ["torchrun", "benchmarks/context_parallel_speed.py", *(arguments or sys.argv[1:])]
     rows: list[Row] = []

@@ -212,9 +212,10 @@ def is_as_close_as_one_call(case: Case) -> None:
             (y.double().cpu() - x).nan_to_num(0.0).abs() for y in (found[name], one_call[name])
         )
         assert own.isfinite().all(), name
-        unit = 4 * torch.finfo(one_call[name].dtype).eps * x[x.isfinite()].abs().max()
+        unit = torch.finfo(one_call[name].dtype).eps * x[x.isfinite()].abs().max()
+        unit *= 16 if name == "softmax_lse" else 1  # of sums whose terms are larger than they
         assert own.max() <= 2 * usual.max() + unit, f"{name}: {own.max()} {usual.max()}"
-        assert own.mean() <= 1.5 * usual.mean() + unit / 32, f"{name}: {own.mean()} {usual.mean()}"
+        assert own.mean() <= 1.5 * usual.mean() + unit / 8, f"{name}: {own.mean()} {usual.mean()}"
 
 
 def keep_draws(parallel: ContextParallel) -> list[Tensor]:

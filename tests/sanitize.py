@@ -53,6 +53,7 @@ from harness import (  # noqa: E402
 )
 from masked_cases import MaskedCase, MaskedInputs  # noqa: E402
 from masked_harness import run_masked  # noqa: E402
+from merge_cases import MergeCase, merge_cases  # noqa: E402
 from parts import Documents, Inputs, run_parts, run_whole, worse_than  # noqa: E402
 from reference import AttentionResult  # noqa: E402
 from rotary_cases import RotaryCase, arranged, difference  # noqa: E402
@@ -207,6 +208,11 @@ def run_combine(seed: int) -> list[str]:
     out, _ = flash_attn_combine(out_partial.to(DEVICE), lse_partial.to(DEVICE))
     worst = (out.cpu().double() - expected).abs().max().item()
     return [] if worst < 1e-5 else [f"out: off by {worst}"]
+
+
+def run_merge(case: MergeCase, seed: int) -> list[str]:
+    del seed  # the case's own
+    return case.problems()
 
 
 def run_rotary(case: RotaryCase, seed: int) -> list[str]:
@@ -402,6 +408,8 @@ def calls() -> Iterator[Call]:
     for masked, change in many_tile_masked_cases():
         yield masked_call("many tiles", masked, change_mask=change)
     yield "combine", run_combine, None
+    for merge in merge_cases(DEVICE):
+        yield f"merge: {merge}", partial(run_merge, merge), None
     for rotary in sanitized_rotary_cases(DEVICE):
         yield f"rotary: {rotary}", partial(run_rotary, rotary), None
     lacking = missing_row(AttentionCase(causal=True), backward=True)

@@ -22,7 +22,7 @@ from ..call import AttentionCall, Incoming
 from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
-from .exchange import add_back, send, send_back
+from .exchange import add_back, arrived, send, send_back
 from .merge import add_sink_, merge_, sink_gradient
 from .plan import Band, Plan
 from .steps import Exchange, PackedCall, Part
@@ -291,9 +291,8 @@ def arrivals(
             kv = first
             if number + 1 < len(groups):
                 first = ask(hop, number + 1)
-            yield Arrival(
-                hop, *heads, *in_order(kv, hop.arrival).split((k.shape[-1], v.shape[-1]), -1)
-            )
+            kv = in_order(arrived(kv), hop.arrival)
+            yield Arrival(hop, *heads, *kv.split((k.shape[-1], v.shape[-1]), -1))
     if not own_first:
         yield from owned()
 
@@ -412,7 +411,7 @@ def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tens
     for number, hop in enumerate(hops):
         if number + 1 < len(hops):
             ask(hops[number + 1])
-        yield hop, *coming.pop(0).split((k.shape[-1], v.shape[-1]), -1)
+        yield hop, *arrived(coming.pop(0)).split((k.shape[-1], v.shape[-1]), -1)
 
 
 def merged_forward(

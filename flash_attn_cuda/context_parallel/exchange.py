@@ -27,6 +27,11 @@ def send(exchange: Exchange, k: Tensor, v: Tensor, group: ProcessGroup) -> Tenso
     return collectives.all_to_all_single(sent, list(exchange.received), list(exchange.sent), group)
 
 
+def arrived(x: Tensor) -> Tensor:
+    """What `send` or `send_back` brings; kernels from here on wait for it, the host does not."""
+    return collectives.wait_tensor(x)
+
+
 def send_back(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
     """What the ranks have for the rows that `send` gave them, of x as `send` returned it."""
     return collectives.all_to_all_single(
@@ -35,7 +40,8 @@ def send_back(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def add_back(exchange: Exchange, came: Tensor, total: Tensor) -> None:
-    """Adds what `send_back` brought to the rows that were sent, in the order of the ranks."""
+    """Adds what `send_back` brings to the rows that were sent, in the order of the ranks."""
+    came = arrived(came)
     row = 0
     for begin, end in exchange.rows:
         total[begin:end] += came[row : row + end - begin]
@@ -86,4 +92,4 @@ def rows_for_heads(x: Tensor, group: ProcessGroup) -> Tensor:
 def exchange_equal(x: Tensor, group: ProcessGroup) -> Tensor:
     """x (ranks, ...): entry r goes to rank r, and comes from there."""
     sizes = [1] * x.shape[0]
-    return collectives.wait_tensor(collectives.all_to_all_single(x, sizes, sizes, group))
+    return arrived(collectives.all_to_all_single(x, sizes, sizes, group))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -211,7 +211,8 @@ class ContextParallel:
             self,
             plan,
             None if batch is None else (index(batch), index(q.shape[1])),
-            (index(q.shape[-2]), index(k.shape[-2])),
+            (index(q.shape[-2]), index(k.shape[-2]), index(k.shape[-1]) + index(v.shape[-1])),
+            k.dtype,
             q.device,
             (causal, left, right),
             given.get("dropout_p", 0.0),
@@ -262,7 +263,7 @@ class ContextParallel:
             sink,
             self._draw(q) if options.dropout_p > 0.0 else None,
             first_head,
-            self._head_groups(q, k, v, prepared),
+            prepared.head_groups,
         )
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
         if across is not None:
@@ -298,18 +299,16 @@ class ContextParallel:
         key = (plan, make.__name__, heads, options, device)
         return self._once(key, lambda: make(plan, rank, heads, options, device))
 
-    def _head_groups(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> int:
-        heads, schedule = k.shape[1], prepared.schedule
+    def _head_groups(self, load: Load, schedule: Schedule, heads: Heads) -> int:
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
             return 1
-        if self.head_groups is not None:
-            if self.head_groups < 1 or heads % self.head_groups:
-                raise ValueError(
-                    f"head_groups: must divide the {heads} heads of keys, got {self.head_groups}"
-                )
-            return self.head_groups
-        columns = q.shape[-1] + v.shape[-1]
-        return prepared.load.head_groups(q.shape[1], heads, columns, k.element_size())
+        if self.head_groups is None:
+            return load.head_groups(heads)
+        if self.head_groups < 1 or heads.k % self.head_groups:
+            raise ValueError(
+                f"head_groups: must divide the {heads.k} heads of keys, got {self.head_groups}"
+            )
+        return self.head_groups
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -380,20 +379,21 @@ class ContextParallel:
     def _prepare(
         self,
         plan: Plan,
-        heads: tuple[int, int],
+        heads: Heads,
         options: Options,
         device: torch.device,
     ) -> Prepared:
         def make() -> Prepared:
-            scheme = self._scheme_of(*heads)
+            scheme = self._scheme_of(heads.q, heads.k)
             across, _ = self._groups_for(scheme)
             inside = plan if across is None else plan.joined(size_of(across))
+            schedule = self._schedule(inside, scheme, heads.q, options, device)
             return Prepared(
                 plan,
                 options,
                 scheme,
-                self._schedule(inside, scheme, heads[0], options, device),
-                Load.of(inside, options.band),
+                schedule,
+                self._head_groups(Load.of(inside, options.band), schedule, heads),
                 None if across is None else self._orders(plan, inside, across, device),
             )
 
@@ -463,6 +463,15 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
 # -- what is made before a call --------------------------------------------------------------------
 
 
+class Heads(NamedTuple):
+    """Of queries and of keys; columns: of a key and its value, of itemsize bytes each."""
+
+    q: int
+    k: int
+    columns: int
+    itemsize: int
+
+
 @dataclass(frozen=True)
 class Load:
     """What a plan gives a rank, more or less; the same on every rank. pairs: that are visible.
@@ -478,13 +487,13 @@ class Load:
         pairs = sum(plan.pairs_of(rank, band) for rank in ranks)
         return cls(pairs / len(ranks), plan.cut_tokens * (len(ranks) - 1) / len(ranks))
 
-    def head_groups(self, heads_q: int, heads_k: int, columns: int, element_size: int) -> int:
-        """In how many groups heads of keys travel to each rank; columns: of a key and its value."""
-        seconds = self.pairs * 2 * columns * heads_q / RATE
+    def head_groups(self, heads: Heads) -> int:
+        """In how many groups heads of keys travel to each rank."""
+        seconds = self.pairs * 2 * heads.columns * heads.q / RATE
         if seconds < WORTH_GROUPS:
             return 1
-        transfer = self.travelling * heads_k * columns * element_size / BANDWIDTH
-        fit = [x for x in (1, 2, 3, 4) if heads_k % x == 0]
+        transfer = self.travelling * heads.k * heads.columns * heads.itemsize / BANDWIDTH
+        fit = [x for x in (1, 2, 3, 4) if heads.k % x == 0]
         return next((x for x in fit if transfer / x < EXPOSED * seconds), fit[-1])
 
 
@@ -498,7 +507,7 @@ class Prepared:
     options: Options
     scheme: str
     schedule: Schedule
-    load: Load
+    head_groups: int
     orders: tuple[Tensor, Tensor] | None
 
 
@@ -507,7 +516,8 @@ def prepare(
     parallel: ContextParallel,
     plan: Plan | None,
     batch_and_rows: tuple[int, int] | None,
-    heads: tuple[int, int],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
     device: torch.device,
     sight: tuple[bool, int, int],
     dropout_p: float,
@@ -523,7 +533,7 @@ def prepare(
     Args:
         batch_and_rows: of sequences of one length, in place of a plan: how many, and rows of each
             on a rank.
-        heads: of queries and of keys.
+        heads: Heads without the size of an item, which dtype gives.
         sight: causal, and how far a query sees to its left and right.
     """
     if plan is None:
@@ -538,7 +548,7 @@ def prepare(
             "dropout_p: must be 0 where sequences are not cut at multiples of 16 "
             f"(plan(..., multiple=16) cuts there), got {dropout_p}"
         )
-    return parallel._prepare(plan, heads, options, device)
+    return parallel._prepare(plan, Heads(*heads, dtype.itemsize), options, device)
 
 
 # -- groups ----------------------------------------------------------------------------------------
