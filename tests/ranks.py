@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -47,19 +47,22 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results, errors = [], []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout if not errors else 1.0):
-                errors.append(f"rank {rank} has not answered")
-                continue
-            result, error = pipe.recv()
-            results.append(result)
-            if error is not None:
-                errors.append(f"rank {rank}:\n{error}")
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        waiting = dict(enumerate(self._pipes))
+        while waiting:
+            ready = wait(waiting.values(), timeout if not errors else 1.0)
+            if not ready:
+                errors |= dict.fromkeys(waiting, "has not answered")
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                results[rank], error = waiting.pop(rank).recv()
+                if error is not None:
+                    errors[rank] = error
         if errors:
             self.stop()
-            raise AssertionError("\n".join(errors))
-        return results
+            raise AssertionError("\n".join(f"rank {x}:\n{errors[x]}" for x in sorted(errors)))
+        return [results[rank] for rank in range(self.size)]
 
     def stop(self) -> None:
         for process in self._processes:

@@ -18,7 +18,7 @@ from flash_attn_cuda.context_parallel.merge import merge_
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", merge_cases(DEVICE), ids=str)
+@pytest.mark.parametrize("case", list(merge_cases(DEVICE)), ids=str)
 def test_merge(case: MergeCase) -> None:
     assert not case.problems()
 

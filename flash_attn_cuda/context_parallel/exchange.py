@@ -11,6 +11,9 @@ from torch.distributed import ProcessGroup
 
 from .steps import Exchange
 
+# By its name of torch 2.14, which warns of the other.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
 
 def send(exchange: Exchange, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """What the ranks sent, one rank behind the other, of k (rows, heads, D) and v (rows, heads, Dv)
@@ -25,6 +28,11 @@ def send(exchange: Exchange, k: Tensor, v: Tensor, group: ProcessGroup) -> Tenso
         to[..., columns:] = v[begin:end]
         row += end - begin
     return collectives.all_to_all_single(sent, list(exchange.received), list(exchange.sent), group)
+
+
+def of_all_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x of every rank, one behind the other."""
+    return arrived(_all_gather(x, 0, group))
 
 
 def arrived(x: Tensor) -> Tensor:

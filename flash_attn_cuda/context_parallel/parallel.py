@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
@@ -29,7 +28,7 @@ from ..arguments import (
 )
 from . import attention
 from .attention import ContextAttention, Options, Schedule, Work
-from .exchange import HeadsForRows, RowsForHeads
+from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
 from .plan import Band, Plan
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
@@ -149,7 +148,7 @@ class ContextParallel:
         rows = x.detach().movedim(dim, 0).contiguous()
         for group in (self._ulysses, self._ring):
             if group is not None:
-                rows = collectives.wait_tensor(collectives.all_gather_tensor(rows, 0, group))
+                rows = of_all_ranks(rows, group)
         places = self._index((plan, "places"), x.device, lambda: places_in_shards(plan))
         return rows.index_select(0, places).movedim(0, dim)
 
@@ -315,8 +314,7 @@ class ContextParallel:
         state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
         for group in (self._ring, self._ulysses):
             if group is not None:
-                every = collectives.all_gather_tensor(state, 0, group)
-                state = collectives.wait_tensor(every)[:2]
+                state = of_all_ranks(state, group)[:2]
         return state
 
     # -- ulysses -----------------------------------------------------------------------------------
