@@ -56,7 +56,10 @@ class Ranks:
                 errors |= dict.fromkeys(waiting, "has not answered")
                 break
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                results[rank], error = waiting.pop(rank).recv()
+                try:
+                    results[rank], error = waiting.pop(rank).recv()
+                except EOFError:
+                    error = "has died"
                 if error is not None:
                     errors[rank] = error
         if errors:
