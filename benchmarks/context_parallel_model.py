@@ -11,10 +11,9 @@ machine are options. Efficiency is a rank's share of the visible pairs at the fu
 simulated time; exposed is the time in which kernels wait for transfers; the formula is the closed
 form of docs/context_parallel.md.
 
---fit takes JSON, a list of rows or an object with them as "results": scheme, ranks, pass ("forward"
-or "backward"), milliseconds; seqlen, or mean and tokens of documents (tokens: of all ranks);
-single_milliseconds, of the whole on one GPU, where known, from which the rate of attention is then
-taken; and heads_q, heads_k, head_dim where they are not the options'.
+--fit takes the JSON of context_parallel_speed.py, or rows as its "results": scheme, ranks, pass,
+milliseconds; tokens of all ranks; mean_length of documents, or null; single_milliseconds, of the
+whole on one GPU, from which the rate of attention is then taken, or null.
 """
 
 from __future__ import annotations
@@ -199,12 +198,11 @@ def fitted_rows(options: argparse.Namespace) -> Iterator[Row]:
             measured.get("heads_k", options.heads_k),
             measured.get("head_dim", options.head_dim),
         )
-        mean = measured.get("mean")
+        mean, total = measured["mean_length"], measured["tokens"]
         if mean is None:
-            name = f"{ranks} ranks, S {measured['seqlen']}"
-            problem = Problem((measured["seqlen"],), ranks, False, heads, band)
+            name = f"{ranks} ranks, S {total}"
+            problem = Problem((total,), ranks, False, heads, band)
         else:
-            total = measured.get("tokens", DOCUMENT_ROWS * ranks)
             name = f"{ranks} ranks, S {total} in {mean}"
             problem = Problem(document_lengths(total, mean), ranks, True, heads, band)
         constants, single = constants_of(options), measured.get("single_milliseconds")

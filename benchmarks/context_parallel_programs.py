@@ -33,16 +33,18 @@ ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of part
 
 @dataclass(frozen=True)
 class Constants:
-    """Of a machine. All are assumptions until measured ones are given."""
+    """Of a machine. Rates and nvlink_gbps were measured on two H100s, causal, head_dim 128, 64k
+    tokens (results/h100x2_context_parallel.json); the others are assumed.
+    """
 
-    forward_tflops: float = 600.0  # of visible pairs
-    backward_tflops: float = 500.0
+    forward_tflops: float = 685.0  # of visible pairs
+    backward_tflops: float = 550.0
     launch_us: float = 3.0  # the least that a kernel takes on the device
     part_us: float = 0.5  # of a packed call, for each of its sequences
     sms: int = 132
     tile_rows: int = 128  # of queries in the forward, of keys in the backward: one SM's work
     memory_gbps: float = 2500.0  # read and written by copies
-    nvlink_gbps: float = 350.0  # of a GPU in each direction
+    nvlink_gbps: float = 305.0  # of a GPU in each direction
     nvlink_us: float = 15.0  # a transfer's least time
     infiniband_gbps: float = 50.0
     infiniband_us: float = 25.0
@@ -304,8 +306,9 @@ class Inner:
         own = steps.packed(steps.whole_parts(ex.plan, me, ex.band))
         parts = steps.gathered_parts(ex.plan, me, ex.band, steps.in_order(ordered))
         calls = steps.packed(parts)
-        in_turn = [part.q for call in [*own, *calls] for part in call]
-        moves = any(x[1] != y[0] for x, y in pairwise(in_turn))
+        in_turn = [part.q for call in calls for part in call]
+        moves = in_turn != sorted(in_turn)
+        cut_rows = sum(map(steps.length, in_turn))
         count = sum(received.values())
         groups = self.head_groups() if ex.plan.cut_tokens else 0
         share = Heads(
@@ -326,21 +329,19 @@ class Inner:
                     add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups))
                     add.copy(self.of_keys(k_rows, 2 * FP32, groups))  # cat
 
-        if moves:
-            add.copy(2 * self.of_queries(self.rows, ELEMENT) * (1 if self.is_forward else 3), 2)
         if not self.is_forward:
             add.copy(self.of_keys(self.rows, FP32))  # zeros
         going = []
-        coming = ask() if groups else None
+        coming = [ask() for _ in range(groups)]
         if self.is_forward:
             attend(own, self.heads, 1)
-        for group in range(groups):
-            here = coming
-            if group + 1 < groups:
-                coming = ask()
+        for here in coming:
             add.wait(here)
             if reorders:
                 add.copy(2 * self.of_keys(count, ELEMENT, groups))
+            if moves:  # q and out there, and in the backward dout and dq
+                tensors = 2 if self.is_forward else 4
+                add.copy(2 * tensors * self.of_queries(cut_rows, ELEMENT, groups), tensors)
             attend(calls, share, groups)
             if self.is_forward:
                 continue
@@ -353,8 +354,6 @@ class Inner:
         for number in going:
             add.wait(number)
             add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)
-        if moves:
-            add.copy(2 * self.of_queries(self.rows, ELEMENT), 2)
         if not self.is_forward:
             self.finish_gradients()
 

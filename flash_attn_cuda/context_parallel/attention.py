@@ -267,32 +267,30 @@ class Arrival:
 def arrivals(
     work: Work, heads_q: int, k: Tensor, v: Tensor, *, own_first: bool
 ) -> Iterator[Arrival]:
-    """The rank's own keys at first or at last, and those of all ranks, a group of heads at a time,
-    the next on its way.
+    """The rank's own keys at first or at last, and those of all ranks, a group of heads at a time.
+
+    All groups are asked for before any work: a rank that has much of it would otherwise hold up
+    what others wait for.
     """
     own = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
     groups = list(work.head_slices(heads_q, k.shape[1]))
-
-    def ask(hop: Hop, number: int) -> Tensor:
+    coming: list[tuple[Hop, tuple[slice, slice], Tensor]] = []
+    for hop in others:
         assert hop.exchange is not None and work.group is not None
-        heads = groups[number][1]
-        return send(hop.exchange, k[:, heads], v[:, heads], work.group)
+        for heads in groups:
+            came = send(hop.exchange, k[:, heads[1]], v[:, heads[1]], work.group)
+            coming.append((hop, heads, came))
 
     def owned() -> Iterator[Arrival]:
         for hop in own:
             yield Arrival(hop, slice(0, heads_q), slice(0, k.shape[1]), k, v)
 
-    coming = [ask(hop, 0) for hop in others]
     if own_first:
         yield from owned()
-    for hop, first in zip(others, coming, strict=True):
-        for number, heads in enumerate(groups):
-            kv = first
-            if number + 1 < len(groups):
-                first = ask(hop, number + 1)
-            kv = in_order(arrived(kv), hop.arrival)
-            yield Arrival(hop, *heads, *kv.split((k.shape[-1], v.shape[-1]), -1))
+    for hop, heads, came in coming:
+        kv = in_order(arrived(came), hop.arrival)
+        yield Arrival(hop, *heads, *kv.split((k.shape[-1], v.shape[-1]), -1))
     if not own_first:
         yield from owned()
 

@@ -3,16 +3,18 @@
 A plan cuts sequences into pieces and gives each rank some of them. Cut evenly in 2 N parts, of
 which rank r has parts r and 2 N - 1 - r, a causal sequence gives every rank the same work (the
 "zigzag" of Zhu, ring-flash-attention, 2024). Packed documents are better off whole: one that lies
-on one rank is not sent anywhere. So of a batch of documents only the longest are cut, and only as
-many as it takes to give all ranks about as many visible pairs and the same number of rows.
+on one rank is not sent anywhere. So of a batch of documents only the longest are cut, each over no
+more ranks than it takes to give all ranks about as many visible pairs and the same number of rows.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
 
 @dataclass(frozen=True)
@@ -125,16 +127,23 @@ class Plan:
         multiple: int = 1,
         tolerance: float = 0.02,
     ) -> Plan:
-        """Documents whole where that leaves no rank with more than 1 + tolerance times the mean of
-        the visible pairs; of the plans tried the one that cuts the fewest, or else the best.
+        """Documents whole, or cut over as few ranks as it takes to leave none with more than 1 +
+        tolerance times the mean of the visible pairs: of the plans tried the first that does, from
+        the one whose keys travel least on, or else the most even one.
 
         multiple: a document is cut at multiples of this alone. Dropout takes 16.
         """
+        pairs = [band.pairs(0, length, length) for length in lengths]
+        tried = dict.fromkeys(map(tuple, ranks_to_try(lengths, pairs, ranks)))
+
+        def travel(counts: tuple[int, ...]) -> int:
+            return sum((count - 1) * length for count, length in zip(counts, lengths, strict=True))
+
         rows = round_up(-(-sum(lengths) // ranks), multiple)
         found: list[tuple[float, Plan]] = []
         while not found:
-            for cut in counts_to_try(len(lengths)):
-                plan = place(lengths, ranks, band, cut, multiple, rows)
+            for ranks_of_each in sorted(tried, key=travel):
+                plan = place(lengths, ranks, band, ranks_of_each, multiple, rows)
                 if plan is None:
                     continue
                 found.append((plan.imbalance(band), plan))
@@ -239,56 +248,93 @@ def join(pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield last
 
 
-def counts_to_try(documents: int) -> Iterator[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, ..., and all."""
-    step, count = 1, 0
-    while count < documents:
-        yield count
-        count += step
-        if count >= 4 * step:
-            step *= 2
-    yield documents
+def ranks_to_try(lengths: Sequence[int], pairs: Sequence[int], ranks: int) -> Iterator[list[int]]:
+    """Over how many ranks each document is cut, 1: not at all. So that none has more than a share
+    of a rank's pairs from one of them, all, half, a quarter, ...; and the longest over all ranks.
+    """
+    mean = sum(pairs) / ranks
+    yield [1] * len(lengths)
+    for halvings in range(11):
+        most = mean / 2 ** (halvings / 2)
+        yield [min(ranks, max(1, math.ceil(x / most))) if x else 1 for x in pairs]
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for count in (1, 2, 4, len(lengths)):
+        chosen = set(longest_first[:count])
+        yield [ranks if index in chosen else 1 for index in range(len(lengths))]
 
 
 def place(
-    lengths: Sequence[int], ranks: int, band: Band, cut: int, multiple: int, rows: int
+    lengths: Sequence[int],
+    ranks: int,
+    band: Band,
+    ranks_of_each: Sequence[int],
+    multiple: int,
+    rows: int,
 ) -> Plan | None:
-    """The `cut` longest documents in zigzag over all ranks; then the others, the longest first, to
-    the rank of fewest pairs that has room for all of one, and what fits nowhere is cut by the room
-    that is left. None: shards of so many rows do not take them.
+    """The longest document first, to the ranks of fewest pairs: one that is cut in zigzag over so
+    many that have room, one that is not to one that has room for all of it; what fits nowhere is
+    cut by the room that is left. None: shards of so many rows do not take them.
     """
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    room, pairs = [rows] * ranks, [0] * ranks
+    shards = Shards(ranks, rows)
 
-    def give(rank: int, piece: Piece) -> None:
-        pieces[rank].append(piece)
-        room[rank] -= len(piece)
-        pairs[rank] += band.pairs(piece.begin, piece.end, lengths[piece.sequence])
+    def give(rank: int, index: int, begin: int, end: int) -> None:
+        shards.give(rank, Piece(index, begin, end), band.pairs(begin, end, lengths[index]))
 
-    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    for index in longest_first[:cut]:
-        roomiest_first = sorted(range(ranks), key=lambda rank: -room[rank])
-        begin = 0
-        for rank, taken in zigzag_parts(lengths[index], roomiest_first, multiple):
-            give(rank, Piece(index, begin, begin + taken))
-            begin += taken
-    if min(room) < 0:
-        return None
-    for index in longest_first[cut:]:
+    def share_out(index: int) -> bool:
+        """Whether so many ranks, or more, have room."""
+        for count in range(ranks_of_each[index], ranks + 1):
+            share = round_up(-(-lengths[index] // count), multiple)
+            chosen = list(islice(shards.with_room(share), count))
+            if len(chosen) == count:
+                begin = 0
+                for rank, taken in zigzag_parts(lengths[index], chosen, multiple):
+                    give(rank, index, begin, begin + taken)
+                    begin += taken
+                return True
+        return False
+
+    def fill(index: int) -> bool:
+        """Whole, or by the room that is left."""
         begin, length = 0, lengths[index]
         while begin < length:
-            left = length - begin
-            roomy = [rank for rank in range(ranks) if room[rank] >= left]
-            if roomy:
-                rank, taken = min(roomy, key=lambda x: (pairs[x], -room[x])), left
-            else:
-                rank = max(range(ranks), key=lambda x: room[x])
-                taken = room[rank] // multiple * multiple
+            rank, taken = next(shards.with_room(length - begin), None), length - begin
+            if rank is None:
+                rank = max(range(ranks), key=lambda x: shards.room[x])
+                taken = shards.room[rank] // multiple * multiple
                 if taken == 0:
-                    return None
-            give(rank, Piece(index, begin, begin + taken))
+                    return False
+            give(rank, index, begin, begin + taken)
             begin += taken
-    return Plan.of_pieces(lengths, pieces, rows)
+        return True
+
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if ranks_of_each[index] > 1 and share_out(index):
+            continue
+        if not fill(index):
+            return None
+    return Plan.of_pieces(lengths, shards.pieces, rows)
+
+
+class Shards:
+    """What ranks have got so far, and the room and the order that they are in by it."""
+
+    def __init__(self, ranks: int, rows: int) -> None:
+        self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+        self.room = [rows] * ranks
+        self._pairs = [0] * ranks
+        self._order = [(0, -rows, rank) for rank in range(ranks)]
+
+    def give(self, rank: int, piece: Piece, pairs: int) -> None:
+        self.pieces[rank].append(piece)
+        place = bisect_left(self._order, (self._pairs[rank], -self.room[rank], rank))
+        del self._order[place]
+        self.room[rank] -= len(piece)
+        self._pairs[rank] += pairs
+        insort(self._order, (self._pairs[rank], -self.room[rank], rank))
+
+    def with_room(self, rows: int) -> Iterator[int]:
+        """Ranks that have room for so many, those of fewest pairs first."""
+        return (rank for _, room, rank in self._order if -room >= rows)
 
 
 def zigzag_parts(length: int, ranks: Sequence[int], multiple: int) -> Iterator[tuple[int, int]]:
