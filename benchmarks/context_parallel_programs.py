@@ -306,11 +306,10 @@ class Inner:
         own = steps.packed(steps.whole_parts(ex.plan, me, ex.band))
         parts = steps.gathered_parts(ex.plan, me, ex.band, steps.in_order(ordered))
         calls = steps.packed(parts)
-        in_turn = [part.q for call in calls for part in call]
-        moves = in_turn != sorted(in_turn)
-        cut_rows = sum(map(steps.length, in_turn))
+        moves = steps.side_by_side(calls)[0] is not None
+        cut_rows = sum(steps.length(part.q) for call in calls for part in call)
         count = sum(received.values())
-        groups = self.head_groups() if ex.plan.cut_tokens else 0
+        groups = self.head_groups() if ex.plan.travelling else 0
         share = Heads(
             self.heads.q // max(1, groups), self.heads.k // max(1, groups), self.heads.dim
         )

@@ -304,6 +304,14 @@ def round_trips() -> None:
     assert torch.equal(parallel.shard(positions, plan), parallel.position_ids(plan=plan))
 
 
+def chooses_by_what_travels() -> None:
+    """Heads of one long sequence, keys of the few documents that are cut."""
+    parallel = ContextParallel()
+    assert parallel._scheme_of(Plan.zigzag([64], parallel.size), 4, 4) == "ulysses"
+    assert parallel._scheme_of(Plan.zigzag([64], parallel.size), 32, 2) == "all_gather"
+    assert parallel._scheme_of(parallel.plan([0, 10, 20, 30, 40]), 4, 4) == "all_gather"
+
+
 def over_a_mesh() -> None:
     """A mesh of two dimensions, (ring, ulysses), is ulysses+ring."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))

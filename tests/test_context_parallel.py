@@ -109,6 +109,10 @@ def test_shard_and_unshard(four: Ranks) -> None:
     four.run(cases.round_trips)
 
 
+def test_auto_chooses_by_what_travels(four: Ranks) -> None:
+    four.run(cases.chooses_by_what_travels)
+
+
 def test_over_a_mesh(four: Ranks) -> None:
     four.run(cases.over_a_mesh)
 

@@ -58,10 +58,16 @@ def test_every_token_is_on_one_rank(plan: Plan) -> None:
     assert sorted(rows) == list(range(plan.total))
     for rank, mine in enumerate(plan.ranks):
         assert len(plan.rows_of(rank)) == len(plan.positions_of(rank)) == plan.rows
-        assert list(mine) == sorted(mine, key=lambda x: (not plan.is_whole(x), x))
+        assert len(set(mine)) == len(mine)
         assert all((x.sequence, x.end) != (y.sequence, y.begin) for x, y in pairwise(mine))
-    whole = sum(len(x) for mine in plan.ranks for x in mine if plan.is_whole(x))
-    assert plan.cut_tokens == plan.total - whole
+    fetched = 0
+    for mine in plan.ranks:
+        for sequence in {piece.sequence for piece in mine}:
+            fetched += plan.lengths[sequence] * any(
+                x.sequence == sequence for other in plan.ranks if other is not mine for x in other
+            )
+    assert (plan.travelling == 0) == (fetched == 0)
+    assert plan.travelling <= fetched
 
 
 @given(LENGTHS, st.integers(1, 4), BANDS)
@@ -93,6 +99,7 @@ def test_balance_of_log_normal_documents(ranks: int, mean: int) -> None:
     pieces = Counter(piece.sequence for mine in plan.ranks for piece in mine)
     if mean == 4096:
         assert sum(count > 1 for count in pieces.values()) <= len(lengths) // 4
+        assert plan.travelling <= 65536 * ranks  # of each rank no more than it has
 
 
 def test_a_zigzag_is_balanced_exactly() -> None:
@@ -197,14 +204,16 @@ def test_gathered_keys_give_every_visible_pair_once(plan: Plan, band: Band) -> N
         in_order = [came[row] for row in order]
         assert dict(enumerate(in_order)) == tokens_of(keys)
         shard = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
-        here = steps.packed(steps.whole_parts(plan, rank, band))
-        q_order, calls = steps.one_behind_the_other(
-            [*here, *steps.packed(steps.gathered_parts(plan, rank, band, keys))]
-        )
-        moved = [shard[row] for row in q_order]
-        assert sorted(moved) == sorted(shard.values())
-        found += pairs_of(plan, rank, band, calls[: len(here)], moved, list(shard.values()))
-        found += pairs_of(plan, rank, band, calls[len(here) :], moved, in_order)
+        rows = []
+        whole = steps.packed(steps.whole_parts(plan, rank, band))
+        cut = steps.packed(steps.gathered_parts(plan, rank, band, keys))
+        for calls, tokens_k in ((whole, list(shard.values())), (cut, in_order)):
+            order, calls = steps.side_by_side(calls)
+            queries = list(shard.values()) if order is None else [shard[row] for row in order]
+            for call in map(lambda parts: steps.PackedCall.of(parts, 1), calls):
+                rows += queries[call.q[0] : call.q[1]]  # also between its parts
+            found += pairs_of(plan, rank, band, calls, queries, tokens_k)
+        assert sorted(rows) == sorted(shard.values())
     assert found == wanted_pairs(plan, band)
 
 

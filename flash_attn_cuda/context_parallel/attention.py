@@ -113,23 +113,20 @@ def gathering(
     of queries in the whole, which dropout counts.
     """
     hops = []
-    whole = steps.whole_parts(plan, rank, options.band)
-    if whole:
-        calls = steps.packed(whole)
+
+    def hop_of(exchange: Exchange | None, parts: list[Part]) -> Hop:
+        rows, calls = steps.side_by_side(steps.packed(parts))
         made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
-        hops.append(Hop(None, made))
-    if plan.cut_tokens:
+        return Hop(exchange, made, q_rows=None if rows is None else on_device(rows, device))
+
+    if whole := steps.whole_parts(plan, rank, options.band):
+        hops.append(hop_of(None, whole))
+    if plan.travelling:
         exchange, order, keys = steps.gather(plan, rank, options.band)
-        calls = steps.packed(steps.gathered_parts(plan, rank, options.band, keys))
-        rows, moved = steps.one_behind_the_other(calls)
-        is_moved = rows != sorted(rows)
-        made = tuple(
-            DeviceCall.of(x, heads, options, device) for x in (moved if is_moved else calls)
-        )
         arrival = index(order, device)
         departure = None if arrival is None else inverse(arrival)
-        q_rows = on_device(rows, device) if is_moved else None
-        hops.append(Hop(exchange, made, arrival, departure, q_rows))
+        hop = hop_of(exchange, steps.gathered_parts(plan, rank, options.band, keys))
+        hops.append(replace(hop, arrival=arrival, departure=departure))
     return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=False)
 
 

@@ -57,7 +57,8 @@ class ContextParallel:
             "ulysses": every rank gets all rows of some heads (Jacobs et al., "DeepSpeed Ulysses",
             2023), of which there must be a multiple of the ranks;
             "ulysses+ring": ulysses in groups of ulysses_size neighbouring ranks, a ring over them;
-            "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads.
+            "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
+            what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
         head_groups: of all_gather, in how many groups the heads of keys travel, each while the one
             before is worked on; it divides the heads of keys. None: chosen by the length.
@@ -271,17 +272,18 @@ class ContextParallel:
             softmax_lse = self._give_rows(by_row, -torch.inf, prepared.orders, across)[..., 0].t()
         return out[..., :columns], softmax_lse
 
-    def _scheme_of(self, heads_q: int, heads_k: int) -> str:
+    def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
         if self.scheme != "auto":
             return self.scheme
         if self._ulysses is not None:
             return "ulysses+ring"
         ranks = self.size
-        # Of every row all_gather moves the keys of all heads to ranks - 1 places, ulysses all but
-        # one share of queries, keys, values and results.
-        moves_less = heads_q + heads_k < ranks * heads_k
+        # Rows of a rank's keys, times heads, that all_gather brings it; and ulysses, which moves
+        # all but one share of queries, keys, values and results.
+        gathered = plan.travelling / ranks * heads_k
+        moved = plan.rows * (heads_q + heads_k) * (ranks - 1) / ranks
         divides = heads_q % ranks == 0 and (heads_k % ranks == 0 or ranks % heads_k == 0)
-        return "ulysses" if moves_less and divides else "all_gather"
+        return "ulysses" if moved < gathered and divides else "all_gather"
 
     def _groups_for(self, scheme: str) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """(the group that ulysses is over, the group that keys travel in)."""
@@ -382,7 +384,7 @@ class ContextParallel:
         device: torch.device,
     ) -> Prepared:
         def make() -> Prepared:
-            scheme = self._scheme_of(heads.q, heads.k)
+            scheme = self._scheme_of(plan, heads.q, heads.k)
             across, _ = self._groups_for(scheme)
             inside = plan if across is None else plan.joined(size_of(across))
             schedule = self._schedule(inside, scheme, heads.q, options, device)
@@ -483,7 +485,7 @@ class Load:
     def of(cls, plan: Plan, band: Band) -> Load:
         ranks = range(len(plan.ranks))
         pairs = sum(plan.pairs_of(rank, band) for rank in ranks)
-        return cls(pairs / len(ranks), plan.cut_tokens * (len(ranks) - 1) / len(ranks))
+        return cls(pairs / len(ranks), plan.travelling / len(ranks))
 
     def head_groups(self, heads: Heads) -> int:
         """In how many groups heads of keys travel to each rank."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,8 +80,7 @@ class Plan:
 
     Args:
         lengths: tokens of each sequence.
-        ranks: pieces of each rank, of which no two touch: whole sequences first, then the others,
-            either in ascending order.
+        ranks: pieces of each rank, of which no two touch, in the order of its rows.
         rows: of each rank's shard.
     """
 
@@ -154,12 +154,20 @@ class Plan:
 
     @classmethod
     def of_pieces(
-        cls, lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], rows: int = 0
+        cls,
+        lengths: Sequence[int],
+        pieces: Sequence[Sequence[Piece]],
+        rows: int = 0,
+        *,
+        whole_first: bool = False,
     ) -> Plan:
-        """Any pieces, as many rows as the largest rank has, or more."""
+        """Any pieces, as many rows as the largest rank has, or more. A rank has them in ascending
+        order; whole_first: whole sequences, and then the others, so that calls over either find
+        their queries side by side.
+        """
 
         def order(piece: Piece) -> tuple[bool, Piece]:
-            return len(piece) < lengths[piece.sequence], piece
+            return whole_first and len(piece) < lengths[piece.sequence], piece
 
         ranks = tuple(tuple(sorted(join(mine), key=order)) for mine in pieces)
         most = max(sum(map(len, mine)) for mine in ranks)
@@ -179,9 +187,10 @@ class Plan:
         return len(piece) == self.lengths[piece.sequence]
 
     @cached_property
-    def cut_tokens(self) -> int:
-        """Of sequences that are not on one rank."""
-        return sum(len(x) for mine in self.ranks for x in mine if not self.is_whole(x))
+    def travelling(self) -> int:
+        """Rows of keys that all ranks fetch together, if every query saw all of its sequence."""
+        owners = Counter(x for mine in self.ranks for x in {piece.sequence for piece in mine})
+        return sum((count - 1) * self.lengths[sequence] for sequence, count in owners.items())
 
     @cached_property
     def multiple(self) -> int:
@@ -231,7 +240,7 @@ class Plan:
             [piece for mine in self.ranks[first : first + ranks_of_one] for piece in mine]
             for first in groups
         ]
-        return Plan.of_pieces(self.lengths, pieces)
+        return Plan.of_pieces(self.lengths, pieces, whole_first=True)
 
 
 def join(pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -312,7 +321,7 @@ def place(
             continue
         if not fill(index):
             return None
-    return Plan.of_pieces(lengths, shards.pieces, rows)
+    return Plan.of_pieces(lengths, shards.pieces, rows, whole_first=True)
 
 
 class Shards:

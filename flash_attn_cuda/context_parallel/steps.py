@@ -320,19 +320,21 @@ def packed(parts: Sequence[Part]) -> list[list[Part]]:
     return calls
 
 
-def one_behind_the_other(calls: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[Part]]]:
-    """(an order of rows of queries, the calls over queries in that order): each has its queries in
-    rows of its own without gaps.
+def side_by_side(calls: Sequence[Sequence[Part]]) -> tuple[list[int] | None, list[list[Part]]]:
+    """(rows of queries, the calls over these in that order): so that each call has its queries in
+    rows of its own without gaps, which it would write. None: they lie like that.
     """
-    order: list[int] = []
+    rows: list[int] = []
     moved: list[list[Part]] = []
     for call in calls:
         moved.append([])
         for part in call:
-            row = len(order)
-            order.extend(range(*part.q))
-            moved[-1].append(replace(part, q=(row, len(order))))
-    return order, moved
+            row = len(rows)
+            rows.extend(range(*part.q))
+            moved[-1].append(replace(part, q=(row, len(rows))))
+    if not rows or rows == list(range(rows[0], rows[-1] + 1)):
+        return None, [list(call) for call in calls]
+    return rows, moved
 
 
 @dataclass(frozen=True)
