@@ -47,7 +47,7 @@ from documents import environment, write_outputs  # noqa: E402
 from feature_tables import Column, Row, Target, number, print_document, ratio  # noqa: E402
 from lengths import log_normal_lengths  # noqa: E402
 from torch import Tensor  # noqa: E402
-from turns import order_of_turns  # noqa: E402
+from turns import PROTOCOL, order_of_turns  # noqa: E402
 
 import flash_attn_cuda.compat  # noqa: E402
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func  # noqa: E402
@@ -426,6 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
         "schema": SCHEMA,
         "benchmark": BENCHMARK,
         "command": shlex.join(command),
+        "protocol": {"name": PROTOCOL, "order": "A B B A", "turn_ms": options.turn_ms},
         "ranks": dist.get_world_size(),
         "environment": environment("cuda"),
         "results": rows,

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # cases of the benchmarks
 
 import context_parallel_model
+import context_parallel_speed
 import feature_tables
 import mask_tables
 import rotary_speed
@@ -24,16 +25,20 @@ from documents import SCHEMA, write_outputs
 from features import BENCHMARKS
 from grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
 
+OTHERS = {
+    rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
+    context_parallel_speed.BENCHMARK: context_parallel_speed.COLUMNS,
+    context_parallel_model.BENCHMARK: context_parallel_model.COLUMNS,
+    context_parallel_model.FIT: context_parallel_model.FIT_COLUMNS,
+}
+
 
 def show_features(document: Row, *, as_markdown: bool) -> None:
-    if document["benchmark"] in BENCHMARKS:
-        columns = BENCHMARKS[document["benchmark"]].COLUMNS
-    elif document["benchmark"] == rotary_speed.BENCHMARK:
-        columns = rotary_speed.COLUMNS
-    elif document["benchmark"] == context_parallel_model.BENCHMARK:
-        columns = context_parallel_model.COLUMNS
-    elif document["benchmark"] == context_parallel_model.FIT:
-        columns = context_parallel_model.FIT_COLUMNS
+    name = document["benchmark"]
+    if name in BENCHMARKS:
+        columns = BENCHMARKS[name].COLUMNS
+    elif name in OTHERS:
+        columns = OTHERS[name]
     else:
         document, columns = mask_tables.short(document), mask_tables.COLUMNS
     if as_markdown:

@@ -157,6 +157,17 @@ def test_every_result_file_is_described():
         assert f"`{name}`" in described or f"{stem}`" in described, name
 
 
+# Whose programs print them, and which no table here is made of.
+OWN_TABLES = ("host_overhead", "train_")
+PRINTED = [x for x in sorted(RESULTS.glob("*.json")) if not any(y in x.name for y in OWN_TABLES)]
+
+
+@pytest.mark.parametrize("path", PRINTED, ids=lambda path: path.stem)
+def test_report_prints_every_result_file(path, capsys):
+    assert report.main([str(path), "--markdown"]) == 0
+    assert capsys.readouterr().out.count("\n") > 3
+
+
 def test_report_draws_the_saved_results(outputs, tmp_path):
     pytest.importorskip("matplotlib")
     assert report.main([str(outputs / "r.json"), "--plot", str(tmp_path / "r.png")]) == 0
