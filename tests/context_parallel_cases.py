@@ -367,6 +367,8 @@ def refuses() -> None:
         parallel.attend(x, x[:, :8], x)
     with pytest.raises(ValueError, match="k: must have q's head_dim 8 and v's 4 heads"):
         parallel.attend(x, x[..., :4], x)
+    with pytest.raises(ValueError, match=r"k: number of heads must divide that of q \(4\), got 3"):
+        parallel.attend(x, x[:, :, :3], x[:, :, :3])
     with pytest.raises(ValueError, match=f"plan: must be of {size} ranks, got one of 3"):
         parallel.attend(packed, packed, packed, Plan.balanced([36], 3, Band()))
     with pytest.raises(ValueError, match=r"dropout_p: must be 0 where .* multiples of 16"):

@@ -85,6 +85,14 @@ def test_documents_are_cut_at_multiples(lengths: list[int], ranks: int, band: Ba
     assert plan.rows < sum(lengths) / ranks + 16 * (len(lengths) + 2)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.integers(1, 6))
+def test_shards_are_of_whole_multiples(lengths: list[int], ranks: int) -> None:
+    plan = Plan.balanced(lengths, ranks, Band(None, 0), multiple=16)
+    assert plan.rows % 16 == 0
+    assert all(plan.used_rows(rank) <= plan.rows for rank in range(ranks))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mean", [4096, 16384])
 def test_balance_of_log_normal_documents(ranks: int, mean: int) -> None:

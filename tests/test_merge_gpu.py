@@ -47,6 +47,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
+def test_a_nan_is_kept() -> None:
+    """Also beside a part without keys, either way round."""
+    case = MergeCase(20, 1, 64, None, DEVICE)
+    out, lse, part, part_lse = case.make()
+    lse[0, 3], part_lse[0, 3] = torch.nan, -torch.inf
+    lse[0, 7], part_lse[0, 7] = -torch.inf, torch.nan
+    merge_(out, lse, part, part_lse)
+    for row in (3, 7):
+        assert lse[0, row].isnan() and out[row].isnan().all()
+
+
 @pytest.mark.cuda_only
 @pytest.mark.parametrize(
     ("name", "make", "error", "message"),

@@ -18,15 +18,16 @@ struct Shares {
 };
 
 __device__ Shares shares_of(float lse, float part_lse) {
-  const float largest = fmaxf(lse, part_lse);
-  if (largest == -INFINITY) return {0.f, 0.f, largest};
+  if (lse == -INFINITY && part_lse == -INFINITY) return {0.f, 0.f, -INFINITY};
+  const float largest = fmaxf(lse, part_lse);  // of a NaN and a number the number: the sum has NaN
   const float own = expf(lse - largest);
   const float others = expf(part_lse - largest);
   const float sum = own + others;
   return {own / sum, others / sum, largest + logf(sum)};
 }
 
-// A share of 0 is of what holds no numbers: they are not read into the sum.
+// What has no share, for want of keys or because its scores are too small, is not read into the
+// sum.
 __device__ float sum_of(float own_share, float own, float others_share, float others) {
   return (own_share == 0.f ? 0.f : own_share * own) +
          (others_share == 0.f ? 0.f : others_share * others);

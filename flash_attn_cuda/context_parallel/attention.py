@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from ..arguments import is_plain_cuda_call
 from ..call import AttentionCall, Incoming
 from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
@@ -185,7 +185,8 @@ class Work:
         origin = call.origin
         first_head = self.first_head + heads.start
         if origin is not None and first_head:
-            origin = origin + origin.new_tensor((first_head, 0, 0, 0))
+            origin = origin.clone()
+            origin[:, 0] += first_head
         return AttentionCall(
             q,
             k,
@@ -323,7 +324,7 @@ def gathered_forward(
 
 
 def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
-    if out.is_cuda and not is_compiling():
+    if is_plain_cuda_call(call.q, call.k, call.v):
         _, lse, *_ = call_extension("forward", out.device, replace(call, out=out))
     else:
         found, lse, *_ = run_operator(call)

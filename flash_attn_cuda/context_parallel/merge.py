@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import build_info
+from ..arguments import is_plain_cuda_call
 
 
 def merge_(
@@ -17,7 +17,7 @@ def merge_(
     -inf is the lse of a row that has seen no key. In place, but where a result, of another dtype,
     is given: it is written instead of out, whose contents are not to be read then.
     """
-    if takes_kernel(out):
+    if takes_kernel(out, part, part_lse):
         assert build_info.extension is not None
         build_info.extension.merge(out, softmax_lse, part, part_lse, result)
         return
@@ -28,9 +28,9 @@ def merge_(
         result.copy_(out)
 
 
-def takes_kernel(out: Tensor) -> bool:
+def takes_kernel(out: Tensor, part: Tensor, part_lse: Tensor) -> bool:
     """One kernel instead of torch's operators, which a compiler makes one of itself."""
-    return out.is_cuda and out.shape[-1] % 8 == 0 and not is_compiling()
+    return out.shape[-1] % 8 == 0 and is_plain_cuda_call(out, part, part_lse)
 
 
 def add_sink_(out: Tensor, softmax_lse: Tensor, sink: Tensor) -> None:

@@ -679,6 +679,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, ranks: int)
             f"k: must have q's head_dim {q.shape[-1]} and v's {v.shape[-2]} heads, "
             f"got {tuple(k.shape)}"
         )
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"k: number of heads must divide that of q ({q.shape[-2]}), got {k.shape[-2]}"
+        )
     if plan is None:
         return
     if len(plan.ranks) != ranks:

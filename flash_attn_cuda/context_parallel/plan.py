@@ -292,7 +292,8 @@ def place(
     def share_out(index: int) -> bool:
         """Whether so many ranks, or more, have room."""
         for count in range(ranks_of_each[index], ranks + 1):
-            share = round_up(-(-lengths[index] // count), multiple)
+            units, rest = divmod(lengths[index], multiple)
+            share = -(-units // count) * multiple + rest  # the most that zigzag_parts gives
             chosen = list(islice(shards.with_room(share), count))
             if len(chosen) == count:
                 begin = 0
