@@ -286,8 +286,10 @@ def arrivals(
 
     if own_first:
         yield from owned()
-    for hop, heads, came in coming:
+    while coming:
+        hop, heads, came = coming.pop(0)
         kv = in_order(arrived(came), hop.arrival)
+        del came
         yield Arrival(hop, *heads, *kv.split((k.shape[-1], v.shape[-1]), -1))
     if not own_first:
         yield from owned()

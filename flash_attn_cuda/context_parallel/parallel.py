@@ -60,8 +60,9 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather, in how many groups the heads of keys travel, each while the one
-            before is worked on; it divides the heads of keys. None: chosen by the length.
+        head_groups: of all_gather, in how many groups the heads of keys travel, all asked for at
+            once and each worked on as it comes; it divides the heads of keys. None: chosen by the
+            length.
     """
 
     def __init__(
