@@ -239,9 +239,9 @@ def group_of(case: Case) -> ContextParallel:
     raise ValueError(f"ranks: the test has {dist.get_world_size()} of them, got {case.ranks}")
 
 
-def attend_with_own_softcap() -> None:
-    whole = Whole.of(Case("ring", 2))
-    parallel = ContextParallel(None, "ring")
+def attend_with_own_softcap(scheme: str = "ring", ulysses_size: int | None = None) -> None:
+    whole = Whole.of(Case(scheme, dist.get_world_size()))
+    parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
     q, k, v = (parallel.shard(x[None]) for x in (whole.q, whole.k, whole.v))
     parallel.attend(q, k, v, softcap=float(dist.get_rank()))
 

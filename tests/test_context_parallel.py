@@ -100,6 +100,13 @@ def test_options_that_differ(two: Ranks) -> None:
     assert "rank 1:" in str(e.value)
 
 
+def test_options_that_differ_in_one_of_two_groups(four: Ranks) -> None:
+    """Raised by the ranks of the other groups too, which wait for nobody."""
+    with pytest.raises(AssertionError, match="softcap: must be the same on every rank, got") as e:
+        four.run(cases.attend_with_own_softcap, "ulysses+ring", 2, timeout=40.0)
+    assert all(f"rank {rank}:\nTraceback" in str(e.value) for rank in range(4))
+
+
 def test_values_repeat_bit_by_bit(four: Ranks) -> None:
     for scheme in ("ring", "all_gather", "ulysses"):
         four.run(cases.repeats, Case(scheme, 4, heads_k=4, dtype=torch.bfloat16))

@@ -438,10 +438,10 @@ class ContextParallel:
                 for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
             },
             "sink": "None" if sink is None else "a tensor",
+            "scheme": prepared.scheme,
+            "head_groups": str(prepared.head_groups),
         }
-        for group in (self._ulysses, self._ring):
-            if group is not None:
-                compare_facts(facts, group)
+        compare_facts(facts, self._ring, self._ulysses)
         keep(self._agreed, key, None)
 
 
@@ -598,14 +598,21 @@ def rank_of(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def compare_facts(facts: dict[str, str], group: ProcessGroup) -> None:
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, facts, group)
+def compare_facts(
+    facts: dict[str, str], ring: ProcessGroup | None, ulysses: ProcessGroup | None
+) -> None:
+    """Raises on every rank of both groups, after all have told theirs."""
+    every: list[Any] = [facts]
+    for group in (ulysses, ring):
+        if group is not None:
+            told: list[Any] = [None] * group.size()
+            dist.all_gather_object(told, every, group)
+            every = [x for of_rank in told for x in of_rank]
     for name in facts:
         values = [other[name] for other in every]
         if len(set(values)) > 1:
-            told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name}: must be the same on every rank, got {told}")
+            by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name}: must be the same on every rank, got {by_rank}")
 
 
 # -- plans -----------------------------------------------------------------------------------------
