@@ -21,9 +21,9 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 from context_parallel_events import Program, Start, Times, Wait, Work, simulate  # noqa: E402
 
 from flash_attn_cuda.context_parallel import Band, Plan, steps  # noqa: E402
-from flash_attn_cuda.context_parallel.parallel import Heads as KeyHeads  # noqa: E402
-from flash_attn_cuda.context_parallel.parallel import Load, equal_plan  # noqa: E402
-from flash_attn_cuda.context_parallel.plan import sum_below  # noqa: E402
+from flash_attn_cuda.context_parallel.load import Heads as KeyHeads  # noqa: E402
+from flash_attn_cuda.context_parallel.load import Load  # noqa: E402
+from flash_attn_cuda.context_parallel.plan import equal_plan, sum_below  # noqa: E402
 
 SCHEMES = ("all_gather", "ring", "ulysses", "ulysses+ring")
 PASSES = ("forward", "backward")

@@ -158,8 +158,8 @@ def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int
 
 @dataclass(eq=False)
 class Work:
-    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: how
-    many heads of keys travel at a time, as a share of all.
+    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: in
+    how many groups the heads of keys travel.
     """
 
     schedule: Schedule

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
@@ -29,17 +27,23 @@ from ..arguments import (
 from . import attention
 from .attention import ContextAttention, Options, Schedule, Work
 from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
-from .plan import Band, Plan
+from .groups import compare_facts, groups_of, rank_of, size_of
+from .load import Heads, Load
+from .plan import (
+    Band,
+    Plan,
+    equal_plan,
+    hash_of,
+    places_in_shards,
+    plan_pads,
+    rows_of_joined,
+)
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
 # the ring that are wrong: there attend is a graph break.
 IS_TRACED = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
 
-# Heads travel in groups, each beside the work on the one before, until no more than EXPOSED of the
-# time is a wait for the first; groups cost launches, which WORTH_GROUPS seconds of work bear.
-EXPOSED, WORTH_GROUPS = 0.02, 4e-3
-RATE, BANDWIDTH = 600e12, 300e9  # FLOP/s, and bytes/s to a GPU: of an H100 over NVLink
 MOST_KEPT = 256  # schedules, indices and agreements, of which packed batches each have their own
 
 
@@ -464,40 +468,6 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
 # -- what is made before a call --------------------------------------------------------------------
 
 
-class Heads(NamedTuple):
-    """Of queries and of keys; columns: of a key and its value, of itemsize bytes each."""
-
-    q: int
-    k: int
-    columns: int
-    itemsize: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a plan gives a rank, more or less; the same on every rank. pairs: that are visible.
-    travelling: rows of keys from others, if every query saw all of its sequence.
-    """
-
-    pairs: float
-    travelling: float
-
-    @classmethod
-    def of(cls, plan: Plan, band: Band) -> Load:
-        ranks = range(len(plan.ranks))
-        pairs = sum(plan.pairs_of(rank, band) for rank in ranks)
-        return cls(pairs / len(ranks), plan.travelling / len(ranks))
-
-    def head_groups(self, heads: Heads) -> int:
-        """In how many groups heads of keys travel to each rank."""
-        seconds = self.pairs * 2 * heads.columns * heads.q / RATE
-        if seconds < WORTH_GROUPS:
-            return 1
-        transfer = self.travelling * heads.k * heads.columns * heads.itemsize / BANDWIDTH
-        fit = [x for x in (1, 2, 3, 4) if heads.k % x == 0]
-        return next((x for x in fit if transfer / x < EXPOSED * seconds), fit[-1])
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """What of an attention follows from its plan and options. orders: of ulysses, rows_of_joined on
@@ -550,120 +520,6 @@ def prepare(
             f"(plan(..., multiple=16) cuts there), got {dropout_p}"
         )
     return parallel._prepare(plan, Heads(*heads, dtype.itemsize), options, device)
-
-
-# -- groups ----------------------------------------------------------------------------------------
-
-
-def groups_of(
-    group: ProcessGroup | DeviceMesh | None, scheme: str, ulysses_size: int | None
-) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """(ring, ulysses): the second of two dimensions alone."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim > 2:
-            raise ValueError(f"group: a mesh must have one or two dimensions, got {group.ndim}")
-        if group.ndim == 2:
-            if scheme not in ("auto", "ulysses+ring"):
-                raise ValueError(
-                    "scheme: must be 'auto' or 'ulysses+ring' over a mesh of two dimensions, "
-                    f"got {scheme!r}"
-                )
-            return group.get_group(0), group.get_group(1)
-        group = group.get_group()
-    whole = dist.group.WORLD if group is None else group
-    if whole is None:
-        raise RuntimeError("group: torch.distributed must be initialised first")
-    if scheme != "ulysses+ring":
-        return whole, None
-    size = whole.size()
-    if ulysses_size is None or ulysses_size < 1 or size % ulysses_size:
-        raise ValueError(
-            f"ulysses_size: must divide the {size} ranks of the group, got {ulysses_size}"
-        )
-    ranks = dist.get_process_group_ranks(whole)
-    first = whole.rank() // ulysses_size * ulysses_size
-    across = dist.new_group(ranks[first : first + ulysses_size], use_local_synchronization=True)
-    ring = dist.new_group(
-        ranks[whole.rank() % ulysses_size :: ulysses_size], use_local_synchronization=True
-    )
-    assert isinstance(across, ProcessGroup) and isinstance(ring, ProcessGroup)
-    return ring, across
-
-
-def size_of(group: ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def rank_of(group: ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
-
-
-def compare_facts(
-    facts: dict[str, str], ring: ProcessGroup | None, ulysses: ProcessGroup | None
-) -> None:
-    """Raises on every rank of both groups, after all have told theirs."""
-    every: list[Any] = [facts]
-    for group in (ulysses, ring):
-        if group is not None:
-            told: list[Any] = [None] * group.size()
-            dist.all_gather_object(told, every, group)
-            every = [x for of_rank in told for x in of_rank]
-    for name in facts:
-        values = [other[name] for other in every]
-        if len(set(values)) > 1:
-            by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name}: must be the same on every rank, got {by_rank}")
-
-
-# -- plans -----------------------------------------------------------------------------------------
-
-
-def equal_plan(lengths: Sequence[int], ranks: int) -> Plan:
-    """Of sequences of one length."""
-    if lengths and lengths[0] % (2 * ranks):
-        raise ValueError(
-            f"seqlen: must be a multiple of {2 * ranks}, two parts for each of {ranks} ranks, "
-            f"got {lengths[0]}"
-        )
-    return Plan.zigzag(lengths, ranks)
-
-
-def plan_pads(plan: Plan) -> bool:
-    return any(plan.rows > sum(map(len, mine)) for mine in plan.ranks)
-
-
-def places_in_shards(plan: Plan) -> list[int]:
-    """Of each row of the packed whole, the row of all shards one behind the other."""
-    places = [0] * plan.total
-    for rank in range(len(plan.ranks)):
-        for row, origin in enumerate(plan.rows_of(rank)):
-            if origin >= 0:
-                places[origin] = rank * plan.rows + row
-    return places
-
-
-def rows_of_joined(plan: Plan, inside: Plan, rank: int) -> tuple[list[int], list[int]]:
-    """Of a group of ranks whose shards lie one behind the other: (the rows in the order of the
-    joined plan, for each of them its place there, or the row behind the last one for padding).
-    """
-    members = len(plan.ranks) // len(inside.ranks)
-    rows_in_whole = [
-        row
-        for member in range(rank * members, (rank + 1) * members)
-        for row in plan.rows_of(member)
-    ]
-    place_of = {row: place for place, row in enumerate(inside.rows_of(rank)) if row >= 0}
-    places = [place_of.get(row, inside.rows) for row in rows_in_whole]
-    padding = places.index(inside.rows) if inside.rows in places else 0
-    order = [padding] * inside.rows
-    for row, place in enumerate(places):
-        if place < inside.rows:
-            order[place] = row
-    return order, places
-
-
-def hash_of(plan: Plan) -> str:
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
 
 # -- arguments -------------------------------------------------------------------------------------

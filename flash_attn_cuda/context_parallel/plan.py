@@ -9,6 +9,7 @@ more ranks than it takes to give all ranks about as many visible pairs and the s
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_left, insort
 from collections import Counter
@@ -362,3 +363,54 @@ def zigzag_parts(length: int, ranks: Sequence[int], multiple: int) -> Iterator[t
 
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
+
+
+# -- rows of shards --------------------------------------------------------------------------------
+
+
+def equal_plan(lengths: Sequence[int], ranks: int) -> Plan:
+    """Of sequences of one length."""
+    if lengths and lengths[0] % (2 * ranks):
+        raise ValueError(
+            f"seqlen: must be a multiple of {2 * ranks}, two parts for each of {ranks} ranks, "
+            f"got {lengths[0]}"
+        )
+    return Plan.zigzag(lengths, ranks)
+
+
+def plan_pads(plan: Plan) -> bool:
+    return any(plan.rows > sum(map(len, mine)) for mine in plan.ranks)
+
+
+def places_in_shards(plan: Plan) -> list[int]:
+    """Of each row of the packed whole, the row of all shards one behind the other."""
+    places = [0] * plan.total
+    for rank in range(len(plan.ranks)):
+        for row, origin in enumerate(plan.rows_of(rank)):
+            if origin >= 0:
+                places[origin] = rank * plan.rows + row
+    return places
+
+
+def rows_of_joined(plan: Plan, inside: Plan, rank: int) -> tuple[list[int], list[int]]:
+    """Of a group of ranks whose shards lie one behind the other: (the rows in the order of the
+    joined plan, for each of them its place there, or the row behind the last one for padding).
+    """
+    members = len(plan.ranks) // len(inside.ranks)
+    rows_in_whole = [
+        row
+        for member in range(rank * members, (rank + 1) * members)
+        for row in plan.rows_of(member)
+    ]
+    place_of = {row: place for place, row in enumerate(inside.rows_of(rank)) if row >= 0}
+    places = [place_of.get(row, inside.rows) for row in rows_in_whole]
+    padding = places.index(inside.rows) if inside.rows in places else 0
+    order = [padding] * inside.rows
+    for row, place in enumerate(places):
+        if place < inside.rows:
+            order[place] = row
+    return order, places
+
+
+def hash_of(plan: Plan) -> str:
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]

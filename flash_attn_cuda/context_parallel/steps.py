@@ -77,7 +77,7 @@ def length(rows: Rows) -> int:
 
 
 def seen_keys(plan: Plan, rank: int, band: Band, cut_alone: bool) -> list[Piece]:
-    """What the rank's queries see of every sequence, in ascending order; ranges may overlap.
+    """What the rank's queries see of every sequence; ranges may overlap.
     cut_alone: without sequences that the rank has whole.
     """
     seen = []
