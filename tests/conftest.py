@@ -22,6 +22,7 @@ from harness import (
 )
 from masked_cases import MaskedCase
 from masked_harness import check_masked
+from ranks import Ranks
 from tolerance import Closeness
 
 from flash_attn_cuda import check_device_errors
@@ -116,3 +117,17 @@ def check_mask(request: pytest.FixtureRequest) -> Callable[..., list[Closeness]]
         return report
 
     return run
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

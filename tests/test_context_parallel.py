@@ -4,7 +4,6 @@ call over the whole gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import context_parallel_cases as cases
@@ -16,20 +15,6 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 SCHEMES = {

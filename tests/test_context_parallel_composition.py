@@ -4,28 +4,12 @@ processes over gloo, in fp64: gradients are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import context_parallel_composition_cases as cases
 import pytest
 from ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SCHEMES = ["ring", "all_gather", "ulysses"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize("over_both", [False, True], ids=["over-fsdp", "over-both"])

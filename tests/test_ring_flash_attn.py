@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import ring_flash_attn_cases as cases
@@ -73,20 +72,6 @@ def case_of(stem: str, option: str, ranks: int) -> Case:
         lengths, batch = (part, 3 * part, 0, 5 * part), None
     options = {"heads_k": 2, "lengths": lengths, "batch": batch, **CASES[option]}
     return Case("", ranks, **options)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

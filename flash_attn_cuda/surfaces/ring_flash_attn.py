@@ -470,7 +470,8 @@ def llama3_flash_attn_varlen_func(
             Ranks tell each other at the first call with a tensor cu_seqlens_q, so that all of them
             have to call with a new one where one does.
         cu_seqlens_k, max_seqlen_q, max_seqlen_k: follow from these, and are not read.
-        heads_k_stride: how many heads of keys travel at a time; it divides heads_k.
+        heads_k_stride: how many heads of keys a transfer brings; it divides heads_k. All transfers
+            are asked for at once, so that it does not bound memory.
 
     Returns:
         out as q, or with return_attn_probs (out, softmax_lse (heads_q, rows), None).
