@@ -25,7 +25,6 @@ What all of them share:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -35,12 +34,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..arguments import UNLIMITED, WindowSize, window_bounds
 from ..checks.tensors import check_packed, check_tensor
-from ..context_parallel import Band, ContextParallel, Piece, Plan
+from ..context_parallel import Band, ContextParallel, Plan
 from ..context_parallel.stripes import stripes_of
+from .ring_plans import (
+    Slice,
+    balanced,
+    bounds_of,
+    contiguous,
+    lengths_of,
+    plan_of_documents,
+    zigzag,
+)
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -68,7 +75,6 @@ __all__ = [
 
 Function = Callable[..., Any]
 Layout = Callable[..., Any]  # attention of packed rows of sequences of these local lengths
-PLANS_KEPT = 64
 
 
 class _Options(NamedTuple):
@@ -98,31 +104,6 @@ def _group_of(group: ProcessGroup | None) -> ProcessGroup:
     return found
 
 
-@torch.compiler.disable
-@lru_cache(maxsize=PLANS_KEPT)
-def _contiguous(lengths: tuple[int, ...], ranks: int) -> Plan:
-    """lengths: of every rank's part of each sequence."""
-    return Plan.contiguous([ranks * x for x in lengths], ranks)
-
-
-@torch.compiler.disable
-@lru_cache(maxsize=PLANS_KEPT)
-def _zigzag(lengths: tuple[int, ...], ranks: int) -> Plan:
-    for sequence, length in enumerate(lengths):
-        if length % 2:
-            raise ValueError(
-                "q: must have an even number of rows of every sequence, two parts of it, got "
-                f"{length} of sequence {sequence}"
-            )
-    return Plan.zigzag([ranks * x for x in lengths], ranks)
-
-
-@torch.compiler.disable
-@lru_cache(maxsize=PLANS_KEPT)
-def _balanced(lengths: tuple[int, ...], ranks: int, band: Band, multiple: int) -> Plan:
-    return Plan.balanced([ranks * x for x in lengths], ranks, band, multiple=multiple)
-
-
 def _attend(parallel: ContextParallel, qkv: Sequence[Tensor], plan: Plan, options: _Options) -> Any:
     """(out, softmax_lse) of shards of the plan."""
     q, k, v = qkv
@@ -145,7 +126,7 @@ def _stripes(
 ) -> Any:
     parallel = _parallel(group, "ring", None)
     band = Band.of(options.causal, window_bounds(options.window_size))
-    plan = _balanced(lengths, parallel.size, band, 16 if options.dropout_p else 1)
+    plan = balanced(lengths, parallel.size, band, 16 if options.dropout_p else 1)
     device = qkv[0].device
     stripes = parallel._once(
         (plan, "stripes", device), lambda: stripes_of(plan, parallel.rank, device)
@@ -204,7 +185,7 @@ def _varlen(
 ) -> Any:
     """Of tensors (rows, ..., heads, head_dim)."""
     qkv = _qkv(tensors, "(rows, heads, head_dim)")
-    lengths = _lengths("cu_seqlens", cu_seqlens, qkv[0].shape[0])
+    lengths = lengths_of("cu_seqlens", cu_seqlens, qkv[0].shape[0])
     longest = max(lengths, default=0)
     if isinstance(max_seqlen, int) and max_seqlen < longest:
         raise ValueError(
@@ -353,8 +334,8 @@ def _varlen_functions(stem: str, layout: Layout, rows: str) -> tuple[Any, ...]:
     return _named((func, kvpacked, qkvpacked), stem, rows)
 
 
-_RING = (_of_plan(_contiguous), "part r of N of every sequence")
-_ZIGZAG = (_of_plan(_zigzag), "parts r and 2 N - 1 - r of 2 N of every sequence")
+_RING = (_of_plan(contiguous), "part r of N of every sequence")
+_ZIGZAG = (_of_plan(zigzag), "parts r and 2 N - 1 - r of 2 N of every sequence")
 _STRIPE = (_stripes, "tokens r, r + N, r + 2 N, ... of every sequence")
 
 (
@@ -387,31 +368,6 @@ _STRIPE = (_stripes, "tokens r, r + N, r + 2 N, ... of every sequence")
 # -- llama3 ----------------------------------------------------------------------------------------
 
 
-class _Slice(NamedTuple):
-    """What a rank has of a packed batch, and what it sees: bounds of the rank's queries, of keys,
-    and the rows of all ranks' keys that the latter count in.
-    """
-
-    cu_seqlens_q: tuple[int, ...]
-    cu_seqlens_k: tuple[int, ...]
-    first: int
-    end: int
-
-    @classmethod
-    def of(cls, bounds: Sequence[int], causal: bool, rank: int, ranks: int) -> _Slice:
-        rows = bounds[-1] // ranks
-        begin, end = rank * rows, (rank + 1) * rows
-        one, last = bisect_right(bounds, begin) - 1, bisect_left(bounds, end)
-        first, stop = bounds[one], end if causal else bounds[last]
-        inner = bounds[one + 1 : last]
-        return cls(
-            (0, *(x - begin for x in inner), rows),
-            (0, *(x - first for x in inner), stop - first),
-            first,
-            stop,
-        )
-
-
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -428,7 +384,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         longest of each; the rows of the whole batch that these keys are.
     """
     check_tensor("cu_seqlens", cu_seqlens)
-    bounds = _bounds("cu_seqlens", cu_seqlens)
+    bounds = bounds_of("cu_seqlens", cu_seqlens)
     if world_size < 1 or bounds[-1] % world_size or bounds[-1] == 0:
         raise ValueError(
             f"cu_seqlens: must end at a positive multiple of world_size {world_size}, "
@@ -436,8 +392,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be in [0, {world_size}), got {rank}")
-    mine = _Slice.of(bounds, causal, rank, world_size)
-    with torch.inference_mode(False):  # tensors whose changes are counted, as _documents asks
+    mine = Slice.of(bounds, causal, rank, world_size)
+    with torch.inference_mode(
+        False
+    ):  # tensors whose changes are counted, as plan_of_documents asks
         made = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in mine[:2]]
     longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
     return made[0], made[1], longest[0], longest[1], slice(mine.first, mine.end)
@@ -550,103 +508,10 @@ def _llama3(
             f"heads_k_stride: must divide the {heads_k} heads of keys, got {heads_k_stride}"
         )
     whole = _group_of(group)
-    plan = _documents(cu_seqlens_q, local_k_slice, qkv[0].shape[0], options.causal, whole)
+    plan = plan_of_documents(cu_seqlens_q, local_k_slice, qkv[0].shape[0], options.causal, whole)
     parallel = _parallel(whole, "all_gather", heads_k // heads_k_stride)
     out, softmax_lse = _attend(parallel, qkv, plan, options)
     return (out, softmax_lse, None) if probs else out
-
-
-@torch.compiler.disable
-def _documents(
-    cu_seqlens_q: Tensor, local_k_slice: slice, rows: int, causal: bool, group: ProcessGroup
-) -> Plan:
-    """The plan of all ranks' documents, from what each knows of its own."""
-    lengths = _lengths("cu_seqlens_q", cu_seqlens_q, rows)
-    known = _plans.setdefault(cu_seqlens_q, {})
-    keeps = not cu_seqlens_q.is_inference()
-    version = cu_seqlens_q._version if keeps else 0
-    key = (version, local_k_slice.start, local_k_slice.stop, bool(causal), group)
-    if keeps and key in known:
-        return known[key]
-    every: list[Any] = [None] * group.size()
-    mine = (lengths, local_k_slice.start, local_k_slice.stop)
-    dist.all_gather_object(every, mine, group)
-    known[key] = _plan_of_slices(tuple(every), bool(causal))
-    return known[key]
-
-
-@lru_cache(maxsize=PLANS_KEPT)
-def _plan_of_slices(slices: tuple[tuple[tuple[int, ...], int, int], ...], causal: bool) -> Plan:
-    """slices: of each rank the lengths of its rows of documents, and the slice of keys it sees."""
-    ranks, rows = len(slices), sum(slices[0][0])
-    beginnings, row = {0}, 0
-    for rank, (lengths, first, _) in enumerate(slices):
-        if sum(lengths) != rows:
-            raise ValueError(
-                f"cu_seqlens_q: must end at the same row on every rank, got {rows} on rank 0 and "
-                f"{sum(lengths)} on rank {rank}"
-            )
-        for number, length in enumerate(lengths):
-            if number > 0 or first == row:
-                beginnings.add(row)
-            row += length
-    bounds = sorted({*beginnings, row})
-    for rank, (_, first, end) in enumerate(slices):
-        wanted = _Slice.of(bounds, causal, rank, ranks) if row else _Slice((0,), (0,), 0, 0)
-        if (first, end) != wanted[2:]:
-            raise ValueError(
-                f"local_k_slice: must be slice({wanted.first}, {wanted.end}) on rank {rank}, as "
-                "llama3_flash_attn_prepare_cu_seqlens makes it of the same documents for "
-                f"causal={causal}, got slice({first}, {end})"
-            )
-    pieces = [
-        [
-            Piece(number, max(begin, rank * rows) - begin, min(end, (rank + 1) * rows) - begin)
-            for number, (begin, end) in enumerate(pairwise(bounds))
-            if begin < (rank + 1) * rows and rank * rows < end
-        ]
-        for rank in range(ranks)
-    ]
-    return Plan.of_pieces([end - begin for begin, end in pairwise(bounds)], pieces)
-
-
-# -- lengths on the host ---------------------------------------------------------------------------
-
-_plans: Any = WeakTensorKeyDictionary()  # of cu_seqlens_q of llama3
-_read: Any = WeakTensorKeyDictionary()  # (version, bounds) of tensors that have been waited for
-
-
-@torch.compiler.disable
-def _bounds(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """On the host; a CUDA tensor is waited for once, until it is written to."""
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
-        raise ValueError(
-            f"{name}: must be integers of shape (sequences + 1,), got {cu_seqlens.dtype} of shape "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    if not isinstance(cu_seqlens, Tensor):
-        bounds = tuple(int(x) for x in cu_seqlens)
-    elif not cu_seqlens.is_cuda or cu_seqlens.is_inference():
-        bounds = tuple(cu_seqlens.tolist())
-    else:
-        version, bounds = _read.get(cu_seqlens, (None, ()))
-        if version != cu_seqlens._version:
-            bounds = tuple(cu_seqlens.tolist())
-            _read[cu_seqlens] = (cu_seqlens._version, bounds)
-    if not bounds or bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
-        raise ValueError(
-            f"{name}: must start at 0 and not decrease, got {list(bounds[:8])}"
-            f"{', ...' if len(bounds) > 8 else ''}"
-        )
-    return bounds
-
-
-def _lengths(name: str, cu_seqlens: Tensor | Sequence[int], rows: int) -> tuple[int, ...]:
-    """Of the rank's own parts of sequences."""
-    bounds = _bounds(name, cu_seqlens)
-    if bounds[-1] != rows:
-        raise ValueError(f"{name}: must end at this rank's {rows} rows of q, got {bounds[-1]}")
-    return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 # -- what is not there -----------------------------------------------------------------------------
