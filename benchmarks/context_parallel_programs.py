@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -302,13 +302,16 @@ class Inner:
         received = {x: ex.rows(x, me, cut_alone=True) for x in everyone}
         arrived = [x for source in everyone for x in ex.held(source, me, cut_alone=True)]
         reorders = any(x.piece > y.piece for x, y in pairwise(arrived))
-        ordered = sorted(arrived, key=lambda x: x.piece)
-        own = steps.packed(steps.whole_parts(ex.plan, me, ex.band))
-        parts = steps.gathered_parts(ex.plan, me, ex.band, steps.in_order(ordered))
-        calls = steps.packed(parts)
-        moves = steps.side_by_side(calls)[0] is not None
-        cut_rows = sum(steps.length(part.q) for call in calls for part in call)
+        own = steps.without_gaps(steps.whole_parts(ex.plan, me, ex.band))
+        parts: list[steps.Part] = []
+        places = 0  # of keys in the order of the parts, those that several see as often
+        for part, keys in steps.parts_with_keys(ex.plan, me, ex.band):
+            parts.append(replace(part, k=(places, places + steps.length(keys))))
+            places += steps.length(keys)
+        calls = steps.without_gaps(parts)
+        cut_rows = sum(steps.length(part.q) for part in parts)
         count = sum(received.values())
+        reorders = reorders or places > count
         groups = self.head_groups() if ex.plan.travelling else 0
         share = Heads(
             self.heads.q // max(1, groups), self.heads.k // max(1, groups), self.heads.dim
@@ -322,14 +325,10 @@ class Inner:
         def attend(calls: Sequence[Sequence[steps.Part]], heads: Heads, groups: int) -> None:
             for call in calls:
                 add.attention(call, heads, ex.band)
-                q_rows = steps.length((call[0].q[0], call[-1].q[1]))
-                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
-                if not self.is_forward:
+                if not self.is_forward and calls is not own:
+                    q_rows = steps.length((call[0].q[0], call[-1].q[1]))
                     add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups))
-                    add.copy(self.of_keys(k_rows, 2 * FP32, groups))  # cat
 
-        if not self.is_forward:
-            add.copy(self.of_keys(self.rows, FP32))  # zeros
         going = []
         coming = [ask() for _ in range(groups)]
         if self.is_forward:
@@ -337,24 +336,25 @@ class Inner:
         for here in coming:
             add.wait(here)
             if reorders:
-                add.copy(2 * self.of_keys(count, ELEMENT, groups))
-            if moves:  # q and out there, and in the backward dout and dq
-                tensors = 2 if self.is_forward else 4
-                add.copy(2 * tensors * self.of_queries(cut_rows, ELEMENT, groups), tensors)
+                add.copy(2 * self.of_keys(places, ELEMENT, groups))
             attend(calls, share, groups)
             if self.is_forward:
                 continue
             if reorders:
                 add.copy(2 * self.of_keys(count, FP32, groups))
+            if places > count:
+                add.copy(3 * self.of_keys(places - count, FP32, groups))
             row = self.of_keys(1, FP32, groups)
             going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
         if not self.is_forward and own:
             attend(own, self.heads, 1)
+        if going:
+            add.copy(self.of_keys(cut_rows, FP32))  # zeros
         for number in going:
             add.wait(number)
             add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)
-        if not self.is_forward:
-            self.finish_gradients()
+        if going:  # sums in fp32 to the dtype of k and v
+            add.copy(self.of_keys(cut_rows, FP32 + ELEMENT), 2)
 
     def head_groups(self) -> int:
         """As ContextParallel chooses them."""

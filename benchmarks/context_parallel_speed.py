@@ -75,9 +75,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Passes:
-    forward: Callable[[], object]
-    backward: Callable[[], object]
+    forward: Callable[[], Tensor]
+    backward: Callable[[], Sequence[Tensor]]  # gradients of q, k, v
     squares: float  # sum over out's elements on this rank
+    shard: Callable[[Tensor], Tensor] | None  # this rank's rows of a whole tensor
 
 
 @dataclass(frozen=True)
@@ -118,42 +119,50 @@ class Problem:
         ]
 
 
-def passes_of(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+def sharded_passes(
+    attend: Callable[..., Tensor], problem: Problem, shard: Callable[[Tensor], Tensor]
 ) -> Passes:
+    return passes_of(attend, [shard(x) for x in problem.inputs()], shard)
+
+
+def passes_of(
+    attend: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    shard: Callable[[Tensor], Tensor] | None = None,
+) -> Passes:
+    q, k, v, dout = tensors
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
 
-    def forward() -> object:
+    def forward() -> Tensor:
         with torch.no_grad():
             return attend(*inputs)
 
     backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
     squares = sum(x.float().square().sum().item() for x in out.detach().split(4096, -3))
-    return Passes(forward, backward, squares)
+    return Passes(forward, backward, squares, shard)
 
 
 def one_gpu(problem: Problem) -> Passes:
     if not problem.mean:
-        whole = [x[None] for x in problem.inputs()]
-        return passes_of(partial(flash_attn_func, causal=True), *whole)
+        return sharded_passes(partial(flash_attn_func, causal=True), problem, lambda x: x[None])
     bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device="cuda")
     longest = max(problem.lengths)
 
     def attend(*qkv: Tensor) -> Tensor:
         return flash_attn_varlen_func(*qkv, bounds, bounds, longest, longest, causal=True)
 
-    return passes_of(attend, *problem.inputs())
+    return sharded_passes(attend, problem, lambda x: x)
 
 
 def ours(problem: Problem, scheme: str) -> Passes:
     parallel = ContextParallel(None, scheme)
     if problem.mean:
         plan = parallel.plan(problem.cu_seqlens)
-        mine = [parallel.shard(x, plan) for x in problem.inputs()]
-        return passes_of(partial(parallel.attend, plan=plan, causal=True), *mine)
-    mine = [parallel.shard(x[None]) for x in problem.inputs()]
-    return passes_of(partial(parallel.attend, causal=True), *mine)
+        attend = partial(parallel.attend, plan=plan, causal=True)
+        return sharded_passes(attend, problem, lambda x: parallel.shard(x, plan))
+    attend = partial(parallel.attend, causal=True)
+    return sharded_passes(attend, problem, lambda x: parallel.shard(x[None]))
 
 
 def peer_module(name: str) -> Any:
@@ -174,23 +183,23 @@ def peer_module(name: str) -> Any:
 def ring_flash_attention(problem: Problem) -> Passes:
     if not problem.mean:
         parallel = ContextParallel(None, "ring")  # of which the layout is the same, zigzag
-        mine = [parallel.shard(x[None]) for x in problem.inputs()]
         zigzag = peer_module("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
-        return passes_of(partial(zigzag, causal=True), *mine)
+        return sharded_passes(
+            partial(zigzag, causal=True), problem, lambda x: parallel.shard(x[None])
+        )
     peer = peer_module("llama3_flash_attn_varlen")
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device="cuda")
     cu_q, cu_k, max_q, max_k, local_k = peer.llama3_flash_attn_prepare_cu_seqlens(
         bounds, True, rank, size
     )
-    mine = [x.chunk(size)[rank] for x in problem.inputs()]
 
     def attend(*qkv: Tensor) -> Tensor:
         return peer.llama3_flash_attn_varlen_func(
             *qkv, cu_q, cu_k, max_q, max_k, heads_k_stride=1, local_k_slice=local_k, causal=True
         )
 
-    return passes_of(attend, *mine)
+    return sharded_passes(attend, problem, lambda x: x.chunk(size)[rank])
 
 
 def torch_context_parallel(problem: Problem, stack: contextlib.ExitStack) -> Passes:
@@ -212,7 +221,7 @@ def torch_context_parallel(problem: Problem, stack: contextlib.ExitStack) -> Pas
     def attend(*qkv: Tensor) -> Tensor:  # by the name that context_parallel patches
         return functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
 
-    return passes_of(attend, *whole)
+    return passes_of(attend, whole)
 
 
 def contenders(
@@ -409,14 +418,18 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     return [*(Problem((seqlen,)) for seqlen in options.seqlens), *documents]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+def join_ranks() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "nccl",
         device_id=torch.device("cuda", torch.cuda.current_device()),
         timeout=timedelta(seconds=90),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    join_ranks()
     if options.activate:
         torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")
     is_first = dist.get_rank() == 0

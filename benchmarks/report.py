@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # cases of the benchmarks
 
+import context_parallel_errors
 import context_parallel_model
 import context_parallel_speed
 import feature_tables
@@ -28,6 +29,7 @@ from grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
 OTHERS = {
     rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
     context_parallel_speed.BENCHMARK: context_parallel_speed.COLUMNS,
+    context_parallel_errors.BENCHMARK: context_parallel_errors.COLUMNS,
     context_parallel_model.BENCHMARK: context_parallel_model.COLUMNS,
     context_parallel_model.FIT: context_parallel_model.FIT_COLUMNS,
 }

@@ -37,7 +37,8 @@ from flash_attn_cuda import cuda_unavailable_reason
 
 DEFAULT_SECONDS = 120.0
 SAMPLE_BYTES = 400
-COMPARED_SEQUENCES = 2  # of a batch: the reference in higher precision takes the memory
+# Of a batch, and of each sequence: the reference in higher precision takes the memory.
+COMPARED_SEQUENCES, COMPARED_TOKENS = 2, 2048
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -259,9 +260,10 @@ def run(options: argparse.Namespace, device: torch.device, ranks: Ranks | None) 
         print(f"loss curve: {picture}")
 
     tokens, targets = next(corpus.whole_batches("train", seed=options.seed + 2))
-    compared = COMPARED_SEQUENCES * (1 if ranks is None else ranks.data_ranks)
+    sequences = COMPARED_SEQUENCES * (1 if ranks is None else ranks.data_ranks)
+    compared = slice(sequences), slice(COMPARED_TOKENS)
     agreements: list[StepAgreement | CurveAgreement] = [
-        compare_step(model, tokens[:compared], targets[:compared], ranks)
+        compare_step(model, tokens[compared], targets[compared], ranks)
     ]
     if options.compare_curves:
         agreements.append(compare_curves(*(curves[name] for name in names)))

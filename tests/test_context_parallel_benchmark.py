@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import context_parallel_errors as errors
 import context_parallel_speed as benchmark
 
 
@@ -30,3 +32,34 @@ def test_problems_and_their_targets() -> None:
     assert problems[0].flops("forward") == pytest.approx(16_384 * 16_385 / 2 * 4 * 32 * 128)
     assert problems[0].flops("backward") == 2.5 * problems[0].flops("forward")
     assert problems[-1].cu_seqlens[-1] == 131_072
+
+
+def test_exact_results_are_those_of_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(12, heads, 4) for heads in (benchmark.HEADS_Q, *[benchmark.HEADS_K] * 2)]
+    q, k, v = (torch.randn(x, dtype=torch.double, requires_grad=True) for x in shapes)
+    dout = torch.randn_like(q)
+    monkeypatch.setattr(
+        benchmark.Problem, "inputs", lambda _: [x.detach() for x in (q, k, v, dout)]
+    )
+    problem = benchmark.Problem((5, 7), 6)
+    expected = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x[rows].transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
+            ).transpose(0, 1)
+            for rows in (slice(0, 5), slice(5, 12))
+        ]
+    )
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    for found, wanted in zip(errors.exact_results(problem), (expected, *gradients), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_errors_are_relative_to_the_root_mean_square() -> None:
+    exact = torch.full((4, 5), 2.0, dtype=torch.double)
+    mine = exact.clone()
+    assert errors.errors(mine, exact, False) == (0.0, 0.0)
+    mine[0, 0] += 0.2
+    found, largest = errors.errors(mine, exact, False)
+    assert found == pytest.approx(0.1 / 20**0.5)
+    assert largest == pytest.approx(0.1)

@@ -197,32 +197,62 @@ def test_hops_compute_every_visible_pair_once(plan: Plan, band: Band, keeps_plac
 
 
 @settings(max_examples=60, deadline=None)
-@given(plans(), BANDS)
-def test_gathered_keys_give_every_visible_pair_once(plan: Plan, band: Band) -> None:
+@given(plans(), BANDS, st.booleans())
+def test_gathered_keys_give_every_visible_pair_once(
+    plan: Plan, band: Band, keeps_places: bool
+) -> None:
     found: Counter = Counter()
     ranks = len(plan.ranks)
-    gathered = [steps.gather(plan, rank, band) for rank in range(ranks)]
-    for rank, (exchange, order, keys) in enumerate(gathered):
+    gathered = [steps.gather(plan, rank, band, keeps_places=keeps_places) for rank in range(ranks)]
+    for rank, (exchange, order, parts) in enumerate(gathered):
         came = []
         for source in range(ranks):
             shard = tokens_of([steps.Held(*x) for x in plan.placed(source)])
             rows = rows_sent(gathered[source][0], rank)
             assert exchange.received[source] == len(rows)
             came += [shard[row] for row in rows]
-        in_order = [came[row] for row in order]
-        assert dict(enumerate(in_order)) == tokens_of(keys)
+        keys = [came[row] for row in order]
         shard = tokens_of([steps.Held(*x) for x in plan.placed(rank)])
+        queries = list(shard.values())
         rows = []
-        whole = steps.packed(steps.whole_parts(plan, rank, band))
-        cut = steps.packed(steps.gathered_parts(plan, rank, band, keys))
-        for calls, tokens_k in ((whole, list(shard.values())), (cut, in_order)):
-            order, calls = steps.side_by_side(calls)
-            queries = list(shard.values()) if order is None else [shard[row] for row in order]
+        whole = steps.whole_parts(plan, rank, band)
+        for some, tokens_k in ((whole, queries), (parts, keys)):
+            calls = steps.without_gaps(some)
             for call in map(lambda parts: steps.PackedCall.of(parts, 1), calls):
-                rows += queries[call.q[0] : call.q[1]]  # also between its parts
+                rows += queries[call.q[0] : call.q[1]]
             found += pairs_of(plan, rank, band, calls, queries, tokens_k)
-        assert sorted(rows) == sorted(shard.values())
+        assert sorted(rows) == sorted(queries)
+        cut = [
+            queries[row] for begin, end in steps.cut_rows(plan, rank) for row in range(begin, end)
+        ]
+        assert cut == [queries[row] for part in parts for row in range(*part.q)]
     assert found == wanted_pairs(plan, band)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), BANDS)
+def test_every_place_of_gathered_keys_goes_back_to_its_row(plan: Plan, band: Band) -> None:
+    for rank in range(len(plan.ranks)):
+        exchange, order, _ = steps.gather(plan, rank, band, keeps_places=True)
+        first, others = steps.way_back(order, sum(exchange.received))
+        back = [[place] for place in first]
+        for rows, places in others:
+            assert steps.length(rows) == steps.length(places) > 0
+            for row, place in zip(range(*rows), range(*places), strict=True):
+                back[row].append(place)
+        for row, places_of_row in enumerate(back):
+            assert places_of_row == [place for place, x in enumerate(order) if x == row] != []
+
+
+def test_one_call_takes_both_pieces_of_a_zigzag() -> None:
+    plan = Plan.zigzag([64], 2)
+    _, order, parts = steps.gather(plan, 0, Band(None, 0), keeps_places=False)
+    assert [(x.q, x.k) for x in parts] == [((0, 16), (0, 16)), ((16, 32), (16, 80))]
+    assert [len(x) for x in steps.without_gaps(parts)] == [2]
+    assert steps.way_back(order, 64)[1] == [((0, 16), (16, 32))]
+    _, order, parts = steps.gather(plan, 0, Band(), keeps_places=False)  # all see the same
+    assert [(x.q, x.k) for x in parts] == [((0, 32), (0, 64))]
+    assert len(steps.gather(plan, 0, Band(), keeps_places=True)[2]) == 2
 
 
 def test_a_zigzag_ring_takes_one_call_a_hop() -> None:

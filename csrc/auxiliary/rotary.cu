@@ -1,9 +1,10 @@
 // Rotary embedding of one tensor, in place or not.
 //
-// A thread has the same two pieces of a row in several heads of one token. It reads their cosines
-// and sines once, every element of x once, and several heads before it writes the first. Halves:
-// the pieces are the first and the second members of the same pairs. Interleaved: each holds whole
-// pairs, or, of single columns, the two are one. Columns behind rotary_dim are copied likewise.
+// A thread has the same piece or pieces of a row in several heads of one token. It reads their
+// cosines and sines once and first: behind its loads of x they would arrive only after those. Then
+// it reads every element of x once, and several heads before it writes the first. Halves: two
+// pieces, the first and the second members of the same pairs. Interleaved: one piece of whole
+// pairs, or, of single columns, two that are a pair. Columns behind rotary_dim are copied likewise.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,13 +19,18 @@ namespace {
 
 constexpr int most_threads = 128;
 constexpr int least_blocks = 5;  // of an SM: as many more loads are under way
-constexpr int heads_per_thread = 4;
+constexpr int pieces_per_thread = 8;
 constexpr int vector_bytes = 16;
+
+template <int kVector, bool kInterleaved>
+inline constexpr int pieces_per_head = kInterleaved && kVector > 1 ? 1 : 2;
+template <int kVector, bool kInterleaved>
+inline constexpr int heads_per_thread = pieces_per_thread / pieces_per_head<kVector, kInterleaved>;
 
 struct RotaryArguments {
   RotaryParams params;
   std::int64_t tokens;
-  int turning_units;  // pairs of pieces of a row that turn
+  int turning_units;  // units of a row that turn: the pieces that a thread has of a head
   int units;          // those, and where it is not in place those that are copied
   int head_groups;    // thread g of them has heads g, g + head_groups, ..
   int units_per_block;
@@ -45,14 +51,18 @@ struct Pieces {
 template <int kVector, bool kInterleaved>
 __device__ Pieces find_pieces(const RotaryArguments& args, int unit) {
   const RotaryParams& params = args.params;
-  if (unit < args.turning_units) {
-    if (kInterleaved && kVector == 1) return {2 * unit, 2 * unit + 1, true};
-    return {unit * kVector, unit * kVector + params.rotary_dim / 2, true};
+  if constexpr (pieces_per_head<kVector, kInterleaved> == 1) {
+    return {unit * kVector, unit * kVector, unit < args.turning_units, false};
+  } else {
+    if (unit < args.turning_units) {
+      if (kInterleaved) return {2 * unit, 2 * unit + 1, true};
+      return {unit * kVector, unit * kVector + params.rotary_dim / 2, true};
+    }
+    const int first = params.rotary_dim + (unit - args.turning_units) * kVector;
+    const int gap = (args.units - args.turning_units) * kVector;
+    const bool has_second = first < params.head_dim - gap;
+    return {first, has_second ? first + gap : first, false, has_second};
   }
-  const int first = params.rotary_dim + (unit - args.turning_units) * kVector;
-  const int gap = (args.units - args.turning_units) * kVector;
-  const bool has_second = first < params.head_dim - gap;
-  return {first, has_second ? first + gap : first, false, has_second};
 }
 
 // Where a token lies in x and out.
@@ -61,7 +71,7 @@ struct TokenPlace {
   std::int64_t row;  // in it
 
   __device__ static TokenPlace find(const RotaryParams& params, std::int64_t token) {
-    if (params.cu_seqlens.is_given()) return {0, token};
+    if (params.cu_seqlens.is_given() || params.batch_size == 1) return {0, token};
     const std::int64_t batch = token / params.seqlen;
     return {batch, token - batch * params.seqlen};
   }
@@ -112,29 +122,19 @@ __device__ void read_table(const RotaryTable& table, std::int64_t position, int 
     read_entries<__nv_bfloat16, kCount>(table, position, column, target);
 }
 
-// Of the pairs of both pieces.
-template <int kVector>
+// Of the pairs that a thread has of a head.
+template <int kVector, bool kInterleaved>
 struct Angles {
-  float cosines[kVector];
-  float sines[kVector];
+  static constexpr int pairs = kVector * pieces_per_head<kVector, kInterleaved> / 2;
+  float cosines[pairs];
+  float sines[pairs];
 
-  template <bool kInterleaved>
   __device__ void read(const RotaryParams& params, std::int64_t position, const Pieces& pieces) {
-    if constexpr (kInterleaved && kVector > 1) {
-      constexpr int of_piece = kVector / 2;
-      for (const bool is_second : {false, true}) {
-        const int column = (is_second ? pieces.second : pieces.first) / 2;
-        const int begin = is_second ? of_piece : 0;
-        read_table<of_piece>(params.cos, position, column, cosines + begin);
-        read_table<of_piece>(params.sin, position, column, sines + begin);
-      }
-    } else {
-      const int column = kInterleaved ? pieces.first / 2 : pieces.first;
-      read_table<kVector>(params.cos, position, column, cosines);
-      read_table<kVector>(params.sin, position, column, sines);
-    }
+    const int column = kInterleaved ? pieces.first / 2 : pieces.first;
+    read_table<pairs>(params.cos, position, column, cosines);
+    read_table<pairs>(params.sin, position, column, sines);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sines[i] = params.conjugate ? -sines[i] : sines[i];
+    for (int i = 0; i < pairs; ++i) sines[i] = params.conjugate ? -sines[i] : sines[i];
   }
 
   __device__ void turn(int index, float& x, float& y) const {
@@ -183,53 +183,45 @@ struct Piece {
   }
 };
 
-// Both pieces of one head.
-template <class Element, int kVector>
-struct PieceOfEach {
-  Piece<Element, kVector> first;
-  Piece<Element, kVector> second;
+// The piece or pieces of one head.
+template <class Element, int kVector, bool kInterleaved>
+struct PiecesOfHead {
+  static constexpr int count = pieces_per_head<kVector, kInterleaved>;
+  Piece<Element, kVector> pieces[count];
 
-  __device__ void load(const Element* at, const Pieces& pieces) {
-    first.load(at);
-    if (pieces.has_second) second.load(at + pieces.gap());
+  __device__ void load(const Element* at, const Pieces& where) {
+    pieces[0].load(at);
+    if (count == 2 && where.has_second) pieces[count - 1].load(at + where.gap());
   }
 
-  __device__ void store(Element* at, const Pieces& pieces) const {
-    first.store(at);
-    if (pieces.has_second) second.store(at + pieces.gap());
+  __device__ void store(Element* at, const Pieces& where) const {
+    pieces[0].store(at);
+    if (count == 2 && where.has_second) pieces[count - 1].store(at + where.gap());
   }
 
-  template <bool kInterleaved>
-  __device__ void turn(const Angles<kVector>& angles) {
-    float a[kVector];
-    float b[kVector];
-    first.unpack(a);
-    second.unpack(b);
+  __device__ void turn(const Angles<kVector, kInterleaved>& angles) {
+    float values[count][kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if constexpr (kInterleaved && kVector > 1) {
-        float* const piece = 2 * i < kVector ? a : b;
-        const int column = 2 * i % kVector;
-        angles.turn(i, piece[column], piece[column + 1]);
-      } else {
-        angles.turn(i, a[i], b[i]);
-      }
+    for (int i = 0; i < count; ++i) pieces[i].unpack(values[i]);
+#pragma unroll
+    for (int i = 0; i < angles.pairs; ++i) {
+      if constexpr (count == 1)
+        angles.turn(i, values[0][2 * i], values[0][2 * i + 1]);
+      else
+        angles.turn(i, values[0][i], values[1][i]);
     }
-    first.pack(a);
-    second.pack(b);
+#pragma unroll
+    for (int i = 0; i < count; ++i) pieces[i].pack(values[i]);
   }
 };
 
+// A thread block is (units, groups of heads, tokens).
 template <class Element, int kVector, bool kInterleaved>
 __global__ void __launch_bounds__(most_threads, least_blocks)
     rotary_kernel(const __grid_constant__ RotaryArguments args) {
+  constexpr int heads_of_thread = heads_per_thread<kVector, kInterleaved>;
   const RotaryParams& params = args.params;
-  const unsigned lanes = args.units_per_block * args.groups_per_block;  // of a token
-  const unsigned token_of_block = threadIdx.x / lanes;
-  const unsigned lane = threadIdx.x - token_of_block * lanes;
-  const int first_group = static_cast<int>(lane / args.units_per_block);
-  const int first_unit = static_cast<int>(lane) - first_group * args.units_per_block;
-  const std::int64_t token = std::int64_t{blockIdx.x} * args.tokens_per_block + token_of_block;
+  const std::int64_t token = std::int64_t{blockIdx.x} * args.tokens_per_block + threadIdx.z;
   if (token >= args.tokens) return;
 
   wait_for_earlier_kernels();
@@ -237,39 +229,33 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
   const TokenPlace place = TokenPlace::find(params, token);
   const Element* const source = place.row_of<const Element>(params.x);
   Element* const target = place.row_of<Element>(params.out);
-  std::int64_t position = -1;
-  for (int unit = first_unit; unit < args.units; unit += args.units_per_block) {
+  const std::int64_t position = place.position(params);
+  for (int unit = threadIdx.x; unit < args.units; unit += args.units_per_block) {
     const Pieces pieces = find_pieces<kVector, kInterleaved>(args, unit);
-    bool turns = false;
-    Angles<kVector> angles;
-    for (int group = first_group; group < args.head_groups; group += args.groups_per_block) {
-      PieceOfEach<Element, kVector> heads[heads_per_thread];
+    const bool turns = pieces.turn && position >= 0;
+    if (!turns && args.in_place) break;  // nor does any unit behind this one
+    Angles<kVector, kInterleaved> angles;
+    if (turns) angles.read(params, position, pieces);
+    for (int group = threadIdx.y; group < args.head_groups; group += args.groups_per_block) {
+      PiecesOfHead<Element, kVector, kInterleaved> heads[heads_of_thread];
       const auto has_head = [&](int i) { return group + i * args.head_groups < params.num_heads; };
       // run(pieces of a head, where the first of them begins)
       const auto each_head = [&](auto* row, std::int64_t head_stride, auto&& run) {
         const std::int64_t step = args.head_groups * head_stride;
         auto* at = row + pieces.first + group * head_stride;
 #pragma unroll
-        for (int i = 0; i < heads_per_thread; ++i) {
+        for (int i = 0; i < heads_of_thread; ++i) {
           if (has_head(i)) run(heads[i], at);
           at += step;
         }
       };
       each_head(source, params.x.head_stride,
                 [&](auto& head, const Element* at) { head.load(at, pieces); });
-      if (group == first_group) {
-        // Only now, as finding it waits for numbers that the loads above do not wait for.
-        if (unit == first_unit) position = place.position(params);
-        turns = pieces.turn && position >= 0;
-        if (turns) angles.template read<kInterleaved>(params, position, pieces);
-      }
       if (turns) {
 #pragma unroll
-        for (int i = 0; i < heads_per_thread; ++i) {
-          if (has_head(i)) heads[i].template turn<kInterleaved>(angles);
+        for (int i = 0; i < heads_of_thread; ++i) {
+          if (has_head(i)) heads[i].turn(angles);
         }
-      } else if (args.in_place) {
-        break;
       }
       each_head(target, params.out.head_stride,
                 [&](auto& head, Element* at) { head.store(at, pieces); });
@@ -279,30 +265,29 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
 
 constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
 
-template <class Element, int kVector>
+template <class Element, int kVector, bool kInterleaved>
 void launch_rotary(const RotaryParams& params, Stream stream) {
+  constexpr int pieces = pieces_per_head<kVector, kInterleaved>;
+  constexpr int most_tokens = 64;  // of a block, whose third extent has this limit
   const bool is_packed = params.cu_seqlens.is_given();
   RotaryArguments args{.params = params,
                        .tokens = std::int64_t{is_packed ? 1 : params.batch_size} * params.seqlen,
-                       .turning_units = params.rotary_dim / 2 / kVector,
+                       .turning_units = params.rotary_dim / pieces / kVector,
                        .in_place = params.x.data == params.out.data};
   const int copied = args.in_place ? 0 : (params.head_dim - params.rotary_dim) / kVector;
-  args.units = args.turning_units + ceil_div(copied, 2);
-  args.head_groups = ceil_div(params.num_heads, heads_per_thread);
+  args.units = args.turning_units + ceil_div(copied, pieces);
+  args.head_groups = ceil_div(params.num_heads, heads_per_thread<kVector, kInterleaved>);
   if (args.tokens == 0 || args.units == 0 || args.head_groups == 0) return;
   args.units_per_block = std::min(args.units, most_threads);
   const int most_groups = std::min(args.head_groups, most_threads / args.units_per_block);
   // As many in every turn.
   args.groups_per_block = ceil_div(args.head_groups, ceil_div(args.head_groups, most_groups));
   const int lanes = args.units_per_block * args.groups_per_block;
-  args.tokens_per_block =
-      static_cast<int>(std::min<std::int64_t>(args.tokens, most_threads / lanes));
+  args.tokens_per_block = static_cast<int>(
+      std::min<std::int64_t>(args.tokens, std::min(most_tokens, most_threads / lanes)));
   const std::int64_t grid = (args.tokens + args.tokens_per_block - 1) / args.tokens_per_block;
-  const int threads = lanes * args.tokens_per_block;
-  if (params.interleaved)
-    launch_early<&rotary_kernel<Element, kVector, true>>(grid, threads, 0, stream, args);
-  else
-    launch_early<&rotary_kernel<Element, kVector, false>>(grid, threads, 0, stream, args);
+  const dim3 threads(args.units_per_block, args.groups_per_block, args.tokens_per_block);
+  launch_early<&rotary_kernel<Element, kVector, kInterleaved>>(grid, threads, 0, stream, args);
 }
 
 bool is_aligned(const void* data, std::int64_t bytes) {
@@ -315,27 +300,36 @@ bool has_vector_rows(const TensorView& view) {
          view.row_stride % kVector == 0 && view.head_stride % kVector == 0;
 }
 
-template <int kVector>
-bool has_vector_rows(const RotaryTable& table) {
+// entries: as many as a thread reads of a row of it.
+bool has_vector_rows(const RotaryTable& table, int entries) {
   const std::int64_t entry = table.is_fp32 ? sizeof(float) : sizeof(__half);
-  const std::int64_t bytes = std::min<std::int64_t>(vector_bytes, kVector * entry);
+  const std::int64_t bytes = std::min<std::int64_t>(vector_bytes, entries * entry);
   return is_aligned(table.data, bytes) && table.row_stride * entry % bytes == 0;
 }
 
-template <int kVector>
+template <int kVector, bool kInterleaved>
 bool has_vectors(const RotaryParams& params) {
-  return params.head_dim % kVector == 0 && params.rotary_dim % (2 * kVector) == 0 &&
+  constexpr int columns = kVector * pieces_per_head<kVector, kInterleaved>;
+  return params.head_dim % kVector == 0 && params.rotary_dim % columns == 0 &&
          has_vector_rows<kVector>(params.x) && has_vector_rows<kVector>(params.out) &&
-         has_vector_rows<kVector>(params.cos) && has_vector_rows<kVector>(params.sin);
+         has_vector_rows(params.cos, columns / 2) && has_vector_rows(params.sin, columns / 2);
+}
+
+template <class Element, bool kInterleaved>
+void run_as(const RotaryParams& params, Stream stream) {
+  constexpr int vector = vector_bytes / sizeof(Element);
+  if (has_vectors<vector, kInterleaved>(params))
+    launch_rotary<Element, vector, kInterleaved>(params, stream);
+  else
+    launch_rotary<Element, 1, kInterleaved>(params, stream);
 }
 
 template <class Element>
 void run_as(const RotaryParams& params, Stream stream) {
-  constexpr int vector = vector_bytes / sizeof(Element);
-  if (has_vectors<vector>(params))
-    launch_rotary<Element, vector>(params, stream);
+  if (params.interleaved)
+    run_as<Element, true>(params, stream);
   else
-    launch_rotary<Element, 1>(params, stream);
+    run_as<Element, false>(params, stream);
 }
 
 }  // namespace

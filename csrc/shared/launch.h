@@ -74,7 +74,7 @@ bool can_launch_early() {
 // launch_kernel of a kernel that calls wait_for_earlier_kernels, and may start before they end.
 // cluster: thread blocks that reach each other's shared memory.
 template <auto kKernel, class Argument>
-void launch_early(std::int64_t grid, int threads, std::size_t smem_bytes, Stream stream,
+void launch_early(std::int64_t grid, dim3 threads, std::size_t smem_bytes, Stream stream,
                   const Argument& argument, int cluster = 1) {
   if (grid == 0) return;
   allow_shared_memory<kKernel>(smem_bytes);
@@ -93,7 +93,7 @@ void launch_early(std::int64_t grid, int threads, std::size_t smem_bytes, Stream
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(threads);
+  config.blockDim = threads;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = attributes;

@@ -9,7 +9,7 @@ than keep them, and reads the whole softmax's out and lse, so that its parts onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,31 +79,29 @@ class DeviceCall:
 class Hop:
     """Keys that come together, and the calls over them.
 
-    arrival: rows of what comes in the order of the keys, departure the other way round; None: as it
-    comes. q_rows: rows of the shard in the order of the calls' queries; None: as they are.
+    arrival: rows of what comes in the order of the calls' keys; None: as it comes. departure: the
+    first place there of each row that came, and again: (rows that came, places) of what is there
+    more than once.
     """
 
     exchange: Exchange | None  # None: the rank's own keys
     calls: tuple[DeviceCall, ...]
     arrival: Tensor | None = None
     departure: Tensor | None = None
-    q_rows: Tensor | None = None
+    again: tuple[tuple[steps.Rows, steps.Rows], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What a rank does under a plan. used_rows: of its shard, without padding."""
+    """What a rank does under a plan. used_rows: of its shard, without padding; cut_rows: those of
+    sequences that other ranks have parts of.
+    """
 
     rows: int
     used_rows: int
     hops: tuple[Hop, ...]
+    cut_rows: tuple[steps.Rows, ...]
     merges: bool
-
-
-def inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.shape[0], device=order.device)
-    return places
 
 
 def gathering(
@@ -112,22 +110,26 @@ def gathering(
     """Sequences that the rank has whole, and then the others, whose keys come all at once. heads:
     of queries in the whole, which dropout counts.
     """
+
+    def calls_of(parts: list[Part]) -> tuple[DeviceCall, ...]:
+        calls = steps.without_gaps(parts)
+        return tuple(DeviceCall.of(x, heads, options, device) for x in calls)
+
     hops = []
-
-    def hop_of(exchange: Exchange | None, parts: list[Part]) -> Hop:
-        rows, calls = steps.side_by_side(steps.packed(parts))
-        made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
-        return Hop(exchange, made, q_rows=None if rows is None else on_device(rows, device))
-
     if whole := steps.whole_parts(plan, rank, options.band):
-        hops.append(hop_of(None, whole))
+        hops.append(Hop(None, calls_of(whole)))
     if plan.travelling:
-        exchange, order, keys = steps.gather(plan, rank, options.band)
-        arrival = index(order, device)
-        departure = None if arrival is None else inverse(arrival)
-        hop = hop_of(exchange, steps.gathered_parts(plan, rank, options.band, keys))
-        hops.append(replace(hop, arrival=arrival, departure=departure))
-    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=False)
+        exchange, order, parts = steps.gather(
+            plan, rank, options.band, keeps_places=options.keeps_places
+        )
+        arrival, departure = index(order, device), None
+        again: list[tuple[steps.Rows, steps.Rows]] = []
+        if arrival is not None:
+            first, again = steps.way_back(order, sum(exchange.received))
+            departure = on_device(first, device)
+        hops.append(Hop(exchange, calls_of(parts), arrival, departure, tuple(again)))
+    cut = steps.cut_rows(plan, rank)
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), cut, merges=False)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
@@ -144,7 +146,8 @@ def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.d
         calls = steps.calls_of(parts, keeps_places=options.keeps_places)
         made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
         hops.append(Hop(exchange, made))
-    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=True)
+    cut = steps.cut_rows(plan, rank)
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), cut, merges=True)
 
 
 def index(order: list[int], device: torch.device) -> Tensor | None:
@@ -290,13 +293,13 @@ def arrivals(
         hop, heads, came = coming.pop(0)
         kv = in_order(arrived(came), hop.arrival)
         del came
-        yield Arrival(hop, *heads, *kv.split((k.shape[-1], v.shape[-1]), -1))
+        yield Arrival(hop, *heads, *split_like(kv, k, v))
     if not own_first:
         yield from owned()
 
 
-def in_order(x: Tensor, order: Tensor | None, dim: int = 0) -> Tensor:
-    return x if order is None else x.index_select(dim, order)
+def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(0, order)
 
 
 def gathered_forward(
@@ -308,20 +311,16 @@ def gathered_forward(
     out[used:] = 0.0
     softmax_lse[:, used:] = -torch.inf
     for keys in arrivals(work, q.shape[1], k, v, own_first=True):
-        heads, order = keys.heads_q, keys.hop.q_rows
-        queries = in_order(q[:, heads], order)
-        outs, lses = out[:, heads], softmax_lse[heads]
-        if order is not None:
-            outs = queries.new_empty((*queries.shape[:2], v.shape[-1]))
-            lses = lses.new_empty((lses.shape[0], queries.shape[0]))
+        heads = keys.heads_q
         sink_of_heads = None if sink is None else sink[heads]
         for call in keys.hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
-            rows_of_call = work.over(call, queries[of_q], keys.k[of_k], keys.v[of_k], heads)
-            attend_into(replace(rows_of_call, sink=sink_of_heads), outs[of_q], lses[:, of_q])
-        if order is not None:
-            out[:, heads].index_copy_(0, order, outs)
-            softmax_lse[heads].index_copy_(1, order, lses)
+            rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
+            attend_into(
+                replace(rows_of_call, sink=sink_of_heads),
+                out[of_q, heads],
+                softmax_lse[heads, of_q],
+            )
     return out, softmax_lse
 
 
@@ -344,51 +343,84 @@ def gathered_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq = torch.empty_like(q)
-    dq[work.schedule.used_rows :] = 0.0
-    sums = zeros_for(k, v, softmax_lse.dtype)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    for gradient in (dq, dk, dv):
+        gradient[work.schedule.used_rows :] = 0.0
     going: list[tuple[Exchange, slice, Tensor]] = []
     # The rank's own keys last: meanwhile gradients of the others go back.
     for keys in arrivals(work, q.shape[1], k, v, own_first=False):
-        hop, heads, order = keys.hop, keys.heads_q, keys.hop.q_rows
-        queries, outs, douts = (in_order(x[:, heads], order) for x in (q, out, dout))
-        lses = in_order(softmax_lse[heads], order, 1)
-        dlses = None if dlse is None else in_order(dlse[heads], order, 1)
-        dqueries = dq[:, heads] if order is None else torch.empty_like(queries)
-        dkv: Tensor | None = None
+        hop, heads = keys.hop, keys.heads_q
+        # What others see of the keys they add to, in fp32, before it is rounded.
+        dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, softmax_lse.dtype)
+        of_k_and_v = (dk, dv) if dkv is None else split_like(dkv, k, v)
         for call in hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
-            rows_of_call = work.over(call, queries[of_q], keys.k[of_k], keys.v[of_k], heads)
-            dqueries[of_q], dk, dv, *_ = run_gradients_operator(
-                replace(rows_of_call, fp32_results=True),
+            rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
+            gradients_into(
+                replace(rows_of_call, fp32_results=dkv is not None),
                 Incoming(
-                    douts[of_q],
-                    None if dlses is None else dlses[:, of_q].contiguous(),
-                    outs[of_q],
-                    lses[:, of_q].contiguous(),
+                    dout[of_q, heads],
+                    None if dlse is None else dlse[heads, of_q].contiguous(),
+                    out[of_q, heads],
+                    softmax_lse[heads, of_q].contiguous(),
                     work.rng_state,
                 ),
+                dq[of_q, heads],
+                *(x[of_k] for x in of_k_and_v),
             )
-            if hop.exchange is None:  # keys that nobody else sees
-                sums[of_k, :, : k.shape[-1]], sums[of_k, :, k.shape[-1] :] = dk, dv
-            else:
-                dkv = plus(dkv, torch.cat((dk, dv), -1), of_k, keys.k.shape[0])
-        if order is not None:
-            dq[:, heads].index_copy_(0, order, dqueries)
-        if hop.exchange is None or work.group is None:
+        if hop.exchange is None or dkv is None:
             continue
-        dkv = zeros_for(keys.k, keys.v, softmax_lse.dtype) if dkv is None else dkv
-        back = send_back(hop.exchange, in_order(dkv, hop.departure), work.group)
-        going.append((hop.exchange, keys.heads_k, back))
-    for exchange, heads_k, came in going:
-        add_back(exchange, came, sums[:, heads_k])
-    dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        assert work.group is not None
+        back = in_order(dkv, hop.departure)
+        for rows, places in hop.again:
+            rows_of(back, rows).add_(rows_of(dkv, places))
+        going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))
+    if going:
+        add_going(work.schedule.cut_rows, going, dk, dv, softmax_lse.dtype)
+    return dq, dk, dv
 
 
-def zeros_for(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of gradients of both, side by side as they travel."""
-    return k.new_zeros((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
+def gradients_into(
+    call: AttentionCall, incoming: Incoming, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Writes them, rounded where one is of another dtype than the call's results."""
+    targets = {"dq": dq, "dk": dk, "dv": dv}
+    written: dict[str, Any] = {}
+    if is_plain_cuda_call(call.q, call.k, call.v):
+        written = {name: x for name, x in targets.items() if x.dtype == call.result_dtype()}
+        found = call_extension("backward", dq.device, call, replace(incoming, **written))
+    else:
+        found = list(run_gradients_operator(call, incoming))
+    for (name, target), gradient in zip(targets.items(), found, strict=False):
+        if name not in written:
+            target.copy_(gradient)
+
+
+def add_going(
+    rows: Sequence[steps.Rows],
+    going: Sequence[tuple[Exchange, slice, Tensor]],
+    dk: Tensor,
+    dv: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Writes these rows of dk and dv: the sums of what comes from all ranks."""
+    begin, end = (rows[0][0], rows[-1][1]) if rows else (0, 0)
+    sums = side_by_side(dk[begin:end], dv[begin:end], dtype).zero_()
+    for exchange, heads, came in going:
+        add_back(exchange, came, sums[:, heads], first_row=begin)
+    for first, last in rows:
+        for gradient, total in zip((dk, dv), split_like(sums, dk, dv), strict=True):
+            gradient[first:last] = total[first - begin : last - begin]
+
+
+def side_by_side(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for the columns of both, as gradients travel."""
+    return k.new_empty((*k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
+
+
+def split_like(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.split((k.shape[-1], v.shape[-1]), -1)
+    return first, second
 
 
 # -- hop by hop ------------------------------------------------------------------------------------
@@ -409,7 +441,7 @@ def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tens
     for number, hop in enumerate(hops):
         if number + 1 < len(hops):
             ask(hops[number + 1])
-        yield hop, *arrived(coming.pop(0)).split((k.shape[-1], v.shape[-1]), -1)
+        yield hop, *split_like(arrived(coming.pop(0)), k, v)
 
 
 def merged_forward(
@@ -508,13 +540,13 @@ def merged_backward(
             sums = dkv
         elif work.group is not None:
             if dkv is None:
-                dkv = zeros_for(keys, values, softmax_lse.dtype)
+                dkv = side_by_side(keys, values, softmax_lse.dtype).zero_()
             going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
     if sums is None:
-        sums = zeros_for(k, v, softmax_lse.dtype)
+        sums = side_by_side(k, v, softmax_lse.dtype).zero_()
     for exchange, came in going:
         add_back(exchange, came, sums)
-    dk, dv = sums.split((k.shape[-1], v.shape[-1]), -1)
+    dk, dv = split_like(sums, k, v)
     dq = torch.zeros_like(q) if sums_q is None else sums_q.to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 

@@ -47,12 +47,14 @@ def send_back(exchange: Exchange, x: Tensor, group: ProcessGroup) -> Tensor:
     )
 
 
-def add_back(exchange: Exchange, came: Tensor, total: Tensor) -> None:
-    """Adds what `send_back` brings to the rows that were sent, in the order of the ranks."""
+def add_back(exchange: Exchange, came: Tensor, total: Tensor, first_row: int = 0) -> None:
+    """Adds what `send_back` brings to the rows that were sent, in the order of the ranks.
+    first_row: the shard's row that total begins with.
+    """
     came = arrived(came)
     row = 0
     for begin, end in exchange.rows:
-        total[begin:end] += came[row : row + end - begin]
+        total[begin - first_row : end - first_row] += came[row : row + end - begin]
         row += end - begin
 
 

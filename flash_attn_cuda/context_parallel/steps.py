@@ -7,6 +7,7 @@ plan, so that nobody has to ask.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -123,23 +124,84 @@ def wanted_of(
 # -- all at once: every query meets all its keys in one call --------------------------------------
 
 
-def gather(plan: Plan, rank: int, band: Band) -> tuple[Exchange, list[int], list[Held]]:
-    """Of sequences that are cut: (the exchange, rows of what it brings in the order of tokens, what
-    lies where in that). A rank's own keys come with the others.
+def gather(
+    plan: Plan, rank: int, band: Band, *, keeps_places: bool
+) -> tuple[Exchange, list[int], list[Part]]:
+    """Of sequences that are cut: (the exchange of keys, rows of what it brings in the order of the
+    parts, the parts, in which every query is once). A rank's own keys come with the others; those
+    that several parts see are there for each, so that one call has room for all parts.
     """
     ranks = range(len(plan.ranks))
     sent = tuple(rows_of(wanted_of(plan, rank, other, band, cut_alone=True)) for other in ranks)
-    arrived, row = [], 0
     received = []
+    arrived: dict[int, list[Held]] = {}
+    row = 0
     for source in ranks:
         begin = row
         for held in wanted_of(plan, source, rank, band, cut_alone=True):
-            arrived.append(Held(row, held.piece))
+            insort(arrived.setdefault(held.piece.sequence, []), Held(row, held.piece), key=piece_of)
             row += len(held.piece)
         received.append(row - begin)
-    arrived.sort(key=lambda x: x.piece)
-    order = [row for x in arrived for row in range(x.row, x.row + len(x.piece))]
-    return Exchange.of(sent, received), order, in_order(arrived)
+    order: list[int] = []
+    parts: list[Part] = []
+    for part, keys in parts_with_keys(plan, rank, band):
+        last = parts[-1] if parts else None
+        if not keeps_places and last is not None and can_join(last, part, keys):
+            parts[-1] = replace(last, q=(last.q[0], part.q[1]))
+            continue
+        begin = len(order)
+        for held in arrived[part.sequence]:
+            first, end = max(keys[0], held.piece.begin), min(keys[1], held.piece.end)
+            order.extend(
+                range(held.row + first - held.piece.begin, held.row + end - held.piece.begin)
+            )
+        parts.append(replace(part, k=(begin, len(order))))
+    return Exchange.of(sent, received), order, parts
+
+
+def piece_of(held: Held) -> Piece:
+    return held.piece
+
+
+def parts_with_keys(plan: Plan, rank: int, band: Band) -> Iterator[tuple[Part, Rows]]:
+    """The rank's pieces of sequences that are cut, without their rows of keys, and the tokens that
+    they see; each sees itself at least.
+    """
+    for row, piece in plan.placed(rank):
+        if plan.is_whole(piece):
+            continue
+        first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
+        first = first // plan.multiple * plan.multiple
+        is_masked = not band.is_full((piece.begin, piece.end), (first, end))
+        rows = row, row + len(piece)
+        yield Part(piece.sequence, rows, (0, 0), piece.begin, first, is_masked), (first, end)
+
+
+def can_join(part: Part, after: Part, keys: Rows) -> bool:
+    """Whether both see all of the same keys, and the queries touch."""
+    return (
+        part.sequence == after.sequence
+        and not (part.is_masked or after.is_masked)
+        and part.q[1] == after.q[0]
+        and (part.first_k, length(part.k)) == (keys[0], length(keys))
+    )
+
+
+def way_back(order: Sequence[int], count: int) -> tuple[list[int], list[tuple[Rows, Rows]]]:
+    """Of `count` rows that came: (the first place in `order` of each, and of those that have more,
+    the others: rows, places).
+    """
+    first = [-1] * count
+    others: list[tuple[Rows, Rows]] = []
+    for place, row in enumerate(order):
+        if first[row] < 0:
+            first[row] = place
+        elif others and (others[-1][0][1], others[-1][1][1]) == (row, place):
+            (row_begin, _), (place_begin, _) = others.pop()
+            others.append(((row_begin, row + 1), (place_begin, place + 1)))
+        else:
+            others.append(((row, row + 1), (place, place + 1)))
+    return first, others
 
 
 def rows_of(held: Iterable[Held]) -> tuple[Rows, ...]:
@@ -188,30 +250,22 @@ def whole_parts(plan: Plan, rank: int, band: Band) -> list[Part]:
     ]
 
 
-def gathered_parts(plan: Plan, rank: int, band: Band, keys: Sequence[Held]) -> list[Part]:
-    """Every other query once; each sees itself at least."""
-    parts = []
-    for row, piece in plan.placed(rank):
-        if plan.is_whole(piece):
-            continue
-        first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
-        first = first // plan.multiple * plan.multiple
-        holding = next(
-            x for x in keys
-            if x.piece.sequence == piece.sequence and x.piece.begin <= first and end <= x.piece.end
-        )  # fmt: skip
-        begin = holding.row + first - holding.piece.begin
-        parts.append(
-            Part(
-                sequence=piece.sequence,
-                q=(row, row + len(piece)),
-                k=(begin, begin + end - first),
-                first_q=piece.begin,
-                first_k=first,
-                is_masked=not band.is_full((piece.begin, piece.end), (first, end)),
-            )
-        )
-    return parts
+def without_gaps(parts: Iterable[Part]) -> list[list[Part]]:
+    """Parts in calls whose rows of queries touch: a call writes all rows from its first to its last
+    query.
+    """
+    calls: list[list[Part]] = []
+    for part in sorted(parts, key=lambda x: x.q):
+        if calls and calls[-1][-1].q[1] == part.q[0]:
+            calls[-1].append(part)
+        else:
+            calls.append([part])
+    return calls
+
+
+def cut_rows(plan: Plan, rank: int) -> tuple[Rows, ...]:
+    """Of the rank's shard, those of sequences that are cut."""
+    return rows_of(Held(*x) for x in plan.placed(rank) if not plan.is_whole(x[1]))
 
 
 # -- hop by hop: queries meet the keys of one rank after the other --------------------------------
@@ -318,23 +372,6 @@ def packed(parts: Sequence[Part]) -> list[list[Part]]:
         else:
             calls.append([part])
     return calls
-
-
-def side_by_side(calls: Sequence[Sequence[Part]]) -> tuple[list[int] | None, list[list[Part]]]:
-    """(rows of queries, the calls over these in that order): so that each call has its queries in
-    rows of its own without gaps, which it would write. None: they lie like that.
-    """
-    rows: list[int] = []
-    moved: list[list[Part]] = []
-    for call in calls:
-        moved.append([])
-        for part in call:
-            row = len(rows)
-            rows.extend(range(*part.q))
-            moved[-1].append(replace(part, q=(row, len(rows))))
-    if not rows or rows == list(range(rows[0], rows[-1] + 1)):
-        return None, [list(call) for call in calls]
-    return rows, moved
 
 
 @dataclass(frozen=True)
