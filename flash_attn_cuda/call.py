@@ -68,6 +68,7 @@ class AttentionCall:
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
     fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype, not q's; no masks
+    sm_margin: int = 0  # multiprocessors that the kernels of Hopper's family leave to others
     out: Tensor | None = None  # to be written, by the extension or after an operator
 
     def is_packed(self) -> bool:

@@ -15,6 +15,7 @@ from torch.library import opcheck
 
 from flash_attn_cuda.call import OF_BACKWARD, READ, AttentionCall, Incoming
 from flash_attn_cuda.checks.calls import check_call
+from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.operators.attention import (
     run_backward_operator,
     run_gradients_operator,
@@ -285,6 +286,18 @@ def test_fp32_results_are_refused_with_masks() -> None:
     for given in ({"bias": bias}, lists):
         with pytest.raises(NotImplementedError, match=r"^fp32_results: must be False with a mask"):
             check_call(AttentionCall(q, q, q, fp32_results=True, **given))
+
+
+@pytest.mark.parametrize(
+    ("margin", "error"), [(-1, ValueError), (True, TypeError), (1.5, TypeError)]
+)
+def test_a_margin_is_a_number_of_multiprocessors(margin: Any, error: type[Exception]) -> None:
+    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(error, match=r"^sm_margin: must"):
+        check_call(AttentionCall(q, q, q, sm_margin=margin))
+    with pytest.raises(error, match=r"^sm_margin: must"):
+        ContextParallel(sm_margin=margin)
+    check_call(AttentionCall(q, q, q, sm_margin=8))
 
 
 def test_a_cache_is_refused() -> None:

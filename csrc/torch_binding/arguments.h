@@ -39,6 +39,7 @@ struct CallArguments {
   OptionalTensor rotary_cos, rotary_sin;
   bool rotary_interleaved = true;
   bool fp32_results = false;
+  std::int64_t sm_margin = 0;
   OptionalTensor out;  // to be written; not given: a new one
 
   const char* dropout_p_name = "dropout_p";  // in errors
@@ -84,6 +85,7 @@ struct CallArguments {
     visitor("rotary_sin", rotary_sin);
     visitor("rotary_interleaved", rotary_interleaved);
     visitor("fp32_results", fp32_results);
+    visitor("sm_margin", sm_margin);
     visitor("out", out);
   }
 };

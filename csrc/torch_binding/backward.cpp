@@ -96,7 +96,7 @@ BackwardResults run_backward_call(const GradientArguments& given, AttentionCall 
       .softmax_d = results.softmax_d.defined() ? output_rows(results.softmax_d) : RowView<float>{},
       .errors = has_device_contents ? device_record(device) : nullptr};
   if (rng_state.defined()) params.dropout.rng = rng_of_state(rng_state);
-  const BackwardPlan plan = plan_backward(params, device_info(device));
+  const BackwardPlan plan = plan_backward(params, device_of_call(call));
   const at::Tensor workspace =
       allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);
   params.workspace = workspace.mutable_data_ptr();

@@ -17,6 +17,7 @@ struct CallOptions {
   double p_dropout = 0.0;  // 0: off
   bool deterministic = false;
   bool fp32_results = false;
+  int sm_margin = 0;  // multiprocessors that plans do not count on
 };
 
 // What a forward over a cache has beyond lengths.

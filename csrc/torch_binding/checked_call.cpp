@@ -11,6 +11,8 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
+constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than any device has
+
 CallOptions checked_options(const CallArguments& given) {
   const std::int64_t head_dim = given.q.size(given.q.dim() - 1);
   const double scale = given.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
@@ -19,7 +21,8 @@ CallOptions checked_options(const CallArguments& given) {
           .softcap = checked_softcap(given.softcap),
           .p_dropout = checked_p_dropout(given.dropout_p_name, given.dropout_p),
           .deterministic = given.deterministic,
-          .fp32_results = given.fp32_results};
+          .fp32_results = given.fp32_results,
+          .sm_margin = static_cast<int>(std::clamp<std::int64_t>(given.sm_margin, 0, most_margin))};
 }
 
 // A checked max_seqlen as AttentionCall has it.

@@ -76,7 +76,7 @@ ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call)
                        .fp32_results = call.options.fp32_results,
                        .lse = output_rows(results.softmax_lse),
                        .errors = has_device_contents ? device_record(device) : nullptr};
-  const ForwardPlan plan = plan_forward(params, device_info(device));
+  const ForwardPlan plan = plan_forward(params, device_of_call(call));
   at::Tensor workspace;
   if (plan.workspace_bytes > 0) {
     workspace = allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "torch_binding/check.h"
@@ -96,6 +97,12 @@ at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns) {
 
 at::DimVector output_sizes(const AttentionCall& call) {
   return with_columns(call.q.sizes(), call.v.size(call.v.dim() - 1));
+}
+
+DeviceInfo device_of_call(const AttentionCall& call) {
+  DeviceInfo device = device_info(call.q.device().index());
+  device.num_sms = std::max(1, device.num_sms - call.options.sm_margin);
+  return device;
 }
 
 SequenceParams sequence_params(const AttentionCall& call) {

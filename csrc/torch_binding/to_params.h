@@ -18,6 +18,9 @@ AttentionShape shape_of(const AttentionCall& call);
 at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns);
 at::DimVector output_sizes(const AttentionCall& call);
 
+// The call's device, without the multiprocessors that are left to other kernels.
+DeviceInfo device_of_call(const AttentionCall& call);
+
 SequenceParams sequence_params(const AttentionCall& call);
 ScoreParams score_params(const AttentionCall& call);
 // by_keys: the lists of a backward.

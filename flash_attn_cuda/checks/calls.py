@@ -24,6 +24,7 @@ from .lengths import (
     check_origin_contents,
     check_pages,
     check_range,
+    check_sm_margin,
 )
 from .masks import PairExtent, check_bias, check_lists
 from .tensors import (
@@ -67,6 +68,7 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     if call.rng_state is not None:
         check_rng_state(call.rng_state, call.dropout_p, call.q)
     check_num_splits(call.num_splits)
+    check_sm_margin(call.sm_margin)
     if call.over_cache:
         _check_cache(call, batch)
     check_masks(call)

@@ -99,6 +99,14 @@ def _is_index(value: Any) -> bool:
     return True
 
 
+def check_sm_margin(sm_margin: Any) -> None:
+    """Raise unless sm_margin is a number of multiprocessors."""
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin: must be an integer, got {type(sm_margin).__name__}")
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin: must not be negative, got {sm_margin}")
+
+
 def check_batch_invariant(batch_invariant: Any) -> None:
     """Raise unless batch_invariant is a bool."""
     if not isinstance(batch_invariant, bool):

@@ -173,6 +173,7 @@ class Work:
     rng_state: Tensor | None = None
     first_head: int = 0
     head_groups: int = 1
+    sm_margin: int = 0
 
     def over(
         self, call: DeviceCall, q: Tensor, k: Tensor, v: Tensor, heads: slice
@@ -207,6 +208,7 @@ class Work:
             max_seqlen_k=packed.max_seqlen_k,
             origin=origin,
             rng_state=self.rng_state,
+            sm_margin=self.sm_margin,
         )
 
     def head_slices(self, heads_q: int, heads_k: int) -> Iterator[tuple[slice, slice]]:

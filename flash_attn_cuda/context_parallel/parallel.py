@@ -24,6 +24,7 @@ from ..arguments import (
     pad_head_dim,
     window_bounds,
 )
+from ..checks.lengths import check_sm_margin
 from . import attention
 from .attention import ContextAttention, Options, Schedule, Work
 from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
@@ -67,6 +68,8 @@ class ContextParallel:
         head_groups: of all_gather, in how many groups the heads of keys travel, all asked for at
             once and each worked on as it comes; it divides the heads of keys. None: chosen by the
             length.
+        sm_margin: multiprocessors that attention kernels for Hopper leave to transfers, which
+            otherwise wait where a kernel that is as long as they has begun before.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class ContextParallel:
         *,
         ulysses_size: int | None = None,
         head_groups: int | None = None,
+        sm_margin: int = 0,
     ) -> None:
+        check_sm_margin(sm_margin)
         if scheme not in SCHEMES:
             raise ValueError(f"scheme: must be one of {', '.join(SCHEMES)}, got {scheme!r}")
         if scheme != "ulysses+ring" and ulysses_size is not None:
@@ -85,6 +90,7 @@ class ContextParallel:
             )
         self.scheme = scheme
         self.head_groups = head_groups
+        self.sm_margin = sm_margin
         self._ring, self._ulysses = groups_of(group, scheme, ulysses_size)
         self.size = size_of(self._ring) * size_of(self._ulysses)
         self.rank = rank_of(self._ring) * size_of(self._ulysses) + rank_of(self._ulysses)
@@ -269,6 +275,7 @@ class ContextParallel:
             self._draw(q) if options.dropout_p > 0.0 else None,
             first_head,
             prepared.head_groups,
+            self.sm_margin,
         )
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
         if across is not None:
