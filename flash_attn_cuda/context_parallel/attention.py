@@ -93,15 +93,15 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What a rank does under a plan. used_rows: of its shard, without padding; cut_rows: those of
-    sequences that other ranks have parts of.
+    """What a rank does under a plan. used_rows: of its shard, without padding; cut_rows: of
+    gathering, those of sequences that other ranks have parts of.
     """
 
     rows: int
     used_rows: int
     hops: tuple[Hop, ...]
-    cut_rows: tuple[steps.Rows, ...]
     merges: bool
+    cut_rows: tuple[steps.Rows, ...] = ()
 
 
 def gathering(
@@ -129,7 +129,7 @@ def gathering(
             departure = on_device(first, device)
         hops.append(Hop(exchange, calls_of(parts), arrival, departure, tuple(again)))
     cut = steps.cut_rows(plan, rank)
-    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), cut, merges=False)
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=False, cut_rows=cut)
 
 
 def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
@@ -146,8 +146,7 @@ def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.d
         calls = steps.calls_of(parts, keeps_places=options.keeps_places)
         made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
         hops.append(Hop(exchange, made))
-    cut = steps.cut_rows(plan, rank)
-    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), cut, merges=True)
+    return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=True)
 
 
 def index(order: list[int], device: torch.device) -> Tensor | None:
@@ -378,7 +377,7 @@ def gathered_backward(
             rows_of(back, rows).add_(rows_of(dkv, places))
         going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))
     if going:
-        add_going(work.schedule.cut_rows, going, dk, dv, softmax_lse.dtype)
+        finish_cut_rows(work.schedule.cut_rows, going, dk, dv, softmax_lse.dtype)
     return dq, dk, dv
 
 
@@ -398,7 +397,7 @@ def gradients_into(
             target.copy_(gradient)
 
 
-def add_going(
+def finish_cut_rows(
     rows: Sequence[steps.Rows],
     going: Sequence[tuple[Exchange, slice, Tensor]],
     dk: Tensor,
