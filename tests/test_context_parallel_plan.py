@@ -255,6 +255,19 @@ def test_one_call_takes_both_pieces_of_a_zigzag() -> None:
     assert len(steps.gather(plan, 0, Band(), keeps_places=True)[2]) == 2
 
 
+def test_pieces_of_a_masked_call_keep_their_places() -> None:
+    """All of the short sequence is seen, of the long one not: the mask is the call's."""
+    plan = Plan.zigzag([4, 8], 2)
+    _, _, parts = steps.gather(plan, 0, Band(None, 3), keeps_places=False)
+    assert [(x.q, x.first_q, x.is_masked) for x in parts] == [
+        ((0, 1), 0, False),
+        ((1, 2), 3, False),
+        ((2, 4), 0, True),
+        ((4, 6), 6, False),
+    ]
+    assert len(steps.gather(plan, 0, Band(None, 7), keeps_places=False)[2]) == 2
+
+
 def test_a_zigzag_ring_takes_one_call_a_hop() -> None:
     plan, band = Plan.zigzag([64], 4), Band(None, 0)
     for rank in range(4):

@@ -144,9 +144,12 @@ def gather(
         received.append(row - begin)
     order: list[int] = []
     parts: list[Part] = []
-    for part, keys in parts_with_keys(plan, rank, band):
+    wanted = list(parts_with_keys(plan, rank, band))
+    # A call that is masked for one of its parts looks at the places of all.
+    joins = not keeps_places and not any(part.is_masked for part, _ in wanted)
+    for part, keys in wanted:
         last = parts[-1] if parts else None
-        if not keeps_places and last is not None and can_join(last, part, keys):
+        if joins and last is not None and can_join(last, part, keys):
             parts[-1] = replace(last, q=(last.q[0], part.q[1]))
             continue
         begin = len(order)
@@ -178,10 +181,9 @@ def parts_with_keys(plan: Plan, rank: int, band: Band) -> Iterator[tuple[Part, R
 
 
 def can_join(part: Part, after: Part, keys: Rows) -> bool:
-    """Whether both see all of the same keys, and the queries touch."""
+    """Whether both see the same keys, and the queries touch."""
     return (
         part.sequence == after.sequence
-        and not (part.is_masked or after.is_masked)
         and part.q[1] == after.q[0]
         and (part.first_k, length(part.k)) == (keys[0], length(keys))
     )
