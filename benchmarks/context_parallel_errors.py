@@ -25,8 +25,6 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from context_parallel_speed import (  # noqa: E402
-    HEADS_K,
-    HEADS_Q,
     ONE_GPU,
     RING_FLASH_ATTENTION,
     SCHEMES,
@@ -38,6 +36,7 @@ from context_parallel_speed import (  # noqa: E402
 from documents import environment, write_outputs  # noqa: E402
 from feature_tables import Column, Row, Target, number, print_document, ratio  # noqa: E402
 from lengths import log_normal_lengths  # noqa: E402
+from reference import varlen_attention_with_gradients  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 SCHEMA = 1
@@ -55,35 +54,13 @@ COLUMNS = (
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one document and one head of keys: q (rows, heads, head_dim), k and v
-    (rows, head_dim).
-    """
-    scores = torch.einsum("qhd,kd->hqk", q, k) / q.shape[-1] ** 0.5
-    later = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1)
-    return torch.einsum("hqk,kd->qhd", scores.masked_fill_(later, float("-inf")).softmax(-1), v)
-
-
 def exact_results(problem: Problem) -> list[Tensor]:
     """RESULTS of the whole in fp64."""
-    q, k, v, dout = (x.double() for x in problem.inputs())
-    results = [torch.empty_like(x) for x in (q, q, k, v)]
-    heads = HEADS_Q // HEADS_K
-    for begin, length in zip(problem.cu_seqlens, problem.lengths, strict=False):
-        rows = slice(begin, begin + length)
-        for head in range(HEADS_K):
-            of_q = (rows, slice(head * heads, (head + 1) * heads))
-            of_k = (rows, head)
-            inputs = [q[of_q], k[of_k], v[of_k]]
-            inputs = [x.detach().requires_grad_() for x in inputs]
-            out = attention(*inputs)
-            grads = torch.autograd.grad(out, inputs, dout[of_q])
-            with torch.no_grad():
-                for result, place, value in zip(
-                    results, (of_q, of_q, of_k, of_k), (out, *grads), strict=True
-                ):
-                    result[place] = value
-    return results
+    q, k, v, dout = problem.inputs()
+    bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32)
+    found = varlen_attention_with_gradients(q, k, v, dout, None, bounds, bounds, causal=True)
+    tensors = found.tensors()
+    return [tensors[name] for name in RESULTS]
 
 
 def errors(mine: Tensor, exact: Tensor, on_all_ranks: bool) -> tuple[float, float]:
