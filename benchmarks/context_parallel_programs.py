@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -303,11 +303,8 @@ class Inner:
         arrived = [x for source in everyone for x in ex.held(source, me, cut_alone=True)]
         reorders = any(x.piece > y.piece for x, y in pairwise(arrived))
         own = steps.without_gaps(steps.whole_parts(ex.plan, me, ex.band))
-        parts: list[steps.Part] = []
-        places = 0  # of keys in the order of the parts, those that several see as often
-        for part, keys in steps.parts_with_keys(ex.plan, me, ex.band):
-            parts.append(replace(part, k=(places, places + steps.length(keys))))
-            places += steps.length(keys)
+        parts = steps.gathered_parts(ex.plan, me, ex.band, keeps_places=False)
+        places = parts[-1].k[1] if parts else 0  # of keys, those that several parts see as often
         calls = steps.without_gaps(parts)
         cut_rows = sum(steps.length(part.q) for part in parts)
         count = sum(received.values())

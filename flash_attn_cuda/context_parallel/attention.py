@@ -369,9 +369,9 @@ def gathered_backward(
                 dq[of_q, heads],
                 *(x[of_k] for x in of_k_and_v),
             )
-        if hop.exchange is None or dkv is None:
+        if dkv is None:
             continue
-        assert work.group is not None
+        assert hop.exchange is not None and work.group is not None
         back = in_order(dkv, hop.departure)
         for rows, places in hop.again:
             rows_of(back, rows).add_(rows_of(dkv, places))

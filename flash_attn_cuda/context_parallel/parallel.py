@@ -68,8 +68,8 @@ class ContextParallel:
         head_groups: of all_gather, in how many groups the heads of keys travel, all asked for at
             once and each worked on as it comes; it divides the heads of keys. None: chosen by the
             length.
-        sm_margin: multiprocessors that attention kernels for Hopper leave to transfers, which
-            otherwise wait where a kernel that is as long as they has begun before.
+        sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
+            otherwise may have to wait until a kernel that began earlier ends.
     """
 
     def __init__(

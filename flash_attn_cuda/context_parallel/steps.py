@@ -143,22 +143,14 @@ def gather(
             row += len(held.piece)
         received.append(row - begin)
     order: list[int] = []
-    parts: list[Part] = []
-    wanted = list(parts_with_keys(plan, rank, band))
-    # A call that is masked for one of its parts looks at the places of all.
-    joins = not keeps_places and not any(part.is_masked for part, _ in wanted)
-    for part, keys in wanted:
-        last = parts[-1] if parts else None
-        if joins and last is not None and can_join(last, part, keys):
-            parts[-1] = replace(last, q=(last.q[0], part.q[1]))
-            continue
-        begin = len(order)
+    parts = gathered_parts(plan, rank, band, keeps_places=keeps_places)
+    for part in parts:
+        seen = part.first_k, part.first_k + length(part.k)
         for held in arrived[part.sequence]:
-            first, end = max(keys[0], held.piece.begin), min(keys[1], held.piece.end)
+            first, end = max(seen[0], held.piece.begin), min(seen[1], held.piece.end)
             order.extend(
                 range(held.row + first - held.piece.begin, held.row + end - held.piece.begin)
             )
-        parts.append(replace(part, k=(begin, len(order))))
     return Exchange.of(sent, received), order, parts
 
 
@@ -166,26 +158,41 @@ def piece_of(held: Held) -> Piece:
     return held.piece
 
 
-def parts_with_keys(plan: Plan, rank: int, band: Band) -> Iterator[tuple[Part, Rows]]:
-    """The rank's pieces of sequences that are cut, without their rows of keys, and the tokens that
-    they see; each sees itself at least.
+def gathered_parts(plan: Plan, rank: int, band: Band, *, keeps_places: bool) -> list[Part]:
+    """The rank's pieces of sequences that are cut, each with the keys that it sees, itself at
+    least, behind those of the one before. Pieces that see all of the same keys are one part, where
+    nothing depends on places: a call that is masked for one of its parts looks at those of all.
     """
+    parts: list[Part] = []
     for row, piece in plan.placed(rank):
         if plan.is_whole(piece):
             continue
         first, end = band.keys_of(piece.begin, piece.end, plan.lengths[piece.sequence])
         first = first // plan.multiple * plan.multiple
+        begin = parts[-1].k[1] if parts else 0
         is_masked = not band.is_full((piece.begin, piece.end), (first, end))
-        rows = row, row + len(piece)
-        yield Part(piece.sequence, rows, (0, 0), piece.begin, first, is_masked), (first, end)
+        rows, keys = (row, row + len(piece)), (begin, begin + end - first)
+        parts.append(Part(piece.sequence, rows, keys, piece.begin, first, is_masked))
+    if keeps_places or any(part.is_masked for part in parts):
+        return parts
+    joined: list[Part] = []
+    row = 0
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and can_join(last, part):
+            joined[-1] = replace(last, q=(last.q[0], part.q[1]))
+            continue
+        joined.append(replace(part, k=(row, row + length(part.k))))
+        row += length(part.k)
+    return joined
 
 
-def can_join(part: Part, after: Part, keys: Rows) -> bool:
+def can_join(part: Part, after: Part) -> bool:
     """Whether both see the same keys, and the queries touch."""
     return (
         part.sequence == after.sequence
         and part.q[1] == after.q[0]
-        and (part.first_k, length(part.k)) == (keys[0], length(keys))
+        and (part.first_k, length(part.k)) == (after.first_k, length(after.k))
     )
 
 
