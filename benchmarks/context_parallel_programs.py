@@ -389,19 +389,17 @@ class Inner:
                 coming = ask(hops[number + 1])
             add.wait(here)
             source, target = ends(distance)
-            for call in ex.hop_calls(source, me):
+            calls = list(ex.hop_calls(source, me))
+            if not self.is_forward and distance > 0:
+                add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros that calls add to
+            elif not self.is_forward and len(calls) != 1:
+                add.copy(self.of_keys(self.rows, FP32) + self.of_queries(self.rows, FP32), 2)
+            for call in calls:
                 add.attention(call, self.heads, ex.band)
                 q_rows = steps.length((call[0].q[0], call[-1].q[1]))
-                k_rows = steps.length((call[0].k[0], call[-1].k[1]))
-                if not self.is_forward:
-                    add.copy(self.of_keys(k_rows, 2 * FP32))  # cat
-                if is_first:
-                    is_first = False
-                    continue
-                if self.is_forward:
+                if self.is_forward and not is_first:
                     add.copy(3 * self.of_queries(q_rows, FP32))  # merge_
-                else:
-                    add.copy(3 * self.of_queries(q_rows, FP32))
+                is_first = False
             if not self.is_forward and distance > 0:
                 back = self.of_keys(1, FP32)
                 gave, got = ex.rows(me, target), ex.rows(source, me)

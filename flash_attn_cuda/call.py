@@ -154,7 +154,8 @@ class Incoming:
     """What a backward has beyond the forward's arguments: gradients of the results, and these.
 
     dout or dlse None: the loss does not depend on it. out and softmax_lse may be those of a whole
-    that this call computed a part of. dq, dk, dv: to be written, if not None.
+    that this call computed a part of. dq, dk, dv: to be written, if not None; accumulate: to be
+    added to, all three, of a call with fp32_results.
     """
 
     dout: Tensor | None
@@ -166,6 +167,7 @@ class Incoming:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    accumulate: bool = False
     wants_softmax_d: bool = False
 
 

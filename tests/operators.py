@@ -11,7 +11,7 @@ from flash_attn_cuda.call import FIELDS, OF_BACKWARD, READ, AttentionCall, Incom
 from flash_attn_cuda.operators.support import arguments_of
 
 _OF_INCOMING = tuple(field.name for field in fields(Incoming))
-_TARGETS = ("dq", "dk", "dv")
+_TARGETS = ("dq", "dk", "dv", "accumulate")
 _OF_GRADIENTS = tuple(x for x in _OF_INCOMING if x not in (*_TARGETS, "wants_softmax_d"))
 
 
@@ -32,7 +32,9 @@ def gradients_arguments(**given: Any) -> tuple[Any, ...]:
 
 
 def backward_arguments(**given: Any) -> tuple[Any, ...]:
-    """Of attention_backward: those of attention_gradients, then dq, dk and dv, None if left out."""
+    """Of attention_backward: those of attention_gradients, then dq, dk and dv, None if left out,
+    and whether they are added to.
+    """
     call, incoming = backward_call(**given)
     return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, (*_OF_GRADIENTS, *_TARGETS))
 

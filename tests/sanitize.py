@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import bad_input  # noqa: E402
+from accumulate_cases import SumCase  # noqa: E402
 from cases import AttentionCase, KvCacheCase, Layout, VarlenCase, arrange  # noqa: E402
 from families import planned  # noqa: E402
 from harness import (  # noqa: E402
@@ -69,8 +70,10 @@ from sanitize_cases import (  # noqa: E402
     part_cases,
     row_cases,
     sanitized_rotary_cases,
+    sanitized_sum_cases,
     spare_row_cases,
     value_cases,
+    with_most_heads,
 )
 from tolerance import compare  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -208,6 +211,10 @@ def run_combine(seed: int) -> list[str]:
     out, _ = flash_attn_combine(out_partial.to(DEVICE), lse_partial.to(DEVICE))
     worst = (out.cpu().double() - expected).abs().max().item()
     return [] if worst < 1e-5 else [f"out: off by {worst}"]
+
+
+def run_sums(case: SumCase, seed: int) -> list[str]:
+    return case.problems(seed) + flagged()
 
 
 def run_merge(case: MergeCase, seed: int) -> list[str]:
@@ -388,7 +395,8 @@ def masked_call(
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def calls() -> Iterator[Call]:
+def calls(most_heads: int | None = None) -> Iterator[Call]:
+    """most_heads: of queries in calls of many tiles."""
     for case in (*row_cases(), *odd_cases()):
         case = replace(case, device=DEVICE)
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
@@ -400,12 +408,19 @@ def calls() -> Iterator[Call]:
         case = replace(case, device=DEVICE)
         lacking = missing_row(case, backward=True)
         yield f"parts: {case}", partial(run_parts_of, case), lacking
+    for sums in sanitized_sum_cases(DEVICE):
+        head_dim, head_dim_v = sums.head_dims
+        row = AttentionCase(
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=sums.dtype, causal=True, device=DEVICE
+        )
+        yield f"sums: {sums}", partial(run_sums, sums), missing_row(row, backward=True)
     for name, masked, change in masked_cases():
         yield masked_call(name, masked, change_mask=change)
     for case in (*many_tile_cases(), *value_cases()):
-        case = replace(case, device=DEVICE)
+        case = replace(with_most_heads(case, most_heads), device=DEVICE)
         yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)
     for masked, change in many_tile_masked_cases():
+        masked = replace(masked, of=with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
     yield "combine", run_combine, None
     for merge in merge_cases(DEVICE):
@@ -446,6 +461,13 @@ def main() -> int:
     parser.add_argument(
         "--references-on-gpu", action="store_true", help="make what results are compared with there"
     )
+    parser.add_argument(
+        "--most-heads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="of queries in calls of many tiles, where no CTA takes more than one tile anyway",
+    )
     options = parser.parse_args()
     global reference_device
     reference_device = DEVICE if options.references_on_gpu else "cpu"
@@ -460,7 +482,7 @@ def main() -> int:
     left_out = options.without
     wanted = (
         call
-        for call in calls()
+        for call in calls(options.most_heads)
         if call[2] is None
         and options.only in call[0]
         and (left_out is None or left_out not in call[0])

@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from accumulate_cases import HEAD_DIMS, WHATS, SumCase, sum_cases
 from cases import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from harness import ON_CPU, Case
 from masked_cases import MaskedCase, RandomBias, RandomMask
@@ -107,6 +108,16 @@ def part_cases() -> Iterator[VarlenCase]:
         yield replace(case, **TRAINING, causal=False)
 
 
+def sanitized_sum_cases(device: str) -> Iterator[SumCase]:
+    """Those of one head dim after the other, by turns, without the long one."""
+    of_each = len(WHATS)
+    every = list(sum_cases(device))
+    for index in range(of_each):
+        case = every[index % len(HEAD_DIMS) * of_each + index]
+        if max(case.lengths_q) <= 600:
+            yield case
+
+
 def many_tile_cases() -> Iterator[Case]:
     """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
     block or several, with tiles that see no key between others, packed, with features; the rows for
@@ -145,6 +156,15 @@ def many_tile_cases() -> Iterator[Case]:
         yield KvCacheCase(
             **common, num_heads_q=6, cached=(150, 0, 37), seqlens_q=40, seqlens_new=20, causal=True
         )
+
+
+def with_most_heads(case: Case, most: int | None) -> Case:
+    """The case with about `most` query heads where it has more; its groups stay."""
+    if most is None or case.num_heads_q <= most:
+        return case
+    group = case.num_heads_q // case.num_heads_k
+    heads_k = max(1, most // group)
+    return replace(case, num_heads_q=heads_k * group, num_heads_k=heads_k)
 
 
 def many_packed(common: dict[str, Any]) -> VarlenCase:

@@ -331,7 +331,8 @@ def test_opcheck(dropout_p: float) -> None:
     given: tuple[Any, ...] = arguments_of(call, OF_BACKWARD) + arguments_of(incoming, names)
     opcheck(_ops.attention_gradients, given)
     targets: list[Tensor] = [x.float() for x in (call.q, call.k, call.v)]
-    opcheck(_ops.attention_backward, (*given, *targets))
+    for accumulate in (False, True):
+        opcheck(_ops.attention_backward, (*given, *targets, accumulate))
 
 
 def test_compiled_parts() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import gpu_summary
 import pytest
 import sanitize_all
+from cases import AttentionCase
 from sanitize_all import Run
+from sanitize_cases import with_most_heads
 
 CALLS = """
 import sys
@@ -89,3 +91,12 @@ def test_verdicts_join_the_summary_of_the_same_commit(
     monkeypatch.setenv("FLASH_ATTN_CUDA_COMMIT", "another")
     with pytest.raises(ValueError, match="expected a summary of another, got abc"):
         gpu_summary.add_sanitizer(tmp_path / "results", [verdict])
+
+
+def test_fewer_heads_in_the_same_groups() -> None:
+    many = AttentionCase(num_heads_q=280, num_heads_k=140)
+    few = with_most_heads(many, 12)
+    assert (few.num_heads_q, few.num_heads_k) == (12, 6)
+    shared = with_most_heads(AttentionCase(num_heads_q=40, num_heads_k=2), 12)
+    assert (shared.num_heads_q, shared.num_heads_k) == (20, 1)
+    assert with_most_heads(many, None) is with_most_heads(many, 280) is many

@@ -51,11 +51,11 @@ struct PreprocessArguments {
   bool zeroes_sums;        // of dQ, where a sequence has several key tiles
 };
 
-// A row of dq that no key tile adds to or writes.
+// A row of dq that no key tile adds to or writes; it stays as it is where dq accumulates.
 __device__ void clear_query_gradient(const PreprocessArguments& args, const Sequence& sequence,
                                      int head, int query, int lane) {
   const TensorView& dq = args.params.dq;
-  if (query >= sequence.rows_q) return;
+  if (query >= sequence.rows_q || args.params.accumulate) return;
   const int element_bytes =
       static_cast<int>(args.params.fp32_results ? sizeof(float) : sizeof(std::uint16_t));
   const std::int64_t first = sequence.batch_q * dq.batch_stride +

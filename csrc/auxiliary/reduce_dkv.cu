@@ -19,6 +19,7 @@ struct ReduceArguments {
   std::int64_t key_rows;     // over all sequences
   int splits;
   bool fp32_results;
+  bool accumulate;
 };
 
 template <class Element>
@@ -50,8 +51,12 @@ __global__ void __launch_bounds__(threads)
       batch * view.batch_stride + key * view.row_stride + head * view.head_stride + column;
   if (args.fp32_results) {
     auto* halves = reinterpret_cast<float4*>(static_cast<float*>(view.data) + target);
-    halves[0] = {sum[0], sum[1], sum[2], sum[3]};
-    halves[1] = {sum[4], sum[5], sum[6], sum[7]};
+    for (int half = 0; half < 2; ++half) {
+      const float4 before = args.accumulate ? halves[half] : float4{};
+      const float* after = sum + 4 * half;
+      halves[half] = {before.x + after[0], before.y + after[1], before.z + after[2],
+                      before.w + after[3]};
+    }
     return;
   }
   Vector<Element> result;
@@ -75,7 +80,8 @@ void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream s
       .head_dims = {shape.head_dim, shape.head_dim_v},
       .key_rows = key_rows(params),
       .splits = plan.dkdv_splits,
-      .fp32_results = params.fp32_results};
+      .fp32_results = params.fp32_results,
+      .accumulate = params.accumulate};
   const std::int64_t vectors = arguments.key_rows * shape.num_heads_k *
                                ((config.head_dim + config.head_dim_v) / vector_elements);
   dispatch_dtype(params.dtype, [&](auto element) {

@@ -46,6 +46,9 @@ void check_backward(const BackwardParams& params) {
   if (params.dsink != nullptr && params.score.sink == nullptr) {
     throw_error("sink must be given with dsink, got dsink alone");
   }
+  if (params.accumulate && !params.fp32_results) {
+    throw_error("fp32_results must be given with accumulate, got accumulate alone");
+  }
 }
 
 // sm90 kernels store tiles of it in 16 bits by TMA, or add eight neighbours at a time to sums.

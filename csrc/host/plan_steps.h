@@ -64,7 +64,7 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
 // no section but their group of heads. Others do without where the order comes back to where it
 // began a few times: each CTA then has tiles of all lengths. Where it does not, sections are whole
 // rounds, or nearly, of as few heads as fill some, and a grid of few rounds is one section
-// (docs/forward_sm90.md). is_even: as far as the host knows.
+// (docs/experiments_sm90.md). is_even: as far as the host knows.
 void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even);
 
 // Where the last tile of each head is a low one, and the grid is no whole rounds of num_ctas: the

@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
                                      sequence.row_q + query_begin),
          .row_stride = args.params.dq.row_stride,
          .rows = sequence.rows_q - query_begin,
-         .columns = args.params.shape.head_dim},
+         .columns = args.params.shape.head_dim,
+         .accumulates = args.params.accumulate},
         thread);
     return;
   }

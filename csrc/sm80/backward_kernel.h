@@ -51,7 +51,8 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
       .first = row_pointer<float>(view, sequence.batch_k, head_k, sequence.row_k + key_begin),
       .row_stride = view.row_stride,
       .rows = sequence.rows_k - key_begin,
-      .columns = columns};
+      .columns = columns,
+      .accumulates = args.params.accumulate};
   if (args.dkdv_splits > 1) {
     const std::int64_t row = split * args.partial_rows +
                              std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k +
@@ -59,6 +60,7 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
     target.first = partial + (row * shape.num_heads_k + head_k) * head_dim;
     target.row_stride = shape.num_heads_k * head_dim;
     target.columns = head_dim;
+    target.accumulates = false;
   }
   fragment_to_fp32_rows<Traits::block_n, head_dim>(accumulator, typename Traits::DkdvMma{}, target,
                                                    thread);

@@ -2,6 +2,7 @@
 // TileWriter (copy.h) takes whole rows; or, in fp32, straight to global memory.
 #pragma once
 
+#include "shared/fp32_results.h"
 #include "shared/layout_views.h"
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
@@ -20,8 +21,9 @@ CUTE_DEVICE void fragment_to_shared(Accumulator const& accumulator, Mma const& m
 struct Fp32Rows {
   float* first;  // row 0, column 0
   std::int64_t row_stride;
-  int rows;     // that exist
-  int columns;  // that exist, an even number
+  int rows;                  // that exist
+  int columns;               // that exist, an even number
+  bool accumulates = false;  // added to what is there
 };
 
 // The accumulator of a tile of (kRows, kColumns) -> what exists of it.
@@ -43,7 +45,7 @@ CUTE_DEVICE void fragment_to_fp32_rows(Accumulator const& accumulator, Mma const
     for (int j = 0; j < size<1>(values); j += 2) {
       const int column = get<1>(coords(i, j)) - first_column;
       if (column < columns)
-        *reinterpret_cast<float2*>(first + column) = {values(i, j), values(i, j + 1)};
+        write_pair(first + column, {values(i, j), values(i, j + 1)}, target.accumulates);
     }
   }
 }

@@ -29,7 +29,8 @@ CUTE_DEVICE RowTarget<Stored> query_gradient_rows(BackwardParams const& params,
                    (std::int64_t{sequence.row_q} + query) * dq.row_stride + head * dq.head_stride,
           .row_stride = dq.row_stride,
           .rows = sequence.rows_q - query,
-          .columns = params.shape.head_dim};
+          .columns = params.shape.head_dim,
+          .accumulates = params.accumulate};
 }
 
 // 16 rows of a query tile, which one warp of the dQ warpgroup has summed and one warp turns into
@@ -96,10 +97,10 @@ CUTE_DEVICE void write_fp32_strip(Arguments const& call, float const* dq_accum, 
       const int column = begin + 8 * atom;
       if (column >= target.columns) continue;
       if (target.rows > 0)
-        *reinterpret_cast<float2*>(row + column) = {sum.x * factor, sum.y * factor};
+        write_pair(row + column, {sum.x * factor, sum.y * factor}, target.accumulates);
       if (target.rows > 8) {
-        *reinterpret_cast<float2*>(row + 8 * target.row_stride + column) = {sum.z * factor,
-                                                                            sum.w * factor};
+        write_pair(row + 8 * target.row_stride + column, {sum.z * factor, sum.w * factor},
+                   target.accumulates);
       }
     }
   }

@@ -46,11 +46,13 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, int columns, float*
       .first = static_cast<float*>(view.data) + gradient_offset(view, item, key_begin),
       .row_stride = view.row_stride,
       .rows = item.work.sequence.rows_k - key_begin,
-      .columns = columns};
+      .columns = columns,
+      .accumulates = call.params.accumulate};
   if (call.dkdv_splits > 1) {
     target.first = partial + partial_row<Traits>(call, item, key_begin) * all_columns;
     target.row_stride = call.params.shape.num_heads_k * all_columns;
     target.columns = all_columns;
+    target.accumulates = false;
   }
   write_rows(gradient, target, thread);
 }
@@ -123,7 +125,7 @@ CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem cons
   return true;
 }
 
-// One warp: dk = dv = 0 for a tile that no query sees.
+// One warp: dk = dv = 0 for a tile that no query sees, or nothing where they accumulate.
 template <class Traits>
 CUTE_DEVICE void clear_key_gradients(BackwardArguments const& call, BackwardWorkItem const& item,
                                      int lane) {
@@ -141,7 +143,7 @@ CUTE_DEVICE void clear_key_gradients(BackwardArguments const& call, BackwardWork
       const std::int64_t row = partial_row<Traits>(call, item, key);
       clear_row(call.dk_partial + row * head_dim, head_dim * int(sizeof(float)));
       clear_row(call.dv_partial + row * head_dim_v, head_dim_v * int(sizeof(float)));
-    } else {
+    } else if (!params.accumulate) {
       const bool is_fp32 = Traits::writes_fp32 && params.fp32_results;
       const int element_bytes =
           static_cast<int>(is_fp32 ? sizeof(float) : sizeof(typename Traits::Element));

@@ -4,6 +4,7 @@
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/atom/copy_atom.hpp>
 
+#include "shared/fp32_results.h"
 #include "shared/layout_views.h"
 #include "sm90/copy.h"
 
@@ -76,8 +77,9 @@ template <class Element>
 struct RowTarget {
   Element* first;  // row 0, column 0
   std::int64_t row_stride;
-  int rows;     // that exist
-  int columns;  // that exist, a multiple of eight
+  int rows;                  // that exist
+  int columns;               // that exist, a multiple of eight
+  bool accumulates = false;  // float alone: added to what is there
 };
 
 // This thread's (rows, columns) of an accumulator of 64 rows -> those rows of the target that
@@ -121,7 +123,7 @@ CUTE_DEVICE void write_rows(Rows const& rows, RowTarget<float> const& target, in
     CUTE_UNROLL
     for (int column = 0; column < size<1>(rows); column += 2) {
       if (4 * column >= target.columns) continue;  // a multiple of eight, as are these
-      *reinterpret_cast<float2*>(first + 4 * column) = {rows(i, column), rows(i, column + 1)};
+      write_pair(first + 4 * column, {rows(i, column), rows(i, column + 1)}, target.accumulates);
     }
   }
 }

@@ -97,6 +97,7 @@ struct GradientArguments {
   OptionalTensor rng_state;
   bool wants_dbias = false;
   OptionalTensor dq, dk, dv;  // to be written; not given: new ones
+  bool accumulate = false;    // added to what those three hold
   bool wants_softmax_d = false;
 
   template <class Visitor>
@@ -110,6 +111,7 @@ struct GradientArguments {
     visitor("dq", dq);
     visitor("dk", dk);
     visitor("dv", dv);
+    visitor("accumulate", accumulate);
     visitor("wants_softmax_d", wants_softmax_d);
   }
 };

@@ -14,6 +14,17 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
+void check_accumulate(const GradientArguments& given, const AttentionCall& call) {
+  TORCH_CHECK_VALUE(call.options.fp32_results,
+                    "accumulate: must be False without fp32_results, got True");
+  const auto check = [](const char* name, const OptionalTensor& target) {
+    TORCH_CHECK_VALUE(target.has_value(), name, ": must be given with accumulate, got None");
+  };
+  check("dq", given.dq);
+  check("dk", given.dk);
+  check("dv", given.dv);
+}
+
 void check_given(const GradientArguments& given, const AttentionCall& call) {
   const at::Tensor& q = call.q;
   const at::DimVector outputs = output_sizes(call);
@@ -25,6 +36,7 @@ void check_given(const GradientArguments& given, const AttentionCall& call) {
       call.is_packed() ? at::IntArrayRef(packed_rows) : at::IntArrayRef(dense_rows);
   check_like("softmax_lse", given.softmax_lse, rows, at::kFloat, q);
   if (given.dlse.has_value()) check_like("dlse", *given.dlse, rows, at::kFloat, q);
+  if (given.accumulate) check_accumulate(given, call);
 }
 
 at::Tensor allocate_softmax_d(const at::Tensor& q) {
@@ -48,10 +60,10 @@ BackwardResults run_backward_call(const GradientArguments& given, AttentionCall 
   const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
 
   const at::ScalarType dtype = call.result_dtype();
-  OutputTensor dq("dq", given.dq, call.q.sizes(), dtype, call.q);
-  OutputTensor dk("dk", given.dk, call.k.sizes(), dtype, call.q);
-  OutputTensor dv("dv", given.dv, call.v.sizes(), dtype, call.q);
-  if (call.leftpad_k.defined()) {  // rows that no kernel writes
+  OutputTensor dq("dq", given.dq, call.q.sizes(), dtype, call.q, given.accumulate);
+  OutputTensor dk("dk", given.dk, call.k.sizes(), dtype, call.q, given.accumulate);
+  OutputTensor dv("dv", given.dv, call.v.sizes(), dtype, call.q, given.accumulate);
+  if (call.leftpad_k.defined() && !given.accumulate) {  // rows that no kernel writes
     dk.written().zero_();
     dv.written().zero_();
   }
@@ -89,6 +101,7 @@ BackwardResults run_backward_call(const GradientArguments& given, AttentionCall 
       .dk = dk.view(),
       .dv = dv.view(),
       .fp32_results = call.options.fp32_results,
+      .accumulate = given.accumulate,
       .dbias = bias_gradient(call, results.dbias),
       .dsink = results.dsink.defined() ? results.dsink.mutable_data_ptr<float>() : nullptr,
       .lse = input_rows(softmax_lse),

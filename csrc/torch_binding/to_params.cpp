@@ -265,13 +265,15 @@ at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows) {
 }
 
 OutputTensor::OutputTensor(const char* name, const std::optional<at::Tensor>& given,
-                           at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q) {
+                           at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q,
+                           bool is_read) {
   if (given.has_value()) {
     check_like(name, *given, shape, dtype, q);
     given_ = *given;
   }
   const bool is_written = given_.defined() && is_addressable(given_) && !is_expanded(given_);
   written_ = is_written ? given_ : allocate(shape, dtype, q);
+  if (is_read && !is_written) written_.copy_(given_);
 }
 
 at::Tensor OutputTensor::finish() {

@@ -73,11 +73,11 @@ at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tenso
 at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 
 // A tensor a call writes that its caller may have given. Where kernels cannot write the given one,
-// they write a temporary and finish() copies it over.
+// they write a temporary and finish() copies it over. is_read: they add to what is there.
 class OutputTensor {
  public:
   OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
-               at::ScalarType dtype, const at::Tensor& q);
+               at::ScalarType dtype, const at::Tensor& q, bool is_read = false);
   const at::Tensor& written() const { return written_; }
   TensorView view() const { return output_view(written_); }
   at::Tensor finish();

@@ -319,10 +319,14 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     if incoming.dlse is not None:
         check_like("dlse", incoming.dlse, rows, call.lse_dtype(), q)
     check_rng_state(incoming.rng_state, call.dropout_p, q)
+    if incoming.accumulate and not call.fp32_results:
+        raise ValueError("accumulate: must be False without fp32_results, got True")
     for name, like in (("dq", q), ("dk", call.k), ("dv", call.v)):
         target: Any = getattr(incoming, name)
         if target is not None:
             check_like(name, target, like.shape, call.result_dtype(), q)
+        elif incoming.accumulate:
+            raise ValueError(f"{name}: must be given with accumulate, got None")
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------

@@ -239,13 +239,35 @@ class ContextAttention(torch.autograd.Function):
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout
         run = merged_backward if ctx.work.schedule.merges else gathered_backward
-        dq, dk, dv = run(ctx.work, q, k, v, out, softmax_lse, dout, dlse)
+        incoming = OfWhole(dout, dlse, out, softmax_lse, ctx.work.rng_state)
+        dq, dk, dv = run(ctx.work, q, k, v, incoming)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
             softmax_d = softmax_d if dlse is None else softmax_d - dlse
             dsink = sink_gradient(sink, softmax_lse, softmax_d)
         return dq, dk, dv, dsink, None
+
+
+@dataclass(frozen=True, eq=False)
+class OfWhole:
+    """What the rank's backward is given, of all its rows and heads."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    softmax_lse: Tensor
+    rng_state: Tensor | None
+
+    def of_rows(self, rows: slice, heads: slice) -> Incoming:
+        """The same for a call over some of them."""
+        return Incoming(
+            self.dout[rows, heads],
+            None if self.dlse is None else self.dlse[heads, rows].contiguous(),
+            self.out[rows, heads],
+            self.softmax_lse[heads, rows].contiguous(),
+            self.rng_state,
+        )
 
 
 def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:
@@ -335,15 +357,9 @@ def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
 
 
 def gathered_backward(
-    work: Work,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
+    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = incoming.softmax_lse.dtype
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for gradient in (dq, dk, dv):
         gradient[work.schedule.used_rows :] = 0.0
@@ -352,20 +368,14 @@ def gathered_backward(
     for keys in arrivals(work, q.shape[1], k, v, own_first=False):
         hop, heads = keys.hop, keys.heads_q
         # What others see of the keys they add to, in fp32, before it is rounded.
-        dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, softmax_lse.dtype)
+        dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, dtype)
         of_k_and_v = (dk, dv) if dkv is None else split_like(dkv, k, v)
         for call in hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
             rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
             gradients_into(
                 replace(rows_of_call, fp32_results=dkv is not None),
-                Incoming(
-                    dout[of_q, heads],
-                    None if dlse is None else dlse[heads, of_q].contiguous(),
-                    out[of_q, heads],
-                    softmax_lse[heads, of_q].contiguous(),
-                    work.rng_state,
-                ),
+                incoming.of_rows(of_q, heads),
                 dq[of_q, heads],
                 *(x[of_k] for x in of_k_and_v),
             )
@@ -377,23 +387,36 @@ def gathered_backward(
             rows_of(back, rows).add_(rows_of(dkv, places))
         going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))
     if going:
-        finish_cut_rows(work.schedule.cut_rows, going, dk, dv, softmax_lse.dtype)
+        finish_cut_rows(work.schedule.cut_rows, going, dk, dv, dtype)
     return dq, dk, dv
 
 
 def gradients_into(
-    call: AttentionCall, incoming: Incoming, dq: Tensor, dk: Tensor, dv: Tensor
+    call: AttentionCall,
+    incoming: Incoming,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    accumulate: bool = False,
 ) -> None:
-    """Writes them, rounded where one is of another dtype than the call's results."""
+    """Writes them, rounded where one is of another dtype than the call's results, or adds to them,
+    where all are of that dtype.
+    """
     targets = {"dq": dq, "dk": dk, "dv": dv}
     written: dict[str, Any] = {}
     if is_plain_cuda_call(call.q, call.k, call.v):
         written = {name: x for name, x in targets.items() if x.dtype == call.result_dtype()}
-        found = call_extension("backward", dq.device, call, replace(incoming, **written))
+        given = replace(incoming, **written, accumulate=accumulate)
+        found = call_extension("backward", dq.device, call, given)
     else:
         found = list(run_gradients_operator(call, incoming))
     for (name, target), gradient in zip(targets.items(), found, strict=False):
-        if name not in written:
+        if name in written:
+            continue
+        if accumulate:
+            target.add_(gradient)
+        else:
             target.copy_(gradient)
 
 
@@ -505,56 +528,40 @@ def whole_of(part: Tensor, rows: slice, total: int, dim: int, value: float) -> T
 
 
 def merged_backward(
-    work: Work,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
+    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
 ) -> tuple[Tensor, Tensor, Tensor]:
-    every = slice(0, q.shape[1])
-    sums_q: Tensor | None = None
-    sums: Tensor | None = None  # of keys and values side by side
+    every, dtype = slice(0, q.shape[1]), incoming.softmax_lse.dtype
+    sums_q = torch.empty_like(q, dtype=dtype)
+    sums = side_by_side(k, v, dtype)  # of keys and values
     going: list[tuple[Exchange, Tensor]] = []
     for hop, keys, values in hops_with_keys(work, k, v):
-        dkv: Tensor | None = None
+        is_own = hop.exchange is None
+        dkv = sums if is_own else side_by_side(keys, values, dtype)
+        writes = is_own and is_of_all_rows(hop.calls, q.shape[0], keys.shape[0])
+        if not writes:
+            dkv.zero_()
+        if is_own and not writes:
+            sums_q.zero_()
         for call in hop.calls:
-            rows = slice(*call.packed.q)
-            call_of_rows = work.over(
-                call, q[rows], rows_of(keys, call.packed.k), rows_of(values, call.packed.k), every
+            of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
+            rows_of_call = work.over(call, q[of_q], keys[of_k], values[of_k], every)
+            gradients_into(
+                replace(rows_of_call, fp32_results=True),
+                incoming.of_rows(of_q, every),
+                sums_q[of_q],
+                *split_like(dkv[of_k], k, v),
+                accumulate=not writes,
             )
-            incoming = Incoming(
-                dout[rows],
-                None if dlse is None else dlse[:, rows].contiguous(),
-                out[rows],
-                softmax_lse[:, rows].contiguous(),
-                work.rng_state,
-            )
-            dq, dk, dv, *_ = run_gradients_operator(
-                replace(call_of_rows, fp32_results=True), incoming
-            )
-            sums_q = plus(sums_q, dq, rows, q.shape[0])
-            dkv = plus(dkv, torch.cat((dk, dv), -1), slice(*call.packed.k), keys.shape[0])
-        if hop.exchange is None:
-            sums = dkv
-        elif work.group is not None:
-            if dkv is None:
-                dkv = side_by_side(keys, values, softmax_lse.dtype).zero_()
+        if hop.exchange is not None:
+            assert work.group is not None
             going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
-    if sums is None:
-        sums = side_by_side(k, v, softmax_lse.dtype).zero_()
     for exchange, came in going:
         add_back(exchange, came, sums)
     dk, dv = split_like(sums, k, v)
-    dq = torch.zeros_like(q) if sums_q is None else sums_q.to(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return sums_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def plus(sums: Tensor | None, part: Tensor, rows: slice, total: int) -> Tensor:
-    """The part's rows added to `total` rows of sums; None: nothing yet."""
-    if sums is None:
-        return whole_of(part, rows, total, 0, 0.0)
-    sums[rows] += part
-    return sums
+def is_of_all_rows(calls: Sequence[DeviceCall], rows_q: int, rows_k: int) -> bool:
+    """Whether one call is of all queries and keys."""
+    places = [(call.packed.q, call.packed.k) for call in calls]
+    return places == [((0, rows_q), (0, rows_k))]

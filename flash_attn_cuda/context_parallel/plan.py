@@ -260,7 +260,7 @@ def join(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 def ranks_to_try(lengths: Sequence[int], pairs: Sequence[int], ranks: int) -> Iterator[list[int]]:
     """Over how many ranks each document is cut, 1: not at all. So that none has more than a share
-    of a rank's pairs from one of them, all, half, a quarter, ...; and the longest over all ranks.
+    of a rank's pairs from one of them, all, 0.7 of it, half, ...; and the longest over all ranks.
     """
     mean = sum(pairs) / ranks
     yield [1] * len(lengths)

@@ -4,7 +4,7 @@ arguments are the fields of an AttentionCall (call.py), in order.
     attention              differentiable in q, k, v, bias and sink, through softmax_lse too
     attention_with_append  writes new keys and values into a cache first; without gradients
     attention_gradients    the first one's gradients as new tensors: its autograd formula
-    attention_backward     the same into given dq, dk and dv; returns softmax_d
+    attention_backward     the same into given dq, dk and dv, or added to them; returns softmax_d
     gradient_over_pages    stands for a gradient through pages or a cache, and refuses to run
 
 attend.py and private.py call them; combine.py has those of partial results.
@@ -219,6 +219,7 @@ _attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _
 
 _TARGETS = ("dq", "dk", "dv")
 _INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
+_INCOMING_AND_TARGETS = (*_INCOMING, *_TARGETS, "accumulate")
 
 
 def _checked_backward(
@@ -302,37 +303,39 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
     schema=schema_of(
         "Tensor softmax_d",
         (AttentionCall, OF_BACKWARD),
-        (Incoming, (*_INCOMING, *_TARGETS)),
+        (Incoming, _INCOMING_AND_TARGETS),
         mutated=_TARGETS,
     ),
 )
 def _backward_op(*args: Any) -> Tensor:
-    call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    call, incoming = _checked_backward(args, _INCOMING_AND_TARGETS)
     check_contents(call)
     dq, dk, dv, softmax_d, _, _ = backward_on_cpu(call, incoming)
     for name, gradient in zip(_TARGETS, (dq, dk, dv), strict=True):
         target = getattr(incoming, name)
-        if target is not None:
+        if target is not None and incoming.accumulate:
+            target.add_(gradient)
+        elif target is not None:
             target.copy_(gradient)
     return softmax_d
 
 
 @_backward_op.register_kernel("cuda")
 def _(*args: Any) -> Tensor:
-    call, incoming = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    call, incoming = _checked_backward(args, _INCOMING_AND_TARGETS)
     return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True))[3]
 
 
 @_backward_op.register_fake
 def _(*args: Any) -> Tensor:
-    call, _ = _checked_backward(args, (*_INCOMING, *_TARGETS))
+    call, _ = _checked_backward(args, _INCOMING_AND_TARGETS)
     return call.q.new_empty(call.softmax_d_shape(), dtype=call.lse_dtype())
 
 
 def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
-    """Writes dq, dk and dv where they are given; returns softmax_d."""
+    """Writes dq, dk and dv where they are given, or adds to them; returns softmax_d."""
     return _ops.attention_backward(
-        *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, (*_INCOMING, *_TARGETS))
+        *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, _INCOMING_AND_TARGETS)
     )
 
 

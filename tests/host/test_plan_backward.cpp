@@ -312,6 +312,19 @@ TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
               "sink must be given with dsink, got dsink alone");
 }
 
+TEST(sums_are_fp32_and_change_no_plan) {
+  auto params = with_tensors(call<BackwardParams>(training));
+  params.accumulate = true;
+  CHECK_ERROR(plan_backward(params, h200, backward_table()),
+              "fp32_results must be given with accumulate, got accumulate alone");
+  params.fp32_results = true;
+  const BackwardPlan sums = plan_backward(params, h200, backward_table());
+  params.accumulate = false;
+  const BackwardPlan results = plan_backward(params, h200, backward_table());
+  CHECK_EQ(sums.instance, results.instance);
+  CHECK_EQ(sums.workspace_bytes, results.workspace_bytes);
+}
+
 TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
   for (const int tile_rows : {32, 64, 128}) {
     for (int head_dim = 8; head_dim <= 256; head_dim += 8) {

@@ -1,0 +1,59 @@
+"""Backwards that add to given dq, dk and dv, on a GPU: fp32 sums of what kernels would write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accumulate_cases import SumCase, sum_cases
+from harness import make_varlen_case, skip_without_row
+from limits import run_limited
+
+from flash_attn_cuda import build_info
+from flash_attn_cuda.call import Incoming
+from flash_attn_cuda.operators.attention import run_operator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda_only]
+
+
+def skip_without(case: SumCase) -> None:
+    """Skip where the build has no row for the case."""
+    options = {"softcap": 3.0, "dropout_p": 0.2} if case.what == "features" else {}
+    row = make_varlen_case(
+        lengths_q=(8,),
+        head_dim=case.head_dims[0],
+        head_dim_v=case.head_dims[1],
+        dtype=case.dtype,
+        causal=True,
+        deterministic=case.options.get("deterministic", False),
+        **options,
+    )
+    skip_without_row(row)
+
+
+@pytest.mark.parametrize("case", sum_cases(), ids=str)
+def test_sums(case: SumCase) -> None:
+    skip_without(case)
+    assert not case.problems()
+
+
+def test_sums_of_kernels_for_other_gpus() -> None:
+    for case in sum_cases():
+        skip_without(case)
+    ran = run_limited("tests/accumulate_cases.py", capability=80)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{len(list(sum_cases()))} cases" in ran.stdout
+
+
+def test_a_missing_target_is_refused_by_the_extension() -> None:
+    """Which context parallelism calls without the checks before operators."""
+    case = next(sum_cases())
+    skip_without(case)
+    call = case.call(torch.Generator().manual_seed(0))
+    out, softmax_lse, *_ = run_operator(call)
+    incoming = Incoming(out, None, out, softmax_lse, None, accumulate=True)
+    with pytest.raises(ValueError, match=r"^accumulate: must be False without fp32_results"):
+        build_info.extension.backward(call, incoming)
+    with pytest.raises(ValueError, match=r"^dq: must be given with accumulate, got None"):
+        build_info.extension.backward(replace(call, fp32_results=True), incoming)
