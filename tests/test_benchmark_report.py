@@ -277,7 +277,7 @@ def test_old_results_of_the_grid_can_be_read(options, capsys):
         assert "samples of 0.5 ms" in text and " MHz" not in text
 
 
-@pytest.mark.parametrize("name", ["h200_sm90_features", "h200_decode", "h200_masks"])
+@pytest.mark.parametrize("name", ["h200_features", "h200_decode", "h200_masks"])
 @pytest.mark.parametrize("options", [[], ["--markdown"]])
 def test_old_results_of_features_can_be_read(name, options, capsys):
     assert report.main([str(RESULTS / f"{name}.json"), *options]) == 0
