@@ -382,6 +382,9 @@ class Inner:
 
         going = []
         is_first = True
+        # Of the backward's work on the rank's own keys, done before and after the others'.
+        shares = 2 if len(hops) > 1 and self.heads.k % 2 == 0 and not self.is_forward else 1
+        half = Heads(self.heads.q // shares, self.heads.k // shares, self.heads.dim)
         coming = ask(hops[0])
         for number, distance in enumerate(hops):
             here = coming
@@ -392,10 +395,12 @@ class Inner:
             calls = list(ex.hop_calls(source, me))
             if not self.is_forward and distance > 0:
                 add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros that calls add to
-            elif not self.is_forward and len(calls) != 1:
-                add.copy(self.of_keys(self.rows, FP32) + self.of_queries(self.rows, FP32), 2)
+            elif not self.is_forward and (len(calls), shares) != (1, 1):
+                zeros = shares if len(calls) == 1 else 1
+                of_queries = self.of_queries(self.rows, FP32, zeros)
+                add.copy(self.of_keys(self.rows, FP32, zeros) + of_queries, 2)
             for call in calls:
-                add.attention(call, self.heads, ex.band)
+                add.attention(call, half if distance == 0 else self.heads, ex.band)
                 q_rows = steps.length((call[0].q[0], call[-1].q[1]))
                 if self.is_forward and not is_first:
                     add.copy(3 * self.of_queries(q_rows, FP32))  # merge_
@@ -405,6 +410,8 @@ class Inner:
                 gave, got = ex.rows(me, target), ex.rows(source, me)
                 sides = self.bytes_of({source: got}, back), self.bytes_of({target: gave}, back)
                 going.append((add.start(*sides), gave))
+        for call in ex.hop_calls(me, me) if shares > 1 else ():
+            add.attention(call, half, ex.band)
         for sent_back, gave in going:
             add.wait(sent_back)
             add.copy(3 * self.of_keys(gave, FP32))
@@ -570,4 +577,9 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
     if which == "forward":
         return around + compute / hops + (hops - 1) * max(fetch, compute / hops)
     alone = compute / hops if hops == 2 else 0.0
-    return around + max(compute + back, (hops - 1) * (fetch + back) + alone)
+    through = (hops - 1) * (fetch + back) + alone
+    if k_heads // size % 2 == 1:
+        return around + max(compute + back, through)
+    half = compute / hops / 2  # of the work on a rank's own keys
+    waits = max(0.0, fetch - half) + max(0.0, back - half)
+    return around + max(compute + waits, through)

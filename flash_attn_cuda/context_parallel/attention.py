@@ -210,14 +210,15 @@ class Work:
             sm_margin=self.sm_margin,
         )
 
-    def head_slices(self, heads_q: int, heads_k: int) -> Iterator[tuple[slice, slice]]:
-        """(query heads, key heads) of each group."""
-        for group in range(self.head_groups):
-            each_q, each_k = heads_q // self.head_groups, heads_k // self.head_groups
-            yield (
-                slice(each_q * group, each_q * (group + 1)),
-                slice(each_k * group, each_k * (group + 1)),
-            )
+
+def head_slices(heads_q: int, heads_k: int, groups: int) -> Iterator[tuple[slice, slice]]:
+    """(query heads, key heads) of each of as many groups, which divide heads_k."""
+    each_q, each_k = heads_q // groups, heads_k // groups
+    for group in range(groups):
+        yield (
+            slice(each_q * group, each_q * (group + 1)),
+            slice(each_k * group, each_k * (group + 1)),
+        )
 
 
 class ContextAttention(torch.autograd.Function):
@@ -298,7 +299,7 @@ def arrivals(
     """
     own = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
-    groups = list(work.head_slices(heads_q, k.shape[1]))
+    groups = list(head_slices(heads_q, k.shape[1], work.head_groups))
     coming: list[tuple[Hop, tuple[slice, slice], Tensor]] = []
     for hop in others:
         assert hop.exchange is not None and work.group is not None
@@ -530,35 +531,67 @@ def whole_of(part: Tensor, rows: slice, total: int, dim: int, value: float) -> T
 def merged_backward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
 ) -> tuple[Tensor, Tensor, Tensor]:
-    every, dtype = slice(0, q.shape[1]), incoming.softmax_lse.dtype
-    sums_q = torch.empty_like(q, dtype=dtype)
-    sums = side_by_side(k, v, dtype)  # of keys and values
+    """Half of the heads meet the rank's own keys while the first keys of others are on their way,
+    the other half while the last gradients are on their way back.
+    """
+    dtype, (own, *others) = incoming.softmax_lse.dtype, work.schedule.hops
+    heads_q, heads_k = q.shape[1], k.shape[1]
+    first, *last = head_slices(heads_q, heads_k, 2 if others and heads_k % 2 == 0 else 1)
+    every = slice(0, heads_q), slice(0, heads_k)
+    dq = torch.empty_like(q, dtype=dtype)
+    dkv = side_by_side(k, v, dtype)
+    writes = is_of_all_rows(own.calls, q.shape[0], k.shape[0])
+    for of_q, of_k in last if writes else [every]:
+        dq[:, of_q] = 0.0
+        dkv[:, of_k] = 0.0
     going: list[tuple[Exchange, Tensor]] = []
     for hop, keys, values in hops_with_keys(work, k, v):
-        is_own = hop.exchange is None
-        dkv = sums if is_own else side_by_side(keys, values, dtype)
-        writes = is_own and is_of_all_rows(hop.calls, q.shape[0], keys.shape[0])
-        if not writes:
-            dkv.zero_()
-        if is_own and not writes:
-            sums_q.zero_()
-        for call in hop.calls:
-            of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
-            rows_of_call = work.over(call, q[of_q], keys[of_k], values[of_k], every)
-            gradients_into(
-                replace(rows_of_call, fp32_results=True),
-                incoming.of_rows(of_q, every),
-                sums_q[of_q],
-                *split_like(dkv[of_k], k, v),
-                accumulate=not writes,
+        if hop.exchange is None:
+            add_gradients(
+                work, hop, first, q, keys, values, incoming, dq, dkv, accumulate=not writes
             )
-        if hop.exchange is not None:
-            assert work.group is not None
-            going.append((hop.exchange, send_back(hop.exchange, dkv, work.group)))
+            continue
+        assert work.group is not None
+        given = side_by_side(keys, values, dtype).zero_()
+        add_gradients(work, hop, every, q, keys, values, incoming, dq, given)
+        going.append((hop.exchange, send_back(hop.exchange, given, work.group)))
+    for heads in last:
+        add_gradients(work, own, heads, q, k, v, incoming, dq, dkv)
     for exchange, came in going:
-        add_back(exchange, came, sums)
-    dk, dv = split_like(sums, k, v)
-    return sums_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        add_back(exchange, came, dkv)
+    dk, dv = split_like(dkv, k, v)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def add_gradients(
+    work: Work,
+    hop: Hop,
+    heads: tuple[slice, slice],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    incoming: OfWhole,
+    dq: Tensor,
+    dkv: Tensor,
+    *,
+    accumulate: bool = True,
+) -> None:
+    """What the hop's calls add to dq and dkv, columns of dk and dv side by side, by these heads of
+    queries and keys.
+    """
+    heads_q, heads_k = heads
+    for call in hop.calls:
+        of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
+        rows_of_call = work.over(
+            call, q[of_q, heads_q], k[of_k, heads_k], v[of_k, heads_k], heads_q
+        )
+        gradients_into(
+            replace(rows_of_call, fp32_results=True),
+            incoming.of_rows(of_q, heads_q),
+            dq[of_q, heads_q],
+            *split_like(dkv[of_k, heads_k], k, v),
+            accumulate=accumulate,
+        )
 
 
 def is_of_all_rows(calls: Sequence[DeviceCall], rows_q: int, rows_k: int) -> bool:
