@@ -1,6 +1,8 @@
 """Host time of one small attention call, in microseconds: what Python, checks and launches cost.
 
     python benchmarks/host_overhead.py --backends ours sdpa_flash sdpa_cudnn
+    python benchmarks/host_overhead.py --backends ours ours_varlen ours_cache --modes inference
+    PYTHONPATH=OTHER_CHECKOUT python benchmarks/host_overhead.py ...  # the same of another build
 
 Batches of calls are issued without waiting, few enough for the launch queue never to fill, then the
 device is waited for outside the clock. Backends take turns; medians over the batches are reported.
@@ -14,6 +16,7 @@ import json
 import shlex
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
@@ -24,7 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from backends import BACKENDS, Backend, is_cuda  # noqa: E402
+from backends import (  # noqa: E402
+    BACKENDS,
+    Attend,
+    Backend,
+    Unsupported,
+    is_cuda,
+    require_ours,
+)
 from cases import AttentionCase  # noqa: E402
 from documents import environment  # noqa: E402
 from metrics import Timing  # noqa: E402
@@ -45,7 +55,44 @@ class Mode(str, Enum):
     training = "training"  # forward and backward
 
 
+def lengths(case: AttentionCase, starts: bool) -> torch.Tensor:
+    """cu_seqlens of the case's sequences, or their lengths."""
+    each = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=case.device)
+    return torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0)) if starts else each
+
+
+def prepare_varlen(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import flash_attn_varlen_func
+
+    require_ours(case.device)
+    starts, longest = lengths(case, starts=True), case.seqlen_k
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.flatten(0, 1) for x in tensors)
+        out = flash_attn_varlen_func(q, k, v, starts, starts, longest, longest)
+        return out.view(tensors[0].shape)
+
+    return attend
+
+
+def prepare_cache(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import flash_attn_with_kvcache
+
+    require_ours(case.device)
+    used = lengths(case, starts=False)
+    return lambda q, k, v: flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+
+
+OWN = {
+    "ours_varlen": Backend("ours_varlen", "flash_attn_varlen_func", prepare_varlen),
+    "ours_cache": Backend("ours_cache", "flash_attn_with_kvcache, inference", prepare_cache),
+}
+CHOICES = ChainMap(OWN, BACKENDS)
+
+
 def make_call(backend: Backend, case: AttentionCase, mode: Mode) -> Call:
+    if backend.name == "ours_cache" and mode is not Mode.inference:
+        raise Unsupported("has no gradients")
     attend, inputs = backend.prepare(case), case.make_inputs()
     q, k, v, dout = (backend.view(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     if mode is not Mode.inference:
@@ -78,8 +125,8 @@ def measure(
     with torch.set_grad_enabled(mode is not Mode.inference):
         for name in names:
             try:
-                call = make_call(BACKENDS[name], case, mode)
-                with BACKENDS[name].scope():
+                call = make_call(CHOICES[name], case, mode)
+                with CHOICES[name].scope():
                     for _ in range(WARMUP_BATCHES):
                         time_batch(call, calls, synchronise)
                 ready[name] = call
@@ -91,7 +138,7 @@ def measure(
         try:
             for index in order_of_turns(len(running), even(batches)):
                 name = running[index]
-                with BACKENDS[name].scope():
+                with CHOICES[name].scope():
                     samples[name].append(time_batch(ready[name], calls, synchronise))
         finally:
             gc.enable()
@@ -117,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=BACKENDS,
+        choices=CHOICES,
         default=["ours", "sdpa_flash", "sdpa_cudnn"],
         metavar="NAME",
     )

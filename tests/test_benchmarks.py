@@ -247,6 +247,19 @@ def test_host_overhead_reports_each_mode(tmp_path, capsys):
     assert "b1-q128k128-h8/8-d128-bf16-full" in capsys.readouterr().out
 
 
+def test_host_overhead_of_other_functions(tmp_path):
+    path = tmp_path / "host.json"
+    arguments = ["--device", "cpu", "--batches", "2", "--calls", "1", "--json", str(path)]
+    assert host_overhead.main([*arguments, "--backends", "ours_varlen", "ours_cache"]) == 0
+    status = {
+        (x["backend"], x["mode"]): x["status"] for x in json.loads(path.read_text())["results"]
+    }
+    for mode in host_overhead.Mode:
+        assert status["ours_varlen", mode.value] == "ok"
+        runs = mode is host_overhead.Mode.inference
+        assert status["ours_cache", mode.value] == ("ok" if runs else "unsupported")
+
+
 def test_host_overhead_goes_on_and_fails_where_a_backend_fails(monkeypatch, tmp_path, capsys):
     def refuse(q, k, v):
         raise ValueError("a defect\nof two lines")
