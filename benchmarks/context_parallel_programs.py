@@ -361,6 +361,12 @@ class Inner:
 
     # -- hop by hop --------------------------------------------------------------------------------
 
+    def is_whole(self, calls: Sequence[Sequence[steps.Part]]) -> bool:
+        """Whether the first call is of all rows."""
+        every = (0, self.rows)
+        places = [((x[0].q[0], x[-1].q[1]), (x[0].k[0], x[-1].k[1])) for x in calls[:1]]
+        return places == [(every, every)]
+
     def merged(self) -> None:
         ex, me, add = self.exchanges, self.ring_rank, self.builder
         row = self.of_keys(1, ELEMENT)
@@ -395,8 +401,8 @@ class Inner:
             calls = list(ex.hop_calls(source, me))
             if not self.is_forward and distance > 0:
                 add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros that calls add to
-            elif not self.is_forward and (len(calls), shares) != (1, 1):
-                zeros = shares if len(calls) == 1 else 1
+            elif not self.is_forward and (shares > 1 or not self.is_whole(calls)):
+                zeros = shares if self.is_whole(calls) else 1
                 of_queries = self.of_queries(self.rows, FP32, zeros)
                 add.copy(self.of_keys(self.rows, FP32, zeros) + of_queries, 2)
             for call in calls:

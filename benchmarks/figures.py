@@ -1,12 +1,13 @@
-"""Measures anew what README and docs quote: the result files of benchmarks/results, by name.
+"""Measures anew what README quotes of one GPU: files of benchmarks/results, by name.
 
     python benchmarks/figures.py --list
-    python benchmarks/figures.py --device h200 --out build/figures decode short masks
-    python benchmarks/figures.py --device h200 --out build/figures --seconds 570 forward backward
+    python benchmarks/figures.py --device h200 decode short masks
+    python benchmarks/figures.py --device h200 --seconds 570 forward backward
 
 Each is a program of its own, with a file for what it printed; what does not end within --seconds,
-which all share, is interrupted. Commands in the results name benchmarks/results in DIRECTORY's
-place. Exit status 1 where one failed or was not reached.
+which all share, is interrupted, and most programs then write what they have. Commands in the
+results name benchmarks/results in DIRECTORY's place, as that is where good ones are to be put. Exit
+status 1 where one failed or was not reached.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def run(figure: Figure, device: str, out: Path, seconds: float) -> int | None:
         try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # what is measured by then is written
+            process.send_signal(signal.SIGINT)
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
@@ -118,10 +119,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    # No name at all is all of them, and to argparse an empty list that choices must have.
     parser.add_argument("names", nargs="*", choices=[[], *FIGURES], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names, files and commands")
     parser.add_argument("--device", default="gpu", help="what files begin with, such as h200")
-    parser.add_argument("--out", type=Path, default=ROOT / RESULTS, metavar="DIRECTORY")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/figures", metavar="DIRECTORY")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
     return parser.parse_args(arguments)
 

@@ -12,6 +12,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from cases import Alibi, VarlenCase
 from torch import Tensor
 
 from flash_attn_cuda.call import AttentionCall, Incoming
@@ -48,6 +49,21 @@ class SumCase:
         dtype = str(self.dtype).removeprefix("torch.")
         dims = "x".join(map(str, self.head_dims))
         return f"{self.what}, d {dims}, {dtype}, {self.place}"
+
+    def row(self) -> VarlenCase:
+        """A case that runs the same rows of the build."""
+        given = {x: self.options[x] for x in ("softcap", "dropout_p") if x in self.options}
+        return VarlenCase(
+            lengths_q=(8,),
+            head_dim=self.head_dims[0],
+            head_dim_v=self.head_dims[1],
+            dtype=self.dtype,
+            device=self.device,
+            causal=True,
+            alibi=Alibi.per_head if self.options.get("alibi") else None,
+            deterministic=self.options.get("deterministic", False),
+            **given,
+        )
 
     def call(self, generator: torch.Generator) -> AttentionCall:
         def normal(lengths: tuple[int, ...], heads: int, columns: int) -> Tensor:

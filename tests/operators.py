@@ -11,8 +11,8 @@ from flash_attn_cuda.call import FIELDS, OF_BACKWARD, READ, AttentionCall, Incom
 from flash_attn_cuda.operators.support import arguments_of
 
 _OF_INCOMING = tuple(field.name for field in fields(Incoming))
-_TARGETS = ("dq", "dk", "dv", "accumulate")
-_OF_GRADIENTS = tuple(x for x in _OF_INCOMING if x not in (*_TARGETS, "wants_softmax_d"))
+_OF_TARGETS = ("dq", "dk", "dv", "accumulate")
+_OF_GRADIENTS = tuple(x for x in _OF_INCOMING if x not in (*_OF_TARGETS, "wants_softmax_d"))
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def backward_arguments(**given: Any) -> tuple[Any, ...]:
     and whether they are added to.
     """
     call, incoming = backward_call(**given)
-    return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, (*_OF_GRADIENTS, *_TARGETS))
+    return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, (*_OF_GRADIENTS, *_OF_TARGETS))
 
 
 def backward_call(**given: Any) -> tuple[AttentionCall, Incoming]:

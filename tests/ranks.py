@@ -78,6 +78,8 @@ class Ranks:
 
 def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # What nobody writes is NaN then, and not by chance zero.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend == "nccl":
         torch.cuda.set_device(rank)

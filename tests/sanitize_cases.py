@@ -159,7 +159,7 @@ def many_tile_cases() -> Iterator[Case]:
 
 
 def with_most_heads(case: Case, most: int | None) -> Case:
-    """The case with about `most` query heads where it has more; its groups stay."""
+    """The case with about `most` query heads, or one group, where it has more."""
     if most is None or case.num_heads_q <= most:
         return case
     group = case.num_heads_q // case.num_heads_k

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accumulate_cases import SumCase, sum_cases
-from harness import make_varlen_case, skip_without_row
+from harness import skip_without_row
 from limits import run_limited
 
 from flash_attn_cuda import build_info
@@ -18,18 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.cuda_only]
 
 
 def skip_without(case: SumCase) -> None:
-    """Skip where the build has no row for the case."""
-    options = {"softcap": 3.0, "dropout_p": 0.2} if case.what == "features" else {}
-    row = make_varlen_case(
-        lengths_q=(8,),
-        head_dim=case.head_dims[0],
-        head_dim_v=case.head_dims[1],
-        dtype=case.dtype,
-        causal=True,
-        deterministic=case.options.get("deterministic", False),
-        **options,
-    )
-    skip_without_row(row)
+    skip_without_row(case.row())
 
 
 @pytest.mark.parametrize("case", sum_cases(), ids=str)

@@ -8,10 +8,12 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
+from flash_attn_cuda.context_parallel.attention import Options, begins_with_all_rows, ringing
 
 BANDS = st.builds(
     Band,
@@ -289,3 +291,22 @@ def test_hops_that_nobody_sees_are_skipped() -> None:
     ]
     whole = Plan.of_pieces([8, 8], [[Piece(0, 0, 8)], [Piece(1, 0, 8)]])
     assert steps.is_hop_empty(whole, 1, Band())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_ring_over_one_sequence_begins_with_all_rows(ranks: int) -> None:
+    """The first call then finds no sums that others have begun."""
+    assert all(begin_with_all_rows(Plan.zigzag([64], ranks)))
+
+
+def test_a_ring_over_a_shard_with_padding_does_not() -> None:
+    plan = Plan.balanced([30, 35], 2, Band(None, 0))
+    assert [plan.used_rows(rank) for rank in range(2)] != [plan.rows] * 2
+    assert begin_with_all_rows(plan) == [plan.used_rows(rank) == plan.rows for rank in range(2)]
+    assert not begins_with_all_rows((), plan.rows, plan.rows)
+
+
+def begin_with_all_rows(plan: Plan) -> list[bool]:
+    options, cpu = Options(Band(None, 0)), torch.device("cpu")
+    own = [ringing(plan, rank, 4, options, cpu).hops[0] for rank in range(len(plan.ranks))]
+    return [begins_with_all_rows(hop.calls, plan.rows, plan.rows) for hop in own]

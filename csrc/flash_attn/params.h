@@ -218,7 +218,7 @@ struct BackwardParams {
   TensorView q, k, v, out, dout;
   TensorView dq, dk, dv;
   bool fp32_results = false;  // those three are fp32, whatever dtype
-  bool accumulate = false;    // and added to what they hold; of fp32_results alone
+  bool accumulate = false;    // dq, dk and dv are added to; with fp32_results alone
   BiasGradient dbias;
   float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
   RowView<const float> lse;   // as the forward wrote it

@@ -6,7 +6,8 @@
 namespace flash_attn_cuda {
 
 // Two neighbours, aligned to 8 bytes, in place of what is there or added to it. Nothing waits for
-// an addition, and as no other thread adds there, its bits are those of a plain sum.
+// an addition, and as no other thread adds there, its bits are those of a plain sum, subnormal
+// numbers apart, which count as zero.
 CUTE_DEVICE void write_pair(float* target, float2 pair, bool accumulates) {
   if (!accumulates) {
     *reinterpret_cast<float2*>(target) = pair;

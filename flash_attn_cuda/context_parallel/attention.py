@@ -531,8 +531,9 @@ def whole_of(part: Tensor, rows: slice, total: int, dim: int, value: float) -> T
 def merged_backward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Half of the heads meet the rank's own keys while the first keys of others are on their way,
-    the other half while the last gradients are on their way back.
+    """Where there are others' keys and an even number of heads has them, half of the heads meet
+    the rank's own keys while the first of the others' are on their way, and the other half while
+    the last gradients are on their way back.
     """
     dtype, (own, *others) = incoming.softmax_lse.dtype, work.schedule.hops
     heads_q, heads_k = q.shape[1], k.shape[1]
@@ -540,16 +541,15 @@ def merged_backward(
     every = slice(0, heads_q), slice(0, heads_k)
     dq = torch.empty_like(q, dtype=dtype)
     dkv = side_by_side(k, v, dtype)
-    writes = is_of_all_rows(own.calls, q.shape[0], k.shape[0])
-    for of_q, of_k in last if writes else [every]:
+    writes = begins_with_all_rows(own.calls, q.shape[0], k.shape[0])
+    added_to = last if writes else [every]
+    for of_q, of_k in added_to:
         dq[:, of_q] = 0.0
         dkv[:, of_k] = 0.0
     going: list[tuple[Exchange, Tensor]] = []
     for hop, keys, values in hops_with_keys(work, k, v):
         if hop.exchange is None:
-            add_gradients(
-                work, hop, first, q, keys, values, incoming, dq, dkv, accumulate=not writes
-            )
+            add_gradients(work, hop, first, q, keys, values, incoming, dq, dkv, writes=writes)
             continue
         assert work.group is not None
         given = side_by_side(keys, values, dtype).zero_()
@@ -574,13 +574,13 @@ def add_gradients(
     dq: Tensor,
     dkv: Tensor,
     *,
-    accumulate: bool = True,
+    writes: bool = False,
 ) -> None:
-    """What the hop's calls add to dq and dkv, columns of dk and dv side by side, by these heads of
-    queries and keys.
+    """Adds to dq and dkv, columns of dk and dv side by side, what the hop's calls give for these
+    heads of queries and keys. writes: the first call finds nothing there.
     """
     heads_q, heads_k = heads
-    for call in hop.calls:
+    for number, call in enumerate(hop.calls):
         of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
         rows_of_call = work.over(
             call, q[of_q, heads_q], k[of_k, heads_k], v[of_k, heads_k], heads_q
@@ -590,11 +590,11 @@ def add_gradients(
             incoming.of_rows(of_q, heads_q),
             dq[of_q, heads_q],
             *split_like(dkv[of_k, heads_k], k, v),
-            accumulate=accumulate,
+            accumulate=number > 0 or not writes,
         )
 
 
-def is_of_all_rows(calls: Sequence[DeviceCall], rows_q: int, rows_k: int) -> bool:
-    """Whether one call is of all queries and keys."""
-    places = [(call.packed.q, call.packed.k) for call in calls]
+def begins_with_all_rows(calls: Sequence[DeviceCall], rows_q: int, rows_k: int) -> bool:
+    """Whether the first call is of all queries and keys."""
+    places = [(call.packed.q, call.packed.k) for call in calls[:1]]
     return places == [((0, rows_q), (0, rows_k))]
