@@ -43,28 +43,38 @@ def attend(
             "return_attn_probs: must be False where there is dropout and an attn_mask, a "
             f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
         )
-    out, softmax_lse, s_dmask = _results(call, names)
+    out, softmax_lse, s_dmask = _results(call, names, return_attn_probs)
     if not return_attn_probs:
         return out
+    assert softmax_lse is not None
     return out, softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
 
 
 def attend_over_cache(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse)."""
-    out, softmax_lse, _ = _results(call, None)
+    out, softmax_lse, _ = _results(call, None, returns_lse=True)
+    assert softmax_lse is not None
     return out, softmax_lse
 
 
 def attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, names: Names
-) -> tuple[Tensor, Tensor] | None:
-    """(out, softmax_lse) of a call without options, whose host time counts most; None where it has
-    to go the way of the others.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    returns_lse: bool,
+    names: Names,
+) -> tuple[Tensor, Tensor | None] | None:
+    """(out, softmax_lse or None) of a call without options, whose host time counts most; None where
+    it has to go the way of the others.
     """
     if not is_plain_cuda_call(q, k, v) or _is_any_autocast_enabled() or _has_to_be_padded(q, v):
         return None
     try:
-        return cast(ModuleType, build_info.extension).attention(q, k, v, softmax_scale, causal)
+        return cast(ModuleType, build_info.extension).attention(
+            q, k, v, softmax_scale, causal, returns_lse
+        )
     except Exception as error:
         _explain(AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal), names, error)
         raise
@@ -76,13 +86,17 @@ def needs_gradient(call: AttentionCall) -> bool:
     )
 
 
-def _results(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, softmax_lse, S_dmask), the last None where it was not wanted and nobody made one."""
+def _results(
+    call: AttentionCall, names: Names | None, returns_lse: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, softmax_lse, S_dmask), the others None where they were not wanted and nobody made
+    them.
+    """
     if call.out is not None:
         _check_out(call, names)
     if call.return_softmax or not _is_plain(call):
         return _by_operator(call, names)
-    out, softmax_lse, *_ = _by_extension(call, names)
+    out, softmax_lse, *_ = _by_extension(call, names, returns_lse)
     return out, softmax_lse, None
 
 
@@ -111,15 +125,15 @@ def _is_plain(call: AttentionCall) -> bool:
     )
 
 
-def _by_extension(call: AttentionCall, names: Names | None) -> list[Any]:
+def _by_extension(call: AttentionCall, names: Names | None, returns_lse: bool) -> list[Any]:
     """An input that the extension refuses is checked here for the words of the error."""
     try:
         if call.over_cache:
-            return cast(ModuleType, build_info.extension).forward(call)
+            return cast(ModuleType, build_info.extension).forward(call, returns_lse)
         if _is_any_autocast_enabled():
             call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
         padded = _padded(call)
-        results = cast(ModuleType, build_info.extension).forward(padded)
+        results = cast(ModuleType, build_info.extension).forward(padded, returns_lse)
         if padded is not call:
             results[0] = _unpadded(results[0], call)
         return results

@@ -175,8 +175,8 @@ def _attend(
 ) -> Result:
     plain = plain_mask(options)
     if plain is not None:
-        results = attend_plainly(q, k, v, *plain, names)
+        results = attend_plainly(q, k, v, *plain, return_attn_probs, names)
         if results is not None:
             out, softmax_lse = results
-            return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
+            return out if softmax_lse is None else (out, softmax_lse, out.new_empty((0,)))
     return attend(describe(q=q, k=k, v=v, **options), return_attn_probs, names)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import backends
 import bench
 import grid_tables
+import host_builds
 import host_overhead
 from backends import BACKENDS, Backend, Unsupported
 from benchmark_cases import SMALL, TINY_GRID, sdpa_like
@@ -258,6 +259,48 @@ def test_host_overhead_of_other_functions(tmp_path):
         assert status["ours_varlen", mode.value] == "ok"
         runs = mode is host_overhead.Mode.inference
         assert status["ours_cache", mode.value] == ("ok" if runs else "unsupported")
+
+
+def test_host_time_of_two_builds_in_turns(monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def run(name, folder, options):
+        ran.append((name, folder))
+        time = {"before": 5.0, "now": 3.0}[name] + len(ran)
+        entries = [
+            {"mode": "inference", "backend": "ours", "status": "ok", "median_us": time},
+            {"mode": "recording", "backend": "ours_cache", "status": "unsupported"},
+        ]
+        return {"case": "small", "environment": {"commit": name}, "results": entries}
+
+    monkeypatch.setattr(host_builds, "run", run)
+    for name in ("a", "b"):
+        (tmp_path / name / "flash_attn_cuda").mkdir(parents=True)
+    path = tmp_path / "builds.json"
+    builds = [f"before={tmp_path / 'a'}", f"now={tmp_path / 'b'}"]
+    assert host_builds.main([*builds, "--rounds", "2", "--json", str(path)]) == 0
+    assert [name for name, _ in ran] == ["before", "now", "now", "before"]
+    assert dict(ran) == {"before": tmp_path / "a", "now": tmp_path / "b"}
+    document = json.loads(path.read_text())
+    assert document["environments"] == {"before": {"commit": "before"}, "now": {"commit": "now"}}
+    before, now = document["results"]
+    assert before["turns_us"] == [6.0, 9.0] and before["least_us"] == 6.0
+    assert now["turns_us"] == [5.0, 6.0] and now["median_us"] == 5.5
+    assert "now        least 5.0 us" in capsys.readouterr().out
+
+
+def test_a_build_is_measured_by_a_process_of_its_own():
+    options = ["--device", "cpu", "--batches", "2", "--calls", "1", "--backends", "ours"]
+    document = host_builds.run("here", Path(host_builds.__file__).parents[1], options)
+    assert [entry["mode"] for entry in document["results"]] == list(host_overhead.Mode)
+    assert document["environment"]["commit"]
+
+
+@pytest.mark.parametrize("given", ["now", "=.", "now=/nowhere"])
+def test_a_build_needs_a_name_and_a_package(given, capsys):
+    with pytest.raises(SystemExit):
+        host_builds.main([given])
+    assert "NAME=FOLDER" in capsys.readouterr().err
 
 
 def test_host_overhead_goes_on_and_fails_where_a_backend_fails(monkeypatch, tmp_path, capsys):

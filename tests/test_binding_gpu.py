@@ -12,7 +12,8 @@ import torch
 from harness import make_case, skip_without_row
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda import build_info, flash_attn_func
+from flash_attn_cuda.call import AttentionCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda_only]
 
@@ -333,6 +334,41 @@ def test_gradients_are_those_of_bwd(extension: Any, through: str) -> None:
     expected = backward(extension, zeros if dout is None else dout, *saved, dlse=dlse)
     assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
     torch.testing.assert_close(actual[0], expected[0])  # dq sums in any order
+
+
+@pytest.mark.parametrize("function", ["attention", "forward"])
+def test_a_graph_without_softmax_lse_has_the_same_gradients(extension: Any, function: str) -> None:
+    q, k, v = leaves()
+    dout = tensor()
+
+    def run(returns_lse: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        if function == "attention":
+            out, lse = extension.attention(q, k, v, 0.125, True, returns_lse)
+        else:
+            call = AttentionCall(q, k, v, softmax_scale=0.125, causal=True)
+            out, lse, *_ = extension.forward(call, returns_lse)
+        return out, lse, torch.autograd.grad(out, (q, k, v), dout)
+
+    out, lse, expected = run(True)
+    alone, none, actual = run(False)
+    assert lse is not None and none is None
+    assert torch.equal(alone, out)
+    assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
+    torch.testing.assert_close(actual[0], expected[0])  # dq sums in any order
+
+
+def test_gradients_of_a_bias_and_a_sink_without_softmax_lse() -> None:
+    q, k, v = leaves()
+    bias = tensor(1, 1, SEQLEN, SEQLEN).requires_grad_()
+    sink = torch.randn(HEADS, device="cuda", requires_grad=True)
+    masks = {"attn_mask": bias, "sink": sink}
+    dout = tensor()
+    alone = flash_attn_func(q, k, v, **masks)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **masks)
+    assert torch.equal(alone, out) and lse.requires_grad
+    expected = torch.autograd.grad(out, (bias, sink, k), dout)
+    actual = torch.autograd.grad(alone, (bias, sink, k), dout)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_only_wanted_gradients_are_returned(extension: Any) -> None:

@@ -126,28 +126,30 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// The tensors that have a gradient -> out and softmax_lse. They stand apart from the call, which
-// has them too: a Function sees the tensors among its arguments, and the gradient hangs on them as
-// they were given, while the call may go on with copies.
+// The tensors that have a gradient -> out and, where it is wanted, softmax_lse: what hangs on the
+// graph costs host time. They stand apart from the call, which has them too: a Function sees the
+// tensors among its arguments, and the gradient hangs on them as they were given, while the call
+// may go on with copies.
 struct Attention : torch::autograd::Function<Attention> {
-  static constexpr int num_arguments = 9;
+  static constexpr int num_arguments = 10;
 
   static variable_list forward(AutogradContext* context, const at::Tensor& /*q*/,
                                const at::Tensor& /*k*/, const at::Tensor& /*v*/,
                                const OptionalTensor& /*bias*/, const OptionalTensor& /*sink*/,
                                const CallArguments* given, AttentionCall* call,
-                               ForwardResults* results, bool has_settings) {
+                               ForwardResults* results, bool has_settings, bool returns_lse) {
     context->set_materialize_grads(false);
     *results = run_forward_call(*given, *call);
     // Where the layout asked for a copy, the copy is saved: the backward would need it again.
     save(context, *call, *results, has_settings);
+    if (!returns_lse) return {results->out};
     return {results->out, results->softmax_lse};
   }
 
   // Either of the gradients may be undefined.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const at::Tensor& dout = gradients.at(0);
-    const at::Tensor& dlse = gradients.at(1);
+    const at::Tensor dlse = gradients.size() > 1 ? gradients.at(1) : at::Tensor();
     if (!dout.defined() && !dlse.defined()) return variable_list(num_arguments);
     check_no_forward_gradient("dout", dout);
     check_no_forward_gradient("dlse", dlse);
@@ -218,25 +220,29 @@ bool records(const CallArguments& given) {
           requires_grad(given.bias) || requires_grad(given.sink));
 }
 
+// returns_lse: else the results have no softmax_lse.
 ForwardResults differentiable(const CallArguments& given, AttentionCall& call, bool is_recorded,
-                              bool has_settings) {
-  if (!is_recorded) {
-    const at::NoGradGuard no_grad;
-    return run_forward_call(given, call);
-  }
+                              bool has_settings, bool returns_lse) {
   ForwardResults results;
-  const variable_list outputs = Attention::apply(given.q, given.k, given.v, given.bias, given.sink,
-                                                 &given, &call, &results, has_settings);
-  results.out = outputs.at(0);
-  results.softmax_lse = outputs.at(1);
+  if (is_recorded) {
+    variable_list outputs = Attention::apply(given.q, given.k, given.v, given.bias, given.sink,
+                                             &given, &call, &results, has_settings, returns_lse);
+    results.out = std::move(outputs.at(0));
+    if (returns_lse) results.softmax_lse = std::move(outputs.at(1));
+  } else {
+    const at::NoGradGuard no_grad;
+    results = run_forward_call(given, call);
+  }
+  if (!returns_lse) results.softmax_lse.reset();
   return results;
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k,
-                                             const at::Tensor& v,
-                                             std::optional<double> softmax_scale, bool causal) {
+std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::Tensor& k,
+                                                 const at::Tensor& v,
+                                                 std::optional<double> softmax_scale, bool causal,
+                                                 bool returns_lse) {
   check_inputs(q, k, v);
   const CallArguments given{.q = q, .k = k, .v = v};
   check_no_forward_gradients(given);
@@ -244,11 +250,12 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tens
   call.options.window.right = causal ? 0 : Window::unbounded;
   call.options.softmax_scale = checked_softmax_scale(
       softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))));
-  ForwardResults results = differentiable(given, call, records(given), /*has_settings=*/false);
-  return {std::move(results.out), std::move(results.softmax_lse)};
+  ForwardResults results =
+      differentiable(given, call, records(given), /*has_settings=*/false, returns_lse);
+  return {std::move(results.out), if_defined(results.softmax_lse)};
 }
 
-std::vector<at::Tensor> forward(const CallArguments& given) {
+std::vector<at::Tensor> forward(const CallArguments& given, bool returns_lse) {
   check_no_gradient("alibi_slopes", given.alibi_slopes);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
@@ -261,7 +268,8 @@ std::vector<at::Tensor> forward(const CallArguments& given) {
       "fp32_results: must be False in a call whose gradients are wanted, got True");
   AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
-  ForwardResults results = differentiable(given, call, is_recorded, /*has_settings=*/true);
+  ForwardResults results =
+      differentiable(given, call, is_recorded, /*has_settings=*/true, returns_lse);
   return {std::move(results.out), std::move(results.softmax_lse), std::move(results.probabilities),
           std::move(results.rng_state)};
 }

@@ -17,11 +17,12 @@ namespace flash_attn_cuda::binding {
 
 using OptionalGenerator = std::optional<at::Generator>;
 
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k,
-                                             const at::Tensor& v,
-                                             std::optional<double> softmax_scale, bool causal);
+std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::Tensor& k,
+                                                 const at::Tensor& v,
+                                                 std::optional<double> softmax_scale, bool causal,
+                                                 bool returns_lse);
 
-std::vector<at::Tensor> forward(const CallArguments& call);
+std::vector<at::Tensor> forward(const CallArguments& call, bool returns_lse);
 
 std::vector<at::Tensor> backward(const CallArguments& call, const GradientArguments& incoming);
 

@@ -24,15 +24,18 @@ void define_calls(py::module& module) {
       "Plain attention of sequences of one length -> (out, softmax_lse).\n\n"
       "forward(call) with no option but a causal mask, for the host's time. softmax_scale None is\n"
       "head_dim ** -0.5. softmax_lse (batch, heads_q, seqlen_q), fp32, natural logarithm. A row\n"
-      "without a visible key has out 0 and softmax_lse -inf.",
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("softmax_scale"), py::arg("causal"));
+      "without a visible key has out 0 and softmax_lse -inf. Without returns_lse softmax_lse is\n"
+      "None.",
+      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("softmax_scale"), py::arg("causal"),
+      py::arg("returns_lse") = true);
 
   module.def(
       "forward", torch::wrap_pybind_function_no_gil(&binding::forward),
-      "Any call -> [out, softmax_lse, S_dmask or None, rng_state or None].\n\n"
+      "Any call -> [out, softmax_lse, S_dmask or None, rng_state or None], softmax_lse None too\n"
+      "without returns_lse.\n\n"
       "call: a flash_attn_cuda.call.AttentionCall, whose docstring says what each field is.\n"
       "Differentiable in q, k, v, bias and sink through out and softmax_lse.",
-      py::arg("call"));
+      py::arg("call"), py::arg("returns_lse") = true);
 
   module.def(
       "backward", torch::wrap_pybind_function_no_gil(&binding::backward),
