@@ -250,14 +250,21 @@ class TestExtensionRoute:
             self.head_dims: list[int] = []
 
         def attention(
-            self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
-        ) -> tuple[Tensor, Tensor]:
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            softmax_scale: float | None,
+            causal: bool,
+            returns_lse: bool,
+        ) -> tuple[Tensor, Tensor | None]:
             self.head_dims.append(q.shape[-1])
             if k.shape[2] == 3:
                 raise ValueError("the extension's own words")
-            return attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
+            out, lse = attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
+            return out, lse if returns_lse else None
 
-        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
             self.head_dims.append(call.q.shape[-1])
             self.call = call
             out, lse = attention(
@@ -267,7 +274,7 @@ class TestExtensionRoute:
                 window=(call.window_size_left, call.window_size_right),
                 softcap=call.softcap,
             )
-            return [out, lse, None, None]
+            return [out, lse if returns_lse else None, None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -282,6 +289,7 @@ class TestExtensionRoute:
         out, lse, s_dmask = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
         torch.testing.assert_close((out, lse), (expected, expected_lse))
         assert s_dmask.shape == (0,) and extension.head_dims == [8]
+        torch.testing.assert_close(flash_attn_func(q, k, v, causal=True), expected)
 
     def test_head_dim_is_padded(self, extension: Extension) -> None:
         q, k, v = (x[..., :5].detach().requires_grad_() for x in tensors())

@@ -312,11 +312,12 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
             self.calls.append(call)
             if call.num_splits < 0:
                 raise RuntimeError("the extension's own words")
             batch, seqlen_q, heads_q, _ = call.q.shape
+            assert returns_lse
             return [call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None]
 
     @pytest.fixture

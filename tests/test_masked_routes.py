@@ -81,9 +81,10 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
             self.calls.append(call)
-            return [call.q.clone(), torch.zeros(call.lse_shape()), None, None]
+            lse = torch.zeros(call.lse_shape()) if returns_lse else None
+            return [call.q.clone(), lse, None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

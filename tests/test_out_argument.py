@@ -163,10 +163,11 @@ class Extension:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def forward(self, call: AttentionCall) -> list[Tensor | None]:
+    def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
         self.calls.append(call)
         out = torch.empty_like(call.q) if call.out is None else call.out
-        return [out.fill_(1.0), torch.zeros(call.lse_shape()), None, None]
+        lse = torch.zeros(call.lse_shape()) if returns_lse else None
+        return [out.fill_(1.0), lse, None, None]
 
 
 @pytest.fixture

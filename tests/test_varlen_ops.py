@@ -390,11 +390,12 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
             self.calls.append(call)
             if call.deterministic:
                 raise RuntimeError("the extension's own words")
-            return [call.q, call.q.new_empty(call.q.shape[1], call.q.shape[0]), None, None]
+            lse = call.q.new_empty(call.q.shape[1], call.q.shape[0]) if returns_lse else None
+            return [call.q, lse, None, None]
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
