@@ -2,10 +2,10 @@
 
     python benchmarks/host_builds.py fa64286=../before now=. --json host_builds.json
 
-A build is a name, such as its commit, and the folder that has its flash_attn_cuda. Every turn is a
+A build is its commit, or another name, and the folder that has its flash_attn_cuda. Every turn is a
 process of its own, as one cannot hold two builds; turns go A B B A. What else the machine does
 makes whole processes slower: builds are compared by the least of their turns, and the median is
-told beside it.
+told beside it. The JSON is written anew after every round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from documents import COMMIT_VARIABLE, command_output
+from documents import COMMIT_VARIABLE
 
 BENCHMARK = Path(__file__).with_name("host_overhead.py")
 SCHEMA = 1
@@ -42,27 +42,17 @@ def build(text: str) -> tuple[str, Path]:
 
 def run(name: str, folder: Path, options: Sequence[str]) -> dict[str, Any]:
     """The document of host_overhead.py with the folder's build."""
-    commit = command_output("git", "-C", str(folder), "rev-parse", "HEAD") or name
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         subprocess.run(
             [sys.executable, str(BENCHMARK), *options, "--json", str(result)],
-            env={**os.environ, "PYTHONPATH": path, COMMIT_VARIABLE: commit},
+            env={**os.environ, "PYTHONPATH": path, COMMIT_VARIABLE: name},
             stdout=subprocess.DEVNULL,
             check=True,
         )
         document: dict[str, Any] = json.loads(result.read_text())
     return document
-
-
-def take_turns(
-    builds: dict[str, Path], rounds: int, options: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number in range(rounds):
-        names = list(builds) if number % 2 == 0 else list(reversed(builds))
-        for name in names:
-            yield name, run(name, builds[name], options)
 
 
 def summary(name: str, documents: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -81,6 +71,22 @@ def summary(name: str, documents: Sequence[dict[str, Any]]) -> Iterator[dict[str
             "median_us": median(medians),
             "turns_us": medians,
         }
+
+
+def as_document(
+    command: str, documents: dict[str, list[dict[str, Any]]], results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    environments = {name: made[0]["environment"] for name, made in documents.items()}
+    for facts in environments.values():
+        facts.pop("uncommitted_changes", None)  # of the folder of this program, not the build's
+    case = next(iter(documents.values()))[0]["case"]
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "case": case,
+        "environments": environments,
+        "results": results,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,27 +108,22 @@ def main(arguments: list[str] | None = None) -> int:
     passed_on = ["--backends", *options.backends]
     passed_on += ["--batches", str(options.batches), "--calls", str(options.calls)]
     passed_on += ["--device", options.device] if options.device else []
+    command = ["python", "benchmarks/host_builds.py", *(arguments or sys.argv[1:])]
     documents: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for name, document in take_turns(builds, options.rounds, passed_on):
-        documents[name].append(document)
-    results = [entry for name in builds for entry in summary(name, documents[name])]
+    results: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        for name in list(builds) if number % 2 == 0 else list(reversed(builds)):
+            documents[name].append(run(name, builds[name], passed_on))
+        results = [entry for name in builds for entry in summary(name, documents[name])]
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            document = as_document(shlex.join(command), documents, results)
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     for entry in sorted(results, key=lambda x: (x["mode"], x["backend"])):
         print(
             f"{entry['mode']:10} {entry['backend']:12} {entry['build']:10} "
             f"least {entry['least_us']:.1f} us, median {entry['median_us']:.1f} us"
         )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        command = ["python", "benchmarks/host_builds.py", *(arguments or sys.argv[1:])]
-        first = documents[next(iter(builds))][0]
-        document = {
-            "schema": SCHEMA,
-            "command": shlex.join(command),
-            "case": first["case"],
-            "environments": {name: documents[name][0]["environment"] for name in builds},
-            "results": results,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
