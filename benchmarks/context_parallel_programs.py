@@ -21,8 +21,8 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT)]
 from context_parallel_events import Program, Start, Times, Wait, Work, simulate  # noqa: E402
 
 from flash_attn_cuda.context_parallel import Band, Plan, steps  # noqa: E402
+from flash_attn_cuda.context_parallel.load import HeadGroups, Load  # noqa: E402
 from flash_attn_cuda.context_parallel.load import Heads as KeyHeads  # noqa: E402
-from flash_attn_cuda.context_parallel.load import Load  # noqa: E402
 from flash_attn_cuda.context_parallel.plan import equal_plan, sum_below  # noqa: E402
 
 SCHEMES = ("all_gather", "ring", "ulysses", "ulysses+ring")
@@ -282,12 +282,14 @@ class Inner:
     def is_forward(self) -> bool:
         return self.builder.which == "forward"
 
-    def of_queries(self, rows: int, size: int, share: int = 1) -> int:
-        return rows * self.heads.q // share * self.heads.dim * size
+    def of_queries(self, rows: int, size: int, heads: Heads | None = None) -> int:
+        heads = heads or self.heads
+        return rows * heads.q * heads.dim * size
 
-    def of_keys(self, rows: int, size: int, share: int = 1) -> int:
+    def of_keys(self, rows: int, size: int, heads: Heads | None = None) -> int:
         """Bytes of keys and values together."""
-        return rows * self.heads.k // share * 2 * self.heads.dim * size
+        heads = heads or self.heads
+        return rows * heads.k * 2 * heads.dim * size
 
     def finish_gradients(self) -> None:
         """Sums in fp32 to the dtype of q, k and v."""
@@ -309,55 +311,56 @@ class Inner:
         cut_rows = sum(steps.length(part.q) for part in parts)
         count = sum(received.values())
         reorders = reorders or places > count
-        groups = self.head_groups() if ex.plan.travelling else 0
-        share = Heads(
-            self.heads.q // max(1, groups), self.heads.k // max(1, groups), self.heads.dim
-        )
+        groups = [self.some(x) for x in self.head_groups()] if ex.plan.travelling else []
 
-        def ask() -> int:
-            add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, groups), 2)
-            row = self.of_keys(1, ELEMENT, groups)
+        def ask(heads: Heads) -> int:
+            add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, heads), 2)
+            row = self.of_keys(1, ELEMENT, heads)
             return add.start(self.bytes_of(sent, row), self.bytes_of(received, row))
 
-        def attend(calls: Sequence[Sequence[steps.Part]], heads: Heads, groups: int) -> None:
+        def attend(calls: Sequence[Sequence[steps.Part]], heads: Heads) -> None:
             for call in calls:
                 add.attention(call, heads, ex.band)
                 if not self.is_forward and calls is not own:
                     q_rows = steps.length((call[0].q[0], call[-1].q[1]))
-                    add.copy(self.of_queries(q_rows, FP32 + ELEMENT, groups))
+                    add.copy(self.of_queries(q_rows, FP32 + ELEMENT, heads))
 
         going = []
-        coming = [ask() for _ in range(groups)]
+        coming = [ask(heads) for heads in groups]
         if self.is_forward:
-            attend(own, self.heads, 1)
-        for here in coming:
+            attend(own, self.heads)
+        for here, heads in zip(coming, groups, strict=True):
             add.wait(here)
             if reorders:
-                add.copy(2 * self.of_keys(places, ELEMENT, groups))
-            attend(calls, share, groups)
+                add.copy(2 * self.of_keys(places, ELEMENT, heads))
+            attend(calls, heads)
             if self.is_forward:
                 continue
             if reorders:
-                add.copy(2 * self.of_keys(count, FP32, groups))
+                add.copy(2 * self.of_keys(count, FP32, heads))
             if places > count:
-                add.copy(3 * self.of_keys(places - count, FP32, groups))
-            row = self.of_keys(1, FP32, groups)
+                add.copy(3 * self.of_keys(places - count, FP32, heads))
+            row = self.of_keys(1, FP32, heads)
             going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
         if not self.is_forward and own:
-            attend(own, self.heads, 1)
+            attend(own, self.heads)
         if going:
             add.copy(self.of_keys(cut_rows, FP32))  # zeros
-        for number in going:
+        for number, heads in zip(going, groups, strict=False):
             add.wait(number)
-            add.copy(3 * self.of_keys(sum(sent.values()), FP32, groups), self.ranks)
+            add.copy(3 * self.of_keys(sum(sent.values()), FP32, heads), self.ranks)
         if going:  # sums in fp32 to the dtype of k and v
             add.copy(self.of_keys(cut_rows, FP32 + ELEMENT), 2)
 
-    def head_groups(self) -> int:
+    def some(self, heads_k: int) -> Heads:
+        """So many heads of keys, and the queries that share them."""
+        return Heads(self.heads.q // self.heads.k * heads_k, heads_k, self.heads.dim)
+
+    def head_groups(self) -> HeadGroups:
         """As ContextParallel chooses them."""
         load = Load.of(self.exchanges.plan, self.exchanges.band)
-        heads = self.heads
-        return load.head_groups(KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT))
+        heads = KeyHeads(self.heads.q, self.heads.k, 2 * self.heads.dim, ELEMENT)
+        return load.head_groups(heads, backward=not self.is_forward)
 
     # -- hop by hop --------------------------------------------------------------------------------
 
@@ -403,8 +406,8 @@ class Inner:
                 add.copy(self.of_keys(ex.rows(source, me), FP32))  # zeros that calls add to
             elif not self.is_forward and (shares > 1 or not self.is_whole(calls)):
                 zeros = shares if self.is_whole(calls) else 1
-                of_queries = self.of_queries(self.rows, FP32, zeros)
-                add.copy(self.of_keys(self.rows, FP32, zeros) + of_queries, 2)
+                both = self.of_keys(self.rows, FP32) + self.of_queries(self.rows, FP32)
+                add.copy(both // zeros, 2)
             for call in calls:
                 add.attention(call, half if distance == 0 else self.heads, ex.band)
                 q_rows = steps.length((call[0].q[0], call[-1].q[1]))
@@ -568,15 +571,20 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
     span = problem.ranks
     if scheme == "all_gather":
         load = Load.of(problem.plan, problem.band)
-        groups = load.head_groups(KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT))
+        key_heads = KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT)
+        groups = load.head_groups(key_heads, backward=which == "backward")
         outside = (span - min(span, c.gpus_per_node)) / (span - 1)
-        moved = (span - 1) * rows * row / groups
-        fetch = link(span, span - 1, moved, outside)
-        back = link(span, span - 1, FP32 / ELEMENT * moved, outside)
+        bytes_of_head = (span - 1) * rows * row / heads.k
+        fetches = [link(span, span - 1, x * bytes_of_head, outside) for x in groups]
+        here = done = 0.0
+        for fetch, x in zip(fetches, groups, strict=True):
+            here += fetch
+            done = max(done, here) + compute * x / heads.k
         if which == "forward":
-            return fetch + compute / groups + (groups - 1) * max(fetch, compute / groups)
-        alone = compute if groups == 1 else 0.0  # between the only two transfers
-        return max(fetch + compute + back, groups * (fetch + back) + alone)
+            return done
+        backs = [link(span, span - 1, FP32 / ELEMENT * x * bytes_of_head, outside) for x in groups]
+        alone = compute if len(groups) == 1 else 0.0  # between the only two transfers
+        return max(fetches[0] + compute + backs[-1], sum(fetches) + sum(backs) + alone)
     moved = rows * row  # size * rows of k_heads / size heads
     fetch = link(span, 1, moved, 1.0)
     back = link(span, 1, FP32 / ELEMENT * moved, 1.0)

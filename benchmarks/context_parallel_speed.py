@@ -156,7 +156,10 @@ def one_gpu(problem: Problem) -> Passes:
 
 
 def ours(problem: Problem, scheme: str) -> Passes:
-    parallel = ContextParallel(None, scheme)
+    """scheme: of ContextParallel, or "all_gather 1,7" with groups of so many heads of keys."""
+    scheme, _, groups = scheme.partition(" ")
+    head_groups = [int(x) for x in groups.split(",")] if groups else None
+    parallel = ContextParallel(None, scheme, head_groups=head_groups)
     if problem.mean:
         plan = parallel.plan(problem.cu_seqlens)
         attend = partial(parallel.attend, plan=plan, causal=True)
@@ -330,7 +333,8 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
     made: list[Passes] = []
     with contextlib.ExitStack() as stack:
         reasons = {}
-        for name, make in contenders(problem, options.contenders, stack):
+        names_wanted = [*options.contenders, *(f"all_gather {x}" for x in options.head_groups)]
+        for name, make in contenders(problem, names_wanted, stack):
             try:
                 passes = make()
                 passes.forward()
@@ -401,6 +405,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--activate",
         action="store_true",
         help="torch's flash attention runs on this package, also that of `torch` here",
+    )
+    parser.add_argument(
+        "--head-groups",
+        nargs="+",
+        default=[],
+        metavar="N,N",
+        help="also all_gather with groups of so many heads of keys each",
     )
     parser.add_argument("--turn-ms", type=float, default=100.0)
     parser.add_argument("--trace", action="store_true", help="also show exposed transfers")

@@ -38,7 +38,7 @@ class Case:
     dropout_p: float = 0.0
     deterministic: bool = False
     ulysses_size: int | None = None
-    head_groups: int | None = None
+    head_groups: int | tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 0
@@ -226,6 +226,16 @@ def keep_draws(parallel: ContextParallel) -> list[Tensor]:
     return drawn
 
 
+def with_groups_of_its_heads(case: Case) -> Case:
+    """The same number of groups, or one, where the case's do not fit its heads of keys."""
+    groups, heads = case.head_groups, case.heads_k
+    if isinstance(groups, int) and heads % groups:
+        groups = 1
+    if isinstance(groups, tuple) and sum(groups) != heads:
+        groups = (1, heads - 1) if heads > 1 else (1,)
+    return replace(case, head_groups=groups)
+
+
 _parallels: dict[Any, ContextParallel] = {}
 
 
@@ -385,6 +395,9 @@ def refuses() -> None:
         ContextParallel(None, "ring", ulysses_size=2)
     with pytest.raises(ValueError, match="head_groups: must divide the 4 heads of keys, got 3"):
         ContextParallel(None, "all_gather", head_groups=3).attend(x, x, x)
+    for groups in ([1, 2], [4, 0], [5, -1], []):
+        with pytest.raises(ValueError, match=r"head_groups: must be positive and add up to the 4"):
+            ContextParallel(None, "all_gather", head_groups=groups).attend(x, x, x)
     with pytest.raises(ValueError, match="heads: ulysses over"):
         three = x[:, :, :3]
         ContextParallel(None, "ulysses").attend(three, three, three)

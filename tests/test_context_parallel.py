@@ -21,6 +21,7 @@ SCHEMES = {
     "ring": Case("ring", 4),
     "all_gather": Case("all_gather", 4),
     "all_gather-in-groups": Case("all_gather", 4, head_groups=2),
+    "all_gather-in-uneven-groups": Case("all_gather", 4, head_groups=(1, 3)),
     "ulysses": Case("ulysses", 4),
     "ulysses+ring": Case("ulysses+ring", 4, ulysses_size=2),
     "auto": Case("auto", 4),
@@ -62,9 +63,7 @@ def test_equals_the_whole(four: Ranks, scheme: str, layout: str, option: str) ->
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fewer_heads_of_keys(four: Ranks, scheme: str, heads: tuple[int, int]) -> None:
     case = replace(SCHEMES[scheme], heads_q=heads[0], heads_k=heads[1])
-    if case.head_groups and heads[1] % case.head_groups:
-        case = replace(case, head_groups=1)
-    four.run(cases.equals_the_whole, case)
+    four.run(cases.equals_the_whole, cases.with_groups_of_its_heads(case))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

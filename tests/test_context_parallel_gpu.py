@@ -38,6 +38,7 @@ SCHEMES = {
     "ring": {"scheme": "ring"},
     "all_gather": {"scheme": "all_gather"},
     "all_gather-in-groups": {"scheme": "all_gather", "head_groups": 2},
+    "all_gather-in-uneven-groups": {"scheme": "all_gather", "head_groups": (1, 3)},
     "ulysses": {"scheme": "ulysses"},
 }
 LAYOUTS = {
@@ -66,7 +67,7 @@ OPTIONS = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_is_as_close_as_one_call(two: Ranks, scheme: str, layout: str, option: str) -> None:
     case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
-    two.run(cases.is_as_close_as_one_call, case)
+    two.run(cases.is_as_close_as_one_call, cases.with_groups_of_its_heads(case))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
-from flash_attn_cuda.context_parallel.attention import Options, begins_with_all_rows, ringing
+from flash_attn_cuda.context_parallel.attention import (
+    Options,
+    begins_with_all_rows,
+    head_slices,
+    ringing,
+)
+from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
 
 BANDS = st.builds(
     Band,
@@ -310,3 +316,41 @@ def begin_with_all_rows(plan: Plan) -> list[bool]:
     options, cpu = Options(Band(None, 0)), torch.device("cpu")
     own = [ringing(plan, rank, 4, options, cpu).hops[0] for rank in range(len(plan.ranks))]
     return [begins_with_all_rows(hop.calls, plan.rows, plan.rows) for hop in own]
+
+
+# Groups of heads
+
+
+def groups_of(ranks: int, seqlen: int, backward: bool, heads_k: int = 8) -> tuple[int, ...]:
+    plan = Plan.zigzag([seqlen], ranks)
+    heads = Heads(32, heads_k, columns=256, itemsize=2)
+    return Load.of(plan, Band(None, 0)).head_groups(heads, backward=backward)
+
+
+def test_a_forward_waits_for_one_head() -> None:
+    assert groups_of(2, 1 << 14, False) == (8,)  # too short
+    assert groups_of(2, 1 << 15, False) == (1, 7)
+    assert groups_of(2, 1 << 16, False) == (1, 7)
+    assert groups_of(2, 1 << 17, False) == (8,)  # a transfer is 0.8 % of the work
+    assert groups_of(2, 1 << 15, False, heads_k=1) == (1,)
+    # Where 7 heads may come after the work on the first has ended:
+    assert groups_of(8, 1 << 17, False) == (2, 2, 2, 2)
+
+
+def test_groups_of_a_backward_are_even() -> None:
+    assert groups_of(2, 1 << 14, True) == (8,)
+    assert groups_of(2, 1 << 15, True) == (4, 4)
+    assert groups_of(2, 1 << 16, True) == (8,)
+    assert groups_of(2, 1 << 15, True, heads_k=1) == (1,)
+    assert groups_of(8, 1 << 17, True) == (2, 2, 2, 2)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_groups_share_heads_in_order(heads_k: int, count: int, shared: int) -> None:
+    groups = even_groups(heads_k, count)
+    assert len(groups) == min(count, heads_k) and max(groups) - min(groups) <= 1
+    slices = list(head_slices(heads_k * shared, groups))
+    for heads, number in ((0, heads_k * shared), (1, heads_k)):
+        of_each = [range(number)[x[heads]] for x in slices]
+        assert [x for one in of_each for x in one] == list(range(number))
+    assert all(len(range(99)[q]) == shared * len(range(99)[k]) for q, k in slices)

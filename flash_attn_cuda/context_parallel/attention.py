@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
 from .exchange import add_back, arrived, send, send_back
+from .load import HeadGroups, even_groups
 from .merge import add_sink_, merge_, sink_gradient
 from .plan import Band, Plan
 from .steps import Exchange, PackedCall, Part
@@ -161,7 +163,7 @@ def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int
 @dataclass(eq=False)
 class Work:
     """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: in
-    how many groups the heads of keys travel.
+    which the heads of keys travel, in the forward and in the backward.
     """
 
     schedule: Schedule
@@ -171,7 +173,7 @@ class Work:
     sink: Tensor | None = None
     rng_state: Tensor | None = None
     first_head: int = 0
-    head_groups: int = 1
+    head_groups: tuple[HeadGroups, HeadGroups] = ((), ())
     sm_margin: int = 0
 
     def over(
@@ -211,14 +213,12 @@ class Work:
         )
 
 
-def head_slices(heads_q: int, heads_k: int, groups: int) -> Iterator[tuple[slice, slice]]:
-    """(query heads, key heads) of each of as many groups, which divide heads_k."""
-    each_q, each_k = heads_q // groups, heads_k // groups
-    for group in range(groups):
-        yield (
-            slice(each_q * group, each_q * (group + 1)),
-            slice(each_k * group, each_k * (group + 1)),
-        )
+def head_slices(heads_q: int, groups: HeadGroups) -> Iterator[tuple[slice, slice]]:
+    """(query heads, key heads) of each group."""
+    of_each, first = heads_q // sum(groups), 0
+    for end in accumulate(groups):
+        yield slice(of_each * first, of_each * end), slice(first, end)
+        first = end
 
 
 class ContextAttention(torch.autograd.Function):
@@ -290,16 +290,17 @@ class Arrival:
 
 
 def arrivals(
-    work: Work, heads_q: int, k: Tensor, v: Tensor, *, own_first: bool
+    work: Work, heads_q: int, k: Tensor, v: Tensor, *, backward: bool
 ) -> Iterator[Arrival]:
-    """The rank's own keys at first or at last, and those of all ranks, a group of heads at a time.
+    """The rank's own keys, at first or in a backward at last, and those of all ranks, a group of
+    heads at a time.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.
     """
     own = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
-    groups = list(head_slices(heads_q, k.shape[1], work.head_groups))
+    groups = list(head_slices(heads_q, work.head_groups[backward])) if others else []
     coming: list[tuple[Hop, tuple[slice, slice], Tensor]] = []
     for hop in others:
         assert hop.exchange is not None and work.group is not None
@@ -311,14 +312,14 @@ def arrivals(
         for hop in own:
             yield Arrival(hop, slice(0, heads_q), slice(0, k.shape[1]), k, v)
 
-    if own_first:
+    if not backward:
         yield from owned()
     while coming:
         hop, heads, came = coming.pop(0)
         kv = in_order(arrived(came), hop.arrival)
         del came
         yield Arrival(hop, *heads, *split_like(kv, k, v))
-    if not own_first:
+    if backward:
         yield from owned()
 
 
@@ -334,7 +335,7 @@ def gathered_forward(
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=AttentionCall(q, k, v).lse_dtype())
     out[used:] = 0.0
     softmax_lse[:, used:] = -torch.inf
-    for keys in arrivals(work, q.shape[1], k, v, own_first=True):
+    for keys in arrivals(work, q.shape[1], k, v, backward=False):
         heads = keys.heads_q
         sink_of_heads = None if sink is None else sink[heads]
         for call in keys.hop.calls:
@@ -366,7 +367,7 @@ def gathered_backward(
         gradient[work.schedule.used_rows :] = 0.0
     going: list[tuple[Exchange, slice, Tensor]] = []
     # The rank's own keys last: meanwhile gradients of the others go back.
-    for keys in arrivals(work, q.shape[1], k, v, own_first=False):
+    for keys in arrivals(work, q.shape[1], k, v, backward=True):
         hop, heads = keys.hop, keys.heads_q
         # What others see of the keys they add to, in fp32, before it is rounded.
         dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, dtype)
@@ -537,7 +538,8 @@ def merged_backward(
     """
     dtype, (own, *others) = incoming.softmax_lse.dtype, work.schedule.hops
     heads_q, heads_k = q.shape[1], k.shape[1]
-    first, *last = head_slices(heads_q, heads_k, 2 if others and heads_k % 2 == 0 else 1)
+    halves = 2 if others and heads_k % 2 == 0 else 1
+    first, *last = head_slices(heads_q, even_groups(heads_k, halves))
     every = slice(0, heads_q), slice(0, heads_k)
     dq = torch.empty_like(q, dtype=dtype)
     dkv = side_by_side(k, v, dtype)

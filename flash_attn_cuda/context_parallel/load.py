@@ -1,4 +1,4 @@
-"""What a plan gives ranks to do and to fetch, and in how many pieces it is best fetched."""
+"""What a plan gives ranks to do and to fetch, and in which pieces it is best fetched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 from .plan import Band, Plan
 
-# Heads travel in groups, each beside the work on the one before, until no more than EXPOSED of the
-# time is a wait for the first; groups cost launches, which WORTH_GROUPS seconds of work bear.
-EXPOSED, WORTH_GROUPS = 0.02, 4e-3
+# Heads travel in groups, each beside the work on those before. A group costs the end of a call, in
+# which multiprocessors idle; WORTH_GROUPS seconds of work bear that. A transfer may take EXPOSED of
+# the work beside nothing, of a backward twice that. A forward waits for one head where transfers
+# take up to ONE_HEAD of the work: over a link of a sixth of BANDWIDTH the others come in time, too.
+WORTH_GROUPS = 4e-3
+EXPOSED, ONE_HEAD = 0.01, 1 / 30
 RATE, BANDWIDTH = 600e12, 300e9  # FLOP/s, and bytes/s to a GPU: of an H100 over NVLink
+
+HeadGroups = tuple[int, ...]  # of so many heads of keys each
 
 
 class Heads(NamedTuple):
@@ -37,11 +42,21 @@ class Load:
         pairs = sum(plan.pairs_of(rank, band) for rank in ranks)
         return cls(pairs / len(ranks), plan.travelling / len(ranks))
 
-    def head_groups(self, heads: Heads) -> int:
-        """In how many groups heads of keys travel to each rank."""
+    def head_groups(self, heads: Heads, *, backward: bool) -> HeadGroups:
+        """In which groups heads of keys travel to each rank: so that little is waited for, and in
+        few. A backward waits for the first group and for what the last one sends back.
+        """
         seconds = self.pairs * 2 * heads.columns * heads.q / RATE
-        if seconds < WORTH_GROUPS:
-            return 1
         transfer = self.travelling * heads.k * heads.columns * heads.itemsize / BANDWIDTH
-        fit = [x for x in (1, 2, 3, 4) if heads.k % x == 0]
-        return next((x for x in fit if transfer / x < EXPOSED * seconds), fit[-1])
+        least = 2 * EXPOSED if backward else EXPOSED
+        if heads.k == 1 or seconds < WORTH_GROUPS or transfer < least * seconds:
+            return (heads.k,)
+        if not backward and transfer < ONE_HEAD * seconds:
+            return (1, heads.k - 1)
+        return even_groups(heads.k, 2 if transfer / 2 < 2 * EXPOSED * seconds else 4)
+
+
+def even_groups(heads_k: int, count: int) -> HeadGroups:
+    """As many groups, or one for each head, as even as they can be."""
+    count = min(count, heads_k)
+    return tuple(heads_k // count + (x < heads_k % count) for x in range(count))

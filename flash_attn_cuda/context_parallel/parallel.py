@@ -29,7 +29,7 @@ from . import attention
 from .attention import ContextAttention, Options, Schedule, Work
 from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
-from .load import Heads, Load
+from .load import HeadGroups, Heads, Load, even_groups
 from .plan import (
     Band,
     Plan,
@@ -66,8 +66,8 @@ class ContextParallel:
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
         head_groups: of all_gather, in how many groups the heads of keys travel, all asked for at
-            once and each worked on as it comes; it divides the heads of keys. None: chosen by the
-            length.
+            once and each worked on as it comes, a number that divides the heads of keys; or how
+            many heads each group has. None: chosen by the length, for either pass.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -78,7 +78,7 @@ class ContextParallel:
         scheme: str = "auto",
         *,
         ulysses_size: int | None = None,
-        head_groups: int | None = None,
+        head_groups: int | Sequence[int] | None = None,
         sm_margin: int = 0,
     ) -> None:
         check_sm_margin(sm_margin)
@@ -312,16 +312,27 @@ class ContextParallel:
         key = (plan, make.__name__, heads, options, device)
         return self._once(key, lambda: make(plan, rank, heads, options, device))
 
-    def _head_groups(self, load: Load, schedule: Schedule, heads: Heads) -> int:
+    def _head_groups(
+        self, load: Load, schedule: Schedule, heads: Heads
+    ) -> tuple[HeadGroups, HeadGroups]:
+        """Of the forward and of the backward."""
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
-            return 1
+            return (heads.k,), (heads.k,)
         if self.head_groups is None:
-            return load.head_groups(heads)
-        if self.head_groups < 1 or heads.k % self.head_groups:
+            return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
+        groups = self.head_groups
+        if isinstance(groups, int):
+            if groups < 1 or heads.k % groups:
+                raise ValueError(
+                    f"head_groups: must divide the {heads.k} heads of keys, got {groups}"
+                )
+            groups = even_groups(heads.k, groups)
+        if min(groups, default=0) < 1 or sum(groups) != heads.k:
             raise ValueError(
-                f"head_groups: must divide the {heads.k} heads of keys, got {self.head_groups}"
+                f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
+                f"{list(groups)}"
             )
-        return self.head_groups
+        return tuple(groups), tuple(groups)
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -485,7 +496,7 @@ class Prepared:
     options: Options
     scheme: str
     schedule: Schedule
-    head_groups: int
+    head_groups: tuple[HeadGroups, HeadGroups]
     orders: tuple[Tensor, Tensor] | None
 
 
