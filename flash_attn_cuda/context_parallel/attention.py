@@ -169,11 +169,11 @@ class Work:
     schedule: Schedule
     options: Options
     group: ProcessGroup | None
+    head_groups: tuple[HeadGroups, HeadGroups]
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
     rng_state: Tensor | None = None
     first_head: int = 0
-    head_groups: tuple[HeadGroups, HeadGroups] = ((), ())
     sm_margin: int = 0
 
     def over(

@@ -270,11 +270,11 @@ class ContextParallel:
             schedule,
             options,
             group,
+            prepared.head_groups,
             alibi_slopes,
             sink,
             self._draw(q) if options.dropout_p > 0.0 else None,
             first_head,
-            prepared.head_groups,
             self.sm_margin,
         )
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
