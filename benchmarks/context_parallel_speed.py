@@ -155,10 +155,14 @@ def one_gpu(problem: Problem) -> Passes:
     return sharded_passes(attend, problem, lambda x: x)
 
 
+def groups_in(contender: str) -> tuple[str, list[int] | None]:
+    """(scheme, groups of heads of keys) of "all_gather 1,7", or of a scheme alone."""
+    scheme, _, groups = contender.partition(" ")
+    return scheme, [int(x) for x in groups.split(",")] if groups else None
+
+
 def ours(problem: Problem, scheme: str) -> Passes:
-    """scheme: of ContextParallel, or "all_gather 1,7" with groups of so many heads of keys."""
-    scheme, _, groups = scheme.partition(" ")
-    head_groups = [int(x) for x in groups.split(",")] if groups else None
+    scheme, head_groups = groups_in(scheme)
     parallel = ContextParallel(None, scheme, head_groups=head_groups)
     if problem.mean:
         plan = parallel.plan(problem.cu_seqlens)

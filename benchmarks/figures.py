@@ -13,6 +13,7 @@ status 1 where one failed or was not reached.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -86,6 +87,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
 }
 
 
+def with_variables(figure: Figure, command: str | None = None) -> str:
+    """Its command, or this one, behind the variables that it runs with."""
+    variables = (f"{name}={value}" for name, value in figure.variables.items())
+    return " ".join((*variables, command or figure.command))
+
+
 def run(figure: Figure, device: str, out: Path, seconds: float) -> int | None:
     """Its exit status; None where it was interrupted."""
     script, *options = shlex.split(figure.command)
@@ -111,7 +118,9 @@ def run(figure: Figure, device: str, out: Path, seconds: float) -> int | None:
                 process.wait()
             status = None
     if path.is_file():
-        path.write_text(path.read_text().replace(f"{out}/", f"{RESULTS}/"))
+        document = json.loads(path.read_text().replace(f"{out}/", f"{RESULTS}/"))
+        document["command"] = with_variables(figure, document["command"])
+        path.write_text(json.dumps(document, indent=1) + "\n")
     return status
 
 
@@ -133,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         for name, figures in FIGURES.items():
             for figure in figures:
-                print(f"{name:10} {options.device}_{figure.file}.json: {figure.command}")
+                print(f"{name:10} {options.device}_{figure.file}.json: {with_variables(figure)}")
         return 0
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

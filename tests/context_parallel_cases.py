@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan
+from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan, attention
+from flash_attn_cuda.context_parallel.attention import head_slices
+from flash_attn_cuda.context_parallel.load import HeadGroups, Heads, Load
 from flash_attn_cuda.operators.attention import run_operator
 
 
@@ -192,6 +196,27 @@ def equals_the_whole(case: Case) -> None:
         torch.testing.assert_close(
             found[name], x, rtol=1e-9, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def has_groups_of_either_pass(case: Case) -> None:
+    """The forward's groups of heads in the forward, the backward's in the backward. No other test
+    has these lengths, whose groups are kept.
+    """
+    asked = []
+
+    def chosen(load: Load, heads: Heads, *, backward: bool) -> HeadGroups:
+        return (2, 2) if backward else (1, 3)
+
+    def slices(heads_q: int, groups: HeadGroups) -> Iterator[tuple[slice, slice]]:
+        asked.append(groups)
+        return head_slices(heads_q, groups)
+
+    with (
+        mock.patch.object(Load, "head_groups", chosen),
+        mock.patch.object(attention, "head_slices", slices),
+    ):
+        equals_the_whole(replace(case, lengths=(104,)))
+    assert asked == [(1, 3), (2, 2)]
 
 
 def is_as_close_as_one_call(case: Case) -> None:

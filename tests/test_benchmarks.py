@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -289,11 +290,22 @@ def test_host_time_of_two_builds_in_turns(monkeypatch, tmp_path, capsys):
     assert "now        least 5.0 us" in capsys.readouterr().out
 
 
+ONE_TURN = ["--device", "cpu", "--batches", "2", "--calls", "1", "--backends", "ours"]
+
+
 def test_a_build_is_measured_by_a_process_of_its_own():
-    options = ["--device", "cpu", "--batches", "2", "--calls", "1", "--backends", "ours"]
-    document = host_builds.run("here", Path(host_builds.__file__).parents[1], options)
+    document = host_builds.run("here", Path(host_builds.__file__).parents[1], ONE_TURN)
     assert [entry["mode"] for entry in document["results"]] == list(host_overhead.Mode)
-    assert document["environment"]["commit"]
+    assert document["environment"]["commit"] == "here"
+
+
+def test_a_build_is_that_of_its_folder(tmp_path):
+    package = tmp_path / "flash_attn_cuda"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(77)")
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        host_builds.run("stub", tmp_path, ONE_TURN)
+    assert raised.value.returncode == 77
 
 
 @pytest.mark.parametrize("given", ["now", "=.", "now=/nowhere"])

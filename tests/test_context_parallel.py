@@ -59,6 +59,10 @@ def test_equals_the_whole(four: Ranks, scheme: str, layout: str, option: str) ->
     four.run(cases.equals_the_whole, case)
 
 
+def test_groups_of_heads_of_either_pass(four: Ranks) -> None:
+    four.run(cases.has_groups_of_either_pass, Case("all_gather", 4))
+
+
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2), (4, 1), (12, 4)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fewer_heads_of_keys(four: Ranks, scheme: str, heads: tuple[int, int]) -> None:

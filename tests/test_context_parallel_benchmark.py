@@ -63,3 +63,11 @@ def test_errors_are_relative_to_the_root_mean_square() -> None:
     found, largest = errors.errors(mine, exact, False)
     assert found == pytest.approx(0.1 / 20**0.5)
     assert largest == pytest.approx(0.1)
+
+
+def test_groups_of_heads_as_contenders() -> None:
+    options = benchmark.parse_arguments(["--head-groups", "8", "1,7"])
+    assert options.head_groups == ["8", "1,7"]
+    assert benchmark.groups_in("all_gather 1,7") == ("all_gather", [1, 7])
+    assert benchmark.groups_in("all_gather 8") == ("all_gather", [8])
+    assert benchmark.groups_in("ring") == ("ring", None)

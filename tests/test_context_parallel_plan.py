@@ -333,8 +333,9 @@ def test_a_forward_waits_for_one_head() -> None:
     assert groups_of(2, 1 << 16, False) == (1, 7)
     assert groups_of(2, 1 << 17, False) == (8,)  # a transfer is 0.8 % of the work
     assert groups_of(2, 1 << 15, False, heads_k=1) == (1,)
-    # Where 7 heads may come after the work on the first has ended:
+    # Where the others may come after the work on the first has ended:
     assert groups_of(8, 1 << 17, False) == (2, 2, 2, 2)
+    assert groups_of(2, 1 << 17, False, heads_k=32) == (16, 16)
 
 
 def test_groups_of_a_backward_are_even() -> None:

@@ -59,6 +59,17 @@ def test_a_result_names_the_folder_of_results(tmp_path, monkeypatch, capsys) -> 
     assert "first: status 0" in capsys.readouterr().out
 
 
+def test_a_result_names_the_variables_of_its_program(tmp_path, monkeypatch, capsys) -> None:
+    stand_in(tmp_path, monkeypatch, WRITES)
+    limited = Figure("first", "program.py", {"LIMIT": "80"})
+    monkeypatch.setattr(figures, "FIGURES", {"one": (limited,)})
+    assert figures.main(["--out", str(tmp_path / "out")]) == 0
+    command = json.loads((tmp_path / "out/gpu_first.json").read_text())["command"]
+    assert command == "LIMIT=80 --json benchmarks/results/gpu_first.json"
+    assert figures.main(["--list"]) == 0
+    assert "gpu_first.json: LIMIT=80 program.py\n" in capsys.readouterr().out
+
+
 def test_what_fails_and_what_takes_too_long(tmp_path, monkeypatch, capsys) -> None:
     stand_in(tmp_path, monkeypatch, "import sys; sys.exit(3)")
     assert figures.main(["--out", str(tmp_path / "out"), "one"]) == 1

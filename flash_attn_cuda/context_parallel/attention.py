@@ -162,8 +162,8 @@ def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int
 
 @dataclass(eq=False)
 class Work:
-    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: in
-    which the heads of keys travel, in the forward and in the backward.
+    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: the
+    groups in which heads of keys travel, of the forward and of the backward.
     """
 
     schedule: Schedule
@@ -292,8 +292,8 @@ class Arrival:
 def arrivals(
     work: Work, heads_q: int, k: Tensor, v: Tensor, *, backward: bool
 ) -> Iterator[Arrival]:
-    """The rank's own keys, at first or in a backward at last, and those of all ranks, a group of
-    heads at a time.
+    """The rank's own keys, first, or in a backward last, and those of all ranks, a group of heads
+    at a time.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.

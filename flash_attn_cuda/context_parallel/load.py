@@ -9,10 +9,10 @@ from .plan import Band, Plan
 
 # Heads travel in groups, each beside the work on those before. A group costs the end of a call, in
 # which multiprocessors idle; WORTH_GROUPS seconds of work bear that. A transfer may take EXPOSED of
-# the work beside nothing, of a backward twice that. A forward waits for one head where transfers
-# take up to ONE_HEAD of the work: over a link of a sixth of BANDWIDTH the others come in time, too.
+# the work beside nothing, of a backward twice that. A forward waits for one head if the others come
+# while it is at work on that one, over links of a SLOWER_LINKth of BANDWIDTH as well.
 WORTH_GROUPS = 4e-3
-EXPOSED, ONE_HEAD = 0.01, 1 / 30
+EXPOSED, SLOWER_LINK = 0.01, 4
 RATE, BANDWIDTH = 600e12, 300e9  # FLOP/s, and bytes/s to a GPU: of an H100 over NVLink
 
 HeadGroups = tuple[int, ...]  # of so many heads of keys each
@@ -51,7 +51,7 @@ class Load:
         least = 2 * EXPOSED if backward else EXPOSED
         if heads.k == 1 or seconds < WORTH_GROUPS or transfer < least * seconds:
             return (heads.k,)
-        if not backward and transfer < ONE_HEAD * seconds:
+        if not backward and transfer * (heads.k - 1) * SLOWER_LINK < seconds:
             return (1, heads.k - 1)
         return even_groups(heads.k, 2 if transfer / 2 < 2 * EXPOSED * seconds else 4)
 

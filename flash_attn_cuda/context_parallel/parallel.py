@@ -65,9 +65,9 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather, in how many groups the heads of keys travel, all asked for at
-            once and each worked on as it comes, a number that divides the heads of keys; or how
-            many heads each group has. None: chosen by the length, for either pass.
+        head_groups: of all_gather, into how many equal groups the heads of keys are split for their
+            way, or how many heads each group has; all are asked for at once, and each is worked on
+            as it comes. None: chosen by the length, for either pass.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -320,19 +320,21 @@ class ContextParallel:
             return (heads.k,), (heads.k,)
         if self.head_groups is None:
             return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
-        groups = self.head_groups
-        if isinstance(groups, int):
-            if groups < 1 or heads.k % groups:
+        if isinstance(self.head_groups, Sequence):
+            groups = tuple(index(x) for x in self.head_groups)
+            if min(groups, default=0) < 1 or sum(groups) != heads.k:
                 raise ValueError(
-                    f"head_groups: must divide the {heads.k} heads of keys, got {groups}"
+                    f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
+                    f"{list(groups)}"
                 )
-            groups = even_groups(heads.k, groups)
-        if min(groups, default=0) < 1 or sum(groups) != heads.k:
-            raise ValueError(
-                f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
-                f"{list(groups)}"
-            )
-        return tuple(groups), tuple(groups)
+        else:
+            count = index(self.head_groups)
+            if count < 1 or heads.k % count:
+                raise ValueError(
+                    f"head_groups: must divide the {heads.k} heads of keys, got {count}"
+                )
+            groups = even_groups(heads.k, count)
+        return groups, groups
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
