@@ -311,7 +311,7 @@ class Inner:
         cut_rows = sum(steps.length(part.q) for part in parts)
         count = sum(received.values())
         reorders = reorders or places > count
-        groups = [self.some(x) for x in self.head_groups()] if ex.plan.travelling else []
+        groups = [self.heads_of(x) for x in self.head_groups()] if ex.plan.travelling else []
 
         def ask(heads: Heads) -> int:
             add.copy(2 * self.of_keys(sum(sent.values()), ELEMENT, heads), 2)
@@ -325,11 +325,11 @@ class Inner:
                     q_rows = steps.length((call[0].q[0], call[-1].q[1]))
                     add.copy(self.of_queries(q_rows, FP32 + ELEMENT, heads))
 
-        going = []
-        coming = [ask(heads) for heads in groups]
+        going: list[tuple[int, Heads]] = []
+        coming = [(ask(heads), heads) for heads in groups]
         if self.is_forward:
             attend(own, self.heads)
-        for here, heads in zip(coming, groups, strict=True):
+        for here, heads in coming:
             add.wait(here)
             if reorders:
                 add.copy(2 * self.of_keys(places, ELEMENT, heads))
@@ -341,18 +341,19 @@ class Inner:
             if places > count:
                 add.copy(3 * self.of_keys(places - count, FP32, heads))
             row = self.of_keys(1, FP32, heads)
-            going.append(add.start(self.bytes_of(received, row), self.bytes_of(sent, row)))
+            back = add.start(self.bytes_of(received, row), self.bytes_of(sent, row))
+            going.append((back, heads))
         if not self.is_forward and own:
             attend(own, self.heads)
         if going:
             add.copy(self.of_keys(cut_rows, FP32))  # zeros
-        for number, heads in zip(going, groups, strict=False):
+        for number, heads in going:
             add.wait(number)
             add.copy(3 * self.of_keys(sum(sent.values()), FP32, heads), self.ranks)
         if going:  # sums in fp32 to the dtype of k and v
             add.copy(self.of_keys(cut_rows, FP32 + ELEMENT), 2)
 
-    def some(self, heads_k: int) -> Heads:
+    def heads_of(self, heads_k: int) -> Heads:
         """So many heads of keys, and the queries that share them."""
         return Heads(self.heads.q // self.heads.k * heads_k, heads_k, self.heads.dim)
 

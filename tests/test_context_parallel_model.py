@@ -32,8 +32,8 @@ from context_parallel_programs import (
     visible_pairs,
 )
 
-from flash_attn_cuda.context_parallel import Band, attention, steps
-from flash_attn_cuda.context_parallel.attention import Options
+from flash_attn_cuda.context_parallel import Band, steps
+from flash_attn_cuda.context_parallel.schedule import Options, gathering, ringing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +81,7 @@ def test_every_visible_pair_is_computed_once(problem):
 @pytest.mark.parametrize("problem", PROBLEMS[:3])
 @pytest.mark.parametrize("scheme", ["all_gather", "ring"])
 def test_bytes_are_those_of_the_exchanges_of_the_schedule(problem, scheme):
-    make = attention.gathering if scheme == "all_gather" else attention.ringing
+    make = gathering if scheme == "all_gather" else ringing
     heads = problem.heads
     row = 2 * heads.k * heads.dim * 2
     outcomes = {which: run(problem, scheme, which, Constants()) for which in PASSES}

@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
-from flash_attn_cuda.context_parallel.attention import (
-    Options,
-    begins_with_all_rows,
-    head_slices,
-    ringing,
-)
+from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, head_slices
 from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
+from flash_attn_cuda.context_parallel.schedule import Options, ringing
 
 BANDS = st.builds(
     Band,

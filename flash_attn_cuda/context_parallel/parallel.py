@@ -25,8 +25,7 @@ from ..arguments import (
     window_bounds,
 )
 from ..checks.lengths import check_sm_margin
-from . import attention
-from .attention import ContextAttention, Options, Schedule, Work
+from .attention import ContextAttention, Work
 from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
 from .load import HeadGroups, Heads, Load, even_groups
@@ -39,6 +38,7 @@ from .plan import (
     plan_pads,
     rows_of_joined,
 )
+from .schedule import Options, Schedule, gathering, on_device, ringing
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -307,7 +307,7 @@ class ContextParallel:
         self, plan: Plan, scheme: str, heads: int, options: Options, device: torch.device
     ) -> Schedule:
         """Of the group that keys travel in, whose ranks `plan` is of."""
-        make = attention.ringing if scheme in ("ring", "ulysses+ring") else attention.gathering
+        make = ringing if scheme in ("ring", "ulysses+ring") else gathering
         rank = 0 if len(plan.ranks) == 1 else rank_of(self._ring)
         key = (plan, make.__name__, heads, options, device)
         return self._once(key, lambda: make(plan, rank, heads, options, device))
@@ -388,7 +388,7 @@ class ContextParallel:
             order, places = rows_of_joined(plan, inside, rank)
             if order == places == list(range(len(order))):
                 return None
-            return attention.on_device(order, device), attention.on_device(places, device)
+            return on_device(order, device), on_device(places, device)
 
         return self._once((plan, size_of(across), device), make)
 
