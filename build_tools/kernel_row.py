@@ -194,6 +194,8 @@ class ForwardRow(KernelRow):
     shares_queries: bool = of(Kernel.sm80_decode, default=False)
     most_causal_seqlen: int = 0
     most_full_seqlen: int = 0
+    least_keys_full: int = of(Kernel.sm90_forward, default=0)
+    least_keys_windowed: int = of(Kernel.sm90_forward, default=0)
     features: Feature = NO_FEATURES
 
     @property
@@ -232,6 +234,8 @@ class BackwardRow(KernelRow):
     finishes_dq: bool = of(Kernel.sm90_backward, default=False)
     finish_keys_full: int = of(Kernel.sm90_backward, default=0)
     finish_keys_windowed: int = of(Kernel.sm90_backward, default=0)
+    least_keys_full: int = of(Kernel.sm90_backward, default=0)
+    least_keys_windowed: int = of(Kernel.sm90_backward, default=0)
     features: Feature = NO_FEATURES
 
 

@@ -20,7 +20,7 @@ class RowError(ValueError):
 
 Rules = Iterator[tuple[bool, str]]  # whether a rule is kept, and the rule
 
-# Columns of the wgmma instructions that CuTe knows (csrc/sm90/gemm.h).
+# Columns of the wgmma instructions that CuTe knows unless asked for all (csrc/sm90/gemm.h).
 WGMMA_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
 
@@ -77,7 +77,7 @@ def _sm90_forward(row: Any) -> Rules:
     yield row.block_m % 64 == 0, "a warpgroup multiplies 64 queries: wgmma has no fewer rows"
     yield row.block_m == 16 * row.num_warps, "each of num_warps multiplies 16 queries"
     yield row.num_warps in (8, 12), "two or three warpgroups multiply"
-    yield row.block_n in WGMMA_COLUMNS, f"the keys of a step are one of CuTe's {WGMMA_COLUMNS}"
+    yield row.block_n % 16 == 0 and row.block_n <= 256, "P V takes 16 keys at a time, S 256 at most"
     yield row.stages_kv >= 2, "one buffer fills while the other is read"
     yield row.ctas_per_sm in (1, 2), "one or two CTAs an SM"
     yield row.ctas_per_sm == 1 or not row.alternates_probabilities, "two CTAs leave room for one P"
@@ -97,10 +97,9 @@ def _sm90_backward(row: Any) -> Rules:
     yield row.ctas_per_tile in (1, 2), "a tile has one CTA or two"
     keys = 64 if row.separate_keys else 128
     yield row.block_n == keys * row.ctas_per_tile, "a warpgroup holds dK, dV or both of 64 keys"
-    yield row.separate_keys == (row.ctas_per_tile == 2), "pairs of CTAs hold dK and dV separately"
-    yield not (row.separate_keys and row.block_m != 64), "with separate_keys a step has 64 queries"
+    yield row.ctas_per_tile == 2 or not row.separate_keys, "a CTA alone holds dK and dV together"
     yield not (row.separate_keys and row.shares_tiles), "only sm90/backward_keys.h joins parts"
-    yield not (row.separate_keys and row.finishes_dq), "pairs of CTAs do not finish dQ"
+    yield row.ctas_per_tile == 1 or row.block_m == 64, "in pairs of CTAs a step has 64 queries"
     yield row.head_dim // row.ctas_per_tile % row.dq_columns == 0, "dq_columns divide a CTA's"
     registers = {"producer_registers": (row.producer_registers, 1)}
     registers["dq_registers"] = (row.dq_registers, 1)

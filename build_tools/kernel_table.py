@@ -93,6 +93,11 @@ SM90_FORWARD = (
         producer_registers=40, consumer_registers=232,
         tiles=(
             tile({"few_steps": NO_FEATURES}, most_causal_seqlen=512, most_full_seqlen=512),
+            # Of higher tiles K and V are loaded less often, and there is less work between products
+            # a pair, for less energy; and where tiles are long their coarser grid does not count.
+            tile({"long": NO_FEATURES}, block_m=192, block_n=80, num_warps=12,
+                 producer_registers=32, consumer_registers=160,
+                 least_keys_full=8192, least_keys_windowed=6144),
             tile({"": NO_FEATURES}, alternates_probabilities=True),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),
@@ -279,6 +284,10 @@ SM90_BACKWARD = (
         producer_registers=32, key_registers=208, dq_registers=64, dq_columns=64,
         stores_tiles=True,
         tiles=(
+            tile({"pair": NO_FEATURES}, block_n=256, ctas_per_tile=2, stores_tiles=False,
+                 keeps_probabilities=True, shares_tiles=True,
+                 finishes_dq=True, finish_keys_full=384, finish_keys_windowed=384,
+                 least_keys_full=1024, least_keys_windowed=1536),
             tile({"": ORDERED}, keeps_probabilities=True, shares_tiles=True,
                  finishes_dq=True, finish_keys_full=384, finish_keys_windowed=384),
             tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}),

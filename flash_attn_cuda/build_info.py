@@ -243,6 +243,7 @@ _SHARED_COLUMNS = {
     "registers": re.compile(r"(\w+)_registers"),
     "warps along": re.compile(r"warps_(\w+)"),
     "up to seqlen": re.compile(r"most_(\w+)_seqlen"),
+    "from keys": re.compile(r"least_keys_(\w+)"),
     "finishes from keys": re.compile(r"finish_keys_(\w+)"),
 }
 _LAST = ("dtypes", "paths", "features")

@@ -97,3 +97,9 @@ def most_seqlen(row: KernelRow) -> tuple[int, int]:
     """Under a right bound and without; of a row that serves any call, more than there can be."""
     most = (row.most_causal_seqlen, row.most_full_seqlen) if isinstance(row, ForwardRow) else ()
     return most if any(most) else (1 << 31, 1 << 31)
+
+
+def least_keys(row: KernelRow) -> tuple[int, int]:
+    """That a query sees, on average, without a window and with one; of a row for any call 0."""
+    assert isinstance(row, ForwardRow | BackwardRow)
+    return row.least_keys_full, row.least_keys_windowed

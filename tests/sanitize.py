@@ -62,6 +62,7 @@ from sanitize_cases import (  # noqa: E402
     ListChange,
     MaskChange,
     bad_list_cases,
+    long_cases,
     many_tile_cases,
     many_tile_masked_cases,
     masked_cases,
@@ -413,6 +414,9 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
         yield f"sums: {sums}", partial(run_sums, sums), lacking
     for name, masked, change in masked_cases():
         yield masked_call(name, masked, change_mask=change)
+    for case in long_cases():
+        case = replace(case, device=DEVICE)
+        yield f"many keys: {case}", partial(run_case, case), missing_row(case, backward=False)
     for case in (*many_tile_cases(), *value_cases()):
         case = replace(with_most_heads(case, most_heads), device=DEVICE)
         yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)

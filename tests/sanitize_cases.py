@@ -158,6 +158,39 @@ def many_tile_cases() -> Iterator[Case]:
         )
 
 
+def long_cases() -> Iterator[Case]:
+    """For the rows that are for queries which see many keys: few queries with so many, more of them
+    than half the SMs in a forward, where fewer would share the keys of a tile.
+    """
+    rows = [row for row in build_info.compiled_rows() if row.config.get("least_keys_full")]
+    for row in rows:
+        forward = row.pass_name == "forward"
+        case = AttentionCase(
+            dtype=DTYPES[row.dtype],
+            head_dim=row.head_dim,
+            batch=1,
+            seqlen_q=200 if forward else 100,
+            seqlen_k=row.config["least_keys_full"] + 70,
+            num_heads_q=70 if forward else 4,
+            num_heads_k=1 if forward else 2,
+        )
+        yield case
+        windowed = row.config["least_keys_windowed"] + 330
+        yield replace(case, seqlen_k=windowed, causal=True, head_dim=row.head_dim - 8)
+        if not forward:
+            packed = VarlenCase(
+                dtype=case.dtype,
+                head_dim=case.head_dim,
+                num_heads_q=2,
+                num_heads_k=1,
+                lengths_q=(70, 0, 130),
+                lengths_k=(windowed, windowed + 64, windowed - 129),
+                causal=True,
+            )
+            yield packed
+            yield replace(packed, used_k=(windowed, 1, 900), leftpad=(5, 0, 129))
+
+
 def with_most_heads(case: Case, most: int | None) -> Case:
     """The case with about `most` query heads, or one group, where it has more."""
     if most is None or case.num_heads_q <= most:

@@ -106,9 +106,16 @@ def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
 
 
 def chosen_sm90_backward_row(
-    head_dim: int, features: Feature, value_dim: int | None = None
+    head_dim: int,
+    features: Feature,
+    value_dim: int | None = None,
+    *,
+    keys: int = 1,
+    is_full: bool = True,
 ) -> BackwardRow:
-    """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
+    """The rule of select_instance.cpp, on a GPU and tensors that suit every row. keys: that a query
+    sees, on average.
+    """
     return next(
         row
         for row in SM90_BACKWARD_ROWS
@@ -117,7 +124,22 @@ def chosen_sm90_backward_row(
         and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
+        and keys >= (row.least_keys_full if is_full else row.least_keys_windowed)
     )
+
+
+def test_pairs_of_ctas_share_the_tiles_of_long_sequences() -> None:
+    pairs = (row for row in SM90_BACKWARD_ROWS if row.variant == "pair")
+    (pair,) = (row for row in pairs if row.dtype is Dtype.bf16)
+    assert pair.ctas_per_tile == 2 and pair.block_n == 256
+    for is_full, least in ((True, pair.least_keys_full), (False, pair.least_keys_windowed)):
+        assert least > 1
+        for keys, is_pair in ((least - 1, False), (least, True), (1 << 30, True)):
+            row = chosen_sm90_backward_row(pair.head_dim, Feature(0), keys=keys, is_full=is_full)
+            assert (row.variant == "pair") is is_pair
+        for features in (Feature.deterministic, Feature.softcap, Feature.block_sparse):
+            row = chosen_sm90_backward_row(128, features, keys=1 << 30, is_full=is_full)
+            assert row.variant != "pair"
 
 
 @pytest.mark.parametrize("ordered", [Feature(0), Feature.deterministic])
@@ -170,11 +192,14 @@ def test_sm90_backward_pays_for_dropout_only_where_it_drops(head_dim) -> None:
 
 @pytest.mark.parametrize("row", SM90_BACKWARD_ROWS, ids=lambda row: row.name)
 def test_sm90_backward_tiles_are_what_the_kernel_takes(row) -> None:
-    """Two warpgroups of 64 keys each, or, where dK and dV of as many fill one each, of the same."""
+    """Two warpgroups of 64 keys each, or, where dK and dV of as many fill one each, of the same; of
+    pairs of CTAs twice as many.
+    """
     assert row.mask is Mask.windowed
     assert row.block_m in (64, 128, 256)  # whole warpgroups of dQ, a power of two
-    assert row.block_n == 128
-    assert row.ctas_per_tile == (2 if row.head_dim > 128 else 1)
+    assert row.block_n == (128 if row.separate_keys else 128 * row.ctas_per_tile)
+    assert row.separate_keys == (row.head_dim > 128)
+    assert row.ctas_per_tile == (2 if row.separate_keys or row.variant == "pair" else 1)
     assert row.num_warps == 8
     assert row.head_dim % 32 == 0
 

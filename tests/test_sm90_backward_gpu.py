@@ -105,6 +105,74 @@ def test_two_ctas_a_tile(check: Check, part: int) -> None:
         check(shaped_case(**choice, head_dim=head_dim, head_dim_v=value_dim))
 
 
+# Of long sequences at head_dim 128 as well, and here each CTA has two parts of 64 keys. Few queries
+# see many keys of every case.
+LONG_PAIRS: dict[str, tuple[Any, ...]] = {
+    "head_dim": (104, 120, 128),
+    "dtype": (torch.bfloat16, torch.float16),
+    "seqlen_q": (1, 31, 33, 64, 65, 97, 160, 330),
+    "seqlen_k": (2050, 2111, 2176, 2177, 2240, 2304, 2305, 2430),
+    "heads": ((2, 2), (4, 1)),
+    "mask": (
+        {},
+        {"causal": True},
+        *({"window": window} for window in ((1900, -1), (1600, 0), (-1, 7), (1500, 300))),
+    ),
+}
+
+
+def pair_case(case: AttentionCase) -> AttentionCase:
+    skip_without_row(case)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["instance"].endswith("_pair"), str(case)
+    return case
+
+
+@FOUR_PARTS
+def test_two_ctas_a_tile_of_long_sequences(check: Check, part: int) -> None:
+    for choice in pairwise(LONG_PAIRS, seed=8)[part :: 4 * scaled(1, 4)]:
+        check(pair_case(shaped_case(**choice)))
+
+
+def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:
+    case = make_varlen_case(
+        lengths_q=(70, 0, 200, 1, 64),
+        lengths_k=(2500, 2100, 2305, 1900, 2431),
+        num_heads_q=4,
+        num_heads_k=2,
+        head_dim=128,
+    )
+    check(pair_case(case))
+    check(pair_case(replace(case, causal=True)))
+    used = replace(case, used_q=(70, 0, 100, 1, 7), used_k=(2500, 1, 0, 1900, 1000))
+    check(pair_case(used))
+    check(pair_case(replace(used, leftpad=(5, 0, 0, 1000, 129))))
+
+
+def test_pairs_of_ctas_take_many_tiles(check: Check) -> None:
+    """More than there are pairs, of which some see no query; and the last ones in parts."""
+    for fields in (
+        {"seqlen_q": 64, "window": (1100, -1), "seqlen_k": 2700},
+        {"seqlen_q": 400, "causal": True},
+        {"seqlen_q": 700, "num_heads_q": scaled(20, 4)},
+    ):
+        heads = scaled(20, 2)
+        sizes = {"batch": 1, "num_heads_q": heads, "num_heads_k": heads // 2, "seqlen_k": 2200}
+        check(pair_case(make_case(**{**sizes, "head_dim": 128, **fields})))
+    case = shared_case(
+        head_dim=128, seqlen_q=900, seqlen_k=2100, num_heads_q=8, num_heads_k=8, causal=False
+    )
+    check(pair_case(case))
+
+
+@CAUSAL
+def test_pairs_of_ctas_give_the_same_bits(causal: bool) -> None:
+    """Of all but dq."""
+    sizes = {"seqlen_q": scaled(600, 60), "seqlen_k": scaled(2500, 150), "head_dim": 128}
+    heads = {"num_heads_q": scaled(16, 2), "num_heads_k": scaled(8, 2)}
+    assert_repeatable(pair_case(make_case(**sizes, **heads, batch=1, causal=causal)), scaled(20, 2))
+
+
 @EVERY_HEAD_DIM
 def test_scales(check: Check, head_dim: int) -> None:
     for scale in (0.0, -0.0, 5.0, -0.3):

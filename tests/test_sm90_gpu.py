@@ -401,7 +401,50 @@ def test_low_tiles(features: dict[str, Any], dtype: torch.dtype, check: Check) -
         check(case, backward=False)
 
 
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (6500, 30)}], ids=str)
+@pytest.mark.parametrize("lengths", [(193, 8192), (65, 8271), (200, 8320)], ids=str)
+@DTYPES
+def test_high_tiles_of_queries_that_see_many_keys(
+    lengths: tuple[int, int], mask: dict[str, Any], dtype: torch.dtype, check: Check
+) -> None:
+    """Three warpgroups of 64 queries and steps of 80 keys; of so many heads that no CTAs share the
+    keys of a tile.
+    """
+    heads = {"num_heads_q": scaled(70, 4), "num_heads_k": 1}
+    case = make_case(
+        batch=1,
+        seqlen_q=lengths[0],
+        seqlen_k=scaled(lengths[1], lengths[1] - 8000),
+        head_dim=128 if lengths[0] > 65 else 112,
+        dtype=dtype,
+        **heads,
+        **mask,
+    )
+    skip_without_row(case)
+    if not ON_CPU:
+        assert families.planned(case)["instance"].endswith("_long"), str(case)
+    check(case)
+
+
 # -- numbers that are hard on a softmax ------------------------------------------------------------
+
+
+@DTYPES
+@EVERY_HEAD_DIM
+def test_scores_far_from_the_first_reference(head_dim: int, dtype: torch.dtype) -> None:
+    """References begin at 0: for scores far above and below it, of all keys of a query and of those
+    of a first block alone, which are a tile's last ones.
+    """
+    case = make_case(batch=1, seqlen_q=130, seqlen_k=400, head_dim=head_dim, dtype=dtype)
+    skip_without_row(case, backward=False)
+    every, last = slice(None), slice(260, None)
+    for shift, keys in itertools.product((-300.0, -70.0, -15.0, 15.0, 70.0), (every, last)):
+        inputs = case.make_inputs()
+        # A column that only adds the shift: scores are softmax_scale * q k.
+        inputs.q[..., 0] = 1.0
+        inputs.k[..., 0] = 0.0
+        inputs.k[:, keys, :, 0] = shift * head_dim**0.5
+        assert_close(run_forward(case, inputs), *run_reference(case, inputs, use_dlse=False))
 
 
 @DTYPES

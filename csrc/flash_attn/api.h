@@ -124,7 +124,7 @@ struct BackwardPlan {
   std::size_t sink_shares_offset = 0;
   SharedTiles shared_tiles;
   std::size_t part_sums_offset = 0;
-  int part_counters = 0;  // one for each part and key warpgroup
+  int part_counters = 0;  // one for each part and warpgroup with dK and dV
   std::size_t part_counters_offset = 0;
   std::size_t dk_partial_offset = 0;
   std::size_t dv_partial_offset = 0;

@@ -65,6 +65,10 @@ struct ForwardConfig {
   // and without; for some that are longer a plan may (host/plan_forward.cpp). Both 0: any call.
   int most_causal_seqlen;
   int most_full_seqlen;
+  // sm90: keys that a query sees, on average, in the calls that it is for, at least; without a
+  // window and with one.
+  int least_keys_full = 0;
+  int least_keys_windowed = 0;
   FeatureSet features;
 };
 
@@ -102,6 +106,9 @@ struct BackwardConfig {
   bool finishes_dq = false;
   int finish_keys_full = 0;
   int finish_keys_windowed = 0;
+  // sm90: as of ForwardConfig.
+  int least_keys_full = 0;
+  int least_keys_windowed = 0;
   FeatureSet features;
 };
 

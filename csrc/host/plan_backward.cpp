@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "auxiliary/auxiliary.h"
+#include "host/average_keys.h"
 #include "host/error.h"
 #include "host/normalize_window.h"
 #include "host/plan.h"
@@ -128,26 +129,6 @@ int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config
   return static_cast<int>(splits);
 }
 
-// Keys that a query sees, about: of some queries, or, of packed sequences, of one of average
-// length.
-int average_keys(const BackwardParams& params, const Window& window) {
-  int seqlen_q = params.shape.seqlen_q;
-  int seqlen_k = params.shape.seqlen_k;
-  if (params.sequences.cu_seqlens_q != nullptr) {
-    seqlen_q /= std::max(1, params.shape.batch_size);
-    seqlen_k /= std::max(1, params.shape.batch_size);
-  }
-  constexpr int samples = 16;
-  const Band band = band_from_queries(window, seqlen_k - seqlen_q);
-  std::int64_t keys = 0;
-  for (int sample = 0; sample < samples; ++sample) {
-    const auto query = static_cast<int>((2 * sample + 1) * std::int64_t{seqlen_q} / (2 * samples));
-    const Reach reach = reach_of(band, query, query, seqlen_k);
-    if (!reach.empty()) keys += reach.end - reach.begin;
-  }
-  return static_cast<int>(keys / samples);
-}
-
 // Whether a CTA takes all key tiles of a head: then the sums of dQ need no order but its own, no
 // zeros and no other kernel. Heads, of known and equal lengths, have to come out even; what all
 // CTAs go over again and again has to stay in L2; and beyond some keys there is little to gain. In
@@ -176,8 +157,14 @@ DqPath choose_dq_path(const BackwardParams& params, const Window& window,
   if (params.shape.seqlen_k <= config.block_n) return DqPath::direct;
   if (sweeps || params.deterministic) return DqPath::ordered;
   const int enough = window.is_full() ? config.finish_keys_full : config.finish_keys_windowed;
-  const bool finishes = config.finishes_dq && average_keys(params, window) >= enough;
+  const bool finishes =
+      config.finishes_dq && average_keys(params.shape, params.sequences, window) >= enough;
   return finishes ? DqPath::finished : DqPath::converted;
+}
+
+// Of a part's counters one for each warpgroup that holds dK and dV.
+int part_counters(const BackwardConfig& config) {
+  return config.ctas_per_tile * config.num_warps / 4;
 }
 
 // dK and dV of a tile.
@@ -187,17 +174,17 @@ std::int64_t part_sums(const BackwardConfig& config) {
 
 // The last tiles of a grid of equal ones, where they leave most CTAs idle: how many, and into how
 // many parts they are cut so that as little time as possible goes by until all have ended.
-SharedTiles last_tiles(std::int64_t tiles, int num_ctas, int steps, int q_tiles) {
+SharedTiles last_tiles(std::int64_t tiles, int at_a_time, int steps, int q_tiles) {
   // In steps: what a part takes besides its own, and what the last one takes for the sums of each.
   constexpr double part_cost = 3.0;
   constexpr double sum_cost = 0.6;
-  const std::int64_t left = tiles % num_ctas;
+  const std::int64_t left = tiles % at_a_time;
   if (left == 0) return {};
   // Four, or as many as come to a round.
   const std::int64_t most_parts =
-      std::min<std::int64_t>({std::max<std::int64_t>(4, num_ctas / left), 8, q_tiles});
+      std::min<std::int64_t>({std::max<std::int64_t>(4, at_a_time / left), 8, q_tiles});
   const auto cost = [&](int parts) {
-    const auto rounds = static_cast<double>(ceil_div<std::int64_t>(left * parts, num_ctas));
+    const auto rounds = static_cast<double>(ceil_div<std::int64_t>(left * parts, at_a_time));
     return rounds * (static_cast<double>(ceil_div(steps, parts)) + part_cost) + sum_cost * parts;
   };
   SharedTiles shared{.first = static_cast<int>(tiles - left), .count = static_cast<int>(left)};
@@ -227,13 +214,13 @@ SharedTiles choose_shared_tiles(const BackwardParams& params, const BackwardPlan
               .count = ranks_in_parts(schedule) * schedule.num_batch_heads,
               .parts = parts_of_steps(steps, least_part_steps, most_list_parts)};
   } else if (is_even && q_tiles > 0) {
-    shared = last_tiles(schedule.grid_size(), plan.num_ctas, steps, q_tiles);
+    shared = last_tiles(schedule.grid_size(), plan.num_ctas / config.ctas_per_tile, steps, q_tiles);
   }
   // The preprocess kernel has a query row to zero each counter, and sums take no more memory than
   // those of dQ, unless they are few.
   const std::int64_t rows = std::int64_t{params.shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t affordable = std::max(rows * config.head_dim, always_affordable);
-  const bool fits = shared.places() * (config.num_warps / 4) <= rows &&
+  const bool fits = shared.places() * part_counters(config) <= rows &&
                     shared.places() * part_sums(config) <= affordable &&
                     schedule.grid_size() + shared.more_tickets() <= max_grid;
   return fits && shared.parts > 1 ? shared : SharedTiles{};
@@ -253,6 +240,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                        .head_dim = shape.head_dim,
                        .head_dim_v = shape.head_dim_v,
                        .features = features_of(params),
+                       .keys_per_query = average_keys(params.shape, params.sequences, window),
                        .fp32_results = params.fp32_results,
                        .suits_sm90 = suits_sm90(params)},
                       device);
@@ -337,7 +325,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
   if (plan.shared_tiles.parts > 1) {
     const std::int64_t places = plan.shared_tiles.places();
     plan.part_sums_offset = workspace.add_floats(places * part_sums(config));
-    plan.part_counters = static_cast<int>(places * (config.num_warps / 4));
+    plan.part_counters = static_cast<int>(places * part_counters(config));
     plan.part_counters_offset = workspace.add_floats(plan.part_counters);
   }
   if (plan.dkdv_splits > 1) {

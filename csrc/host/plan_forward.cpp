@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "host/average_keys.h"
 #include "host/error.h"
 #include "host/normalize_window.h"
 #include "host/plan.h"
@@ -77,6 +78,11 @@ int typical_seqlen(const ForwardParams& params) {
       keys = queries * shape.seqlen_k / std::max(1, shape.seqlen_q);
   }
   return static_cast<int>(std::min<std::int64_t>(std::max(queries, keys), max_seqlen));
+}
+
+// What may choose a row for long calls; where bits must not depend on the batch, nothing may.
+int keys_per_query(const ForwardParams& params, const Window& window) {
+  return params.split.batch_invariant ? 0 : average_keys(params.shape, params.sequences, window);
 }
 
 // Rows of a sequence's queries and of the heads that share a key head.
@@ -199,6 +205,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
                         .kind = ForwardKind::decode,
                         .features = features_of(params),
                         .seqlen = typical_seqlen(params),
+                        .keys_per_query = keys_per_query(params, window),
                         .is_causal = window.right != Window::unbounded,
                         .fp32_results = params.fp32_results,
                         .suits_sm90 = suits_sm90(params)};

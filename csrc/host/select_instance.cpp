@@ -18,13 +18,22 @@ bool runs_on(KernelFamily family, int compute_capability, bool suits_sm90) {
   return false;
 }
 
-// What only forward rows tell apart.
+// Whether a call is long enough for a row.
+template <class Config>
+bool has_enough_keys(const Config& config, const KernelRequest& request) {
+  const bool is_full = request.mask == MaskKind::full;
+  return request.keys_per_query >= (is_full ? config.least_keys_full : config.least_keys_windowed);
+}
+
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
   const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0;
   const int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
-  return config.kind == request.kind && (serves_any || (most > 0 && request.seqlen <= most));
+  return config.kind == request.kind && (serves_any || (most > 0 && request.seqlen <= most)) &&
+         has_enough_keys(config, request);
 }
-bool serves(const BackwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
+bool serves(const BackwardConfig& config, const KernelRequest& request) {
+  return has_enough_keys(config, request);
+}
 
 // Of the columns that TMA loads at a time (sm90/copy.h) some must exist.
 bool fills_boxes(int bucket, int head_dim) {

@@ -16,6 +16,7 @@ struct KernelRequest {
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
   int seqlen = 0;          // queries or keys of a sequence, of a forward
+  int keys_per_query = 0;  // that one sees on average
   bool is_causal = false;  // a right bound makes tiles uneven
   bool fp32_results = false;
   bool suits_sm90 = false;  // sm90 kernels can read the tensors, and scale is not negative

@@ -84,7 +84,17 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
   // Of a pair each CTA makes its columns of dQ, of both CTAs' keys.
   const int first_column = Traits::in_pairs ? rank_in_pair() * Traits::cta_columns : 0;
   constexpr int columns = Traits::cta_columns;
-  auto sK = transposed(smem_tile<typename Traits::DqKeyLayout>(smem.k + 64 * first_column));
+  // (columns, keys, key_stages * parts). Those of a CTA of a pair begin at another address, or,
+  // with several parts, at another n: ptxas has registers for the one or for the other.
+  constexpr bool by_address = Traits::key_parts == 1;
+  auto sK = [&] {
+    if constexpr (by_address) {
+      return transposed<columns>(smem_tile<typename Traits::KeyLayout>(smem.k + 64 * first_column));
+    } else {
+      return transposed(smem_tile<typename Traits::KeyLayout>(smem.k));
+    }
+  }();
+  const int first_n = by_address ? 0 : first_column / dq_columns;
   // (queries, keys, ds_stages * parts)
   auto sdS = [&] {
     auto tiles = smem_tile<typename Traits::ScoresLayout>(smem.ds);
@@ -148,17 +158,20 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
           CUTE_UNROLL
           for (int part = 0; part < Traits::key_parts; ++part) {
             if (part > 0 && skips_half) continue;
-            start_product(mma, tQrdS(_, m, _, Traits::part_tile(ds_state.stage, part)),
-                          step_k(_, n, _, Traits::part_tile(key_state.stage, part)), tQrdQ,
-                          part > 0 || resumes);
+            start_product(mma, tQrdS(_, m, _, Traits::ds_tile(ds_state.stage, part)),
+                          step_k(_, first_n + n, _, Traits::part_tile(key_state.stage, part)),
+                          tQrdQ, part > 0 || resumes);
           }
           if constexpr (Traits::in_pairs) {
             auto tQrdSOfPeer = share.partition_fragment_A(
                 transposed(smem_tile<typename Traits::ScoresLayout>(smem.from_peer.ds)));
             auto tQrKOfPeer = with_new_addresses(share.partition_fragment_B(
-                transposed(smem_tile<typename Traits::DqKeyLayout>(smem.from_peer.k))));
-            start_product(mma, tQrdSOfPeer(_, m, _, ds_state.stage), tQrKOfPeer(_, n, _, 0), tQrdQ,
-                          true);
+                transposed(smem_tile<typename Traits::PeerKeyLayout>(smem.from_peer.k))));
+            CUTE_UNROLL
+            for (int part = 0; part < Traits::key_parts; ++part) {
+              start_product(mma, tQrdSOfPeer(_, m, _, Traits::ds_tile(ds_state.stage, part)),
+                            tQrKOfPeer(_, n, _, part), tQrdQ, true);
+            }
           }
           wait_products<0>(tQrdQ);
           if (m + 1 == block_m / 64 && n + 1 == columns / dq_columns) {

@@ -209,8 +209,8 @@ CUTE_DEVICE bool finish_strip(BackwardArguments const& call,
     const BlockRange adders = adders_of_sum<Traits>(call.params, work);
     if (adders.empty()) return true;
     const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
-    if (!wait_for_additions<Traits>(call.additions + query_tile, adders.end - adders.begin, smem))
-      return false;
+    const int additions = (adders.end - adders.begin) * Traits::ctas_per_tile;
+    if (!wait_for_additions<Traits>(call.additions + query_tile, additions, smem)) return false;
   }
   write_strip<Traits, 1>(call, call.dq_accum, call.score_factor, strip, work);
   return true;

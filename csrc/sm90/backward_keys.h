@@ -18,39 +18,63 @@ namespace flash_attn_cuda::sm90 {
 // it.
 template <class Traits>
 CUTE_DEVICE void producer_commit_in_pair(typename Traits::SharedStorage& smem,
-                                         PipelineState<Traits::ds_stages> const& state) {
+                                         PipelineState<Traits::ds_stages> const& state, int part) {
   if (threadIdx.x % 32 != 0) return;
   constexpr int size = 16 * Traits::block_m;
   constexpr int bytes = size * int(sizeof(typename Traits::Element));
-  const int first = (state.stage * 4 + threadIdx.x % 128 / 32) * size;
+  const int first = (Traits::ds_tile(state.stage, part) * 4 + threadIdx.x % 128 / 32) * size;
   std::uint64_t* full = &smem.ds_ring.full[state.stage];
   FullBarrier::arrive_and_expect_tx(full, bytes);
   copy_to_peer(smem.from_peer.ds + first, smem.ds + first, bytes, full);
 }
 
-// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next, and word of it. announce(stage):
-// what that shall find with it.
+// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next. announce(stage): what that shall
+// find with it. commit_dscores follows.
 template <class Traits, class Fragment, class Announce>
-CUTE_DEVICE void publish_dscores(typename Traits::SharedStorage& smem,
-                                 PipelineState<Traits::ds_stages>& state, int part,
-                                 Fragment const& tGrdS, Announce announce) {
+CUTE_DEVICE void store_dscores(typename Traits::SharedStorage& smem,
+                               PipelineState<Traits::ds_stages> const& state, int part,
+                               Fragment const& tGrdS, Announce announce) {
   constexpr int block_m = Traits::block_m;
   producer_acquire(smem.ds_ring, state);
   announce(state.stage);
-  auto* scores = smem.ds + Traits::part_tile(state.stage, part) * 64 * block_m;
+  auto* scores = smem.ds + Traits::ds_tile(state.stage, part) * 64 * block_m;
   if constexpr (Traits::has_bias) {
     operand_to_transposed_box<block_m>(tGrdS, scores);
   } else {
     operand_to_shared<block_m>(tGrdS, scores);
   }
-  cutlass::arch::fence_view_async_shared();
+  if constexpr (Traits::in_pairs) cutlass::arch::fence_view_async_shared();
+}
+
+// Word of it. The fence comes first where a copy to the other CTA is what takes long, else as late
+// as it may.
+template <class Traits>
+CUTE_DEVICE void commit_dscores(typename Traits::SharedStorage& smem,
+                                PipelineState<Traits::ds_stages>& state, int part) {
+  if constexpr (!Traits::in_pairs) cutlass::arch::fence_view_async_shared();
   __syncwarp();
   if constexpr (Traits::in_pairs) {
-    producer_commit_in_pair<Traits>(smem, state);
+    producer_commit_in_pair<Traits>(smem, state, part);
   } else {
     producer_commit(smem.ds_ring, state);
   }
   state.advance();
+}
+
+// The first of a tile's keys whose dK and dV are this CTA's.
+template <class Traits>
+CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
+  const int first = item.work.tile * Traits::block_n;
+  return Traits::in_pairs ? first + rank_in_pair() * Traits::cta_keys : first;
+}
+
+// A buffer of Q or dO, which both CTAs of a pair write.
+template <class Traits, int kStages>
+CUTE_DEVICE void release_queries(Ring<kStages>& ring, PipelineState<kStages> const& state) {
+  consumer_release(ring, state);
+  if constexpr (Traits::in_pairs) {
+    if (threadIdx.x % 32 == 0) arrive_at_peer(&ring.empty[state.stage]);
+  }
 }
 
 // Passes a step's buffers on, unread and, of dS, unwritten.
@@ -80,7 +104,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   constexpr int block_m = Traits::block_m;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
-  const ScoreMath<Traits> math(call);
+  using Math = ScoreMath<Traits>;
+  const Math math(call);
   PipelineState<Traits::work_stages> work_state;
   PipelineState<Traits::key_stages> key_state;
   PipelineState<Traits::stages> q_state;
@@ -113,8 +138,11 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   auto& weights = weights_beside<Traits>(tGrP, own_weights);
 
   // Products run until they are waited for; then their buffer is given back.
+  typename Math::Statistic lse_log2;
+  typename Math::Statistic softmax_d;
   auto start_scores = [&]() {
     consumer_wait(smem.q_ring, q_state);
+    if constexpr (Traits::has_short_steps) lse_log2.read(smem.lse_log2[q_state.stage]);
     start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_state.stage, warpgroup)),
                   tSrQ(_, _, _, q_state.stage), tSrS, false);
   };
@@ -123,8 +151,15 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     consumer_wait(smem.work_ring, work_state);
     typename Traits::WorkItem const& item = smem.work[work_state.stage];
     if (item.work.tile == no_tile) break;
-    const int key_begin = item.work.tile * Traits::block_n + 64 * warpgroup;
+    const int key_begin = first_own_key<Traits>(item) + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
+    using Item = typename Traits::WorkItem;
+    const std::conditional_t<Traits::has_short_steps, StepOrder, Item const&> order(item);
+    const std::conditional_t<Traits::has_short_steps, BlockRange, BlockRange const&> range =
+        item.range;
+    const auto skips_half = [&] {
+      return Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later;
+    };
     // Of the scores that are made.
     auto score_tile = [&](Step const& step) {
       if constexpr (Traits::announces) {
@@ -140,29 +175,39 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
                          .head = step.head,
                          .query_begin = step.tile * block_m,
                          .key_begin = key_begin,
-                         .is_interior = has_all_keys && item.range.is_interior(step.tile)};
+                         .is_interior = has_all_keys && range.is_interior(step.tile)};
       }
     };
 
     consumer_wait(smem.key_ring, key_state);
     Step step = Step::first(item);
     int steps = item.steps();
-    if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later) {
+    if (skips_half()) {
       skip_step<Traits>(smem, q_state, dout_state, ds_state);
-      step.advance(item);
+      step.advance(order);
       steps -= item.end_head - item.first_head;
     }
     start_scores();
-    for (int index = 0;; ++index, step.advance(item)) {
-      const auto excluded = math.excluded_pairs(score_tile(step));
+    if constexpr (Traits::stores_in_ds) {
+      if (thread == 0) wait_stores();
+      sync_output(warpgroup);
+    }
+    for (int index = 0;; ++index, step.advance(order)) {
+      // Found before the wait, or behind it.
+      const ScoreTile early_tile = score_tile(step);
+      const auto excluded = math.excluded_pairs(early_tile);
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
         const int box = Traits::part_tile(q_state.stage, warpgroup);
         add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                      call.params.score.softmax_scale, tSrS);
       }
-      math.probabilities(score_tile(step), excluded, smem.lse_log2[q_state.stage], tSrS, tGrP,
-                         weights);
+      if constexpr (Traits::has_short_steps) {
+        math.probabilities(early_tile, excluded, lse_log2, tSrS, tGrP, weights);
+      } else {
+        lse_log2.read(smem.lse_log2[q_state.stage]);
+        math.probabilities(score_tile(step), excluded, lse_log2, tSrS, tGrP, weights);
+      }
 
       if (index == 0) consumer_wait(smem.value_ring, key_state);  // it follows K
       consumer_wait(smem.dout_ring, dout_state);
@@ -172,44 +217,46 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         start_product(dv_mma, tGrP, tGrdO(_, _, _, dout_state.stage), tGrdV, index > 0);
       };
       if constexpr (!Traits::marks_dropped) start_dv();
+      softmax_d.read(smem.softmax_d[dout_state.stage]);
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
-      math.gradients(weights, smem.softmax_d[dout_state.stage], tSrdP);
+      math.gradients(weights, softmax_d, tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
-      publish_dscores<Traits>(smem, ds_state, warpgroup, tGrdS, [&](int stage) {
+      store_dscores<Traits>(smem, ds_state, warpgroup, tGrdS, [&](int stage) {
         if constexpr (Traits::is_sparse) {
           if (warpgroup == 0 && thread == 0)
             smem.ds_steps[stage] = smem.visited[q_state.stage].step;
         }
       });
 
+      if constexpr (!Traits::has_short_steps) commit_dscores<Traits>(smem, ds_state, warpgroup);
       if constexpr (Traits::marks_dropped) {
         zero_negative<Element>(tGrP);
         start_dv();
       }
       start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_state.stage), tGrdK, index > 0);
+      if constexpr (Traits::has_short_steps) commit_dscores<Traits>(smem, ds_state, warpgroup);
       wait_products<1>(tGrdV);
-      consumer_release(smem.dout_ring, dout_state);
+      release_queries<Traits>(smem.dout_ring, dout_state);
       dout_state.advance();
       const PipelineState<Traits::stages> last_state = q_state;
       q_state.advance();
       if (index + 1 == steps) {
         wait_products<0>(tGrdK);
-        consumer_release(smem.q_ring, last_state);
+        release_queries<Traits>(smem.q_ring, last_state);
         break;
       }
-      if (Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later &&
-          step.tile == item.last_tile) {
+      if (skips_half() && step.tile == order.last_tile) {
         // The next head's first step. Its queries are behind these, whose buffer comes after it.
         wait_products<0>(tGrdK);
-        consumer_release(smem.q_ring, last_state);
+        release_queries<Traits>(smem.q_ring, last_state);
         skip_step<Traits>(smem, q_state, dout_state, ds_state);
-        step.advance(item);
+        step.advance(order);
         start_scores();
         continue;
       }
       start_scores();
       wait_products<1>(tGrdK);
-      consumer_release(smem.q_ring, last_state);
+      release_queries<Traits>(smem.q_ring, last_state);
     }
     consumer_release(smem.key_ring, key_state);
     key_state.advance();
@@ -229,7 +276,25 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         CUTE_UNROLL
         for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
       }
-      if constexpr (!Traits::stores_tiles) {
+      if constexpr (Traits::stores_in_ds) {
+        if (leaves_fp32<Traits>(call)) {
+          write_fp32_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial,
+                                      call, item, key_begin, tGrdV, thread);
+          write_fp32_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial,
+                                      call, item, key_begin, tGrdK, thread);
+        } else {
+          auto state = ds_state;
+          CUTE_UNROLL
+          for (int stage = 0; stage < Traits::ds_stages; ++stage, state.advance())
+            producer_acquire(smem.ds_ring, state);
+          store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, tGrdV,
+                                                     smem.ds, warpgroup, thread);
+          if (thread == 0) wait_stores();
+          sync_output(warpgroup);
+          store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, tGrdK,
+                                                   smem.ds, warpgroup, thread);
+        }
+      } else if constexpr (!Traits::stores_tiles) {
         write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
                                item, key_begin, tGrdV, thread);
         write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
@@ -251,7 +316,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     __syncwarp();
     consumer_release(smem.work_ring, work_state);
   }
-  if (Traits::stores_tiles && thread == 0) wait_stores();  // shared memory ends with the CTA
+  if ((Traits::stores_tiles || Traits::stores_in_ds) && thread == 0)
+    wait_stores();  // shared memory ends with the CTA
 }
 
 }  // namespace flash_attn_cuda::sm90

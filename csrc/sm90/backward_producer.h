@@ -32,7 +32,8 @@ struct BackwardProducer {
       const int row = key < sequence.seqlen_k ? key : item.work.tile * Traits::block_n;
       return RowSpan{sequence.batch_k, item.head_k, sequence.row_k + row, sequence.seqlen_k - row};
     };
-    const int first_part = Traits::in_pairs ? rank_in_pair() : 0;
+    const int rank = Traits::in_pairs ? rank_in_pair() : 0;
+    const int first_part = rank * Traits::key_parts;
     constexpr int box = Traits::key_box_columns;
     // What is repeated of K beyond it meets zeros of Q, and such columns of dQ are not written.
     const int last_box =
@@ -45,8 +46,12 @@ struct BackwardProducer {
     }
     if constexpr (Traits::in_pairs) {
       constexpr int columns = Traits::cta_columns;
-      load_tile<64, columns>(args.k_map, full_k, smem.from_peer.k, part_keys(first_part ^ 1),
-                             last_box, 64, first_part * columns);
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::key_parts; ++part) {
+        load_tile<64, columns>(args.k_map, full_k, smem.from_peer.k + part * 64 * columns,
+                               part_keys((rank ^ 1) * Traits::key_parts + part), last_box, 64,
+                               rank * columns);
+      }
     }
     CUTE_UNROLL
     for (int part = 0; part < Traits::key_parts; ++part) {

@@ -4,6 +4,7 @@
 #include "shared/dq_accumulator.h"
 #include "sm90/backward_arguments.h"
 #include "sm90/backward_traits.h"
+#include "sm90/cta_pair.h"
 #include "sm90/epilogue.h"
 #include "sm90/named_barriers.h"
 
@@ -101,8 +102,11 @@ CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem cons
                             int warpgroup, int thread) {
   constexpr int dk_size = 64 * Traits::head_dim;
   constexpr int dv_size = 64 * Traits::head_dim_v;
+  const int rank = Traits::in_pairs ? rank_in_pair() : 0;
   const auto place = [&](int part) {
-    return (std::int64_t{item.first_place} + part) * Traits::key_warpgroups + warpgroup;
+    const std::int64_t of_ctas =
+        (std::int64_t{item.first_place} + part) * Traits::ctas_per_tile + rank;
+    return of_ctas * Traits::key_warpgroups + warpgroup;
   };
   float* sums = call.part_sums + place(item.part) * (dk_size + dv_size);
   DqAccumulator<128>::store(sums, dk, thread);

@@ -38,10 +38,32 @@ CUTE_HOST_DEVICE constexpr auto exchanged(Tensor&& tensor) {
   return make_tensor(tensor.data(), select<1, 0>(tensor.layout()));
 }
 
-// A thread's two statistics of the queries (i, i + 1) of the group'th eight.
-CUTE_DEVICE float2 of_queries(float const* statistics, int group) {
-  return reinterpret_cast<float2 const*>(statistics + threadIdx.x % 4 * 2)[4 * group];
+// A thread's share of a statistic of a step's queries, a pair for every eight of them.
+CUTE_DEVICE float2 const* share_of_statistic(float const* statistic) {
+  return reinterpret_cast<float2 const*>(statistic + threadIdx.x % 4 * 2);
 }
+
+// In registers, of queries (i, i + 1) of the group'th eight. Read before the product that it
+// belongs to is started: shared memory that feeds products answers late.
+template <int kQueries>
+struct StatisticInRegisters {
+  float2 groups[kQueries / 8];
+
+  CUTE_DEVICE void read(float const* statistic) {
+    CUTE_UNROLL
+    for (int group = 0; group < kQueries / 8; ++group)
+      groups[group] = share_of_statistic(statistic)[4 * group];
+  }
+  CUTE_DEVICE float2 operator[](int group) const { return groups[group]; }
+};
+
+// Where there are no registers for that: read when it is used.
+struct StatisticInPlace {
+  float2 const* share;
+
+  CUTE_DEVICE void read(float const* statistic) { share = share_of_statistic(statistic); }
+  CUTE_DEVICE float2 operator[](int group) const { return share[4 * group]; }
+};
 
 // Where the weights go: beside P, or, where nothing tells them apart, with it.
 template <class Traits, class Operand>
@@ -66,6 +88,8 @@ CUTE_DEVICE void zero_negative(Fragment& fragment) {
 template <class Traits>
 struct ScoreMath {
   static constexpr int queries = Traits::block_m;  // of a tile of scores
+  using Statistic =
+      std::conditional_t<Traits::has_short_steps, StatisticInRegisters<queries>, StatisticInPlace>;
   using Element = typename Traits::Element;
   static constexpr bool drops = Traits::has(feature::dropout);
   using Decisions = DropoutDecisions<queries / 16, true>;
@@ -101,7 +125,7 @@ struct ScoreMath {
   // are the same registers where nothing tells them apart.
   template <class Excluded, class Accumulator, class Operand, class Weights>
   CUTE_DEVICE void probabilities(ScoreTile const& tile, Excluded const& excluded,
-                                 float const* lse_log2, Accumulator& tSrS, Operand& probs,
+                                 Statistic const& lse_log2, Accumulator& tSrS, Operand& probs,
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
       // A part after the other, so that not all weights are in fp32 at a time.
@@ -112,7 +136,7 @@ struct ScoreMath {
         auto fp32_weights = make_tensor_like<float>(scores);
         ScoreTile part = tile;
         part.query_begin += begin;
-        modified_scores<part_queries>(part, lse_log2 + begin, scores, fp32_weights);
+        modified_scores<part_queries>(part, lse_log2, begin / 8, scores, fp32_weights);
         if constexpr (drops) mark_dropped(excluded, begin / 16, scores);
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
@@ -138,7 +162,7 @@ struct ScoreMath {
           hide_transposed_pairs(scores, excluded, first_key_of(tile), -INFINITY);
       }
       if (!tile.is_interior) hide(tile, scores, coords_by_key<queries>());
-      exponentiate(scores, lse_log2);
+      exponentiate(scores, lse_log2, 0);
       if constexpr (drops) mark_dropped(excluded, 0, tSrS);
       convert_into(a_operand_view(tSrS), probs);
     }
@@ -146,7 +170,7 @@ struct ScoreMath {
 
   // dP -> dS.
   template <class Weights, class Accumulator>
-  CUTE_DEVICE void gradients(Weights const& weights, float const* softmax_d,
+  CUTE_DEVICE void gradients(Weights const& weights, Statistic const& softmax_d,
                              Accumulator& tSrdP) const {
     auto dscores = rows_cols_view(tSrdP);  // (keys, queries)
     auto rounded = rows_cols_view(make_tensor(weights.data(), tSrdP.layout()));
@@ -158,7 +182,7 @@ struct ScoreMath {
     };
     CUTE_UNROLL
     for (int query = 0; query < size<1>(dscores); query += 2) {
-      float2 d = of_queries(softmax_d, query / 2);
+      float2 d = softmax_d[query / 2];
       if constexpr (drops) d = {d.x * call.keep_probability, d.y * call.keep_probability};
       CUTE_UNROLL
       for (int key = 0; key < size<0>(dscores); ++key) {
@@ -231,8 +255,8 @@ struct ScoreMath {
 
   // S -> P, and what dS has beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
-  CUTE_DEVICE void modified_scores(ScoreTile const& tile, float const* lse_log2, Accumulator& tSrS,
-                                   Weights& slopes) const {
+  CUTE_DEVICE void modified_scores(ScoreTile const& tile, Statistic const& lse_log2,
+                                   int first_group, Accumulator& tSrS, Weights& slopes) const {
     auto scores = rows_cols_view(tSrS);
     auto by_query = exchanged(scores);
     const auto query_coords = coords_by_query<kQueries>();
@@ -250,7 +274,7 @@ struct ScoreMath {
       modifiers.apply(by_query, query_coords, tile.query_begin, tile.key_begin);
     }
     if (!tile.is_interior) hide(tile, scores, coords_by_key<kQueries>());
-    exponentiate(scores, lse_log2);
+    exponentiate(scores, lse_log2, first_group);
   }
 
   template <class Scores, class Coords>
@@ -262,12 +286,12 @@ struct ScoreMath {
                        tile.sequence.seqlen_k);
   }
 
-  // A score is scale_log2 * S in powers of two.
+  // A score is scale_log2 * S in powers of two. first_group: of the scores' queries.
   template <class Scores>
-  CUTE_DEVICE void exponentiate(Scores& scores, float const* lse_log2) const {
+  CUTE_DEVICE void exponentiate(Scores& scores, Statistic const& lse_log2, int first_group) const {
     CUTE_UNROLL
     for (int query = 0; query < size<1>(scores); query += 2) {
-      const float2 lse = of_queries(lse_log2, query / 2);
+      const float2 lse = lse_log2[first_group + query / 2];
       CUTE_UNROLL
       for (int key = 0; key < size<0>(scores); ++key) {
         scores(key, query) = fast_exp2(scores(key, query) * call.scale_log2 - lse.x);

@@ -7,12 +7,6 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The first of a tile's keys whose dK and dV are this CTA's.
-template <class Traits>
-CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
-  return item.work.tile * Traits::block_n + rank_in_pair() * Traits::cta_keys;
-}
-
 // Between the same thread of the two warpgroups: what one holds of P, 16 bytes at a time.
 template <class Traits, class Fragment>
 CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
@@ -39,15 +33,6 @@ CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
   consumer_release(smem.weights_ring, state);
 }
 
-// A buffer of Q or dO, which both CTAs of a pair write.
-template <class Traits, int kStages>
-CUTE_DEVICE void release_queries(Ring<kStages>& ring, PipelineState<kStages> const& state) {
-  consumer_release(ring, state);
-  if constexpr (Traits::in_pairs) {
-    if (threadIdx.x % 32 == 0) arrive_at_peer(&ring.empty[state.stage]);
-  }
-}
-
 // S, P and dV.
 template <class Traits>
 CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
@@ -56,7 +41,8 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
   constexpr int block_m = Traits::block_m;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
-  const ScoreMath<Traits> math(call);
+  using Math = ScoreMath<Traits>;
+  const Math math(call);
   PipelineState<Traits::work_stages> work_state;
   PipelineState<Traits::key_stages> key_state;
   PipelineState<Traits::stages> q_state;
@@ -103,7 +89,9 @@ CUTE_DEVICE void sum_value_gradients(BackwardKernelArguments const& args,
                                  .is_interior = has_all_keys && item.range.is_interior(step.tile)};
       const auto excluded = math.excluded_pairs(score_tile);
       wait_products<0>(tSrS);
-      math.probabilities(score_tile, excluded, smem.lse_log2[q_state.stage], tSrS, tGrP, weights);
+      typename Math::Statistic lse_log2;
+      lse_log2.read(smem.lse_log2[q_state.stage]);
+      math.probabilities(score_tile, excluded, lse_log2, tSrS, tGrP, weights);
       __syncwarp();
       release_queries<Traits>(smem.q_ring, q_state);
       send_weights<Traits>(smem, q_state, weights);
@@ -145,7 +133,8 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
   constexpr int block_m = Traits::block_m;
   BackwardArguments const& call = args.call;
   const int thread = threadIdx.x % 128;
-  const ScoreMath<Traits> math(call);
+  using Math = ScoreMath<Traits>;
+  const Math math(call);
   PipelineState<Traits::work_stages> work_state;
   PipelineState<Traits::key_stages> key_state;
   PipelineState<Traits::stages> q_state;
@@ -184,10 +173,13 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
     for (int index = 0;; ++index) {
       receive_weights<Traits>(smem, q_state, weights);
       wait_products<0>(tSrdP);
-      math.gradients(weights, smem.softmax_d[dout_state.stage], tSrdP);
+      typename Math::Statistic softmax_d;
+      softmax_d.read(smem.softmax_d[dout_state.stage]);
+      math.gradients(weights, softmax_d, tSrdP);
       convert_into(a_operand_view(tSrdP), tGrdS);
       auto ds_state = q_state;  // as many buffers, a step each
-      publish_dscores<Traits>(smem, ds_state, 0, tGrdS, [](int) {});
+      store_dscores<Traits>(smem, ds_state, 0, tGrdS, [](int) {});
+      commit_dscores<Traits>(smem, ds_state, 0);
       // Behind the fence in there: an arrival may overtake a load of D whose number is not used
       // yet, and where dO has one buffer the next D is there soon.
       __syncwarp();

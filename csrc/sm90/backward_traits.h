@@ -46,6 +46,16 @@ struct SparseBackwardWorkItem : BackwardWorkItem {
   CUTE_DEVICE int steps() const { return num_steps; }
 };
 
+// How the steps of a tile follow one another, for those who keep it in registers.
+struct StepOrder {
+  int first_tile;
+  int last_tile;
+  int direction;
+
+  CUTE_DEVICE explicit StepOrder(BackwardWorkItem const& item)
+      : first_tile(item.first_tile), last_tile(item.last_tile), direction(item.direction) {}
+};
+
 // One of the steps of a tile: a query tile of one query head. They follow one another.
 struct Step {
   int head;
@@ -54,10 +64,11 @@ struct Step {
   CUTE_DEVICE static Step first(BackwardWorkItem const& item) {
     return {item.first_head, item.first_tile};
   }
-  CUTE_DEVICE void advance(BackwardWorkItem const& item) {
-    const bool next_head = tile == item.last_tile;
+  template <class Order>
+  CUTE_DEVICE void advance(Order const& order) {
+    const bool next_head = tile == order.last_tile;
     head += next_head ? 1 : 0;
-    tile = next_head ? item.first_tile : tile + item.direction;
+    tile = next_head ? order.first_tile : tile + order.direction;
   }
 
   // The tile of dq_accum to which the step adds dQ, or the counter of such additions.
@@ -125,10 +136,16 @@ struct BackwardTraits {
   // Where a step has no more queries than half the tile has keys, a diagonal leaves one of the two
   // key warpgroups nothing to do in the first.
   static constexpr bool skips_hidden_half =
-      !is_sparse && !has_bias && key_parts == 2 && block_m == 64;
+      !is_sparse && !has_bias && !in_pairs && key_parts == 2 && block_m == 64;
 
   // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
+
+  // A step's chain of products and what lies between them is short: what it would read on the way
+  // waits in registers, and dK starts before others hear of dS. Elsewhere there are no registers
+  // for that, or it gained nothing (docs/experiments_sm90.md).
+  static constexpr bool has_short_steps =
+      block_m == 64 && !separate && !has_weights && !draws && !announces;
 
   // P stays in registers for dV while dS is made.
   static constexpr bool keeps_probabilities = config.keeps_probabilities;
@@ -160,7 +177,7 @@ struct BackwardTraits {
 
   static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
   static constexpr int key_bytes =
-      (cta_keys * head_dim + (in_pairs ? 64 * cta_columns : 0)) * int(sizeof(Element));
+      cta_keys * (head_dim + (in_pairs ? cta_columns : 0)) * int(sizeof(Element));
   static constexpr int value_bytes = cta_keys * head_dim_v * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
@@ -168,6 +185,11 @@ struct BackwardTraits {
   CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
     return stage * key_parts + part;
   }
+  // Of dS; in a pair's, dK and dV of a part take the place of all its buffers at a tile's end.
+  CUTE_HOST_DEVICE static constexpr int ds_tile(int stage, int part) {
+    return stores_in_ds ? part * ds_stages + stage : part_tile(stage, part);
+  }
+  static constexpr bool stores_in_ds = in_pairs && !separate;
   static constexpr int stages = config.stages_q;  // and of a bias
   static constexpr int ds_stages = 2;             // of dS, and of P between warpgroups
   static constexpr int work_stages = 2;
@@ -179,7 +201,7 @@ struct BackwardTraits {
   // In boxes of which a CTA's columns of dQ are whole ones.
   static constexpr int key_box_columns = box_columns<cta_columns>;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts, key_box_columns>;
-  using DqKeyLayout = TileLayout<Element, 64, cta_columns, key_stages * key_parts>;
+  using PeerKeyLayout = TileLayout<Element, 64, cta_columns, key_parts>;
   using ValueLayout = TileLayout<Element, 64, head_dim_v, key_stages * key_parts>;
   using QueryLayout = TileLayout<Element, block_m, head_dim, stages>;
   using OutputLayout = TileLayout<Element, block_m, head_dim_v, dout_stages>;  // of dO
@@ -194,8 +216,8 @@ struct BackwardTraits {
 
   // What a CTA of a pair has of the other one.
   struct FromPeer {
-    alignas(1024) Element k[64 * cta_columns];           // its keys, this CTA's columns of dQ
-    alignas(1024) Element ds[ds_stages * 64 * block_m];  // of its keys
+    alignas(1024) Element k[cta_keys * cta_columns];           // its keys, this CTA's columns of dQ
+    alignas(1024) Element ds[ds_stages * cta_keys * block_m];  // of its keys
     Ring<drawn_stages> drawn_ring;  // "full" of the CTA that reads, "empty" of the one that draws
     std::uint32_t drawn[drawn_stages];
   };
@@ -233,13 +255,12 @@ struct BackwardTraits {
   };
 
   static_assert(block_m % 64 == 0 && key_warpgroups == 2 && (key_parts == 1 || key_parts == 2));
-  static_assert(separate == in_pairs, "nobody has needed one without the other");
+  static_assert(!separate || in_pairs, "nobody has needed one without the other");
   static_assert(!separate || stages == ds_stages, "one place for Q, P and dS of a step");
-  static_assert(!in_pairs || (key_stages == 1 && block_m == 64 && cta_keys == 64));
+  static_assert(!in_pairs || (key_stages == 1 && block_m == 64));
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * launch_registers);
   static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");
-  static_assert(!finishes_dq || !in_pairs, "nobody has tried");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");

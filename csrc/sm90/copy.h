@@ -34,13 +34,13 @@ CUTE_DEVICE auto smem_tile(Element* data) {
   return make_tensor(make_smem_ptr(data), Layout{});
 }
 
-// The same memory read as (columns, rows, stages).
-template <class SmemTensor>
+// The same memory read as (columns, rows, stages), of the first kColumns columns, or all.
+template <int kColumns = 0, class SmemTensor>
 CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   constexpr int rows = decltype(size<0>(tile))::value;
   constexpr int columns = decltype(size<1>(tile))::value;
   constexpr int stages = decltype(size<2>(tile))::value;
-  using Swap = Layout<Shape<Int<columns>, Int<rows>, Int<stages>>,
+  using Swap = Layout<Shape<Int<kColumns == 0 ? columns : kColumns>, Int<rows>, Int<stages>>,
                       Stride<Int<rows>, _1, Int<rows * columns>>>;
   return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
 }

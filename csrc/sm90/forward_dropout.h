@@ -105,8 +105,9 @@ CUTE_DEVICE void zero_unless(std::uint32_t bit, float& p) {
 
 // What dropout keeps of a thread's scores of one step.
 template <class Traits>
-using KeptPairs = std::conditional_t<Traits::draws_ahead, ThreadWords<Traits>,
-                                     DropoutDecisions<Traits::block_n / 16, false>>;
+using KeptPairs =
+    std::conditional_t<Traits::draws_ahead, ThreadWords<Traits>,
+                       DropoutDecisions<Traits::has_dropout ? Traits::block_n / 16 : 2, false>>;
 
 // Zeroes what is dropped of p[row][column] of its share of 16 columns. Bits in their order, so that
 // one instruction makes predicates of seven.

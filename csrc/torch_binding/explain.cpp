@@ -96,6 +96,8 @@ py::dict describe(const ForwardConfig& config) {
   result["kind"] = name_of(config.kind);
   result["most_causal_seqlen"] = config.most_causal_seqlen;
   result["most_full_seqlen"] = config.most_full_seqlen;
+  result["least_keys_full"] = config.least_keys_full;
+  result["least_keys_windowed"] = config.least_keys_windowed;
   return result;
 }
 
@@ -107,6 +109,8 @@ py::dict describe(const BackwardConfig& config) {
   result["warps_m_dq"] = config.warps_m_dq;
   result["stages_q"] = config.stages_q;
   result["stages_do"] = config.stages_do;
+  result["least_keys_full"] = config.least_keys_full;
+  result["least_keys_windowed"] = config.least_keys_windowed;
   return result;
 }
 
