@@ -113,6 +113,18 @@ def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
     assert "      .most_causal_seqlen = 0,\n" in generate_units.unit_text(units[1])
 
 
+def test_a_unit_asks_for_the_wgmma_that_its_rows_want() -> None:
+    """Before CuTe is included; others do without, as it takes longer to compile."""
+    asks = f"#define {generate_units.EXTENDED_SHAPES}\n"
+    for block_n, is_wide in ((128, False), (80, True), (112, True)):
+        (unit,) = generate_units.units_of([replace(SM90_ROW, block_n=block_n)])
+        text = generate_units.unit_text(unit)
+        assert (asks in text) is is_wide
+        assert text.partition("#include")[0].endswith(asks) is is_wide
+    (unit,) = generate_units.units_of([replace(ROW, block_n=80)])
+    assert asks not in generate_units.unit_text(unit)
+
+
 def test_an_sm90_backward_row_says_nothing_of_sm80s_warps() -> None:
     rows = [SM90_BACKWARD_ROW, SM90_BACKWARD_DROPOUT_ROW]
     for row in rows:

@@ -132,15 +132,18 @@ def test_many_cuts(mask: str) -> None:
     check_parts(documents, inputs, options_of(mask, "plain", 2))
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_long_parts(deterministic: bool) -> None:
-    """As many tiles as SMs and more, in warps that finish dq beside the products."""
+def test_long_parts(deterministic: bool, causal: bool) -> None:
+    """As many tiles as SMs and more, in warps that finish dq beside the products; without a mask of
+    pairs of CTAs.
+    """
     documents = Documents((4000, 3000), (4000, 3000), (2048,), (2048,))
     inputs = Inputs.random(documents, (8, 8), 128, torch.bfloat16, DEVICE)
     if ON_CPU:
         documents = Documents((400, 300), (400, 300), (208,), (208,))
         inputs = Inputs.random(documents, (2, 2), 32, torch.bfloat16, DEVICE)
-    options = {"causal": True, "deterministic": deterministic}
+    options = {"causal": causal, "deterministic": deterministic}
     parts = check_parts(documents, inputs, options)
     if deterministic:
         again = run_parts(documents, inputs, None, **options)

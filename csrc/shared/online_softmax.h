@@ -8,8 +8,8 @@
 // block's row reductions and the multiplication of O (one FMUL per element) leave the loop's usual
 // path.
 //
-// softmax_to_pairs() does not even look for a maximum: references begin at 0, and that a score is
-// too far from them shows in its sums.
+// softmax_to_pairs() does not even look for a maximum once it has one: that a score has risen too
+// far shows in its sums. Nor need the first block, which may be made relative to 0.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>

@@ -61,6 +61,13 @@ CUTE_DEVICE void commit_dscores(typename Traits::SharedStorage& smem,
   state.advance();
 }
 
+// Until all that was written to a ring's buffers, by the producer that is at `state`, is read.
+template <int kStages>
+CUTE_DEVICE void wait_until_empty(Ring<kStages>& ring, PipelineState<kStages> state) {
+  CUTE_UNROLL
+  for (int stage = 0; stage < kStages; ++stage, state.advance()) producer_acquire(ring, state);
+}
+
 // The first of a tile's keys whose dK and dV are this CTA's.
 template <class Traits>
 CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
@@ -142,7 +149,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
   typename Math::Statistic softmax_d;
   auto start_scores = [&]() {
     consumer_wait(smem.q_ring, q_state);
-    if constexpr (Traits::has_short_steps) lse_log2.read(smem.lse_log2[q_state.stage]);
+    if constexpr (Traits::reads_ahead) lse_log2.read(smem.lse_log2[q_state.stage]);
     start_product(scores_mma, tSrK(_, _, _, Traits::part_tile(key_state.stage, warpgroup)),
                   tSrQ(_, _, _, q_state.stage), tSrS, false);
   };
@@ -154,9 +161,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     const int key_begin = first_own_key<Traits>(item) + 64 * warpgroup;
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
     using Item = typename Traits::WorkItem;
-    const std::conditional_t<Traits::has_short_steps, StepOrder, Item const&> order(item);
-    const std::conditional_t<Traits::has_short_steps, BlockRange, BlockRange const&> range =
-        item.range;
+    const std::conditional_t<Traits::reads_ahead, StepOrder, Item const&> order(item);
+    const std::conditional_t<Traits::reads_ahead, BlockRange, BlockRange const&> range = item.range;
     const auto skips_half = [&] {
       return Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later;
     };
@@ -202,7 +208,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         add_transposed_bias<block_m>(smem.bias + box * 64 * block_m,
                                      call.params.score.softmax_scale, tSrS);
       }
-      if constexpr (Traits::has_short_steps) {
+      if constexpr (Traits::reads_ahead) {
         math.probabilities(early_tile, excluded, lse_log2, tSrS, tGrP, weights);
       } else {
         lse_log2.read(smem.lse_log2[q_state.stage]);
@@ -228,13 +234,13 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         }
       });
 
-      if constexpr (!Traits::has_short_steps) commit_dscores<Traits>(smem, ds_state, warpgroup);
+      if constexpr (!Traits::starts_dk_first) commit_dscores<Traits>(smem, ds_state, warpgroup);
       if constexpr (Traits::marks_dropped) {
         zero_negative<Element>(tGrP);
         start_dv();
       }
       start_product(dk_mma, tGrdS, tGrQ(_, _, _, q_state.stage), tGrdK, index > 0);
-      if constexpr (Traits::has_short_steps) commit_dscores<Traits>(smem, ds_state, warpgroup);
+      if constexpr (Traits::starts_dk_first) commit_dscores<Traits>(smem, ds_state, warpgroup);
       wait_products<1>(tGrdV);
       release_queries<Traits>(smem.dout_ring, dout_state);
       dout_state.advance();
@@ -276,6 +282,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         CUTE_UNROLL
         for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
       }
+      // Its own branch for fp32: with that of the others ptxas serializes the products (C7512).
       if constexpr (Traits::stores_in_ds) {
         if (leaves_fp32<Traits>(call)) {
           write_fp32_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial,
@@ -283,10 +290,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
           write_fp32_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial,
                                       call, item, key_begin, tGrdK, thread);
         } else {
-          auto state = ds_state;
-          CUTE_UNROLL
-          for (int stage = 0; stage < Traits::ds_stages; ++stage, state.advance())
-            producer_acquire(smem.ds_ring, state);
+          wait_until_empty(smem.ds_ring, ds_state);
           store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, tGrdV,
                                                      smem.ds, warpgroup, thread);
           if (thread == 0) wait_stores();

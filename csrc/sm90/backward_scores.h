@@ -89,7 +89,7 @@ template <class Traits>
 struct ScoreMath {
   static constexpr int queries = Traits::block_m;  // of a tile of scores
   using Statistic =
-      std::conditional_t<Traits::has_short_steps, StatisticInRegisters<queries>, StatisticInPlace>;
+      std::conditional_t<Traits::reads_ahead, StatisticInRegisters<queries>, StatisticInPlace>;
   using Element = typename Traits::Element;
   static constexpr bool drops = Traits::has(feature::dropout);
   using Decisions = DropoutDecisions<queries / 16, true>;

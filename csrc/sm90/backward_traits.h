@@ -141,11 +141,13 @@ struct BackwardTraits {
   // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
-  // A step's chain of products and what lies between them is short: what it would read on the way
-  // waits in registers, and dK starts before others hear of dS. Elsewhere there are no registers
-  // for that, or it gained nothing (docs/experiments_sm90.md).
-  static constexpr bool has_short_steps =
+  // dK starts before the others hear of dS. Elsewhere that gained nothing
+  // (docs/experiments_sm90.md).
+  static constexpr bool starts_dk_first =
       block_m == 64 && !separate && !has_weights && !draws && !announces;
+  // What a step would read from shared memory on its way waits in registers. Elsewhere there are
+  // none for it, or it gained nothing.
+  static constexpr bool reads_ahead = starts_dk_first && in_pairs && config.dtype == Dtype::bf16;
 
   // P stays in registers for dV while dS is made.
   static constexpr bool keeps_probabilities = config.keeps_probabilities;

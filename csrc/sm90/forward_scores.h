@@ -143,9 +143,15 @@ struct ForwardScores {
                                        Operand& tOrP) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
-    with_drop(kept, [&](auto drop) {
-      softmax.template first_softmax_to_pairs<Element>(scores, pairs, row_shifts, drop);
-    });
+    if constexpr (Traits::starts_from_zero) {
+      if (tile.params.window.is_full()) {
+        with_drop(kept, [&](auto drop) {
+          softmax.template first_softmax_to_pairs<Element>(scores, pairs, row_shifts, drop);
+        });
+        return;
+      }
+    }
+    probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
   }
 
  private:
