@@ -6,9 +6,9 @@
 // (backward_dispatcher.h), and two warps finish dq (backward_finish.h), one of which first sums a
 // sink's gradient and clears tiles that no query sees; one warpgroup for dQ (backward_dq.h); and
 // two that hold dK and dV (backward_keys.h, backward_separate_keys.h), to which setmaxnreg gives
-// the registers of the others. Above head_dim 128 two CTAs share a tile (cta_pair.h), and each has
-// half of its keys. What lies in shared memory, and how often: SharedStorage of
-// backward_traits.h.
+// the registers of the others. Above head_dim 128, and at 128 where queries see many keys, two CTAs
+// share a tile (cta_pair.h), and each has half of its keys. What lies in shared memory, and how
+// often: SharedStorage of backward_traits.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -93,8 +93,8 @@ struct BackwardTraits {
   static constexpr int head_dim_v = config.head_dim_v;
   static constexpr int key_warps = config.num_warps;  // those that hold dK and dV
   static constexpr int key_warpgroups = key_warps / 4;
-  // Wide heads: a CTA of a pair holds half of a tile's keys and multiplies half of dQ's columns of
-  // all of them (cta_pair.h), so that dQ is added half as often.
+  // A CTA of a pair holds half of a tile's keys and multiplies half of dQ's columns of all of them
+  // (cta_pair.h), so that dQ is added half as often.
   static constexpr int ctas_per_tile = config.ctas_per_tile;
   static constexpr bool in_pairs = ctas_per_tile == 2;
   static constexpr int cta_keys = block_n / ctas_per_tile;
