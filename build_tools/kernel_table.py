@@ -226,15 +226,15 @@ SM80_DECODE = (
 
 # sm90 backward -----------------------------------------------------------------------------------
 # Two warpgroups hold dK and dV. A CTA of a pair holds half of a tile's keys and multiplies half of
-# dQ's columns of all of them (sm90/cta_pair.h), so that dQ is added half as often. Of wide heads one
-# of the warpgroups holds dK, the other dV of the same keys (separate_keys).
+# dQ's columns of all of them (sm90/cta_pair.h), so that dQ is added half as often. Of wide heads
+# one of the warpgroups holds dK, the other dV of the same keys (separate_keys).
 #
 # Registers: of the 128 that the launch gives every thread. 96 columns of dQ, all or a CTA's half,
 # take more for dQ.
 # stages_kv: two at head dim 64, so that the next tile's keys are there when this one ends. At 96
 # they cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
 # addresses.
-# stores_tiles: where there is room, which is up to head dim 128, not beside a bias and not in pairs.
+# stores_tiles: where there is room, which is up to head dim 128, not beside a bias or in pairs.
 # keeps_probabilities: not where there are no registers for P, beside a softcap's weights unless the
 # head is narrow, and beside a bias at head dim 128. Beside the code for ALiBi alone, or for
 # dropout, ptxas serializes the products then (C7512).

@@ -159,9 +159,10 @@ def many_tile_cases() -> Iterator[Case]:
 
 
 def long_cases() -> Iterator[Case]:
-    """For the rows that are for queries which see many keys: few queries with so many, more of them
-    than half the SMs in a forward, where fewer would share the keys of a tile.
+    """For the rows that are for queries which see many keys: few queries with so many; in a forward
+    of so many heads that lower tiles would need another round of the device.
     """
+    sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
     rows = [row for row in build_info.compiled_rows() if row.config.get("least_keys_full")]
     for row in rows:
         forward = row.pass_name == "forward"
@@ -169,9 +170,9 @@ def long_cases() -> Iterator[Case]:
             dtype=DTYPES[row.dtype],
             head_dim=row.head_dim,
             batch=1,
-            seqlen_q=200 if forward else 100,
+            seqlen_q=150 if forward else 100,
             seqlen_k=row.config["least_keys_full"] + 70,
-            num_heads_q=70 if forward else 4,
+            num_heads_q=sms + 2 if forward else 4,
             num_heads_k=1 if forward else 2,
         )
         yield case

@@ -9,7 +9,7 @@
 // path.
 //
 // softmax_to_pairs() does not even look for a maximum once it has one: that a score has risen too
-// far shows in its sums. Nor need the first block, which may be made relative to 0.
+// far shows in its sums.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -24,12 +24,6 @@ namespace flash_attn_cuda {
 
 inline constexpr float kMaxLag = 8.0f;          // in powers of two
 inline constexpr float kLargestSum = 32768.0f;  // of what a lane has of a row of one block
-// Of what a row has of its first block relative to the reference 0, at least. In fp16 what is lost
-// of smaller P would show; in bf16 nothing is.
-template <class Element>
-inline constexpr float kLeastFirstSum = 0x1p-60f;
-template <>
-inline constexpr float kLeastFirstSum<cutlass::half_t> = 0x1p-6f;
 // Scores that are known to rise by more with every block, in powers of two, soon leave any
 // reference behind.
 inline constexpr float kSteepRise = 2.0f;
@@ -108,7 +102,7 @@ struct RowShifts {
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
-  float row_max[kRows];  // reference of the raw scores; -inf until a visible key was seen
+  float row_max[kRows];  // reference maximum of the raw scores; -inf until a visible key was seen
   float
       row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
@@ -173,37 +167,6 @@ struct OnlineSoftmax {
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
-  }
-
-  // The same of the first block: relative to 0, unless some row of the warp says that this is not
-  // near its scores, or has none. There is no O yet.
-  template <class Element, class Scores, class Pairs, class Shifts, class Drop>
-  CUTE_DEVICE void first_softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
-                                          Drop drop) {
-    using namespace cute;
-    auto no_output = [](int, float) {};
-    float sums[kRows];
-    bool follows = false;
-    for (;;) {
-      exponentiate_pairs<Element>(scores, pairs, row_shifts, drop, sums);
-      if (follows) break;
-      bool is_near = true;
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        const float sum = quad_reduce(sums[row], [](float a, float b) { return a + b; });
-        is_near = is_near && sum >= kLeastFirstSum<Element> && sum <= kLargestSum;
-      }
-      follows = !__all_sync(0xffffffffu, is_near);
-      if (!follows) {
-        needs_maximum = false;
-        CUTE_UNROLL
-        for (int row = 0; row < kRows; ++row) row_max[row] = 0.0f;
-        break;
-      }
-      follow_maximum(scores, no_output, row_shifts);
-    }
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) row_sum[row] = sums[row];
   }
 
   // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.

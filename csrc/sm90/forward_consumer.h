@@ -73,7 +73,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       products.template finish_scores<0>(tSrS, block == range.begin);
       const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
       scores.decide_dropout(block, kept);
-      scores.first_probabilities(tSrS, row_shifts, kept, softmax, tOrP);
+      scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
       for (int block = range.end - 2; block >= range.begin; --block) {

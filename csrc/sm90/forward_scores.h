@@ -125,48 +125,23 @@ struct ForwardScores {
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Shifts const& row_shifts,
-                                 KeptPairs<Traits> const& kept,
+                                 [[maybe_unused]] KeptPairs<Traits> const& kept,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
                                  Rescale rescale) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
-    with_drop(kept, [&](auto drop) {
-      softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, drop);
-    });
-  }
-
-  // Of a tile's first block.
-  template <class Accumulator, class Operand>
-  CUTE_DEVICE void first_probabilities(Accumulator& tSrS, Shifts const& row_shifts,
-                                       KeptPairs<Traits> const& kept,
-                                       OnlineSoftmax<Traits::rows_per_thread>& softmax,
-                                       Operand& tOrP) const {
-    auto scores = rows_cols_view(tSrS);
-    auto pairs = recast<std::uint32_t>(tOrP);
-    if constexpr (Traits::starts_from_zero) {
-      if (tile.params.window.is_full()) {
-        with_drop(kept, [&](auto drop) {
-          softmax.template first_softmax_to_pairs<Element>(scores, pairs, row_shifts, drop);
-        });
+    if constexpr (Traits::has_dropout) {
+      if (tile.params.dropout.threshold > 0) {
+        auto drop = [&](int sixteen, float (&p)[2][4]) { drop_pairs(kept, sixteen, p); };
+        softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, drop);
         return;
       }
     }
-    probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
+    auto keep_all = [](int, float (&)[2][4]) {};
+    softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, keep_all);
   }
 
  private:
-  // use(drop), where drop zeroes what dropout does not keep of a thread's share of 16 columns.
-  template <class Use>
-  CUTE_DEVICE void with_drop([[maybe_unused]] KeptPairs<Traits> const& kept, Use use) const {
-    if constexpr (Traits::has_dropout) {
-      if (tile.params.dropout.threshold > 0) {
-        use([&](int sixteen, float (&p)[2][4]) { drop_pairs(kept, sixteen, p); });
-        return;
-      }
-    }
-    use([](int, float (&)[2][4]) {});
-  }
-
   // This thread's (rows, columns) of S -> (query, key)
   CUTE_DEVICE auto coords() const {
     const auto share = typename Traits::ScoresMma{}.get_thread_slice(thread);

@@ -89,11 +89,6 @@ struct ForwardTraits {
   static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
   static constexpr int loaders = is_paged ? 2 : 1;
 
-  // Without a mask a tile's first block is made relative to 0, not to its maximum. Other kernels
-  // gained nothing by it, or spill.
-  static constexpr bool starts_from_zero = overlaps_softmax && head_dim <= 128 &&
-                                           !config.alternates_probabilities && config.features == 0;
-
   // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
   // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
   // saves.
