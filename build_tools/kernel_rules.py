@@ -100,6 +100,12 @@ def _sm90_backward(row: Any) -> Rules:
     yield row.ctas_per_tile == 2 or not row.separate_keys, "a CTA alone holds dK and dV together"
     yield not (row.separate_keys and row.shares_tiles), "only sm90/backward_keys.h joins parts"
     yield row.ctas_per_tile == 1 or row.block_m == 64, "in pairs of CTAs a step has 64 queries"
+    in_ds = row.ctas_per_tile == 2 and not row.separate_keys
+    yield (
+        not in_ds or row.head_dim == row.value_dim == 2 * row.block_m,
+        "pairs of CTAs without separate_keys store dK and dV through two buffers of dS",
+    )
+    yield not (in_ds and row.stores_tiles), "dK and dV leave through dS's buffers, or their own"
     yield row.head_dim // row.ctas_per_tile % row.dq_columns == 0, "dq_columns divide a CTA's"
     registers = {"producer_registers": (row.producer_registers, 1)}
     registers["dq_registers"] = (row.dq_registers, 1)

@@ -215,6 +215,8 @@ def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rul
         (SM90_FORWARD_ROW, {"consumer_registers": 240}, "520 registers are asked for where"),
         (SM90_FORWARD_ROW, {"consumer_registers": 236}, "consumer_registers: a multiple of 8"),
         (SM90_BACKWARD_ROW, {"ctas_per_tile": 1}, "a warpgroup holds dK, dV or both"),
+        (SM90_BACKWARD_ROW, {"head_dim": 64}, "store dK and dV through two buffers of dS"),
+        (SM90_BACKWARD_ROW, {"stores_tiles": True}, "dS's buffers, or their own"),
         (SM90_BACKWARD_ROW, {"dq_columns": 96}, "dq_columns divide"),
         (SM80_BACKWARD_ROW, {"warps_m_dq": 3}, "warps_m_dq divides num_warps"),
         (SM80_FORWARD_ROW, {"stages_q": 2}, "stages_q is of sm90 forward, a row of sm80 forward"),

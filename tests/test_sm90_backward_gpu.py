@@ -149,6 +149,23 @@ def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:
     check(pair_case(replace(used, leftpad=(5, 0, 0, 1000, 129))))
 
 
+@pytest.mark.parametrize("head_dims", [(128, 72), (104, 128), (128, 128)], ids=str)
+def test_pairs_of_ctas_that_share_a_key_head(check: Check, head_dims: tuple[int, int]) -> None:
+    """Partial sums of dk and dv, of values of other head dims too."""
+    case = make_case(
+        batch=1,
+        seqlen_q=700,
+        seqlen_k=1100,
+        num_heads_q=16,
+        num_heads_k=1,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+    )
+    if not ON_CPU:
+        assert families.planned(case, "backward")["dkdv_splits"] > 1, str(case)
+    check(pair_case(case))
+
+
 def test_pairs_of_ctas_take_many_tiles(check: Check) -> None:
     """More than there are pairs, of which some see no query; and the last ones in parts."""
     for fields in (

@@ -138,7 +138,7 @@ int most_keys_of_tile(const Window& window, const AttentionShape& shape, int row
 }
 
 // Of a tile that may be split or lower than others: with less it does not matter.
-constexpr int least_keys = 1024;
+constexpr int least_keys_of_tile = 1024;
 
 // Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.
 // `row`: that which could split.
@@ -148,7 +148,7 @@ bool wants_splits(const ForwardParams& params, const Window& window, const Forwa
   const std::int64_t tiles = most_tiles(params, row);
   if (params.split.num_splits > 1) return tiles < device.num_sms;
   return 2 * tiles <= device.num_sms &&
-         most_keys_of_tile(window, params.shape, row.block_m) >= least_keys;
+         most_keys_of_tile(window, params.shape, row.block_m) >= least_keys_of_tile;
 }
 
 // The plain row of a narrow head has tiles of more queries than that over caches. If those of fewer
@@ -158,7 +158,7 @@ bool wants_lower_tiles(const ForwardParams& params, const Window& window,
                        const DeviceInfo& device) {
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   if (is_packed || params.split.batch_invariant || plain.block_m <= lower.block_m ||
-      most_keys_of_tile(window, params.shape, lower.block_m) < least_keys)
+      most_keys_of_tile(window, params.shape, lower.block_m) < least_keys_of_tile)
     return false;
   const auto rounds = [&](const ForwardConfig& row) {
     return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
@@ -195,6 +195,20 @@ bool wants_smaller_steps(const ForwardParams& params, const Window& window,
          share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n, 0);
 }
 
+// The row of a call that neither decodes nor splits. One for long calls has higher tiles; where
+// lower ones need no more rounds of the device, it is the usual row.
+const ForwardInstance& select_plain(const ForwardParams& params, const Window& window,
+                                    const KernelRequest& request, const DeviceInfo& device,
+                                    std::span<const ForwardInstance* const> instances) {
+  const ForwardInstance& row = select_instance(instances, request, device);
+  KernelRequest of_any_length = request;
+  of_any_length.keys_per_query = 0;
+  const ForwardInstance* usual = find_instance(instances, of_any_length, device);
+  const bool prefers_usual = usual != nullptr && usual != &row &&
+                             wants_lower_tiles(params, window, row.config, usual->config, device);
+  return prefers_usual ? *usual : row;
+}
+
 const ForwardInstance& choose_instance(const ForwardParams& params, const Window& window,
                                        const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
@@ -215,7 +229,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Window
       return select_instance(instances, request, device);
   }
   request.kind = ForwardKind::tiles;
-  const ForwardInstance& plain = select_instance(instances, request, device);
+  const ForwardInstance& plain = select_plain(params, window, request, device, instances);
   if (plain.config.family != KernelFamily::sm90) return plain;
   KernelRequest short_request = request;
   short_request.seqlen = 1;  // whatever the length

@@ -41,7 +41,8 @@ struct BackwardArguments {
   float* dv_partial;  // the same of head_dim_v
   std::int64_t partial_rows;
   SharedTiles shared_tiles;
-  float* part_sums;          // (places of parts, key warpgroups): dK and dV in fragment order
+  float* part_sums;          // (places of parts, CTAs of a tile, key warpgroups): dK and dV in
+                             // fragment order
   int* part_counters;        // the same shape, of which a tile's first part's count those that end
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink

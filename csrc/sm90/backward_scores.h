@@ -43,8 +43,8 @@ CUTE_DEVICE float2 const* share_of_statistic(float const* statistic) {
   return reinterpret_cast<float2 const*>(statistic + threadIdx.x % 4 * 2);
 }
 
-// In registers, of queries (i, i + 1) of the group'th eight. Read before the product that it
-// belongs to is started: shared memory that feeds products answers late.
+// In registers, of queries (i, i + 1) of the group'th eight. Read before a product is waited for:
+// shared memory that feeds products answers late.
 template <int kQueries>
 struct StatisticInRegisters {
   float2 groups[kQueries / 8];

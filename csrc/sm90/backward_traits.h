@@ -187,7 +187,8 @@ struct BackwardTraits {
   CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
     return stage * key_parts + part;
   }
-  // Of dS; in a pair's, dK and dV of a part take the place of all its buffers at a tile's end.
+  // Of dS; where dK and dV leave through its buffers, those of a part lie side by side and are as
+  // many bytes as its dK.
   CUTE_HOST_DEVICE static constexpr int ds_tile(int stage, int part) {
     return stores_in_ds ? part * ds_stages + stage : part_tile(stage, part);
   }
@@ -260,6 +261,10 @@ struct BackwardTraits {
   static_assert(!separate || in_pairs, "nobody has needed one without the other");
   static_assert(!separate || stages == ds_stages, "one place for Q, P and dS of a step");
   static_assert(!in_pairs || (key_stages == 1 && block_m == 64));
+  static_assert(!in_pairs || !has_bias, "the bias of a CTA's keys alone would have to be loaded");
+  static_assert(!stores_in_ds || (head_dim == ds_stages * block_m && head_dim_v == head_dim),
+                "dK and dV of a part in place of its dS");
+  static_assert(!stores_in_ds || !stores_tiles, "one place for them");
   static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
                 (2 + key_warpgroups) * launch_registers);
   static_assert(!shares_tiles || !separate, "backward_keys.h joins the parts");

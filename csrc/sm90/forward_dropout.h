@@ -103,7 +103,8 @@ CUTE_DEVICE void zero_unless(std::uint32_t bit, float& p) {
       : "r"(bit));
 }
 
-// What dropout keeps of a thread's scores of one step.
+// What dropout keeps of a thread's scores of one step; without it, where the keys of a step may be
+// an odd number of sixteens, nothing asks.
 template <class Traits>
 using KeptPairs =
     std::conditional_t<Traits::draws_ahead, ThreadWords<Traits>,

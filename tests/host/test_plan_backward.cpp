@@ -731,50 +731,6 @@ TEST(two_ctas_draw_a_tile_of_wide_heads) {
   CHECK_EQ(plan(132).dkdv_splits, 4);  // 8 tiles * 8 heads * 2 CTAs * 4 > 264
 }
 
-// What a call gets where pairs of CTAs take the tiles of long sequences.
-TEST(two_ctas_draw_a_tile_of_long_sequences) {
-  BackwardInstance pair = sm90_backward_instance("pair", 128, 64, 0);
-  pair.config.ctas_per_tile = 2;
-  pair.config.block_n = 256;
-  pair.config.least_keys_full = 1000;
-  pair.config.least_keys_windowed = 2000;
-  const InstanceList<BackwardInstance> table({pair, sm90_backward_instance("single", 128)});
-  const auto with = [&](int seqlen, const Window& window, auto change) {
-    const AttentionShape shape{.batch_size = 1,
-                               .seqlen_q = seqlen,
-                               .seqlen_k = seqlen,
-                               .num_heads_q = 16,
-                               .num_heads_k = 16,
-                               .head_dim = 128,
-                               .head_dim_v = 128};
-    auto params = with_tensors(call<BackwardParams>(shape, window));
-    change(params);
-    return plan_backward(params, h200, table);
-  };
-  const auto plan = [&](int seqlen, const Window& window = {}) {
-    return with(seqlen, window, [](auto&) {});
-  };
-  const auto is_pair = [](const BackwardPlan& planned) {
-    return std::string(planned.instance->name) == "pair";
-  };
-  CHECK(!is_pair(plan(999)) && is_pair(plan(1000)));
-  // Under a causal mask a query sees half the keys, on average.
-  CHECK(!is_pair(plan(3900, causal)) && is_pair(plan(4000, causal)));
-  const Window of_1500{.left = 1499, .right = 0};
-  CHECK(!is_pair(plan(16'384, of_1500)));
-  const Window of_2500{.left = 2499, .right = 0};
-  CHECK(is_pair(plan(16'384, of_2500)));
-  CHECK(!is_pair(with(16'384, {}, [](auto& p) { p.deterministic = true; })));
-  // 1024 tiles are 15 rounds of 66 and 34, whose parts have counters for both CTAs.
-  const BackwardPlan even = plan(16'384);
-  CHECK_EQ(even.num_ctas, 132);
-  CHECK_EQ(even.schedule.grid_size(), 16 * 64);
-  CHECK_EQ(even.shared_tiles.count, 34);
-  CHECK(even.shared_tiles.parts > 1);
-  CHECK_EQ(even.part_counters, 4 * even.shared_tiles.places());
-  CHECK(even.dq_path == DqPath::finished && !even.sweeps);
-}
-
 TEST(tiles_are_those_of_the_sm90_row) {
   AttentionShape shape = training;
   const auto tiles_of = [&](int head_dim) {

@@ -70,7 +70,7 @@ struct Softcap {
 
   static constexpr float polynomial_argument = 0.275f;  // x = this * z
 
-  // tanh(0.275 z) for |z| < 2 by a polynomial, to 1.2e-6 of it: MUFU, at 4 operations a clock and
+  // tanh(0.275 z) for |z| < 2 by a polynomial, to 1.3e-6 of it: MUFU, at 4 operations a clock and
   // quadrant, is what a kernel with a softcap has least of. Chebyshev interpolation of tanh(x) / x
   // in x^2.
   CUTE_DEVICE static float tanh_by_polynomial(float z) {
