@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from kernel_rows import most_seqlen
+from kernel_rows import least_keys, most_seqlen
 
 from build_tools.kernel_row import (
     BackwardRow,
@@ -50,8 +50,11 @@ def chosen_sm90_row(
     value_dim: int | None = None,
     *,
     is_causal: bool = True,
+    keys: int = 1,
 ) -> ForwardRow:
-    """The rule of select_instance.cpp, on a GPU and tensors that suit every row."""
+    """The rule of select_instance.cpp, on a GPU and tensors that suit every row. keys: that a query
+    sees, on average.
+    """
     return next(
         row
         for row in SM90_ROWS
@@ -61,6 +64,7 @@ def chosen_sm90_row(
         and features in row.features
         and _walks(row, features)
         and seqlen <= most_seqlen(row)[0 if is_causal else 1]
+        and keys >= least_keys(row)[1 if is_causal else 0]
     )
 
 
@@ -86,6 +90,18 @@ def test_short_sequences_have_a_row_of_their_own() -> None:
             assert (row == short) is is_short
             row = chosen_sm90_row(short.head_dim, Feature.dropout, seqlen, is_causal=is_causal)
             assert row != short
+
+
+def test_queries_that_see_many_keys_have_a_row_of_higher_tiles() -> None:
+    rows = (row for row in SM90_ROWS if row.variant == "long" and row.dtype is Dtype.bf16)
+    (high,) = rows
+    for is_causal, least in ((True, high.least_keys_windowed), (False, high.least_keys_full)):
+        assert least > 1
+        for keys, is_high in ((least - 1, False), (least, True), (1 << 30, True)):
+            call = {"seqlen": 1 << 20, "is_causal": is_causal, "keys": keys}
+            row = chosen_sm90_row(high.head_dim, Feature(0), **call)
+            assert (row == high) is is_high
+            assert chosen_sm90_row(high.head_dim, Feature.alibi, **call) != high
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
@@ -124,7 +140,7 @@ def chosen_sm90_backward_row(
         and row.value_dim >= (head_dim if value_dim is None else value_dim)
         and features in row.features
         and _walks(row, features)
-        and keys >= (row.least_keys_full if is_full else row.least_keys_windowed)
+        and keys >= least_keys(row)[0 if is_full else 1]
     )
 
 

@@ -151,8 +151,9 @@ bool wants_splits(const ForwardParams& params, const Window& window, const Forwa
          most_keys_of_tile(window, params.shape, row.block_m) >= least_keys_of_tile;
 }
 
-// The plain row of a narrow head has tiles of more queries than that over caches. If those of fewer
-// need no more rounds of the device, each round is shorter.
+// The plain row of a narrow head has tiles of more queries than that over caches, and a row for
+// long calls than the usual one. If those of fewer need no more rounds of the device, each is
+// shorter.
 bool wants_lower_tiles(const ForwardParams& params, const Window& window,
                        const ForwardConfig& plain, const ForwardConfig& lower,
                        const DeviceInfo& device) {

@@ -142,7 +142,7 @@ struct BackwardTraits {
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
   // dK starts before the others hear of dS. Elsewhere that gained nothing
-  // (docs/experiments_sm90.md).
+  // (docs/experiments_sm90.md), and beside lists and a bias nobody has tried.
   static constexpr bool starts_dk_first =
       block_m == 64 && !separate && !has_weights && !draws && !announces;
   // What a step would read from shared memory on its way waits in registers. Elsewhere there are
