@@ -42,6 +42,7 @@ CUDA_PROGRAMS = {
     "test_plan_decode": PLAN_FORWARD,
     "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
     "test_plan_backward": PLAN_BACKWARD,
+    "test_plan_backward_sm90": PLAN_BACKWARD,
     "test_plan_long": (*PLAN_FORWARD, "plan_backward"),
     "test_plan_masked": (*PLAN_FORWARD, "plan_backward"),
     "test_turns": PLAN_BACKWARD,

@@ -22,6 +22,15 @@ inline constexpr DeviceInfo rtx4090{
 inline constexpr DeviceInfo h200{
     .compute_capability = 90, .num_sms = 132, .smem_per_block = 227 * 1024, .l2_bytes = 50 << 20};
 
+// A call of a training step: 16k tokens in sequences of 4,096.
+inline constexpr AttentionShape training{.batch_size = 4,
+                                         .seqlen_q = 4096,
+                                         .seqlen_k = 4096,
+                                         .num_heads_q = 16,
+                                         .num_heads_k = 16,
+                                         .head_dim = 128,
+                                         .head_dim_v = 128};
+
 inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind mask,
                                         KernelFamily family = KernelFamily::sm80,
                                         Dtype dtype = Dtype::bf16, int smem_bytes = 48 * 1024) {

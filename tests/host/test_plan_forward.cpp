@@ -11,14 +11,6 @@ using namespace host_tests;
 
 namespace {
 
-constexpr AttentionShape training{.batch_size = 4,
-                                  .seqlen_q = 4096,
-                                  .seqlen_k = 4096,
-                                  .num_heads_q = 16,
-                                  .num_heads_k = 16,
-                                  .head_dim = 128,
-                                  .head_dim_v = 128};
-
 ForwardPlan plan(const AttentionShape& shape, Window window = {}, const DeviceInfo& device = h200) {
   return plan_forward(call<ForwardParams>(shape, window), device, forward_table());
 }

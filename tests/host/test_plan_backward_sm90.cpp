@@ -1,0 +1,397 @@
+// What backward passes plan on Hopper GPUs: tiles, CTAs, the way that dQ takes, and which row.
+#include <algorithm>
+#include <string>
+
+#include "check.h"
+#include "fixtures.h"
+#include "host/plan.h"
+#include "no_driver.h"
+
+using namespace host_tests;
+
+// Stands in for the generated registry, which nothing here asks.
+std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() { return {}; }
+
+namespace {
+
+BackwardPlan sm90_plan(const BackwardParams& params, const DeviceInfo& device = h200) {
+  return plan_backward(params, device, sm90_backward_table());
+}
+
+// The row that serves the training call, or this one, on tensors of its own, after `change`.
+template <class Change>
+std::string sm90_chosen(Change change, const AttentionShape& shape = training,
+                        const DeviceInfo& device = h200) {
+  auto params = with_tensors(call<BackwardParams>(shape));
+  change(params);
+  return sm90_plan(params, device).instance->name;
+}
+
+constexpr auto nothing = [](BackwardParams&) {};
+
+}  // namespace
+
+TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
+  for (const bool deterministic : {false, true}) {
+    auto params = with_tensors(call<BackwardParams>(training, causal));
+    params.deterministic = deterministic;
+    const BackwardPlan hopper = sm90_plan(params);
+    CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
+    CHECK_EQ(hopper.num_ctas, 132);
+    CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
+    const BackwardPlan ampere = sm90_plan(params, a100);
+    CHECK_EQ(std::string(ampere.instance->name), "hd128");
+    CHECK_EQ(ampere.num_ctas, 0);
+    params.score.softmax_scale = -1.0f;
+    const BackwardPlan same_gpu = sm90_plan(params);
+    CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
+    CHECK_EQ(same_gpu.num_ctas, 0);
+  }
+  DeviceInfo smaller = h200;
+  smaller.num_sms = 114;
+  CHECK_EQ(sm90_plan(with_tensors(call<BackwardParams>(training)), smaller).num_ctas, 114);
+}
+
+// What a call of wide heads gets, by the SMs of its GPU.
+TEST(two_ctas_draw_a_tile_of_wide_heads) {
+  AttentionShape shape = training;
+  shape.head_dim = shape.head_dim_v = 256;
+  const auto plan = [&](int num_sms, const Window& window = causal, bool deterministic = false) {
+    DeviceInfo device = h200;
+    device.num_sms = num_sms;
+    auto params = with_tensors(call<BackwardParams>(shape, window));
+    params.deterministic = deterministic;
+    return sm90_plan(params, device);
+  };
+  CHECK_EQ(plan(132).instance->config.ctas_per_tile, 2);
+  CHECK_EQ(plan(132).num_ctas, 132);
+  CHECK_EQ(plan(131).num_ctas, 130);                  // whole pairs
+  CHECK_EQ(plan(1).num_ctas, 2);                      // or one
+  CHECK_EQ(plan(132).schedule.grid_size(), 64 * 32);  // tiles, not CTAs
+  // Three quarters of a tile for each pair are five heads of ten tiles, two for each pair, in
+  // turns, 14; so many that 64 heads come out even.
+  shape.seqlen_q = shape.seqlen_k = 1280;
+  CHECK_EQ(plan(132).schedule.heads_per_section, 8);
+  CHECK_EQ(plan(132, causal, true).schedule.heads_per_section, 16);
+  // No sweeps of what single CTAs would sweep.
+  shape.seqlen_q = shape.seqlen_k = 129;
+  shape.batch_size = 132;
+  shape.num_heads_q = shape.num_heads_k = 1;
+  CHECK(!plan(132).sweeps);
+  BackwardInstance single = sm90_backward_instance("single", 256);
+  single.config.ctas_per_tile = 1;
+  const InstanceList<BackwardInstance> table({single});
+  CHECK(plan_backward(with_tensors(call<BackwardParams>(shape, causal)), h200, table).sweeps);
+  // Splits of the query heads fill the device twice, CTAs, not tiles.
+  shape = {.batch_size = 1,
+           .seqlen_q = 2048,
+           .seqlen_k = 1024,
+           .num_heads_q = 64,
+           .num_heads_k = 8,
+           .head_dim = 256,
+           .head_dim_v = 256};
+  CHECK_EQ(plan(132).dkdv_splits, 4);  // 8 tiles * 8 heads * 2 CTAs * 4 > 264
+}
+
+TEST(tiles_are_those_of_the_sm90_row) {
+  AttentionShape shape = training;
+  const auto tiles_of = [&](int head_dim) {
+    shape.head_dim = shape.head_dim_v = head_dim;
+    const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
+    CHECK_EQ(result.instance->config.family, KernelFamily::sm90);
+    return std::pair{result.schedule.num_tiles, result.q_tiles};
+  };
+  CHECK(tiles_of(64) == (std::pair{4096 / 128, 4 * 4096 / 128}));
+  CHECK(tiles_of(128) == (std::pair{4096 / 128, 4 * 4096 / 64}));
+  CHECK(tiles_of(256) == (std::pair{4096 / 128, 4 * 4096 / 64}));
+}
+
+TEST(sm90_kernels_run_on_hopper_gpus_with_the_shared_memory_they_need) {
+  CHECK_EQ(sm90_chosen(nothing), "sm90_hd128");
+  DeviceInfo device = h200;
+  for (const int capability : {80, 86, 89, 100, 103, 120}) {
+    device.compute_capability = capability;
+    CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
+  }
+  device = h200;
+  device.smem_per_block = 200 * 1024;
+  CHECK_EQ(sm90_chosen(nothing, training, device), "sm90_hd128");
+  device.smem_per_block = 200 * 1024 - 1;
+  CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
+}
+
+TEST(sm90_kernels_take_scales_that_are_not_negative) {
+  for (const float scale : {1.0f, 1e-44f, 1e38f, 0.0f, -0.0f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "sm90_hd128");
+  for (const float scale : {-1.0f, -1e-44f, -1e38f})
+    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "hd128");
+}
+
+TEST(sm90_kernels_take_tensors_that_tma_can_move) {
+  AttentionShape single = training;
+  single.batch_size = single.num_heads_q = single.num_heads_k = 1;
+  constexpr std::int64_t too_far = std::int64_t{1} << 39;  // elements: 2^40 bytes
+  for (TensorView BackwardParams::* view :
+       {&BackwardParams::q, &BackwardParams::k, &BackwardParams::v, &BackwardParams::dout,
+        &BackwardParams::dk, &BackwardParams::dv}) {
+    for (std::int64_t TensorView::* stride :
+         {&TensorView::batch_stride, &TensorView::row_stride, &TensorView::head_stride}) {
+      // Expanded, unaligned, and further apart than a descriptor can say.
+      for (const std::int64_t value : {std::int64_t{0}, std::int64_t{2049}, too_far})
+        CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = value; }), "hd128");
+      CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = too_far - 8; }), "sm90_hd128");
+    }
+    for (const int bytes : {2, 8}) {
+      const auto shifted = [=](auto& p) {
+        (p.*view).data = static_cast<char*>((p.*view).data) + bytes;
+      };
+      CHECK_EQ(sm90_chosen(shifted), "hd128");
+    }
+    // With one element along a dimension its stride is nobody's.
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).batch_stride = 0; }, single), "sm90_hd128");
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).head_stride = 0; }, single), "sm90_hd128");
+  }
+}
+
+TEST(tensors_of_the_kernels_around_the_main_one_lie_anyhow) {
+  for (TensorView BackwardParams::* view : {&BackwardParams::out, &BackwardParams::dq}) {
+    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).row_stride = std::int64_t{1} << 39; }),
+             "sm90_hd128");
+  }
+  CHECK_EQ(sm90_chosen([](auto& p) { p.out.head_stride = 0; }), "sm90_hd128");
+}
+
+TEST(packed_tensors_have_no_batch_stride) {
+  AttentionShape shape = training;
+  shape.seqlen_q = 10'000;
+  shape.seqlen_k = 12'000;
+  auto params = with_tensors(packed_call<BackwardParams>(shape));
+  for (TensorView BackwardParams::* view :
+       {&BackwardParams::q, &BackwardParams::k, &BackwardParams::v, &BackwardParams::dout,
+        &BackwardParams::dk, &BackwardParams::dv})
+    (params.*view).batch_stride = 0;
+  const BackwardPlan packed = sm90_plan(params);
+  CHECK_EQ(std::string(packed.instance->name), "sm90_hd128");
+  CHECK_EQ(packed.num_ctas, 132);
+  CHECK_EQ(packed.table.tile_rows, 128);
+  CHECK_EQ(packed.table.q_tile_rows, 64);
+  params.sequences = {};
+  CHECK_EQ(std::string(sm90_plan(params).instance->name), "hd128");
+}
+
+TEST(features_choose_among_sm90_kernels_and_fall_back) {
+  const auto with_features = [](auto change, const char* on_hopper, const char* elsewhere) {
+    CHECK_EQ(sm90_chosen(change), on_hopper);
+    CHECK_EQ(sm90_chosen(change, training, rtx4090), elsewhere);
+  };
+  with_features([](auto& p) { p.deterministic = true; }, "sm90_hd128", "hd128");
+  with_features([](auto& p) { p.score.softcap = 20.0f; }, "sm90_hd128_dropout", "hd128_dropout");
+  with_features([](auto& p) { p.score.alibi_slopes = &some_float; }, "sm90_hd128_dropout",
+                "hd128_dropout");
+  with_features([](auto& p) { p.dropout.threshold = 1; }, "sm90_hd128_dropout", "hd128_dropout");
+}
+
+TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
+  AttentionShape shape = training;
+  for (const auto& [seqlen_k, sums] :
+       {std::pair{1, false}, {128, false}, {129, true}, {4096, true}}) {
+    shape.seqlen_k = seqlen_k;
+    const auto params = with_tensors(call<BackwardParams>(shape));
+    const BackwardPlan result = sm90_plan(params);
+    CHECK(result.instance->writes_dq);
+    CHECK_EQ(result.instance->config.block_n, 128);
+    CHECK_EQ(result.dq_path != DqPath::direct, sums);
+    const BackwardPlan of_sm80 = plan_backward(call<BackwardParams>(shape), h200, backward_table());
+    CHECK(of_sm80.dq_path == DqPath::converted);
+  }
+}
+
+TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
+  const auto finishes = [](int seqlen_q, int seqlen_k, const Window& window, int head_dim = 128) {
+    AttentionShape shape = training;
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = seqlen_k;
+    shape.head_dim = shape.head_dim_v = head_dim;
+    const auto params = with_tensors(call<BackwardParams>(shape, window));
+    const BackwardPlan result = sm90_plan(params);
+    CHECK_EQ(result.instance->config.head_dim, head_dim);
+    CHECK_EQ(result.counts_additions, result.dq_path == DqPath::finished);
+    return result.dq_path == DqPath::finished;
+  };
+  CHECK(!finishes(4096, 128, {}));
+  CHECK(!finishes(4096, 256, {}));
+  CHECK(finishes(4096, 512, {}));
+  CHECK(finishes(1, 1024, {}));
+  CHECK(!finishes(512, 512, causal));
+  CHECK(finishes(1024, 1024, causal));
+  CHECK(finishes(64, 1024, causal));  // the last queries
+  CHECK(!finishes(4096, 4096, {.left = 300, .right = 0}));
+  CHECK(finishes(4096, 4096, {.left = 2000, .right = 0}));
+  CHECK(!finishes(4096, 640, {}, 64));
+  CHECK(finishes(4096, 1024, {}, 64));
+  CHECK(!finishes(8192, 8192, causal, 64));
+  CHECK(!finishes(4096, 4096, {}, 256));
+
+  auto packed = with_tensors(packed_call<BackwardParams>(training, causal));
+  const auto plan_packed = [&] { return sm90_plan(packed); };
+  for (const auto& [total, wanted] : {std::pair{4 * 500, false}, {4 * 1000, true}}) {
+    packed.shape.seqlen_q = packed.shape.seqlen_k = total;
+    CHECK_EQ(plan_packed().dq_path == DqPath::finished, wanted);
+  }
+}
+
+TEST(the_last_tiles_of_an_even_grid_have_parts_where_they_leave_ctas_idle) {
+  const auto shared = [](int heads, int seqlen, auto change, int head_dim = 128) {
+    const AttentionShape shape{.batch_size = 1,
+                               .seqlen_q = seqlen,
+                               .seqlen_k = seqlen,
+                               .num_heads_q = heads,
+                               .num_heads_k = heads,
+                               .head_dim = head_dim,
+                               .head_dim_v = head_dim};
+    auto params = with_tensors(call<BackwardParams>(shape));
+    change(params);
+    const BackwardPlan result = sm90_plan(params);
+    const SharedTiles& tiles = result.shared_tiles;
+    if (tiles.parts > 1) {
+      CHECK(result.sweeps == false && !result.takes_turns);
+      CHECK_EQ(tiles.first + tiles.count, result.schedule.grid_size());
+      CHECK_EQ(tiles.count, result.schedule.grid_size() % h200.num_sms);
+      CHECK_EQ(result.part_counters, 2 * tiles.places());
+    }
+    return tiles.parts;
+  };
+  const auto as_it_is = [](auto&) {};
+  CHECK_EQ(shared(16, 16'384, as_it_is), 3);  // 2048 tiles are 15 rounds of 132 and 68
+  CHECK_EQ(shared(16, 2048, as_it_is), 1);    // 256 are two but for eight
+  CHECK_EQ(shared(33, 512, as_it_is), 1);     // one
+  CHECK_EQ(shared(1, 8192, as_it_is), 2);     // 64 tiles of 128 steps
+  CHECK(shared(1, 512, as_it_is) > 1);
+  CHECK_EQ(shared(32, 16'384, as_it_is, 64), 8);  // 4096: 31 and four
+  CHECK_EQ(shared(16, 16'384, as_it_is, 256), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.window = causal; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.deterministic = true; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softcap = 1.0f; }), 1);
+  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softmax_scale = -1.0f; }), 1);
+}
+
+TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {
+  for (const int seqlen : {100, 600, 4096}) {
+    AttentionShape shape = training;
+    shape.seqlen_q = shape.seqlen_k = seqlen;
+    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    params.deterministic = true;
+    const BackwardPlan result = sm90_plan(params);
+    const bool has_one_tile = seqlen <= result.instance->config.block_n;
+    CHECK(result.dq_path == (has_one_tile ? DqPath::direct : DqPath::ordered));
+    CHECK_EQ(result.takes_turns, !has_one_tile);
+
+    params.score.softmax_scale = -1.0f;  // sm80 kernels add to zeros, and a kernel follows
+    const BackwardPlan of_sm80 = sm90_plan(params);
+    CHECK(of_sm80.instance->config.family == KernelFamily::sm80);
+    CHECK(of_sm80.dq_path == DqPath::converted);
+    CHECK(of_sm80.takes_turns && of_sm80.counts_additions);
+  }
+}
+
+TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
+  struct Expected {
+    int batch_heads, seqlen, head_dim;
+    bool sweeps;
+  };
+  for (const Expected& expected : {Expected{132, 512, 64, true},
+                                   {119, 512, 64, true},   // 0.9 of 132
+                                   {118, 512, 64, false},  // too few
+                                   {133, 512, 64, false},  // one more than a round
+                                   {238, 512, 64, true},   // 0.9 of two rounds
+                                   {132, 129, 64, true},   // two key tiles
+                                   {132, 128, 64, false},  // nothing to sum
+                                   {132, 560, 64, true},   // 560 * 512 bytes of 132: 36 MiB of 50
+                                   {132, 640, 64, false},  // 41 MiB
+                                   {132, 256, 128, true},  // twice the bytes a query
+                                   {132, 512, 128, false}}) {
+    const AttentionShape shape{.batch_size = expected.batch_heads,
+                               .seqlen_q = expected.seqlen,
+                               .seqlen_k = expected.seqlen,
+                               .num_heads_q = 1,
+                               .num_heads_k = 1,
+                               .head_dim = expected.head_dim,
+                               .head_dim_v = expected.head_dim};
+    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    const BackwardPlan result = sm90_plan(params);
+    CHECK_EQ(result.sweeps, expected.sweeps);
+    if (!result.sweeps) continue;
+    CHECK(result.dq_path == DqPath::ordered);
+    CHECK(!result.takes_turns && !result.counts_additions);
+    CHECK_EQ(result.schedule.heads_per_section, 1);
+    CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
+    // A CTA has the sums of a head, and no more.
+    const BackwardConfig& config = result.instance->config;
+    const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
+    CHECK_EQ(result.tickets_offset - result.dq_accum_offset,
+             sizeof(float) * result.num_ctas * rows * config.head_dim);
+  }
+}
+
+TEST(no_cta_sweeps_what_may_be_uneven_or_has_another_kernel) {
+  const AttentionShape shape{.batch_size = 1,
+                             .seqlen_q = 512,
+                             .seqlen_k = 512,
+                             .num_heads_q = 132,
+                             .num_heads_k = 132,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  const auto sweeps = [&](auto change) {
+    auto params = with_tensors(call<BackwardParams>(shape));
+    change(params);
+    return sm90_plan(params).sweeps;
+  };
+  CHECK(sweeps([](BackwardParams&) {}));
+  CHECK(sweeps([](BackwardParams& params) { params.score.softcap = 1.0f; }));
+  CHECK(sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1024; }));
+  CHECK(!sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1025; }));
+  CHECK(!sweeps([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }));  // sm80
+  CHECK(!sweeps([](BackwardParams& params) { params.deterministic = true; }));
+  for (const auto lengths :
+       {&SequenceParams::seqused_q, &SequenceParams::seqused_k, &SequenceParams::leftpad_k})
+    CHECK(!sweeps([=](BackwardParams& params) { params.sequences.*lengths = &some_int; }));
+  CHECK(!sweeps([](BackwardParams& params) {
+    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+  }));
+  CHECK(!sweeps([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }));
+}
+
+TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
+  const AttentionShape shape{.batch_size = 33,
+                             .seqlen_q = 260,
+                             .seqlen_k = 130,
+                             .num_heads_q = 8,
+                             .num_heads_k = 1,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
+  CHECK_EQ(result.dkdv_splits, 4);
+  CHECK(result.sweeps);
+  CHECK_EQ(result.num_ctas, 132);
+  CHECK_EQ(result.tickets_offset - result.dq_accum_offset, sizeof(float) * 132 * 2 * 384 * 64);
+}
+
+TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_another) {
+  const auto section = [](const Window& window, bool deterministic, int seqlen = 4096) {
+    AttentionShape shape = training;
+    shape.seqlen_q = shape.seqlen_k = seqlen;
+    auto params = with_tensors(call<BackwardParams>(shape, window));
+    params.deterministic = deterministic;
+    return sm90_plan(params).schedule.heads_per_section;
+  };
+  // 4 MiB a head, 12.5 MiB: 3 fit, 4 divide 64.
+  CHECK_EQ(section({}, false), 4);
+  CHECK_EQ(section(causal, false), 4);  // 3 of 4 tiles for each of 132 SMs: 99 are 4 heads of 32
+  // 2 tiles for each of 132 SMs are 9 heads of 32; 16 divide 64.
+  CHECK_EQ(section({}, true), 16);
+  CHECK_EQ(section({}, true, 8192), 8);
+  // 8 tiles of a head at a time are 16 heads, or more of few tiles.
+  CHECK_EQ(section(causal, true), 16);
+  CHECK_EQ(section(causal, true, 8192), 16);
+  CHECK_EQ(section(causal, true, 1024), 64);  // 33 would do
+}
