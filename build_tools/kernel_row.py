@@ -210,7 +210,7 @@ class BackwardRow(KernelRow):
     config_struct: ClassVar[str] = "BackwardConfig"
     tile_fields: ClassVar[tuple[str, ...]] = (
         *("value_dim", "block_m", "block_n", "num_warps", "ctas_per_tile"),
-        *("warps_m_scores", "warps_n_dkdv", "warps_m_dq", "stages_q", "stages_do"),
+        *("warps_m_scores", "warps_n_dkdv", "warps_m_dq"),
     )
 
     block_m: int

@@ -100,8 +100,8 @@ def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
 
 def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
     narrow = replace(SM90_ROW, head_dim=192, head_dim_v=128)
-    units = generate_units.units_of([narrow, replace(narrow, head_dim_v=None)])
-    assert [unit.name for unit in units] == ["forward_sm90_hd192_dv128", "forward_sm90_hd192"]
+    (unit,) = generate_units.units_of([narrow, replace(narrow, head_dim_v=None)])
+    assert unit.name == "forward_sm90_hd192_dv128"
     units = generate_units.units_of([SHORT_ROW, ROW])
     assert [unit.name for unit in units] == ["forward_sm90_hd128_short", "forward_sm80_hd128"]
     short, name = generate_units.unit_text(units[0]), SHORT_ROW.name
@@ -188,15 +188,32 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("table", [TABLE, ALL_ROWS], ids=["small", "whole"])
-def test_a_unit_has_all_rows_of_a_tile(table: Sequence[KernelRow]) -> None:
+def test_all_rows_of_a_tile_are_in_one_unit(table: Sequence[KernelRow]) -> None:
     units = generate_units.units_of(table)
     assert len({unit.name for unit in units}) == len(units)
     assert sorted(row.name for unit in units for row in unit.rows) == sorted(
         row.name for row in table
     )
+    places = {(row.kernel_pass, row.tile, unit.name) for unit in units for row in unit.rows}
+    assert len(places) == len({(row.kernel_pass, row.tile) for row in table})
     for unit in units:
-        assert len({(row.kernel_pass, row.launch_header, row.tile) for row in unit.rows}) == 1
-    assert len({(row.kernel_pass, row.tile) for row in table}) == len(units)
+        assert len({(row.kernel, row.launch_header) for row in unit.rows}) == 1
+        tiles = {row.tile for row in unit.rows}
+        assert len(tiles) == 1 or len(unit.rows) <= generate_units.ROWS_OF_SEVERAL_TILES
+
+
+def test_tiles_of_few_rows_share_a_unit_with_their_neighbours() -> None:
+    decode = [
+        replace(DECODE_ROW, head_dim=head_dim, dtype=dtype)
+        for head_dim in (32, 64, 96, 128, 192, 256)
+        for dtype in Dtype
+    ]
+    four, two = (generate_units.units_of(decode)[i].rows for i in range(2))
+    assert (four, two) == (tuple(decode[:8]), tuple(decode[8:]))
+    assert len(generate_units.units_of([decode[0], ROW, decode[2]])) == 3  # other kernels
+    wide = replace(SM90_ROW, block_n=80)
+    assert len(generate_units.units_of([SM90_ROW, wide])) == 2
+    assert len(generate_units.units_of([SM90_ROW, replace(SM90_ROW, block_n=64)])) == 1
 
 
 def test_a_tile_is_what_neither_type_nor_mask_nor_features_change() -> None:
@@ -205,7 +222,8 @@ def test_a_tile_is_what_neither_type_nor_mask_nor_features_change() -> None:
     assert {row.tile for row in same} == {SM90_ROW.tile}
     assert len({row.tile for row in others} | {SM90_ROW.tile}) == len(others) + 1
     backward = next(row for row in TABLE if isinstance(row, BackwardRow))
-    assert backward.tile != replace(backward, stages_do=3 - backward.stages_do).tile
+    assert backward.tile == replace(backward, stages_do=3 - backward.stages_do).tile
+    assert backward.tile != replace(backward, block_n=2 * backward.block_n).tile
     assert [unit.rows for unit in generate_units.units_of([ROW, SM90_ROW, FEATURES_ROW])] == [
         (ROW, FEATURES_ROW),
         (SM90_ROW,),

@@ -247,7 +247,7 @@ def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
         assert row.family is Family.sm90 and row.value_dim < row.head_dim
         assert f"_hd{row.head_dim}_dv{row.value_dim}_" in row.name
         twins = [replace(row, head_dim_v=None), replace(row, head_dim_v=64)]
-        assert all(row.tile != twin.tile for twin in twins), "units are named by tiles"
+        assert all(row.tile != twin.tile for twin in twins)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <utility>
 
 namespace flash_attn_cuda {
 
@@ -27,9 +28,8 @@ struct DqAccumulator {
 
   template <class Accumulator>
   CUTE_DEVICE static void add(float* tile, Accumulator const& dq, int thread) {
-    using namespace cute;
     CUTE_UNROLL
-    for (int atom = 0; atom < size(dq) / atom_elements; ++atom) {
+    for (int atom = 0; atom < elements<Accumulator> / atom_elements; ++atom) {
       [[maybe_unused]] const int first = atom * atom_elements;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -48,9 +48,8 @@ struct DqAccumulator {
   // In place of an addition to zeros. From sm_90 on.
   template <class Accumulator>
   CUTE_DEVICE static void store(float* tile, Accumulator const& dq, int thread) {
-    using namespace cute;
     CUTE_UNROLL
-    for (int first = 0; first < size(dq); first += atom_elements) {
+    for (int first = 0; first < elements<Accumulator>; first += atom_elements) {
       float4* sums = reinterpret_cast<float4*>(tile + offset(first / atom_elements, 0, thread));
       __stcg(sums, {dq(first), dq(first + 1), dq(first + 2), dq(first + 3)});
     }
@@ -59,19 +58,22 @@ struct DqAccumulator {
   // Past L1, which knows nothing of additions.
   template <class Accumulator>
   CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
-    for_each_sum(tile, cute::size(dq), thread, [&](int i, float sum) { dq(i) = sum; });
+    for_each_sum<elements<Accumulator>>(tile, thread, [&](int i, float sum) { dq(i) = sum; });
   }
 
   template <class Accumulator>
   CUTE_DEVICE static void load_and_add(float const* tile, Accumulator& dq, int thread) {
-    for_each_sum(tile, cute::size(dq), thread, [&](int i, float sum) { dq(i) += sum; });
+    for_each_sum<elements<Accumulator>>(tile, thread, [&](int i, float sum) { dq(i) += sum; });
   }
 
  private:
-  template <class Size, class Take>
-  CUTE_DEVICE static void for_each_sum(float const* tile, Size elements, int thread, Take take) {
+  template <class Accumulator>
+  static constexpr int elements = decltype(cute::size(std::declval<Accumulator>()))::value;
+
+  template <int kElements, class Take>
+  CUTE_DEVICE static void for_each_sum(float const* tile, int thread, Take take) {
     CUTE_UNROLL
-    for (int atom = 0; atom < elements / atom_elements; ++atom) {
+    for (int atom = 0; atom < kElements / atom_elements; ++atom) {
       const int first = atom * atom_elements;
       if constexpr (vector_add) {
         const float4 sums = __ldcg(reinterpret_cast<float4 const*>(tile + offset(atom, 0, thread)));

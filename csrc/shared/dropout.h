@@ -191,16 +191,16 @@ struct DropoutDecisions {
     if constexpr (kTiles == 1) {  // nothing to exchange: both lanes draw its block
       const DropoutBlock block = block_at(0, 0);
       decisions.words[0] = threshold.kept(block, block) >> (is_odd ? odd_pairs : 0);
-      return decisions;
-    }
-    CUTE_UNROLL
-    for (int tile = 0; tile < kTiles; tile += 4) {
-      const DropoutBlock first = block_at(tile, tile + (is_of_last_two(tile) ? 1 : 2));
-      const DropoutBlock second = is_of_last_two(tile) ? first : block_at(tile + 1, tile + 3);
-      const std::uint32_t drawn = threshold.kept(first, second);
-      const std::uint32_t received = __shfl_xor_sync(all_lanes, drawn, neighbour);
-      decisions.words[tile / 4] =
-          (drawn & drawn_bits) | (__funnelshift_l(received, received, rotation) & ~drawn_bits);
+    } else {
+      CUTE_UNROLL
+      for (int tile = 0; tile < kTiles; tile += 4) {
+        const DropoutBlock first = block_at(tile, tile + (is_of_last_two(tile) ? 1 : 2));
+        const DropoutBlock second = is_of_last_two(tile) ? first : block_at(tile + 1, tile + 3);
+        const std::uint32_t drawn = threshold.kept(first, second);
+        const std::uint32_t received = __shfl_xor_sync(all_lanes, drawn, neighbour);
+        decisions.words[tile / 4] =
+            (drawn & drawn_bits) | (__funnelshift_l(received, received, rotation) & ~drawn_bits);
+      }
     }
     return decisions;
   }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cute/tensor.hpp>
 
+#include "shared/partition.h"
+
 namespace flash_attn_cuda {
 
 // ((2, 2), atoms_m, atoms_n) or ((2, 2, N / 8), atoms_m, atoms_n) -> (rows of this thread, columns
@@ -29,26 +31,31 @@ CUTE_HOST_DEVICE constexpr auto rows_cols_layout(Layout const& accumulator) {
 
 template <class Tensor>
 CUTE_HOST_DEVICE constexpr auto rows_cols_view(Tensor&& accumulator) {
-  return cute::make_tensor(accumulator.data(), rows_cols_layout(accumulator.layout()));
+  using View = decltype(rows_cols_layout(accumulator.layout()));
+  return cute::make_tensor(accumulator.data(), View{});
 }
 
 // An accumulator is already the A operand of the next product: two n8 atoms, or two groups of eight
 // columns of a wgmma atom, make one k16 step.
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto a_operand_layout(Layout const& accumulator) {
+  using namespace cute;
+  if constexpr (decltype(rank<0>(accumulator))::value == 3) {
+    auto groups = logical_divide(get<0, 2>(accumulator), _2{});  // (2, N / 16)
+    return make_layout(make_layout(get<0, 0>(accumulator), get<0, 1>(accumulator), get<0>(groups)),
+                       get<1>(accumulator), make_layout(get<1>(groups), get<2>(accumulator)));
+  } else {
+    auto pairs =
+        logical_divide(accumulator, Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
+    return make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)), get<1>(pairs),
+                       get<2, 1>(pairs));
+  }
+}
+
 template <class Tensor>
 CUTE_HOST_DEVICE constexpr auto a_operand_view(Tensor&& accumulator) {
-  using namespace cute;
-  auto layout = accumulator.layout();
-  if constexpr (decltype(rank<0>(layout))::value == 3) {
-    auto groups = logical_divide(get<0, 2>(layout), _2{});  // (2, N / 16)
-    return make_tensor(
-        accumulator.data(),
-        make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(groups)),
-                    get<1>(layout), make_layout(get<1>(groups), get<2>(layout))));
-  } else {
-    auto pairs = logical_divide(layout, Shape<Underscore, Underscore, _2>{});  // (4, m, (2, n / 2))
-    return make_tensor(accumulator.data(), make_layout(make_layout(get<0>(pairs), get<2, 0>(pairs)),
-                                                       get<1>(pairs), get<2, 1>(pairs)));
-  }
+  using View = decltype(a_operand_layout(accumulator.layout()));
+  return cute::make_tensor(accumulator.data(), View{});
 }
 
 // fp32 fragment -> a fragment of Element with the same layout.
@@ -56,7 +63,7 @@ template <class Element, class Tensor>
 CUTE_DEVICE auto convert_fragment(Tensor const& source) {
   using namespace cute;
   constexpr int count = decltype(size(source))::value;
-  auto result = make_tensor_like<Element>(source);
+  FragmentLike<Element, Tensor> result;
   auto converted = cutlass::NumericArrayConverter<Element, float, count>::convert(
       *reinterpret_cast<const cutlass::Array<float, count>*>(source.data()));
   *reinterpret_cast<cutlass::Array<Element, count>*>(result.data()) = converted;

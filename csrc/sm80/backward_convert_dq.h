@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   const int query_begin = work.tile * block_m;
 
   typename Traits::DqMma mma;
-  auto tdQrdQ = partition_fragment_C(mma, Shape<Int<block_m>, Int<head_dim>>{});
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tdQrdQ;
   DqAccumulator<Traits::threads>::load(
       args.dq_accum + std::int64_t(blockIdx.x) * (block_m * head_dim), tdQrdQ, thread);
   CUTE_UNROLL

@@ -177,14 +177,14 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   typename Traits::ScoresMma scores_mma;
   typename Traits::DkdvMma dkdv_mma;
   typename Traits::DqMma dq_mma;
-  auto tdKrdK = partition_fragment_C(dkdv_mma, Shape<Int<block_n>, Int<head_dim>>{});
-  auto tdVrdV = partition_fragment_C(dkdv_mma, Shape<Int<block_n>, Int<head_dim>>{});
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<head_dim>>> tdKrdK;
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<head_dim>>> tdVrdV;
   clear(tdKrdK);
   clear(tdVrdV);
 
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
   // This thread's (rows, columns) of S -> (query, key)
-  auto tScS = rows_cols_view(scores_mma.get_thread_slice(thread).partition_C(cS));
+  auto tScS = rows_cols_view(accumulator_share(scores_mma, cS, thread));
   auto to_shared = [&](auto const& accumulator, auto& tile) {
     fragment_to_shared<Element>(accumulator, scores_mma, tile, thread);
   };
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     const float* softmax_d = smem.softmax_d[index % 2];
 
     const int query_begin = step.tile * block_m;
-    auto tSrS = partition_fragment_C(scores_mma, Shape<Int<block_m>, Int<block_n>>{});
+    AccumulatorOf<decltype(scores_mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
     {
       auto q = operand_a(LoadMatrix<Element>{}, scores_mma, sQ, thread);
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::is_plain) probabilities(scores, tScS, args.scale_log2, lse_log2);
 
-    auto tdPrdP = partition_fragment_C(scores_mma, Shape<Int<block_m>, Int<block_n>>{});
+    AccumulatorOf<decltype(scores_mma), Shape<Int<block_m>, Int<block_n>>> tdPrdP;
     clear(tdPrdP);
     {
       auto dout = operand_a(LoadMatrix<Element>{}, scores_mma, sdO, thread);
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     {
       auto ds = operand_a(LoadMatrix<Element>{}, dq_mma, sdS, thread);
       auto k = operand_b(LoadMatrixTransposed<Element>{}, dq_mma, transposed(sK), thread);
-      auto tdQrdQ = partition_fragment_C(dq_mma, Shape<Int<block_m>, Int<head_dim>>{});
+      AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<head_dim>>> tdQrdQ;
       clear(tdQrdQ);
       gemm(dq_mma, tdQrdQ, ds, k);
       if constexpr (Traits::has(feature::deterministic)) {

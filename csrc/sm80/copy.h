@@ -35,13 +35,15 @@ CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   constexpr int rows = decltype(size<0>(tile))::value;
   constexpr int columns = decltype(size<1>(tile))::value;
   using Swap = Layout<Shape<Int<columns>, Int<rows>>, Stride<Int<rows>, _1>>;
-  return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
+  using Transposed = decltype(composition(tile.layout(), Swap{}));
+  return make_tensor(tile.data(), Transposed{});
 }
 
 // Fragments are shaped from a plain layout: a swizzle means nothing to registers.
 template <class SmemTensor>
 CUTE_DEVICE auto without_swizzle(SmemTensor const& tile) {
-  return make_tensor(tile.data(), get_nonswizzle_portion(tile.layout()));
+  using Plain = decltype(get_nonswizzle_portion(tile.layout()));
+  return make_tensor(tile.data(), Plain{});
 }
 
 // How the threads of a CTA share a tile: 16 bytes each, neighbours along a row of the swizzle atom.

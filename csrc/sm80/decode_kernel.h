@@ -144,10 +144,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;
-  auto thread_mma = mma.get_thread_slice(lane);
-  auto cQ = thread_mma.partition_A(make_identity_tensor(Shape<Int<block_m>, Int<head_dim>>{}));
+  auto cQ = a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<head_dim>>{}), lane);
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<slice>>{});
-  auto tScS = rows_cols_view(thread_mma.partition_C(cS));  // this thread's (rows, columns)
+  auto tScS = rows_cols_view(accumulator_share(mma, cS, lane));  // this thread's (rows, columns)
   PackedRow rows[Traits::rows_per_thread];
   RowPositions<Traits::rows_per_thread> positions;
   CUTE_UNROLL
@@ -167,7 +166,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     __syncthreads();
   }
 
-  auto tOrO = partition_fragment_C(mma, Shape<Int<block_m>, Int<head_dim>>{});
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
@@ -193,7 +192,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     stage = stage + 1 == stages ? 0 : stage + 1;
     const int key_begin = span.origin + current * slice;
 
-    auto tSrS = partition_fragment_C(mma, Shape<Int<block_m>, Int<slice>>{});
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<slice>>> tSrS;
     clear(tSrS);
     auto k =
         operand_b(LoadMatrix<Element>{}, mma, smem_tile<typename Traits::KeyLayout>(data), lane);
@@ -217,7 +216,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
     auto rP = convert_fragment<Element>(tSrS);
     auto tOrP = a_operand_view(rP);
-    auto piece = partition_fragment_C(mma, Shape<Int<block_m>, Int<Traits::piece>>{});
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::piece>>> piece;
     CUTE_UNROLL
     for (int i = 0; i < Traits::pieces; ++i) {
       auto sV =

@@ -62,7 +62,7 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
   auto* o = reinterpret_cast<float*>(smem.pipelines[warp]);
   typename Traits::Mma mma;
   auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
-  auto coords = rows_cols_view(mma.get_thread_slice(lane).partition_C(cO));
+  auto coords = rows_cols_view(accumulator_share(mma, cO, lane));
   auto output = rows_cols_view(tOrO);
   CUTE_UNROLL
   for (int row = 0; row < Traits::rows_per_thread; ++row) {

@@ -12,9 +12,9 @@ namespace flash_attn_cuda::sm80 {
 template <class Element, class Accumulator, class Mma, class SmemTensor>
 CUTE_DEVICE void fragment_to_shared(Accumulator const& accumulator, Mma const& mma,
                                     SmemTensor&& tile, int thread) {
-  auto copy = make_tiled_copy_C(StoreMatrix<Element>{}, mma).get_thread_slice(thread);
+  using Copy = decltype(make_tiled_copy_C(StoreMatrix<Element>{}, mma));
   auto fragment = convert_fragment<Element>(accumulator);
-  cute::copy(StoreMatrix<Element>{}, copy.retile_S(fragment), copy.partition_D(tile));
+  cute::copy(StoreMatrix<Element>{}, retiled(Copy{}, fragment), target_share(Copy{}, tile, thread));
 }
 
 // Where a tile's rows lie in global memory in fp32.
@@ -32,7 +32,7 @@ CUTE_DEVICE void fragment_to_fp32_rows(Accumulator const& accumulator, Mma const
                                        Fp32Rows const& target, int thread) {
   auto values = rows_cols_view(accumulator);
   auto tile = make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{});
-  auto coords = rows_cols_view(mma.get_thread_slice(thread).partition_C(tile));
+  auto coords = rows_cols_view(accumulator_share(mma, tile, thread));
   CUTE_UNROLL
   for (int i = 0; i < size<0>(values); ++i) {
     const int row = get<0>(coords(i, 0));

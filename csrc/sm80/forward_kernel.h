@@ -124,7 +124,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
 
   typename Traits::Mma mma;
   auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
-  auto coords = rows_cols_view(mma.get_thread_slice(thread).partition_C(cO));
+  auto coords = rows_cols_view(accumulator_share(mma, cO, thread));
   if (sequence.seqlen_q < sequence.rows_q) {
     clear_unused_rows<Traits>(output, lse, coords, sequence.seqlen_q - query_begin);
   }
@@ -265,9 +265,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), thread);
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
   // This thread's (rows, columns) of S -> (query, key)
-  auto tScS = rows_cols_view(mma.get_thread_slice(thread).partition_C(cS));
+  auto tScS = rows_cols_view(accumulator_share(mma, cS, thread));
 
-  auto tOrO = partition_fragment_C(mma, Shape<Int<block_m>, Int<head_dim>>{});
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreModifiers modifiers{};
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     wait_for_loads();  // K(block) is here; V's buffer is free
     load_keys(params.v, shape.head_dim_v, first_v, sV, block);
     const int key_begin = block * block_n;
-    auto tSrS = partition_fragment_C(mma, Shape<Int<block_m>, Int<block_n>>{});
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
     gemm(mma, tSrS, q, k);
 

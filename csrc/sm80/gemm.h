@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "flash_attn/config.h"
+#include "shared/partition.h"
 
 namespace flash_attn_cuda::sm80 {
 
@@ -53,23 +54,25 @@ struct SmemOperand {
   Fragment fragment;  // (mma, atoms, k)
 
   CUTE_DEVICE void load(int k) {
-    auto target = copy.get_thread_slice(0).retile_D(fragment);
+    auto target = retiled(copy, fragment);
     cute::copy(copy, source(_, _, k), target(_, _, k));
   }
 };
 
 template <class Atom, class Mma, class SmemTensor>
 CUTE_DEVICE auto operand_a(Atom, Mma const& mma, SmemTensor const& smem, int thread) {
-  auto copy = make_tiled_copy_A(Atom{}, mma);
-  auto source = copy.get_thread_slice(thread).partition_S(smem);
+  using Copy = decltype(make_tiled_copy_A(Atom{}, mma));
+  Copy copy;
+  auto source = source_share(copy, smem, thread);
   auto fragment = mma.get_thread_slice(thread).partition_fragment_A(without_swizzle(smem));
   return SmemOperand<decltype(copy), decltype(source), decltype(fragment)>{copy, source, fragment};
 }
 
 template <class Atom, class Mma, class SmemTensor>
 CUTE_DEVICE auto operand_b(Atom, Mma const& mma, SmemTensor const& smem, int thread) {
-  auto copy = make_tiled_copy_B(Atom{}, mma);
-  auto source = copy.get_thread_slice(thread).partition_S(smem);
+  using Copy = decltype(make_tiled_copy_B(Atom{}, mma));
+  Copy copy;
+  auto source = source_share(copy, smem, thread);
   auto fragment = mma.get_thread_slice(thread).partition_fragment_B(without_swizzle(smem));
   return SmemOperand<decltype(copy), decltype(source), decltype(fragment)>{copy, source, fragment};
 }

@@ -105,10 +105,9 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
     }
   }();
   typename Traits::DqMma mma;
-  auto share = mma.get_thread_slice(thread);
-  auto tQrdS = share.partition_fragment_A(sdS);  // (atom, m, k, ds_stages * warpgroups)
-  auto tQrK = share.partition_fragment_B(sK);    // (atom, n, k, key_stages * parts)
-  auto tQrdQ = partition_fragment_C(mma, Shape<_64, Int<dq_columns>>{});
+  auto tQrdS = a_fragment(mma, sdS, thread);  // (atom, m, k, ds_stages * warpgroups)
+  auto tQrK = b_fragment(mma, sK, thread);    // (atom, n, k, key_stages * parts)
+  AccumulatorOf<decltype(mma), Shape<_64, Int<dq_columns>>> tQrdQ;
 
   for (;; work_state.advance()) {
     consumer_wait(smem.work_ring, work_state);
@@ -163,10 +162,12 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
                           tQrdQ, part > 0 || resumes);
           }
           if constexpr (Traits::in_pairs) {
-            auto tQrdSOfPeer = share.partition_fragment_A(
-                transposed(smem_tile<typename Traits::ScoresLayout>(smem.from_peer.ds)));
-            auto tQrKOfPeer = with_new_addresses(share.partition_fragment_B(
-                transposed(smem_tile<typename Traits::PeerKeyLayout>(smem.from_peer.k))));
+            auto tQrdSOfPeer = a_fragment(
+                mma, transposed(smem_tile<typename Traits::ScoresLayout>(smem.from_peer.ds)),
+                thread);
+            auto tQrKOfPeer = with_new_addresses(b_fragment(
+                mma, transposed(smem_tile<typename Traits::PeerKeyLayout>(smem.from_peer.k)),
+                thread));
             CUTE_UNROLL
             for (int part = 0; part < Traits::key_parts; ++part) {
               start_product(mma, tQrdSOfPeer(_, m, _, Traits::ds_tile(ds_state.stage, part)),

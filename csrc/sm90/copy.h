@@ -42,7 +42,8 @@ CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   constexpr int stages = decltype(size<2>(tile))::value;
   using Swap = Layout<Shape<Int<kColumns == 0 ? columns : kColumns>, Int<rows>, Int<stages>>,
                       Stride<Int<rows>, _1, Int<rows * columns>>>;
-  return make_tensor(tile.data(), composition(tile.layout(), Swap{}));
+  using Transposed = decltype(composition(tile.layout(), Swap{}));
+  return make_tensor(tile.data(), Transposed{});
 }
 
 // Rows [row, row + rows) of one head and batch entry, rows > 0: calls with a box that has none

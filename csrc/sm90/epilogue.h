@@ -42,16 +42,16 @@ CUTE_DEVICE void accumulator_to_shared([[maybe_unused]] Mma const& mma,
                                        Accumulator const& accumulator, Element* tile,
                                        [[maybe_unused]] int thread) {
   if constexpr (kColumns % 64 == 0) {
-    auto fragment = make_tensor_like<Element>(a_operand_view(accumulator));
+    FragmentLike<Element, decltype(a_operand_view(accumulator))> fragment;
     convert_into(a_operand_view(accumulator), fragment);
     operand_to_shared<kColumns, kRows>(fragment, tile);
   } else {
     static_assert(kRows == 64);
     using StoreMatrix = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-    auto copy = make_tiled_copy_C(StoreMatrix{}, mma).get_thread_slice(thread);
+    using Copy = decltype(make_tiled_copy_C(StoreMatrix{}, mma));
     auto target = smem_tile<TileLayout<Element, 64, kColumns, 1>>(tile)(_, _, _0{});
-    cute::copy(StoreMatrix{}, copy.retile_S(convert_fragment<Element>(accumulator)),
-               copy.partition_D(target));
+    cute::copy(StoreMatrix{}, retiled(Copy{}, convert_fragment<Element>(accumulator)),
+               target_share(Copy{}, target, thread));
   }
 }
 

@@ -29,7 +29,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   ForwardProducts<Traits> products{smem, warpgroup, thread};
   auto tSrS = products.make_scores();
   auto tOrO = products.make_output();
-  auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
+  FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP;
   auto output = rows_cols_view(tOrO);
   BlockNews news{};
 
@@ -115,7 +115,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         }
       };
       int block = range.end - 2;
-      auto tOrOtherP = make_tensor_like(tOrP);
+      FragmentLike<Element, decltype(tOrP)> tOrOtherP;
       for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
         if (block < range.begin) {
           products.start_output(tOrP, tOrO, range.end - range.begin > 1);

@@ -28,19 +28,18 @@ struct ForwardProducts {
   }
 
   CUTE_DEVICE auto make_scores() const {
-    return partition_fragment_C(scores_mma, Shape<_64, Int<Traits::block_n>>{});
+    return AccumulatorOf<typename Traits::ScoresMma, Shape<_64, Int<Traits::block_n>>>{};
   }
   CUTE_DEVICE auto make_output() const {
-    return partition_fragment_C(output_mma, Shape<_64, Int<Traits::head_dim_v>>{});
+    return AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::head_dim_v>>>{};
   }
 
   template <class Mma, class Accumulator>
   CUTE_DEVICE void start_scores(Mma& mma, Accumulator& tSrS) {
-    const auto share = scores_mma.get_thread_slice(thread);
     auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, stages * parts)
     auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim, stages)
-    auto tSrQ = share.partition_fragment_A(sQ);
-    auto tSrK = share.partition_fragment_B(sK);
+    auto tSrQ = a_fragment(scores_mma, sQ, thread);
+    auto tSrK = b_fragment(scores_mma, sK, thread);
     consumer_wait(smem.k_ring, k_state);
     start_product(mma, tSrQ(_, _, _, q_state.stage * Traits::consumers + warpgroup),
                   tSrK(_, _, _, k_state.stage), tSrS, false);
@@ -54,7 +53,7 @@ struct ForwardProducts {
   template <class Operand, class Accumulator>
   CUTE_DEVICE void start_output(Operand& tOrP, Accumulator& tOrO, bool add) {
     auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, head_dim_v, stages)
-    auto tOrV = output_mma.get_thread_slice(thread).partition_fragment_B(transposed(sV));
+    auto tOrV = b_fragment(output_mma, transposed(sV), thread);
     consumer_wait(smem.v_ring, v_state());
     start_product(output_mma, tOrP, tOrV(_, _, _, v_state().stage), tOrO, add);
   }

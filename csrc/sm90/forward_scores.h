@@ -144,8 +144,8 @@ struct ForwardScores {
  private:
   // This thread's (rows, columns) of S -> (query, key)
   CUTE_DEVICE auto coords() const {
-    const auto share = typename Traits::ScoresMma{}.get_thread_slice(thread);
-    return rows_cols_view(share.partition_C(make_identity_tensor(Shape<_64, Int<block_n>>{})));
+    return rows_cols_view(accumulator_share(
+        typename Traits::ScoresMma{}, make_identity_tensor(Shape<_64, Int<block_n>>{}), thread));
   }
 
   CUTE_DEVICE SeenPairs take_bits(Pieces pieces) const {

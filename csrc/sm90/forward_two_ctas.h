@@ -24,12 +24,12 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
   ForwardProducts<Traits> products{smem, warpgroup, thread};
   auto tSrS = products.make_scores();
   auto tOrO = products.make_output();
-  auto tOrP = make_tensor_like<Element>(a_operand_view(tSrS));
+  FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP;
   auto scores = rows_cols_view(tSrS);
   auto output = rows_cols_view(tOrO);
   // This thread's (rows, columns) of S -> (query, key)
-  auto tScS = rows_cols_view(products.scores_mma.get_thread_slice(thread).partition_C(
-      make_identity_tensor(Shape<_64, Int<block_n>>{})));
+  auto tScS = rows_cols_view(accumulator_share(
+      products.scores_mma, make_identity_tensor(Shape<_64, Int<block_n>>{}), thread));
   auto drop_blocks = [&](int begin, int end) {
     CUTE_NO_UNROLL
     for (int block = end - 1; block >= begin; --block) products.drop_block();
@@ -59,8 +59,8 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
     bool has_output = false;
     if (sequence.seqlen_k - block * block_n <= Traits::narrow_keys) {
       typename Traits::NarrowScoresMma narrow_mma;
-      auto tNrS = partition_fragment_C(narrow_mma, Shape<_64, Int<Traits::narrow_keys>>{});
-      auto tNrP = make_tensor_like<Element>(a_operand_view(tNrS));
+      AccumulatorOf<decltype(narrow_mma), Shape<_64, Int<Traits::narrow_keys>>> tNrS;
+      FragmentLike<Element, decltype(a_operand_view(tNrS))> tNrP;
       products.start_scores(narrow_mma, tNrS);
       products.template finish_scores<0>(tNrS, block == range.begin);
       if (has_queries) {

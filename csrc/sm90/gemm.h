@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "flash_attn/config.h"
+#include "shared/partition.h"
 
 namespace flash_attn_cuda::sm90 {
 
