@@ -199,7 +199,17 @@ def test_all_rows_of_a_tile_are_in_one_unit(table: Sequence[KernelRow]) -> None:
     for unit in units:
         assert len({(row.kernel, row.launch_header) for row in unit.rows}) == 1
         tiles = {row.tile for row in unit.rows}
-        assert len(tiles) == 1 or len(unit.rows) <= generate_units.ROWS_OF_SEVERAL_TILES
+        assert len(tiles) == 1 or len(unit.kinds) <= generate_units.ROWS_OF_SEVERAL_TILES
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_a_build_of_one_dtype_has_the_units_of_both(dtype: Dtype) -> None:
+    units = generate_units.units_of(row for row in ALL_ROWS if row.dtype is dtype)
+    of_all = [
+        tuple(row for row in unit.rows if row.dtype is dtype)
+        for unit in generate_units.units_of(ALL_ROWS)
+    ]
+    assert [unit.rows for unit in units] == [rows for rows in of_all if rows]
 
 
 def test_tiles_of_few_rows_share_a_unit_with_their_neighbours() -> None:
