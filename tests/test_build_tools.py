@@ -100,8 +100,10 @@ def test_a_decode_row_has_a_header_and_a_function_of_its_own() -> None:
 
 def test_an_sm90_row_is_made_of_that_familys_kernel() -> None:
     narrow = replace(SM90_ROW, head_dim=192, head_dim_v=128)
-    (unit,) = generate_units.units_of([narrow, replace(narrow, head_dim_v=None)])
-    assert unit.name == "forward_sm90_hd192_dv128"
+    wide = replace(narrow, head_dim_v=None)
+    for rows, name in (([narrow, wide], "hd192_dv128"), ([wide], "hd192")):
+        (unit,) = generate_units.units_of(rows)
+        assert unit.name == f"forward_sm90_{name}"
     units = generate_units.units_of([SHORT_ROW, ROW])
     assert [unit.name for unit in units] == ["forward_sm90_hd128_short", "forward_sm80_hd128"]
     short, name = generate_units.unit_text(units[0]), SHORT_ROW.name

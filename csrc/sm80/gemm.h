@@ -59,6 +59,7 @@ struct SmemOperand {
   }
 };
 
+// The fragment is asked of CuTe's code and not of its types: docs/architecture.md.
 template <class Atom, class Mma, class SmemTensor>
 CUTE_DEVICE auto operand_a(Atom, Mma const& mma, SmemTensor const& smem, int thread) {
   using Copy = decltype(make_tiled_copy_A(Atom{}, mma));
