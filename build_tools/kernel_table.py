@@ -69,6 +69,9 @@ SM90_FORWARD = (
             # Its producer warp spills: three consumer warpgroups leave it 32 registers.
             tile({"": NO_FEATURES}, block_m=192, num_warps=12,
                  producer_registers=32, consumer_registers=160),
+            tile({"long_modifiers": MODIFIERS}, block_m=192, num_warps=12,
+                 producer_registers=32, consumer_registers=160,
+                 least_keys_full=1024, least_keys_windowed=1024),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT},
                  consumer_registers=200, drawing_registers=72, drops_turns=True),
@@ -82,6 +85,10 @@ SM90_FORWARD = (
         block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=3,
         producer_registers=40, consumer_registers=232,
         tiles=(
+            tile({"long": NO_FEATURES, "long_modifiers": MODIFIERS},
+                 block_m=192, block_n=96, num_warps=12,
+                 producer_registers=32, consumer_registers=160,
+                 least_keys_full=1536, least_keys_windowed=1024),
             tile({"": NO_FEATURES}, alternates_probabilities=True),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),

@@ -177,9 +177,12 @@ def long_cases() -> Iterator[Case]:
             seqlen_k=row.config["least_keys_full"] + 70,
             num_heads_q=sms + 2 if forward else 4,
             num_heads_k=1 if forward else 2,
+            softcap=30.0 if "softcap" in row.features else 0.0,
         )
         windowed = row.config["least_keys_windowed"] + 330
         causal = replace(case, seqlen_k=windowed, causal=True, head_dim=row.head_dim - 8)
+        if "alibi" in row.features:
+            causal = replace(causal, softcap=0.0, alibi=Alibi.per_batch)
         for each in (case, causal):
             if CAPABILITY_LIMIT not in os.environ:
                 assert families.planned(each, row.pass_name)["instance"] == row.name, str(each)

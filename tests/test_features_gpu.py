@@ -138,6 +138,29 @@ def test_softcap_of_large_scores(dtype: torch.dtype) -> None:
     assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
 
 
+@CAUSAL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_softcap_of_scores_that_rise(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    """From block to block by more than exponentials can follow, of rows whose scores are all within
+    reach of the kernels' polynomial for tanh, and of rows with some beyond it.
+    """
+    case = make_case(
+        batch=1, seqlen_q=200, seqlen_k=900, head_dim=head_dim, softcap=50.0, dtype=dtype
+    )
+    case = replace(case, causal=causal)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    levels = torch.tensor([0.0, -24.0, 20.0, 25.0, -10.0, 8.0, -25.0], device=inputs.k.device)
+    from_the_end = torch.arange(case.seqlen_k - 1, -1, -1, device=inputs.k.device)
+    of_keys = levels[from_the_end // 64 % len(levels)] * head_dim**0.5
+    shares = torch.tensor([1.0, 0.5, 0.0, 3.0], device=inputs.q.device)  # of 16 rows each
+    of_rows = shares[torch.arange(case.seqlen_q, device=inputs.q.device) // 16 % len(shares)]
+    inputs.q[..., 0] = of_rows[:, None].to(dtype)
+    inputs.k[..., 0] = of_keys[:, None].to(dtype)
+    assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
+
+
 def test_softcap_of_zero_or_less_is_off() -> None:
     case = make_case(seqlen_q=70, seqlen_k=90)
     skip_without_row(case)

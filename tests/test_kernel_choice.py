@@ -92,16 +92,31 @@ def test_short_sequences_have_a_row_of_their_own() -> None:
             assert row != short
 
 
-def test_queries_that_see_many_keys_have_a_row_of_higher_tiles() -> None:
-    rows = (row for row in SM90_ROWS if row.variant == "long" and row.dtype is Dtype.bf16)
-    (high,) = rows
+HIGH_ROWS = [row for row in SM90_ROWS if row.variant.startswith("long") and row.dtype is Dtype.bf16]
+
+
+def test_some_head_dims_have_rows_of_higher_tiles() -> None:
+    assert {(row.head_dim, row.variant) for row in HIGH_ROWS} == {
+        (64, "long_modifiers"),
+        (96, "long"),
+        (96, "long_modifiers"),
+        (128, "long"),
+    }
+
+
+@pytest.mark.parametrize("high", HIGH_ROWS, ids=lambda row: row.name)
+def test_higher_tiles_are_for_queries_that_see_many_keys(high) -> None:
+    assert high.block_m == 192
+    modifiers = Feature.softcap | Feature.alibi
+    wanted = [Feature.softcap, Feature.alibi, modifiers] if high.features else [Feature(0)]
     for is_causal, least in ((True, high.least_keys_windowed), (False, high.least_keys_full)):
         assert least > 1
         for keys, is_high in ((least - 1, False), (least, True), (1 << 30, True)):
             call = {"seqlen": 1 << 20, "is_causal": is_causal, "keys": keys}
-            row = chosen_sm90_row(high.head_dim, Feature(0), **call)
-            assert (row == high) is is_high
-            assert chosen_sm90_row(high.head_dim, Feature.alibi, **call) != high
+            for features in wanted:
+                assert (chosen_sm90_row(high.head_dim, features, **call) == high) is is_high
+            for features in (Feature.dropout, modifiers | Feature.dropout, Feature.paged_kv):
+                assert chosen_sm90_row(high.head_dim, features, **call) != high
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])

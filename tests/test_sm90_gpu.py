@@ -401,29 +401,54 @@ def test_low_tiles(features: dict[str, Any], dtype: torch.dtype, check: Check) -
         check(case, backward=False)
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (6500, 30)}], ids=str)
-@pytest.mark.parametrize("lengths", [(192, 8192), (129, 8271), (190, 8320)], ids=str)
+# Rows of three warpgroups of 64 queries: head dim, keys that a query has to see, and features.
+HIGH_TILES = [
+    (128, 8192, {}),
+    (96, 1536, {}),
+    *(
+        (head_dim, keys, features)
+        for head_dim, keys in ((96, 1536), (64, 1280))
+        for features in (
+            {"softcap": 30.0},
+            {"alibi": Alibi.per_head},
+            {"softcap": 3.0, "alibi": Alibi.per_batch},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": 30}], ids=str)
+@pytest.mark.parametrize("lengths", [(192, 0), (129, 79), (190, 128)], ids=str)
+@pytest.mark.parametrize("row", HIGH_TILES, ids=str)
 @DTYPES
 def test_high_tiles_of_queries_that_see_many_keys(
-    lengths: tuple[int, int], mask: dict[str, Any], dtype: torch.dtype, check: Check
+    row: tuple[int, int, dict[str, Any]],
+    lengths: tuple[int, int],
+    mask: dict[str, Any],
+    dtype: torch.dtype,
+    check: Check,
 ) -> None:
-    """Three warpgroups of 64 queries and steps of 80 keys; of so many heads that lower tiles would
-    need another round of the device.
-    """
+    """Of so many heads that lower tiles would need another round of the device."""
+    head_dim, least_keys, features = row
+    if "window" in mask:
+        mask = {"window": (least_keys * 4 // 5, mask["window"])}
     sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
     heads = {"num_heads_q": sms + 2, "num_heads_k": 1}
+    seqlen_k = least_keys + lengths[1]
     case = make_case(
         batch=1,
         seqlen_q=lengths[0],
-        seqlen_k=scaled(lengths[1], lengths[1] - 8000),
-        head_dim=128 if lengths[0] > 129 else 112,
+        seqlen_k=scaled(seqlen_k, seqlen_k - least_keys + 190),
+        head_dim=head_dim if lengths[0] > 129 else head_dim - 16,
         dtype=dtype,
         **heads,
         **mask,
+        **features,
     )
     skip_without_row(case)
     if not ON_CPU:
-        assert families.planned(case)["instance"].endswith("_long"), str(case)
+        name = families.planned(case)["instance"]
+        assert name.endswith("_long_modifiers" if features else "_long"), str(case)
     check(case)
 
 

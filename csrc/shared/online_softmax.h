@@ -99,6 +99,15 @@ struct RowShifts {
   CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
 };
 
+// From scores to the exponents of P; a curve may take other numbers for it (Softcap::Curve).
+struct StraightScores {
+  float scale_log2;
+
+  CUTE_DEVICE float exponent(float score, float offset) const {
+    return score * scale_log2 - offset;
+  }
+};
+
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
@@ -143,30 +152,48 @@ struct OnlineSoftmax {
 
   // The same, for a kernel with registers for scores and P: P in 16 bits, `pairs` of neighbouring
   // columns in the order in which wgmma has the scores. row_shifts: what all scores of a row lack;
-  // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns.
+  // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns. is_too_large:
+  // that a score has risen too far is known.
   //
   // Without a look at the maximum, except where scores are known to rise. If a sum says that a
   // reference was too low, what was made of the scores may be inf, but they are there still, and
   // the block is done again.
   template <class Element, class Scores, class Pairs, class Shifts, class Rescale, class Drop>
   CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
-                                    Rescale rescale, Drop drop) {
+                                    Rescale rescale, Drop drop, bool is_too_large = false) {
     using namespace cute;
-    bool follows = needs_maximum;
+    const StraightScores straight{scale_log2};
+    bool follows = needs_maximum || is_too_large;
     if constexpr (!std::is_same_v<Shifts, NoShifts>) {
       follows |= row_shifts.rise * scale_log2 > kSteepRise;
     }
     float sums[kRows];
     do {
       if (follows) follow_maximum(scores, rescale, row_shifts);
-      exponentiate_pairs<Element>(scores, pairs, row_shifts, drop, sums);
-      bool too_large = false;
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) too_large |= !(sums[row] <= kLargestSum);
-      follows = !follows && __any_sync(0xffffffffu, too_large);
+      exponentiate_pairs<Element>(scores, straight, pairs, row_shifts, drop, sums);
+      follows = !follows && has_too_large(sums);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
+  }
+
+  // The same of numbers of which the scores are a curve, when !needs_maximum: in one piece, so that
+  // exponentials hide what the curve takes. False: a score has risen too far, and nothing is done.
+  template <class Element, class Numbers, class Curve, class Pairs>
+  CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs) {
+    using namespace cute;
+    auto keep_all = [](int, float (&)[2][4]) {};
+    float sums[kRows];
+    exponentiate_pairs<Element>(numbers, curve, pairs, NoShifts{}, keep_all, sums);
+    if (has_too_large(sums)) {
+      // Nor is anything of it kept for those who do it again, for which there are no registers.
+      CUTE_UNROLL
+      for (int i = 0; i < size(numbers); ++i) asm volatile("" : "+f"(numbers(i)));
+      return false;
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
+    return true;
   }
 
   // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.
@@ -190,6 +217,14 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Whether a reference was too low. All lanes of the warp together.
+  CUTE_DEVICE static bool has_too_large(float const (&sums)[kRows]) {
+    bool too_large = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) too_large |= !(sums[row] <= kLargestSum);
+    return __any_sync(0xffffffffu, too_large);
+  }
+
   // Moves the references if these scores rise too far above them, and then tells what of each row
   // was computed with the old one to be multiplied by: rescale_row(row, factor).
   template <class Scores, class RescaleRow, class Shifts>
@@ -225,9 +260,10 @@ struct OnlineSoftmax {
     }
   }
 
-  template <class Element, class Scores, class Pairs, class Shifts, class Drop>
-  CUTE_DEVICE void exponentiate_pairs(Scores const& scores, Pairs& pairs, Shifts const& row_shifts,
-                                      Drop& drop, float (&sums)[kRows]) const {
+  template <class Element, class Scores, class Curve, class Pairs, class Shifts, class Drop>
+  CUTE_DEVICE void exponentiate_pairs(Scores const& scores, Curve const& curve, Pairs& pairs,
+                                      Shifts const& row_shifts, Drop& drop,
+                                      float (&sums)[kRows]) const {
     using namespace cute;
     static_assert(kRows == 2 && decltype(size<1>(scores))::value % 4 == 0);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
@@ -245,7 +281,7 @@ struct OnlineSoftmax {
       for (int row = 0; row < kRows; ++row) {
         CUTE_UNROLL
         for (int col = 0; col < 4; ++col) {
-          p[row][col] = fast_exp2(scores(row, 4 * tile + col) * scale_log2 - offset[row]);
+          p[row][col] = fast_exp2(curve.exponent(scores(row, 4 * tile + col), offset[row]));
           sums[row] += p[row][col];
         }
       }

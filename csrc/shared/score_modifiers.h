@@ -44,9 +44,10 @@ struct ScoreModifiers {
                                        int shift) {
     const float slope = Alibi::slope_of(params, sequence, head);
     const float unit = score_unit(params);
-    return {
-        .softcap = {.factor = params.softmax_scale / unit, .is_used = Softcap::is_wanted(params)},
-        .alibi = {.slope = slope / unit, .shift = shift}};
+    // Kernels come here in every step, and a division to the last bit takes a call.
+    return {.softcap = {.factor = __fdividef(params.softmax_scale, unit),
+                        .is_used = Softcap::is_wanted(params)},
+            .alibi = {.slope = __fdividef(slope, unit), .shift = shift}};
   }
 
   // Whether derivatives are not all 1.
@@ -66,44 +67,72 @@ struct ScoreModifiers {
     if (alibi.is_used()) alibi.apply(scores, coords, query_begin, key_begin);
   }
 
-  // The same for the backward of a call that bends scores: after each modifier that does,
-  // multiply(derivative), of which derivative(score) is the chain rule's factor of each of `scores`
-  // as they are then.
+  // The same for the backward of a call that bends scores, behind softcap.scale(scores), which said
+  // `reaches`: after each modifier that bends, multiply(derivative), of which derivative(score) is
+  // the chain rule's factor of each of `scores` as they are then.
   template <class Scores, class Coords, class Multiply>
-  CUTE_DEVICE void apply_and_differentiate(Scores& scores, Coords const& coords, int query_begin,
-                                           int key_begin, Multiply multiply) const {
-    softcap.apply(scores);
+  CUTE_DEVICE void apply_and_differentiate(Scores& scores, bool reaches, Coords const& coords,
+                                           int query_begin, int key_begin,
+                                           Multiply multiply) const {
+    Softcap::bend(scores, reaches);
     multiply([](float modified) { return Softcap::derivative(modified); });
     if (alibi.is_used()) alibi.apply(scores, coords, query_begin, key_begin);
   }
 
-  // apply() but for what all keys of a row have in common, which goes to the softmax in
-  // `row_shifts` and saves an operation a score. kQueries, kKeys: of the tile.
-  template <int kQueries, int kKeys, class Scores, class Coords, class RowShifts>
-  CUTE_DEVICE void apply_but_shifts(Scores& scores, Coords const& coords, int query_begin,
-                                    int key_begin, RowShifts& row_shifts) const {
+  // Whether the softmax may bend scores itself: nothing but a softcap, and no cap so high that
+  // scores are subtracted from each other (kLargestOffset).
+  CUTE_DEVICE bool is_softcap_alone(ScoreParams const& params) const {
+    constexpr float log2e = 1.44269504088896f;
+    return softcap.is_used && !alibi.is_used() && params.softcap * log2e <= kLargestOffset;
+  }
+
+  // apply() but for what the softmax does with less: what all keys of a row have in common goes to
+  // it in `row_shifts`, if it takes them, and where `leaves_softcap` it bends the scores, if this
+  // returns true. kQueries, kKeys: of the tile.
+  template <int kQueries, int kKeys, class Scores, class Coords, class Shifts>
+  CUTE_DEVICE bool apply_for_softmax(Scores& scores, Coords const& coords, int query_begin,
+                                     int key_begin, bool leaves_softcap, Shifts& row_shifts) const {
     using namespace cute;
-    row_shifts.rise = alibi.template rise<kKeys>(query_begin, key_begin);
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
-    if (!alibi.template is_one_sided<kQueries, kKeys>(query_begin, key_begin)) {
-      apply(scores, coords, query_begin, key_begin);
-      return;
+    constexpr bool shifts_rows = !std::is_same_v<Shifts, NoShifts>;
+    if constexpr (shifts_rows) {
+      row_shifts.rise = alibi.template rise<kKeys>(query_begin, key_begin);
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
     }
-    scale_or_cap(scores);
-    alibi.template apply_but_shifts<kKeys>(scores, coords, query_begin, key_begin, row_shifts);
+    if (softcap.is_used) {
+      const bool reaches = softcap.scale(scores);
+      if (leaves_softcap && reaches) return true;
+      Softcap::bend(scores, reaches);
+    } else {
+      scale(scores);
+    }
+    if (!alibi.is_used()) return false;
+    if constexpr (shifts_rows) {
+      if (alibi.template is_one_sided<kQueries, kKeys>(query_begin, key_begin)) {
+        alibi.template apply_but_shifts<kKeys>(scores, coords, query_begin, key_begin, row_shifts);
+        return false;
+      }
+    }
+    alibi.apply(scores, coords, query_begin, key_begin);
+    return false;
   }
 
  private:
   template <class Scores>
   CUTE_DEVICE void scale_or_cap(Scores& scores) const {
-    using namespace cute;
     if (softcap.is_used) {
       softcap.apply(scores);
-    } else if (softcap.factor != 1.0f) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) *= softcap.factor;
+    } else {
+      scale(scores);
     }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void scale(Scores& scores) const {
+    using namespace cute;
+    if (softcap.factor == 1.0f) return;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) *= softcap.factor;
   }
 };
 

@@ -63,8 +63,9 @@ struct ModifiedScores {
     if (modifiers.bends()) {
       if constexpr (kDrops) drop(dscores, coords);
       bool lacks_d = true;  // until scores are modified, for its registers
+      const bool reaches = modifiers.softcap.scale(scores);
       modifiers.apply_and_differentiate(
-          scores, coords, query_begin, key_begin, [&](auto derivative) {
+          scores, reaches, coords, query_begin, key_begin, [&](auto derivative) {
             multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);
             lacks_d = false;
           });

@@ -128,6 +128,16 @@ struct ScoreMath {
                                  Statistic const& lse_log2, Accumulator& tSrS, Operand& probs,
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
+      const ScoreModifiers modifiers = this->modifiers(tile);
+      auto all_scores = rows_cols_view(tSrS);
+      const bool reaches = modifiers.bends() && modifiers.softcap.scale(all_scores);
+      if constexpr (!drops || Traits::separate) {
+        const bool is_dropped = drops && call.params.dropout.threshold > 0;
+        if (reaches && tile.is_interior && !is_dropped && !modifiers.alibi.is_used()) {
+          bend_and_exponentiate(all_scores, lse_log2, probs, weights);
+          return;
+        }
+      }
       // A part after the other, so that not all weights are in fp32 at a time.
       constexpr int part_queries = 32;
       CUTE_UNROLL
@@ -136,7 +146,8 @@ struct ScoreMath {
         auto fp32_weights = make_tensor_like<float>(scores);
         ScoreTile part = tile;
         part.query_begin += begin;
-        modified_scores<part_queries>(part, lse_log2, begin / 8, scores, fp32_weights);
+        modified_scores<part_queries>(part, modifiers, reaches, lse_log2, begin / 8, scores,
+                                      fp32_weights);
         if constexpr (drops) mark_dropped(excluded, begin / 16, scores);
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
@@ -253,19 +264,45 @@ struct ScoreMath {
     }
   }
 
-  // S -> P, and what dS has beside it as a factor.
+  // Arguments of the softcap's polynomial -> P and the weights, where nothing else changes scores:
+  // in one piece, so that exponentials hide the rest.
+  template <class Numbers, class Operand, class Weights>
+  CUTE_DEVICE void bend_and_exponentiate(Numbers const& numbers, Statistic const& lse_log2,
+                                         Operand& probs, Weights& weights) const {
+    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    auto prob_pairs = recast<cutlass::Array<Element, 2>>(probs);
+    auto weight_pairs = recast<cutlass::Array<Element, 2>>(weights);
+    CUTE_UNROLL
+    for (int query = 0; query < size<1>(numbers); query += 2) {
+      const float2 lse = lse_log2[query / 2];
+      CUTE_UNROLL
+      for (int key = 0; key < size<0>(numbers); ++key) {
+        float p[2], weight[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const float score = Softcap::bend(numbers(key, query + i));
+          p[i] = fast_exp2(score * call.scale_log2 - (i == 0 ? lse.x : lse.y));
+          weight[i] = p[i] * Softcap::derivative(score);
+        }
+        prob_pairs(query + key) = convert({p[0], p[1]});
+        weight_pairs(query + key) = convert({weight[0], weight[1]});
+      }
+    }
+  }
+
+  // S, or behind softcap.scale(), -> P, and what dS has beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
-  CUTE_DEVICE void modified_scores(ScoreTile const& tile, Statistic const& lse_log2,
-                                   int first_group, Accumulator& tSrS, Weights& slopes) const {
+  CUTE_DEVICE void modified_scores(ScoreTile const& tile, ScoreModifiers const& modifiers,
+                                   bool reaches, Statistic const& lse_log2, int first_group,
+                                   Accumulator& tSrS, Weights& slopes) const {
     auto scores = rows_cols_view(tSrS);
     auto by_query = exchanged(scores);
     const auto query_coords = coords_by_query<kQueries>();
-    const ScoreModifiers modifiers = this->modifiers(tile);
     CUTE_UNROLL
     for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
     if (modifiers.bends()) {
-      modifiers.apply_and_differentiate(by_query, query_coords, tile.query_begin, tile.key_begin,
-                                        [&](auto derivative) {
+      modifiers.apply_and_differentiate(by_query, reaches, query_coords, tile.query_begin,
+                                        tile.key_begin, [&](auto derivative) {
                                           CUTE_UNROLL
                                           for (int i = 0; i < size(tSrS); ++i)
                                             slopes(i) *= derivative(tSrS(i));

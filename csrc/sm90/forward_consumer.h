@@ -71,9 +71,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       const int block = range.end - 1;
       scores.look_up_block(products.k_state.stage, news);
       products.template finish_scores<0>(tSrS, block == range.begin);
-      const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
+      const auto left = scores.modify_and_mask(block, news, false, tSrS);
       scores.decide_dropout(block, kept);
-      scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, [](int, float) {});
+      scores.probabilities(tSrS, left, kept, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
       for (int block = range.end - 2; block >= range.begin; --block) {
@@ -83,10 +83,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         turns.pass();
         scores.look_up_block(products.k_state.stage, news);
         products.template finish_scores<1>(tSrS, block == range.begin);
-        const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
+        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
         scores.decide_dropout(block, kept);
         products.finish_output(tOrO);  // P is free
-        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrP, rescale_o);
+        scores.probabilities(tSrS, left, kept, softmax, tOrP, rescale_o);
       }
       products.start_output(tOrP, tOrO, range.end - range.begin > 1);
     } else {
@@ -99,11 +99,11 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         turns.pass();
         scores.look_up_block(products.k_state.stage, news);
         products.template finish_scores<1>(tSrS, block == range.begin);
-        const auto row_shifts = scores.modify_and_mask(block, news, tSrS);
+        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
         scores.decide_dropout(block, kept);
         bool moved = false;
         float factors[2] = {1.0f, 1.0f};
-        scores.probabilities(tSrS, row_shifts, kept, softmax, tOrNextP, [&](int row, float factor) {
+        scores.probabilities(tSrS, left, kept, softmax, tOrNextP, [&](int row, float factor) {
           moved = true;
           factors[row] = factor;
         });

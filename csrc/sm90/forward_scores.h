@@ -18,6 +18,13 @@ struct BlockNews {
   bool misses_keys;     // where keys come in pages
 };
 
+// What the softmax has to do of a block besides.
+template <class Shifts>
+struct LeftToSoftmax {
+  Shifts row_shifts{};
+  bool softcap = false;
+};
+
 // Of one tile. The pipelines go on from tile to tile.
 template <class Traits>
 struct ForwardScores {
@@ -66,9 +73,12 @@ struct ForwardScores {
     }
   }
 
-  // Raw scores -> those of the softmax; returns what rows of them lack.
+  // Raw scores -> those of the softmax; returns what they lack. leaves_softcap: that may be a
+  // softcap.
   template <class Accumulator>
-  CUTE_DEVICE Shifts modify_and_mask(int block, BlockNews const& news, Accumulator& tSrS) const {
+  CUTE_DEVICE LeftToSoftmax<Shifts> modify_and_mask(int block, BlockNews const& news,
+                                                    [[maybe_unused]] bool leaves_softcap,
+                                                    Accumulator& tSrS) const {
     ForwardParams const& params = tile.params;
     auto scores = rows_cols_view(tSrS);
     bool is_interior = tile.range.is_interior(block);
@@ -77,15 +87,16 @@ struct ForwardScores {
       is_interior = news.visited.is_in_window;
     }
     const int key_begin = block * block_n;
-    Shifts row_shifts{};
+    LeftToSoftmax<Shifts> left;
     if constexpr (Traits::has_score_modifiers) {
       if (modifies_scores(params.score)) {
-        if constexpr (Traits::shifts_rows) {
-          modifiers.template apply_but_shifts<64, block_n>(scores, coords(), tile.query_begin,
-                                                           key_begin, row_shifts);
-        } else {
-          modifiers.apply(scores, coords(), tile.query_begin, key_begin);
-        }
+        bool hides = !is_interior;
+        if constexpr (Traits::is_paged) hides |= news.misses_keys;
+        leaves_softcap =
+            leaves_softcap && !hides && !drops() && modifiers.is_softcap_alone(params.score);
+        left.softcap = modifiers.template apply_for_softmax<64, block_n>(
+            scores, coords(), tile.query_begin, key_begin, leaves_softcap, left.row_shifts);
+        if (left.softcap) return left;
       }
     }
     if constexpr (Traits::has_bias) add_bias_tile(tSrS);
@@ -101,7 +112,7 @@ struct ForwardScores {
     }
     if (!is_interior)
       tile.mask().apply_by_bits(scores, coords(), tile.query_begin, key_begin, -INFINITY);
-    return row_shifts;
+    return left;
   }
 
   // Of the pairs of a block. Left as it was where nothing is dropped.
@@ -124,7 +135,7 @@ struct ForwardScores {
 
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
   template <class Accumulator, class Operand, class Rescale>
-  CUTE_DEVICE void probabilities(Accumulator& tSrS, Shifts const& row_shifts,
+  CUTE_DEVICE void probabilities(Accumulator& tSrS, LeftToSoftmax<Shifts> const& left,
                                  [[maybe_unused]] KeptPairs<Traits> const& kept,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
                                  Rescale rescale) const {
@@ -133,15 +144,29 @@ struct ForwardScores {
     if constexpr (Traits::has_dropout) {
       if (tile.params.dropout.threshold > 0) {
         auto drop = [&](int sixteen, float (&p)[2][4]) { drop_pairs(kept, sixteen, p); };
-        softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, drop);
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_shifts, rescale, drop);
         return;
       }
     }
+    bool is_too_large = false;
+    if constexpr (Traits::has_score_modifiers) {
+      if (left.softcap) {
+        const Softcap::Curve curve(softmax.scale_log2);
+        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, curve, pairs)) return;
+        is_too_large = true;
+        Softcap::bend(scores, true);
+      }
+    }
     auto keep_all = [](int, float (&)[2][4]) {};
-    softmax.template softmax_to_pairs<Element>(scores, pairs, row_shifts, rescale, keep_all);
+    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_shifts, rescale, keep_all,
+                                               is_too_large);
   }
 
  private:
+  CUTE_DEVICE bool drops() const {
+    return Traits::has_dropout && tile.params.dropout.threshold > 0;
+  }
+
   // This thread's (rows, columns) of S -> (query, key)
   CUTE_DEVICE auto coords() const {
     return rows_cols_view(accumulator_share(

@@ -62,6 +62,7 @@ struct ForwardTraits {
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
+  static_assert(!is_sparse || !has_score_modifiers, "a softcap may be left to the softmax");
 
   // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
   // (forward_dropout.h), unless consumers draw for themselves.

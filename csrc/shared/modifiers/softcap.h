@@ -23,10 +23,17 @@ struct Softcap {
 
   CUTE_DEVICE float apply(float score) const { return tanh_by_exp(score * factor); }
 
-  // A tile's, in place, all lanes of the warp together: by the polynomial where it reaches for
-  // every score of the tile, which with the caps that models have it usually does.
+  // A tile's, in place, all lanes of the warp together.
   template <class Scores>
   CUTE_DEVICE void apply(Scores& scores) const {
+    const bool reaches = scale(scores);
+    bend(scores, reaches);
+  }
+
+  // The first half of it: scores -> arguments of the polynomial, and whether that reaches for every
+  // one of the warp, which with the caps that models have it usually does.
+  template <class Scores>
+  CUTE_DEVICE bool scale(Scores& scores) const {
     using namespace cute;
     const float z_factor = factor * (1.0f / polynomial_argument);
     std::uint32_t bits = 0;
@@ -36,7 +43,14 @@ struct Softcap {
       bits |= __float_as_uint(scores(i));
     }
     constexpr std::uint32_t from_two_on = 0x4000'0000;  // a bit of the exponent, of NaN as well
-    if (__any_sync(0xffffffffu, (bits & from_two_on) != 0)) {
+    return !__any_sync(0xffffffffu, (bits & from_two_on) != 0);
+  }
+
+  // The second: these -> tanh.
+  template <class Scores>
+  CUTE_DEVICE static void bend(Scores& scores, bool reaches) {
+    using namespace cute;
+    if (!reaches) {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i)
         scores(i) = tanh_by_exp(scores(i) * polynomial_argument);
@@ -45,6 +59,25 @@ struct Softcap {
       for (int i = 0; i < size(scores); ++i) scores(i) = tanh_by_polynomial(scores(i));
     }
   }
+
+  // Of one argument that the polynomial reaches.
+  CUTE_DEVICE static float bend(float z) { return tanh_by_polynomial(z); }
+
+  // The second half for a softmax that makes P of the polynomial's arguments, with tanh and its
+  // scale in one polynomial (OnlineSoftmax::softmax_of_curve_to_pairs).
+  struct Curve {
+    float c0, c1, c2, c3;
+
+    CUTE_DEVICE explicit Curve(float scale_log2)
+        : c0(tanh_c0 * scale_log2),
+          c1(tanh_c1 * scale_log2),
+          c2(tanh_c2 * scale_log2),
+          c3(tanh_c3 * scale_log2) {}
+    CUTE_DEVICE float exponent(float z, float offset) const {
+      const float w = z * z;
+      return (((c3 * w + c2) * w + c1) * w + c0) * z - offset;
+    }
+  };
 
   // From q k^T to scores that are not in units, by exponentials alone: little code, for a kernel
   // that waits for memory.
@@ -73,13 +106,13 @@ struct Softcap {
   // tanh(0.275 z) for |z| < 2 by a polynomial, to 1.3e-6 of it: MUFU, at 4 operations a clock and
   // quadrant, is what a kernel with a softcap has least of. Chebyshev interpolation of tanh(x) / x
   // in x^2.
+  static constexpr float tanh_c0 = 2.74999689e-01f;
+  static constexpr float tanh_c1 = -6.92979297e-03f;
+  static constexpr float tanh_c2 = 2.06513784e-04f;
+  static constexpr float tanh_c3 = -5.07670476e-06f;
   CUTE_DEVICE static float tanh_by_polynomial(float z) {
     const float w = z * z;
-    float p = -5.07670476e-06f;
-    p = p * w + 2.06513784e-04f;
-    p = p * w - 6.92979297e-03f;
-    p = p * w + 2.74999689e-01f;
-    return p * z;
+    return (((tanh_c3 * w + tanh_c2) * w + tanh_c1) * w + tanh_c0) * z;
   }
 };
 
