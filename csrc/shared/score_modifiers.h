@@ -88,8 +88,8 @@ struct ScoreModifiers {
 
   // apply() but for what the softmax does with less: what all keys of a row have in common goes to
   // it in `row_shifts`, if it takes them, and where `leaves_softcap` it bends the scores, if this
-  // returns true. kQueries, kKeys: of the tile.
-  template <int kQueries, int kKeys, class Scores, class Coords, class Shifts>
+  // returns true. kQueries, kKeys: of the tile; kFeatures: those that the call may want.
+  template <int kQueries, int kKeys, FeatureSet kFeatures, class Scores, class Coords, class Shifts>
   CUTE_DEVICE bool apply_for_softmax(Scores& scores, Coords const& coords, int query_begin,
                                      int key_begin, bool leaves_softcap, Shifts& row_shifts) const {
     using namespace cute;
@@ -99,7 +99,7 @@ struct ScoreModifiers {
       CUTE_UNROLL
       for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
     }
-    if (softcap.is_used) {
+    if ((kFeatures & Softcap::feature) != 0 && softcap.is_used) {
       const bool reaches = softcap.scale(scores);
       if (leaves_softcap && reaches) return true;
       Softcap::bend(scores, reaches);

@@ -73,11 +73,10 @@ struct ForwardScores {
     }
   }
 
-  // Raw scores -> those of the softmax; returns what they lack. leaves_softcap: that may be a
-  // softcap.
+  // Raw scores -> those of the softmax; returns what they lack. may_leave: that may be a softcap.
   template <class Accumulator>
   CUTE_DEVICE LeftToSoftmax<Shifts> modify_and_mask(int block, BlockNews const& news,
-                                                    [[maybe_unused]] bool leaves_softcap,
+                                                    [[maybe_unused]] bool may_leave,
                                                     Accumulator& tSrS) const {
     ForwardParams const& params = tile.params;
     auto scores = rows_cols_view(tSrS);
@@ -90,12 +89,15 @@ struct ForwardScores {
     LeftToSoftmax<Shifts> left;
     if constexpr (Traits::has_score_modifiers) {
       if (modifies_scores(params.score)) {
-        bool hides = !is_interior;
-        if constexpr (Traits::is_paged) hides |= news.misses_keys;
-        leaves_softcap =
-            leaves_softcap && !hides && !drops() && modifiers.is_softcap_alone(params.score);
-        left.softcap = modifiers.template apply_for_softmax<64, block_n>(
-            scores, coords(), tile.query_begin, key_begin, leaves_softcap, left.row_shifts);
+        if constexpr (Traits::leaves_softcap) {
+          bool hides = !is_interior;
+          if constexpr (Traits::is_paged) hides |= news.misses_keys;
+          may_leave = may_leave && !hides && !drops() && modifiers.is_softcap_alone(params.score);
+        } else {
+          may_leave = false;
+        }
+        left.softcap = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
+            scores, coords(), tile.query_begin, key_begin, may_leave, left.row_shifts);
         if (left.softcap) return left;
       }
     }
@@ -149,7 +151,7 @@ struct ForwardScores {
       }
     }
     bool is_too_large = false;
-    if constexpr (Traits::has_score_modifiers) {
+    if constexpr (Traits::leaves_softcap) {
       if (left.softcap) {
         const Softcap::Curve curve(softmax.scale_log2);
         if (softmax.template softmax_of_curve_to_pairs<Element>(scores, curve, pairs)) return;
