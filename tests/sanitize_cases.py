@@ -164,8 +164,8 @@ def many_tile_cases() -> Iterator[Case]:
 
 def long_cases() -> Iterator[Case]:
     """For the rows that are for queries which see many keys: few queries with so many; in a forward
-    of so many heads that lower tiles would need another round of the device. None where those rows
-    are not planned.
+    of so many heads that lower tiles would need another round of the device. None on a limited
+    GPU, which may not plan those rows.
     """
     if LIMITS & os.environ.keys():
         return

@@ -142,8 +142,8 @@ def test_softcap_of_large_scores(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_softcap_of_scores_that_rise(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
-    """From block to block by more than exponentials can follow, of rows whose scores are all within
-    reach of the kernels' polynomial for tanh, and of rows with some beyond it.
+    """From block to block by more than exponentials can follow, within reach of the kernels'
+    polynomial for tanh and beyond it, in different warps and blocks.
     """
     case = make_case(
         batch=1, seqlen_q=200, seqlen_k=900, head_dim=head_dim, softcap=50.0, dtype=dtype

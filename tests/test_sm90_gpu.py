@@ -401,7 +401,7 @@ def test_low_tiles(features: dict[str, Any], dtype: torch.dtype, check: Check) -
         check(case, backward=False)
 
 
-# Rows of three warpgroups of 64 queries: head dim, keys that a query has to see, and features.
+# Rows of three warpgroups of 64 queries: head dim, enough keys for them, and features.
 HIGH_TILES = [
     (128, 8192, {}),
     (96, 1536, {}),
@@ -429,16 +429,16 @@ def test_high_tiles_of_queries_that_see_many_keys(
     check: Check,
 ) -> None:
     """Of so many heads that lower tiles would need another round of the device."""
-    head_dim, least_keys, features = row
+    head_dim, enough_keys, features = row
     if "window" in mask:
-        mask = {"window": (least_keys * 4 // 5, mask["window"])}
+        mask = {"window": (enough_keys * 4 // 5, mask["window"])}
     sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
     heads = {"num_heads_q": sms + 2, "num_heads_k": 1}
-    seqlen_k = least_keys + lengths[1]
+    seqlen_k = enough_keys + lengths[1]
     case = make_case(
         batch=1,
         seqlen_q=lengths[0],
-        seqlen_k=scaled(seqlen_k, seqlen_k - least_keys + 190),
+        seqlen_k=scaled(seqlen_k, seqlen_k - enough_keys + 190),
         head_dim=head_dim if lengths[0] > 129 else head_dim - 16,
         dtype=dtype,
         **heads,

@@ -99,7 +99,8 @@ struct RowShifts {
   CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
 };
 
-// From scores to the exponents of P; a curve may take other numbers for it (Softcap::Curve).
+// From scores to the exponents of P. A curve (Softcap::Curve) makes these of other numbers, of
+// which the scores are a function.
 struct StraightScores {
   float scale_log2;
 
@@ -178,7 +179,8 @@ struct OnlineSoftmax {
   }
 
   // The same of numbers of which the scores are a curve, when !needs_maximum: in one piece, so that
-  // exponentials hide what the curve takes. False: a score has risen too far, and nothing is done.
+  // exponentials hide what the curve takes. False: a score has risen too far, `pairs` are of no
+  // use, and the sums and references are as they were.
   template <class Element, class Numbers, class Curve, class Pairs>
   CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs) {
     using namespace cute;
@@ -186,7 +188,8 @@ struct OnlineSoftmax {
     float sums[kRows];
     exponentiate_pairs<Element>(numbers, curve, pairs, NoShifts{}, keep_all, sums);
     if (has_too_large(sums)) {
-      // Nor is anything of it kept for those who do it again, for which there are no registers.
+      // So that the compiler makes anew what the next attempt shares with this one: there are no
+      // registers to keep it in.
       CUTE_UNROLL
       for (int i = 0; i < size(numbers); ++i) asm volatile("" : "+f"(numbers(i)));
       return false;

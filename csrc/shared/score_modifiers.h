@@ -11,6 +11,7 @@
 #include "shared/host_device.h"
 #include "shared/modifiers/alibi.h"
 #include "shared/modifiers/softcap.h"
+#include "shared/online_softmax.h"
 
 namespace flash_attn_cuda {
 
@@ -87,8 +88,9 @@ struct ScoreModifiers {
   }
 
   // apply() but for what the softmax does with less: what all keys of a row have in common goes to
-  // it in `row_shifts`, if it takes them, and where `leaves_softcap` it bends the scores, if this
-  // returns true. kQueries, kKeys: of the tile; kFeatures: those that the call may want.
+  // it in `row_shifts`, if it takes them; and where `leaves_softcap` allows it and this returns
+  // true, `scores` are arguments of the softcap's polynomial, which the softmax has to bend.
+  // kQueries, kKeys: of the tile; kFeatures: those that the call may want.
   template <int kQueries, int kKeys, FeatureSet kFeatures, class Scores, class Coords, class Shifts>
   CUTE_DEVICE bool apply_for_softmax(Scores& scores, Coords const& coords, int query_begin,
                                      int key_begin, bool leaves_softcap, Shifts& row_shifts) const {

@@ -131,6 +131,7 @@ struct ScoreMath {
       const ScoreModifiers modifiers = this->modifiers(tile);
       auto all_scores = rows_cols_view(tSrS);
       const bool reaches = modifiers.bends() && modifiers.softcap.scale(all_scores);
+      // A row with dropout gets calls without it only where it serves all features.
       if constexpr (!drops || Traits::separate) {
         const bool is_dropped = drops && call.params.dropout.threshold > 0;
         if (reaches && tile.is_interior && !is_dropped && !modifiers.alibi.is_used()) {
@@ -290,7 +291,8 @@ struct ScoreMath {
     }
   }
 
-  // S, or behind softcap.scale(), -> P, and what dS has beside it as a factor.
+  // tSrS: S, or under a softcap what softcap.scale() made of it -> P, and what dS has beside it as
+  // a factor.
   template <int kQueries, class Accumulator, class Weights>
   CUTE_DEVICE void modified_scores(ScoreTile const& tile, ScoreModifiers const& modifiers,
                                    bool reaches, Statistic const& lse_log2, int first_group,
