@@ -53,7 +53,7 @@ struct ForwardTraits {
   // What a row's scores have in common under ALiBi goes to the softmax (score_modifiers.h); with
   // dropout there are no registers for it, and calls without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
-  static constexpr bool leaves_softcap = has(feature::softcap) && config.leaves_softcap;
+  static constexpr bool leaves_softcap = has(feature::softcap) && config.softcap_in_softmax;
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
