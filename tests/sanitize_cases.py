@@ -164,12 +164,12 @@ def many_tile_cases() -> Iterator[Case]:
 
 def long_cases() -> Iterator[Case]:
     """For the rows that are for queries which see many keys: few queries with so many; in a forward
-    of so many heads that lower tiles would need another round of the device. None on a limited
-    GPU, which may not plan those rows.
+    of so many heads that lower tiles would need another round of the device. On a limited GPU, which
+    plans other rows, of few heads.
     """
-    if LIMITS & os.environ.keys():
-        return
-    sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    is_limited = bool(LIMITS & os.environ.keys())
+    few_sms = ON_CPU or is_limited
+    sms = 4 if few_sms else torch.cuda.get_device_properties("cuda").multi_processor_count
     rows = [row for row in build_info.compiled_rows() if row.config.get("least_keys_full")]
     for row in rows:
         forward = row.pass_name == "forward"
@@ -188,7 +188,8 @@ def long_cases() -> Iterator[Case]:
         if "alibi" in row.features:
             causal = replace(causal, softcap=0.0, alibi=Alibi.per_batch)
         for each in (case, causal):
-            assert families.planned(each, row.pass_name)["instance"] == row.name, str(each)
+            if not is_limited:
+                assert families.planned(each, row.pass_name)["instance"] == row.name, str(each)
             yield each
         if not forward:
             packed = VarlenCase(

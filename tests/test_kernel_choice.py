@@ -115,7 +115,8 @@ def test_higher_tiles_are_for_queries_that_see_many_keys(high) -> None:
             call = {"seqlen": 1 << 20, "is_causal": is_causal, "keys": keys}
             for features in wanted:
                 assert (chosen_sm90_row(high.head_dim, features, **call) == high) is is_high
-            for features in (Feature.dropout, modifiers | Feature.dropout, Feature.paged_kv):
+            others = [Feature.dropout, modifiers | Feature.dropout, Feature.paged_kv]
+            for features in (*others, *([] if high.features else [Feature.softcap, Feature.alibi])):
                 assert chosen_sm90_row(high.head_dim, features, **call) != high
 
 
