@@ -46,8 +46,8 @@ MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 #
 # drawing_registers: up to head dim 128 a warpgroup of its own draws dropout's decisions; above, the
 # products have no registers to give, and consumers that draw for themselves are faster. The variant
-# "alibi" is without those warps, and so is "long_modifiers"; in tiles of 128 queries a softcap is no
-# faster without them.
+# "alibi" is without those warps, and so is "long_modifiers"; in tiles of 128 queries a softcap is
+# no faster without them.
 # drops_turns: where something is dropped narrow heads are better off without turns, under a softcap
 # alone with them.
 # softcap_in_softmax: the softmax bends scores itself; above head dim 128 that gained nothing.

@@ -164,8 +164,8 @@ def many_tile_cases() -> Iterator[Case]:
 
 def long_cases() -> Iterator[Case]:
     """For the rows that are for queries which see many keys: few queries with so many; in a forward
-    of so many heads that lower tiles would need another round of the device. On a limited GPU, which
-    plans other rows, of few heads.
+    of so many heads that lower tiles would need another round of the device. On a limited GPU,
+    which plans other rows, of few heads.
     """
     is_limited = bool(LIMITS & os.environ.keys())
     few_sms = ON_CPU or is_limited

@@ -109,14 +109,16 @@ def test_higher_tiles_are_for_queries_that_see_many_keys(high) -> None:
     assert high.block_m == 192
     modifiers = Feature.softcap | Feature.alibi
     wanted = [Feature.softcap, Feature.alibi, modifiers] if high.features else [Feature(0)]
+    others = [Feature.dropout, modifiers | Feature.dropout, Feature.paged_kv]
+    if not high.features:
+        others += [Feature.softcap, Feature.alibi]
     for is_causal, least in ((True, high.least_keys_windowed), (False, high.least_keys_full)):
         assert least > 1
         for keys, is_high in ((least - 1, False), (least, True), (1 << 30, True)):
             call = {"seqlen": 1 << 20, "is_causal": is_causal, "keys": keys}
             for features in wanted:
                 assert (chosen_sm90_row(high.head_dim, features, **call) == high) is is_high
-            others = [Feature.dropout, modifiers | Feature.dropout, Feature.paged_kv]
-            for features in (*others, *([] if high.features else [Feature.softcap, Feature.alibi])):
+            for features in others:
                 assert chosen_sm90_row(high.head_dim, features, **call) != high
 
 
