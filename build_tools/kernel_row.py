@@ -189,7 +189,7 @@ class ForwardRow(KernelRow):
     consumer_registers: int | None = of(Kernel.sm90_forward)
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
-    softcap_in_softmax: bool = of(Kernel.sm90_forward, default=False)
+    bends_in_softmax: bool = of(Kernel.sm90_forward, default=False)
     alternates_probabilities: bool = of(Kernel.sm90_forward, default=False)
     keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
     shares_queries: bool = of(Kernel.sm80_decode, default=False)

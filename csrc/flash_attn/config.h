@@ -57,8 +57,8 @@ struct ForwardConfig {
   int producer_registers = 0;
   int consumer_registers = 0;
   int drawing_registers = 0;
-  bool drops_turns = false;         // sm90: where something is dropped consumers take no turns
-  bool softcap_in_softmax = false;  // sm90: which bends scores itself, of rows with a softcap
+  bool drops_turns = false;       // sm90: where something is dropped consumers take no turns
+  bool bends_in_softmax = false;  // sm90: the softmax bends scores itself
   bool alternates_probabilities = false;  // sm90: registers for two P
   bool keeps_pointers = false;  // sm80 tiles: pointers to K and V stay in registers between blocks
   bool shares_queries = false;  // decode: Q waits in shared memory, which all warps read

@@ -54,6 +54,20 @@ struct ScoreModifiers {
   // Whether derivatives are not all 1.
   CUTE_DEVICE bool bends() const { return softcap.is_used; }
 
+  // The modifier that bends, in halves (softcap.h): the first, and the second, of a tile that the
+  // first's polynomial reaches or of one number of it, and what a softmax does in its place.
+  using Curve = Softcap::Curve;
+  template <class Scores>
+  CUTE_DEVICE bool scale_to_bend(Scores& scores) const {
+    return softcap.scale(scores);
+  }
+  template <class Scores>
+  CUTE_DEVICE static void bend_reached(Scores& scores) {
+    Softcap::bend(scores, true);
+  }
+  CUTE_DEVICE static float bend_reached(float number) { return Softcap::bend(number); }
+  CUTE_DEVICE static float derivative(float bent) { return Softcap::derivative(bent); }
+
   // A raw score -> a score in units.
   CUTE_DEVICE float apply(float score, int query, int key) const {
     const float bent = softcap.is_used ? softcap.apply(score) : score * softcap.factor;
@@ -68,7 +82,7 @@ struct ScoreModifiers {
     if (alibi.is_used()) alibi.apply(scores, coords, query_begin, key_begin);
   }
 
-  // The same for the backward of a call that bends scores, behind softcap.scale(scores), which said
+  // The same for the backward of a call that bends scores, behind scale_to_bend(scores), which said
   // `reaches`: after each modifier that bends, multiply(derivative), of which derivative(score) is
   // the chain rule's factor of each of `scores` as they are then.
   template <class Scores, class Coords, class Multiply>
@@ -82,18 +96,18 @@ struct ScoreModifiers {
 
   // Whether the softmax may bend scores itself: nothing but a softcap, and no cap so high that
   // scores are subtracted from each other (kLargestOffset).
-  CUTE_DEVICE bool is_softcap_alone(ScoreParams const& params) const {
+  CUTE_DEVICE bool bends_alone(ScoreParams const& params) const {
     constexpr float log2e = 1.44269504088896f;
     return softcap.is_used && !alibi.is_used() && params.softcap * log2e <= kLargestOffset;
   }
 
   // apply() but for what the softmax does with less: what all keys of a row have in common goes to
-  // it in `row_shifts`, if it takes them; and where `leaves_softcap` allows it and this returns
+  // it in `row_shifts`, if it takes them; and where `leaves_bending` allows it and this returns
   // true, `scores` are arguments of the softcap's polynomial, which the softmax has to bend.
   // kQueries, kKeys: of the tile; kFeatures: those that the call may want.
   template <int kQueries, int kKeys, FeatureSet kFeatures, class Scores, class Coords, class Shifts>
   CUTE_DEVICE bool apply_for_softmax(Scores& scores, Coords const& coords, int query_begin,
-                                     int key_begin, bool leaves_softcap, Shifts& row_shifts) const {
+                                     int key_begin, bool leaves_bending, Shifts& row_shifts) const {
     using namespace cute;
     constexpr bool shifts_rows = !std::is_same_v<Shifts, NoShifts>;
     if constexpr (shifts_rows) {
@@ -103,7 +117,7 @@ struct ScoreModifiers {
     }
     if ((kFeatures & Softcap::feature) != 0 && softcap.is_used) {
       const bool reaches = softcap.scale(scores);
-      if (leaves_softcap && reaches) return true;
+      if (leaves_bending && reaches) return true;
       Softcap::bend(scores, reaches);
     } else {
       scale(scores);

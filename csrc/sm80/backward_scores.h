@@ -63,7 +63,7 @@ struct ModifiedScores {
     if (modifiers.bends()) {
       if constexpr (kDrops) drop(dscores, coords);
       bool lacks_d = true;  // until scores are modified, for its registers
-      const bool reaches = modifiers.softcap.scale(scores);
+      const bool reaches = modifiers.scale_to_bend(scores);
       modifiers.apply_and_differentiate(
           scores, reaches, coords, query_begin, key_begin, [&](auto derivative) {
             multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);

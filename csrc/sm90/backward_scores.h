@@ -130,7 +130,7 @@ struct ScoreMath {
     if constexpr (Traits::has_weights) {
       const ScoreModifiers modifiers = this->modifiers(tile);
       auto all_scores = rows_cols_view(tSrS);
-      const bool reaches = modifiers.bends() && modifiers.softcap.scale(all_scores);
+      const bool reaches = modifiers.bends() && modifiers.scale_to_bend(all_scores);
       // A row with dropout gets calls without it only where it serves all features.
       if constexpr (!drops || Traits::separate) {
         const bool is_dropped = drops && call.params.dropout.threshold > 0;
@@ -265,7 +265,7 @@ struct ScoreMath {
     }
   }
 
-  // Arguments of the softcap's polynomial -> P and the weights, where nothing else changes scores:
+  // What scale_to_bend() made -> P and the weights, where nothing else changes scores:
   // in one piece, so that exponentials hide the rest.
   template <class Numbers, class Operand, class Weights>
   CUTE_DEVICE void bend_and_exponentiate(Numbers const& numbers, Statistic const& lse_log2,
@@ -281,9 +281,9 @@ struct ScoreMath {
         float p[2], weight[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          const float score = Softcap::bend(numbers(key, query + i));
+          const float score = ScoreModifiers::bend_reached(numbers(key, query + i));
           p[i] = fast_exp2(score * call.scale_log2 - (i == 0 ? lse.x : lse.y));
-          weight[i] = p[i] * Softcap::derivative(score);
+          weight[i] = p[i] * ScoreModifiers::derivative(score);
         }
         prob_pairs(query + key) = convert({p[0], p[1]});
         weight_pairs(query + key) = convert({weight[0], weight[1]});
@@ -291,8 +291,8 @@ struct ScoreMath {
     }
   }
 
-  // tSrS: S, or under a softcap what softcap.scale() made of it -> P, and what dS has beside it as
-  // a factor.
+  // tSrS: S, or, where scores are bent, what scale_to_bend() made of it -> P, and what dS has
+  // beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
   CUTE_DEVICE void modified_scores(ScoreTile const& tile, ScoreModifiers const& modifiers,
                                    bool reaches, Statistic const& lse_log2, int first_group,

@@ -22,7 +22,7 @@ struct BlockNews {
 template <class Shifts>
 struct LeftToSoftmax {
   Shifts row_shifts{};
-  bool softcap = false;
+  bool bending = false;
 };
 
 // Of one tile. The pipelines go on from tile to tile.
@@ -73,7 +73,8 @@ struct ForwardScores {
     }
   }
 
-  // Raw scores -> those of the softmax; returns what they lack. may_leave: that may be a softcap.
+  // Raw scores -> those of the softmax; returns what they lack. may_leave: that may be to bend
+  // them.
   template <class Accumulator>
   CUTE_DEVICE LeftToSoftmax<Shifts> modify_and_mask(int block, BlockNews const& news,
                                                     [[maybe_unused]] bool may_leave,
@@ -89,16 +90,16 @@ struct ForwardScores {
     LeftToSoftmax<Shifts> left;
     if constexpr (Traits::has_score_modifiers) {
       if (modifies_scores(params.score)) {
-        if constexpr (Traits::leaves_softcap) {
+        if constexpr (Traits::leaves_bending) {
           bool hides = !is_interior;
           if constexpr (Traits::is_paged) hides |= news.misses_keys;
-          may_leave = may_leave && !hides && !drops() && modifiers.is_softcap_alone(params.score);
+          may_leave = may_leave && !hides && !drops() && modifiers.bends_alone(params.score);
         } else {
           may_leave = false;
         }
-        left.softcap = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
+        left.bending = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
             scores, coords(), tile.query_begin, key_begin, may_leave, left.row_shifts);
-        if (left.softcap) return left;
+        if (left.bending) return left;
       }
     }
     if constexpr (Traits::has_bias) add_bias_tile(tSrS);
@@ -151,12 +152,12 @@ struct ForwardScores {
       }
     }
     bool is_too_large = false;
-    if constexpr (Traits::leaves_softcap) {
-      if (left.softcap) {
-        const Softcap::Curve curve(softmax.scale_log2);
+    if constexpr (Traits::leaves_bending) {
+      if (left.bending) {
+        const ScoreModifiers::Curve curve(softmax.scale_log2);
         if (softmax.template softmax_of_curve_to_pairs<Element>(scores, curve, pairs)) return;
         is_too_large = true;
-        Softcap::bend(scores, true);
+        ScoreModifiers::bend_reached(scores);
       }
     }
     auto keep_all = [](int, float (&)[2][4]) {};

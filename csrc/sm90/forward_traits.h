@@ -53,7 +53,7 @@ struct ForwardTraits {
   // What a row's scores have in common under ALiBi goes to the softmax (score_modifiers.h); with
   // dropout there are no registers for it, and calls without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
-  static constexpr bool leaves_softcap = has(feature::softcap) && config.softcap_in_softmax;
+  static constexpr bool leaves_bending = has(bending_features) && config.bends_in_softmax;
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
@@ -63,7 +63,7 @@ struct ForwardTraits {
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
-  static_assert(!is_sparse || !has_score_modifiers, "a softcap may be left to the softmax");
+  static_assert(!is_sparse || !has_score_modifiers, "bending may be left to the softmax");
 
   // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
   // (forward_dropout.h), unless consumers draw for themselves.
