@@ -22,7 +22,6 @@ struct TableArguments {
   SequenceTableRequest request;
   SequenceTablePlan plan;
   int* counts;
-  int* tickets;
   Sequence* sequences;
   TileEntry* tiles;
   TileEntry* q_tiles;
@@ -218,7 +217,6 @@ __global__ void __launch_bounds__(threads)
   if (thread == 0) {
     args.counts[0] = min(tiles, args.plan.max_tiles);
     args.counts[1] = min(q_tiles_before, args.plan.max_q_tiles);
-    *args.tickets = 0;
   }
   __syncthreads();
 
@@ -259,7 +257,6 @@ void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableReque
   const TableArguments arguments{.request = request,
                                  .plan = plan,
                                  .counts = const_cast<int*>(table.counts),
-                                 .tickets = table.tickets,
                                  .sequences = const_cast<Sequence*>(table.sequences),
                                  .tiles = const_cast<TileEntry*>(table.tiles),
                                  .q_tiles = const_cast<TileEntry*>(table.q_tiles)};

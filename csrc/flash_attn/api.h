@@ -38,11 +38,7 @@ struct TileSchedule {
   int num_batch_heads = 0;  // batch * heads
   int heads_per_section = 1;
   bool longest_first = false;  // tile index runs down instead of up
-  // Where CTAs take every so many'th tile: places that a section has in their order, its tiles
-  // rounded up to whole rounds; the places behind its tiles are empty. The last section then also
-  // takes the heads that are left over, and has no empty places. 0: a place for each tile.
-  int places_per_section = 0;
-  int least_last_heads = 1;  // with a place for each tile: of the last section, or more
+  int least_last_heads = 1;    // of the last section, or more
 
   std::int64_t grid_size() const { return static_cast<std::int64_t>(num_tiles) * num_batch_heads; }
 };
@@ -74,7 +70,8 @@ struct ForwardPlan {
   std::size_t out_partial_offset = 0;
   std::size_t lse_partial_offset = 0;
   std::size_t arrivals_offset = 0;  // of decode kernels, which combine splits themselves
-  std::size_t tickets_offset = 0;   // sm90, lists, not packed: a counter of tiles drawn
+  bool draws_tiles = false;         // sm90: CTAs take the next tile that nobody has drawn, and
+  std::size_t tickets_offset = 0;   // count those here, in a word that nobody has zeroed
   std::size_t workspace_bytes = 0;
 };
 

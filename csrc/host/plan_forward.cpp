@@ -343,9 +343,8 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   }
   const bool is_sparse = params.sparsity.lists.data != nullptr;
   const bool is_even = window.is_full() && !is_packed && !is_sparse;
-  // Of lists, and of packed lengths, which the host does not know.
-  const bool draws = (is_sparse || is_packed) && config.family == KernelFamily::sm90;
-  const int tiles_wanted = draws && is_sparse ? drawn_tiles_per_sm : tiles_per_sm;
+  const bool stays = config.family == KernelFamily::sm90;
+  const int tiles_wanted = stays && is_sparse ? drawn_tiles_per_sm : tiles_per_sm;
   const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,
@@ -357,19 +356,22 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
                      .longest_first = longest_first && !is_packed},
                     device);
 
-  if (config.family == KernelFamily::sm90) {
+  if (stays) {
     plan.num_ctas = device.num_sms * config.ctas_per_sm;
-    // Of two bounds the tiles at one end or both are the short ones and the others alike, which no
-    // order of rounds evens out; a left bound alone has not been tried.
-    const bool has_left_bound = window.left != Window::unbounded;
-    if (!draws && !has_left_bound) fit_rounds(plan.schedule, group, plan.num_ctas, is_even);
+    // Tiles of unequal length, of which CTAs get more than one.
+    plan.draws_tiles = !is_even && plan.schedule.grid_size() > plan.num_ctas;
+    if (is_even) {
+      plan.schedule.heads_per_section = group;  // neighbours ask for the same keys at once
+    } else if (!is_packed && !is_sparse) {
+      take_rounds(plan.schedule, group, plan.num_ctas);
+    }
     // Short steps leave out what queries a tile lacks.
     const int last_rows = shape.seqlen_q - (num_tiles - 1) * config.block_m;
     if (is_even && config.ctas_per_sm > 1 && num_tiles > 1 && 4 * last_rows <= 3 * config.block_m)
       end_with_low_tiles(
           plan.schedule, group, plan.num_ctas,
           device.l2_bytes / 2 / std::max<std::int64_t>(1, bytes_per_key * shape.seqlen_k) * group);
-    if (is_sparse && !is_packed) plan.tickets_offset = workspace.add_bytes(sizeof(int));
+    if (plan.draws_tiles) plan.tickets_offset = workspace.add_bytes(sizeof(std::uint64_t));
   }
   plan.num_splits = choose_splits(params, window, instance, plan.schedule.grid_size(), device);
   check_grid(plan.schedule.grid_size(), plan.num_splits);

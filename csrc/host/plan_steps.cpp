@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "host/error.h"
 #include "host/normalize_window.h"
@@ -105,36 +104,16 @@ TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& dev
           .longest_first = request.longest_first};
 }
 
-void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even) {
-  // Simulated grids of 1 to 512 tiles and 8 to 1,024 heads are 98 % busy on average with these.
-  constexpr int least_rounds = 7;
-  constexpr int least_periods = 3;
-  constexpr int most_rounds_per_section = 16;
-  constexpr double full_enough = 0.96;
-
-  const std::int64_t rounds = schedule.grid_size() / std::max(1, num_ctas);
-  const std::int64_t group_tiles = std::int64_t{schedule.num_tiles} * heads_per_group;
-  const std::int64_t pair_of_rounds = 2 * std::int64_t{num_ctas};
-  const std::int64_t period =
-      2 * group_tiles / std::max<std::int64_t>(1, std::gcd(group_tiles, pair_of_rounds));
-  if (is_even || rounds >= std::max<std::int64_t>(least_rounds, least_periods * period)) {
-    schedule.heads_per_section = heads_per_group;
-    return;
-  }
-  schedule.heads_per_section = std::max(1, schedule.num_batch_heads);
-  if (rounds < least_rounds || schedule.grid_size() > max_grid / 2) return;  // places stay ints
-  double best = 0.0;
-  for (int count = 1; count <= most_rounds_per_section && best < full_enough; ++count) {
-    const std::int64_t places = std::int64_t{count} * num_ctas;
-    const std::int64_t heads = places / schedule.num_tiles / heads_per_group * heads_per_group;
-    if (heads > schedule.num_batch_heads) break;
-    const double full =
-        static_cast<double>(heads * schedule.num_tiles) / static_cast<double>(places);
-    if (full <= best) continue;
-    best = full;
-    schedule.heads_per_section = static_cast<int>(heads);
-    schedule.places_per_section = static_cast<int>(places);
-  }
+void take_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas) {
+  const std::int64_t group_tiles =
+      std::max<std::int64_t>(1, std::int64_t{schedule.num_tiles} * heads_per_group);
+  const auto heads_of = [&](int rounds) {
+    const std::int64_t heads =
+        ceil_div(std::int64_t{rounds} * num_ctas, group_tiles) * heads_per_group;
+    return static_cast<int>(std::min<std::int64_t>(heads, std::max(1, schedule.num_batch_heads)));
+  };
+  schedule.heads_per_section = heads_of(1);
+  schedule.least_last_heads = heads_of(2);
 }
 
 void end_with_low_tiles(TileSchedule& schedule, int heads_per_group, int num_ctas,

@@ -58,14 +58,10 @@ struct ScheduleRequest {
 // when the grid is larger than CUDA's.
 TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
 
-// The same for num_ctas CTAs that stay and go through the grid in rounds, forth and back, so that
-// who has a long tile in one round has a short one in the next: then few heads at a time even out,
-// and what they read stays in L2, or is asked for by neighbours at once. Tiles of equal length need
-// no section but their group of heads. Others do without where the order comes back to where it
-// began a few times: each CTA then has tiles of all lengths. Where it does not, sections are whole
-// rounds, or nearly, of as few heads as fill some, and a grid of few rounds is one section
-// (docs/experiments_sm90.md). is_even: as far as the host knows.
-void fit_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas, bool is_even);
+// The same for num_ctas CTAs that stay and draw tiles of unequal length: sections of about a tile
+// for each CTA, so that neighbours ask for what the heads read at the same time. The last one has
+// two: nothing comes after it to fill the gaps that its long tiles leave.
+void take_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas);
 
 // Where the last tile of each head is a low one, and the grid is no whole rounds of num_ctas: the
 // low tiles of the last heads, at most most_heads, end it. As rounds go forth and back, who takes

@@ -35,6 +35,12 @@ FAC_HOST_DEVICE constexpr float score_unit(const ScoreParams& params) {
   return is_alibi_alone && params.softmax_scale >= least_unit ? params.softmax_scale : 1.0f;
 }
 
+// What a raw score is multiplied by: exactly 1, and then left out, where the scale is the unit.
+// Kernels come here in every step, and a division to the last bit takes a call.
+CUTE_DEVICE float scale_in_units(float softmax_scale, float unit) {
+  return unit == softmax_scale ? 1.0f : __fdividef(softmax_scale, unit);
+}
+
 // Of one query head.
 struct ScoreModifiers {
   Softcap softcap;
@@ -45,8 +51,7 @@ struct ScoreModifiers {
                                        int shift) {
     const float slope = Alibi::slope_of(params, sequence, head);
     const float unit = score_unit(params);
-    // Kernels come here in every step, and a division to the last bit takes a call.
-    return {.softcap = {.factor = __fdividef(params.softmax_scale, unit),
+    return {.softcap = {.factor = scale_in_units(params.softmax_scale, unit),
                         .is_used = Softcap::is_wanted(params)},
             .alibi = {.slope = __fdividef(slope, unit), .shift = shift}};
   }

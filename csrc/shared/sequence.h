@@ -51,11 +51,8 @@ struct SequenceTable {
   const Sequence* sequences = nullptr;
   const TileEntry* tiles = nullptr;    // of the main kernel, long sequences first
   const TileEntry* q_tiles = nullptr;  // backward: query tiles, in the order of first_q_tile
-  int* tickets = nullptr;              // a counter of tiles that CTAs have drawn, zero at first
 
-  // counts, and the counter that everybody writes to, in a line of its own.
-  static constexpr std::size_t tickets_begin = 128;
-  static constexpr std::size_t header_bytes = 256;
+  static constexpr std::size_t header_bytes = 256;  // with counts
 
   static std::size_t bytes(int batch_size, const SequenceTablePlan& plan) {
     return header_bytes + sizeof(Sequence) * (std::size_t(batch_size) + gap_sequences) +
@@ -70,8 +67,7 @@ struct SequenceTable {
     return {.counts = reinterpret_cast<const int*>(begin),
             .sequences = sequences,
             .tiles = tiles,
-            .q_tiles = tiles + plan.max_tiles,
-            .tickets = reinterpret_cast<int*>(begin + tickets_begin)};
+            .q_tiles = tiles + plan.max_tiles};
   }
 };
 

@@ -18,9 +18,7 @@ struct TileCoord {
 FAC_HOST_DEVICE constexpr int last_section(const TileSchedule& schedule) {
   const int heads = schedule.num_batch_heads;
   const int per_section = schedule.heads_per_section;
-  if (heads <= per_section) return 0;
-  return schedule.places_per_section > 0 ? heads / per_section - 1
-                                         : (heads - schedule.least_last_heads) / per_section;
+  return heads <= per_section ? 0 : (heads - schedule.least_last_heads) / per_section;
 }
 
 FAC_HOST_DEVICE constexpr TileCoord tile_coord(const TileSchedule& schedule, int block_id) {
@@ -39,27 +37,6 @@ FAC_HOST_DEVICE constexpr TileCoord tile_coord(const TileSchedule& schedule, int
   return {.tile = schedule.longest_first ? schedule.num_tiles - 1 - tile : tile,
           .head = batch_head - batch * schedule.num_heads,
           .batch = batch};
-}
-
-// Places in the order in which CTAs that stay go through a grid.
-FAC_HOST_DEVICE constexpr std::int64_t count_places(const TileSchedule& schedule) {
-  const std::int64_t tiles = std::int64_t{schedule.num_tiles} * schedule.num_batch_heads;
-  if (schedule.places_per_section == 0) return tiles;
-  const int tiles_per_section = schedule.num_tiles * schedule.heads_per_section;
-  return tiles +
-         std::int64_t{last_section(schedule)} * (schedule.places_per_section - tiles_per_section);
-}
-
-// The block id at a place, or -1 where there is none.
-FAC_HOST_DEVICE constexpr int block_at(const TileSchedule& schedule, int place) {
-  if (schedule.places_per_section == 0) return place;
-  const int tiles_per_section = schedule.num_tiles * schedule.heads_per_section;
-  const int last = last_section(schedule);
-  const int any_section = place / schedule.places_per_section;
-  const int section = any_section < last ? any_section : last;
-  const int in_section = place - section * schedule.places_per_section;
-  if (section < last && in_section >= tiles_per_section) return -1;
-  return section * tiles_per_section + in_section;
 }
 
 }  // namespace flash_attn_cuda

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
+#include "shared/marked_counter.h"
 #include "sm80/decode_output.h"
-#include "sm80/marked_counter.h"
 
 namespace flash_attn_cuda::sm80 {
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -28,12 +27,6 @@ inline int resident_ctas(std::size_t smem_bytes) {
   const DeviceInfo& info = device_info(device);
   const std::size_t ctas_per_sm = (info.smem_per_block + reserved) / (smem_bytes + reserved);
   return info.num_sms * static_cast<int>(ctas_per_sm);
-}
-
-// The number of a call, by which it tells its own counters from what others left in memory.
-inline std::uint16_t next_call() {
-  static std::atomic<std::uint16_t> calls{0};
-  return calls.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Whether sequences may need different numbers of splits: because their lengths may differ, or
@@ -77,7 +70,7 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .arrivals = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset),
       .tickets = reinterpret_cast<unsigned long long*>(workspace + plan.arrivals_offset) +
                  query_rows(params) * shape.num_heads_q,
-      .call_mark = mark_of_call(next_call())};
+      .call_mark = mark_of_next_call()};
   // Where lengths decide, a CTA for every item that there can be, or as many as fit, which draw.
   std::int64_t grid = ctas_per_split * plan.num_splits;
   if (decide) grid = std::min(grid, resident);

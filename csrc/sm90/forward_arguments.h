@@ -26,12 +26,13 @@ struct ForwardArguments {
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;
-  int key_box_rows;         // of a box of k or v: a tile's, or what lies in one page
-  int last_v_box;           // the first column of the last box with columns of v and out
-  std::int64_t num_tiles;   // of all heads and sequences
-  std::int64_t num_places;  // in the CTAs' order of them (shared/tile_scheduler.h)
-  SplitResults splits;      // all tiles of the first, then of the second, and so on
-  int* tickets;             // tiles drawn so far; null where CTAs have a fixed order
+  int key_box_rows;        // of a box of k or v: a tile's, or what lies in one page
+  int last_v_box;          // the first column of the last box with columns of v and out
+  std::int64_t num_tiles;  // of all heads and sequences
+  SplitResults splits;     // all tiles of the first, then of the second, and so on
+  // Tiles drawn so far, in a MarkedCounter; null where CTAs have a fixed order.
+  unsigned long long* tickets;
+  unsigned long long call_mark;
   float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
                      // the kernel scales scores itself; positive
 };

@@ -9,7 +9,7 @@
 #include "flash_attn/instance.h"
 #include "host/tensor_map.h"
 #include "shared/launch.h"
-#include "shared/tile_scheduler.h"
+#include "shared/marked_counter.h"
 #include "sm90/forward_kernel.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -46,12 +46,12 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .key_box_rows = key_rows,
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
       .num_tiles = num_tiles,
-      .num_places = count_places(plan.schedule),
       .splits = {.num_splits = plan.num_splits,
                  .rows = query_rows(params),
                  .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
                  .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset)},
       .tickets = nullptr,
+      .call_mark = 0,
       // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : std::fmax(params.score.softmax_scale * log2e, FLT_MIN)};
@@ -63,11 +63,9 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
     arguments.bits_map = make_bits_map(pair_tensor(params.sparsity.bits, shape),
                                        {MaskBits::queries, MaskBits::elements});
   }
-  if (plan.table.used) {
-    arguments.tickets = arguments.table.tickets;  // which the kernel that makes the table zeroes
-  } else if (Traits::is_sparse) {
-    arguments.tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset);
-    check_cuda(cudaMemsetAsync(arguments.tickets, 0, sizeof(int), stream), "zero tickets");
+  if (plan.draws_tiles) {
+    arguments.tickets = reinterpret_cast<unsigned long long*>(workspace + plan.tickets_offset);
+    arguments.call_mark = mark_of_next_call();
   }
   launch_early<&forward_kernel<Tag>>(
       std::min<std::int64_t>(num_tiles * plan.num_splits, plan.num_ctas), Traits::threads,

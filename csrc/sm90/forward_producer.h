@@ -3,6 +3,7 @@
 // them, of pages two warps load K and V, and beside lists a thread loads a mask's bits.
 #pragma once
 
+#include "shared/marked_counter.h"
 #include "shared/tile_parts.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_epilogue.h"
@@ -46,12 +47,12 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item
   return true;
 }
 
-// One tile after the other, those of a CTA's own in a fixed order, or, with tickets, the next one
-// that nobody has drawn.
+// One tile after the other: those of a CTA's own in a fixed order, or, where it draws, one of its
+// own and then the next one that nobody has drawn.
 template <class Traits>
 struct TileWalk {
   ForwardArguments const& args;
-  int* tickets;
+  MarkedCounter tickets;  // without a word: it does not draw
   int round = 0;
 
   // Takes the splits before it from a number: which split it is in.
@@ -62,31 +63,41 @@ struct TileWalk {
     return static_cast<int>(split);
   }
 
+  // Behind the CTAs' own: every CTA draws once in vain, and who draws last leaves the counter for
+  // the same launch, replayed.
+  CUTE_DEVICE unsigned draw(std::int64_t tiles) {
+    if (round == 1) tickets.mark(args.call_mark);
+    round = 2;
+    const int ticket = tickets.draw();
+    if (ticket == tiles - 1) tickets.reset();
+    return gridDim.x + static_cast<unsigned>(ticket);
+  }
+
+  // Every other round runs backwards, so that who takes part in a last round that ends on low tiles
+  // (end_with_low_tiles) has one in the round before as well.
+  CUTE_DEVICE unsigned next_of_own() {
+    const unsigned turn = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    return static_cast<unsigned>(round++) * gridDim.x + turn;
+  }
+
   // False at the end.
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
-    const std::int64_t splits = Traits::can_split ? args.splits.num_splits : 1;
+    const std::int64_t tiles = args.num_tiles * (Traits::can_split ? args.splits.num_splits : 1);
     for (;;) {
-      int id, split;
-      if (tickets != nullptr) {
-        // As unsigned, because every CTA draws once in vain.
-        auto ticket = static_cast<unsigned>(atomicAdd(tickets, 1));
-        if (ticket >= args.num_tiles * splits) return false;
-        split = take_splits(ticket, args.num_tiles);
-        id = static_cast<int>(ticket);
+      // As unsigned, within which a round beyond the largest grid stays.
+      unsigned number;
+      if (round > 0 && tickets.exists()) {
+        number = draw(tiles);
+        if (number >= tiles) return false;
       } else {
-        // As unsigned, which the last round of the largest grid stays within.
-        const unsigned first = static_cast<unsigned>(round) * gridDim.x;
-        if (first >= args.num_places * splits) return false;
-        // Every other round runs backwards: with long tiles first, who had the longest of one round
-        // gets the shortest of the next.
-        unsigned place = first + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-        ++round;
-        if (place >= args.num_places * splits) continue;
-        split = take_splits(place, args.num_places);
-        id = block_at(args.schedule, static_cast<int>(place));
+        if (static_cast<unsigned>(round) * gridDim.x >= tiles) return false;
+        if (tickets.exists()) tickets.look();
+        number = next_of_own();
+        if (number >= tiles) continue;
       }
-      if (id >= 0 && find_tile<Traits>(args, id, split, item)) return true;
+      const int split = take_splits(number, args.num_tiles);
+      if (find_tile<Traits>(args, static_cast<int>(number), split, item)) return true;
     }
   }
 };
@@ -94,7 +105,7 @@ struct TileWalk {
 // One warp: out 0 and lse -inf for the tiles that see no key, which the others never hear of.
 template <class Traits>
 CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
-  TileWalk<Traits> walk{args, nullptr};
+  TileWalk<Traits> walk{args, MarkedCounter(nullptr)};
   std::remove_reference_t<decltype(Traits::SharedStorage::work[0])> item;
   while (walk.next(item)) {
     if (item.range.empty()) write_empty_output<Traits>(args, item, threadIdx.x % 32);
@@ -106,7 +117,7 @@ template <class Traits>
 struct TileAnnouncer {
   ForwardArguments const& args;
   typename Traits::SharedStorage& smem;
-  TileWalk<Traits> walk{args, args.tickets};
+  TileWalk<Traits> walk{args, MarkedCounter(args.tickets)};
   PipelineState<Traits::work_stages> state{};
 
   // False at the end.

@@ -118,7 +118,6 @@ py::dict describe(const TileSchedule& schedule) {
   return py::dict("num_tiles"_a = schedule.num_tiles, "num_heads"_a = schedule.num_heads,
                   "num_batch_heads"_a = schedule.num_batch_heads,
                   "heads_per_section"_a = schedule.heads_per_section,
-                  "places_per_section"_a = schedule.places_per_section,
                   "least_last_heads"_a = schedule.least_last_heads,
                   "longest_first"_a = schedule.longest_first);
 }
@@ -176,6 +175,7 @@ py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size,
   params.split = {.num_splits = checked_num_splits(num_splits), .batch_invariant = batch_invariant};
   const ForwardPlan plan = plan_forward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
+  result["draws_tiles"] = plan.draws_tiles;
   result["num_splits"] = plan.num_splits;
   result["keys_per_split"] = plan.keys_per_split;
   return result;

@@ -418,22 +418,29 @@ TEST(tiles_are_low_where_that_needs_no_more_rounds) {
   CHECK_EQ(chosen(600, nothing), "sm90_hd128");
 }
 
-TEST(heads_follow_each_other_only_where_rounds_even_out_their_tiles) {
+TEST(tiles_of_unequal_length_are_drawn_where_there_are_more_than_ctas) {
   AttentionShape shape = training;
   shape.head_dim = shape.head_dim_v = 64;
-  const auto heads_per_section = [&](Window window) {
-    auto params = with_tensors(call<ForwardParams>(shape, window));
-    const ForwardPlan result = sm90_plan(params);
+  const auto planned = [&](Window window) {
+    const ForwardPlan result = sm90_plan(with_tensors(call<ForwardParams>(shape, window)));
     CHECK_EQ(std::string(result.instance->name), "sm90_hd64");
-    CHECK_EQ(result.schedule.places_per_section, 0);
-    return result.schedule.heads_per_section;
+    CHECK_EQ(result.workspace_bytes > 0, result.draws_tiles);
+    return result;
   };
-  const int tiles = (shape.seqlen_q + 191) / 192;
-  CHECK_EQ(heads_per_section({}), 1);
-  CHECK_EQ(heads_per_section(causal), 1);
-  // Both ends, or the first tiles alone, are the short ones: as many heads as make eight an SM.
-  for (const int right : {0, 1000})
-    CHECK(heads_per_section({.left = 1000, .right = right}) * tiles >= 8 * 132);
+  const Window left{.left = 1000, .right = Window::unbounded};
+  const Window both{.left = 1000, .right = 1000};
+  // 22 tiles a head: six of 64 heads are a round of 132 CTAs.
+  for (const Window& window : {causal, left, both}) {
+    CHECK(planned(window).draws_tiles);
+    CHECK_EQ(planned(window).schedule.heads_per_section, 6);
+    CHECK_EQ(planned(window).schedule.least_last_heads, 12);
+  }
+  CHECK(!planned({}).draws_tiles);
+  CHECK_EQ(planned({}).schedule.heads_per_section, 1);
+  CHECK_EQ(planned({}).schedule.least_last_heads, 1);
+  shape.batch_size = 1;
+  shape.num_heads_q = shape.num_heads_k = 6;  // 132 tiles
+  for (const Window& window : {causal, left, both}) CHECK(!planned(window).draws_tiles);
 }
 
 TEST(short_causal_calls_have_a_row_of_their_own) {

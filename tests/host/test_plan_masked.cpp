@@ -231,24 +231,23 @@ TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
       shape.batch_size = batch_size;
       auto params =
           with_tensors(is_packed ? packed_call<ForwardParams>(shape) : call<ForwardParams>(shape));
-      const ForwardPlan plain = plan(params);
       lists(params);
       const ForwardPlan sparse = plan(params);
       CHECK_EQ(std::string(sparse.instance->name), "sm90_hd128_sparse");
       CHECK_EQ(sparse.num_ctas, 132);
       CHECK_EQ(sparse.num_splits, 1);
       CHECK_EQ(sparse.table.used, is_packed);
-      // Packed calls have a counter in their table.
-      const Buffer counter =
-          is_packed ? Buffer{sparse.table.offset, table_bytes(batch_size, sparse.table)}
-                    : Buffer{sparse.tickets_offset, sizeof(int)};
-      check_workspace({counter}, sparse.workspace_bytes);
-      CHECK_EQ(sparse.workspace_bytes > plain.workspace_bytes, !is_packed);
+      CHECK(sparse.draws_tiles);
+      std::vector<Buffer> buffers{{sparse.tickets_offset, sizeof(std::uint64_t)}};
+      if (is_packed)
+        buffers.push_back({sparse.table.offset, table_bytes(batch_size, sparse.table)});
+      check_workspace(buffers, sparse.workspace_bytes);
 
       // Those of the sm80 family have no such counter.
       const ForwardPlan ampere = plan(params, a100);
       CHECK_EQ(std::string(ampere.instance->name), "hd128_masked");
-      CHECK_EQ(ampere.workspace_bytes, plain.workspace_bytes);
+      CHECK(!ampere.draws_tiles);
+      CHECK_EQ(ampere.workspace_bytes > 0, is_packed);
     }
   }
 }

@@ -4,17 +4,20 @@
 // so that the same launch, replayed from a graph with the same mark, starts anew.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cute/config.hpp>
 
-namespace flash_attn_cuda::sm80 {
+namespace flash_attn_cuda {
 
 // The upper bits of a word: a NaN in bf16, fp16, fp32 and fp64, which data hardly are, and the
 // number of the call. What memory held by chance passes for a mark once in 2^32 words.
 inline constexpr int count_bits = 32;
 inline constexpr std::uint64_t count_mask = (std::uint64_t{1} << count_bits) - 1;
 
-inline std::uint64_t mark_of_call(std::uint16_t number) {
+inline std::uint64_t mark_of_next_call() {
+  static std::atomic<std::uint16_t> calls{0};
+  const std::uint16_t number = calls.fetch_add(1, std::memory_order_relaxed);
   return std::uint64_t{0x7ff5} << 48 | std::uint64_t{number} << count_bits;
 }
 
@@ -22,6 +25,8 @@ inline std::uint64_t mark_of_call(std::uint16_t number) {
 class MarkedCounter {
  public:
   CUTE_DEVICE explicit MarkedCounter(unsigned long long* word) : word_(word) {}
+
+  CUTE_DEVICE bool exists() const { return word_ != nullptr; }
 
   // look() starts the load of the word, mark() uses it: work in between hides the latency.
   CUTE_DEVICE void look() {
@@ -58,4 +63,4 @@ class MarkedCounter {
   unsigned long long found_ = 0;
 };
 
-}  // namespace flash_attn_cuda::sm80
+}  // namespace flash_attn_cuda
