@@ -106,7 +106,7 @@ SM90_FORWARD = (
             # a pair, for less energy; and where tiles are long their coarser grid does not count.
             tile({"long": NO_FEATURES}, block_m=192, block_n=80, num_warps=12,
                  producer_registers=32, consumer_registers=160,
-                 least_keys_full=8192, least_keys_windowed=6144),
+                 least_keys_full=8192, least_keys_windowed=4096),
             tile({"": NO_FEATURES}, alternates_probabilities=True),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),

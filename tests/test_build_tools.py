@@ -215,13 +215,14 @@ def test_a_build_of_one_dtype_has_the_units_of_both(dtype: Dtype) -> None:
 
 
 def test_tiles_of_few_rows_share_a_unit_with_their_neighbours() -> None:
+    most = generate_units.ROWS_OF_SEVERAL_TILES
     decode = [
-        replace(DECODE_ROW, head_dim=head_dim, dtype=dtype)
-        for head_dim in (32, 64, 96, 128, 192, 256)
+        replace(DECODE_ROW, head_dim=32 * (tile + 1), dtype=dtype)
+        for tile in range(most + 2)
         for dtype in Dtype
     ]
-    four, two = (generate_units.units_of(decode)[i].rows for i in range(2))
-    assert (four, two) == (tuple(decode[:8]), tuple(decode[8:]))
+    full, rest = generate_units.units_of(decode)
+    assert (full.rows, rest.rows) == (tuple(decode[: 2 * most]), tuple(decode[2 * most :]))
     assert len(generate_units.units_of([decode[0], ROW, decode[2]])) == 3  # other kernels
     wide = replace(SM90_ROW, block_n=80)
     assert len(generate_units.units_of([SM90_ROW, wide])) == 2

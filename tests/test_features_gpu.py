@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import families
 import pytest
 import torch
 from cases import Alibi, AttentionCase, Layout
 from harness import (
+    ON_CPU,
     Check,
     assert_same_bits,
+    check_cache,
+    make_cache_case,
     make_case,
     run_forward_backward,
     run_reference,
@@ -21,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
 from tolerance import assert_close
+from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func
 
@@ -138,27 +143,83 @@ def test_softcap_of_large_scores(dtype: torch.dtype) -> None:
     assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
 
 
+BOTH_DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"]
+)
+# Scores of the rows of share 1 in every 64 keys: from one 128 keys to those before them they rise
+# by up to 2^36.
+LEVELS = (0.0, -24.0, 20.0, 25.0, -10.0, 8.0, -25.0)
+SHARES = (1.0, 0.5, 0.0, 3.0)  # of 16 rows each; with 3 the polynomial for tanh does not reach
+
+
+def set_shares(q: Tensor) -> None:
+    """Column 0 of (..., seqlen_q, heads, head_dim)."""
+    rows = torch.arange(q.shape[-3], device=q.device)
+    shares = torch.tensor(SHARES, dtype=q.dtype, device=q.device)
+    q[..., 0] = shares[rows // 16 % len(SHARES), None]
+
+
+def levels_of(groups_of_keys: Tensor, head_dim: int) -> Tensor:
+    levels = torch.tensor(LEVELS, device=groups_of_keys.device)
+    return levels[groups_of_keys % len(LEVELS)] * head_dim**0.5
+
+
 @CAUSAL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@BOTH_DTYPES
+@pytest.mark.parametrize("is_long", [False, True], ids=["usual", "long"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_softcap_of_scores_that_rise(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+def test_softcap_of_scores_that_rise(
+    head_dim: int, is_long: bool, dtype: torch.dtype, causal: bool
+) -> None:
     """From block to block by more than exponentials can follow, within reach of the kernels'
-    polynomial for tanh and beyond it, in different warps and blocks.
+    polynomial for tanh and beyond it, in different warps and blocks. Rows for long calls want so
+    many heads that lower tiles would need another round.
     """
+    heads = scaled(134, 2) if is_long else 2
     case = make_case(
-        batch=1, seqlen_q=200, seqlen_k=900, head_dim=head_dim, softcap=50.0, dtype=dtype
+        batch=1,
+        seqlen_q=190,
+        seqlen_k=scaled(1700, 900) if is_long else 900,
+        num_heads_q=heads,
+        num_heads_k=1,
+        head_dim=head_dim,
+        softcap=50.0,
+        dtype=dtype,
+        causal=causal,
     )
-    case = replace(case, causal=causal)
+    skip_without_row(case)
+    if is_long and head_dim <= 96 and not ON_CPU:
+        name = families.planned(case)["instance"]
+        assert "sm90" not in name or name.endswith("_long_modifiers")
+    inputs = case.make_inputs()
+    set_shares(inputs.q)
+    from_the_end = torch.arange(case.seqlen_k - 1, -1, -1, device=inputs.k.device)
+    inputs.k[..., 0] = levels_of(from_the_end // 64, head_dim)[:, None].to(dtype)
+    assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
+
+
+@CAUSAL
+@BOTH_DTYPES
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_scores_that_rise_from_page_to_page(
+    head_dim: int, dtype: torch.dtype, causal: bool
+) -> None:
+    case = make_cache_case(
+        cached=(900, 650),
+        capacity=1024,
+        page_size=64,
+        seqlens_q=200,
+        head_dim=head_dim,
+        softcap=50.0,
+        dtype=dtype,
+        causal=causal,
+    )
     skip_without_row(case)
     inputs = case.make_inputs()
-    levels = torch.tensor([0.0, -24.0, 20.0, 25.0, -10.0, 8.0, -25.0], device=inputs.k.device)
-    from_the_end = torch.arange(case.seqlen_k - 1, -1, -1, device=inputs.k.device)
-    of_keys = levels[from_the_end // 64 % len(levels)] * head_dim**0.5
-    shares = torch.tensor([1.0, 0.5, 0.0, 3.0], device=inputs.q.device)  # of 16 rows each
-    of_rows = shares[torch.arange(case.seqlen_q, device=inputs.q.device) // 16 % len(shares)]
-    inputs.q[..., 0] = of_rows[:, None].to(dtype)
-    inputs.k[..., 0] = of_keys[:, None].to(dtype)
-    assert_close(run_forward_backward(case, inputs), *run_reference(case, inputs))
+    set_shares(inputs.q)
+    pages = torch.arange(len(inputs.k_cache), device=inputs.q.device)
+    inputs.k_cache[..., 0] = levels_of(pages, head_dim)[:, None, None].to(dtype)
+    check_cache(case, inputs=inputs)
 
 
 def test_softcap_of_zero_or_less_is_off() -> None:
@@ -171,6 +232,21 @@ def test_softcap_of_zero_or_less_is_off() -> None:
 
 
 # -- ALiBi -----------------------------------------------------------------------------------------
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [72, 96, 112, 128])
+def test_alibi_of_slope_0_changes_no_bit(head_dim: int, causal: bool) -> None:
+    """A score is not even multiplied by a factor that is 1 up to rounding."""
+    case = make_case(seqlen_q=200, seqlen_k=330, head_dim=head_dim, causal=causal)
+    skip_without_row(case)
+    inputs = case.make_inputs()
+    slopes = torch.zeros(case.num_heads_q, device=inputs.q.device)
+    plain, flat = (
+        flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal, alibi_slopes=alibi)
+        for alibi in (None, slopes)
+    )
+    assert torch.equal(flat, plain)
 
 
 @LENGTHS

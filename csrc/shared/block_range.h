@@ -21,6 +21,29 @@ struct BlockRange {
   }
 };
 
+// In which order a tile visits the blocks of a range. Positions run down from end - 1 to begin:
+// from the last block to the first, or from another one down to the first and then up from behind
+// it.
+struct VisitOrder {
+  int begin;
+  int end;
+  int behind;  // blocks behind the one that comes first
+
+  FAC_HOST_DEVICE static constexpr VisitOrder downwards(const BlockRange& range) {
+    return {.begin = range.begin, .end = range.end, .behind = 0};
+  }
+  // `first`: the range's nearest, where it does not hold this one.
+  FAC_HOST_DEVICE static constexpr VisitOrder from(const BlockRange& range, int first) {
+    const int last = range.end - 1;
+    const int held = first > last ? last : (first < range.begin ? range.begin : first);
+    return {.begin = range.begin, .end = range.end, .behind = last - held};
+  }
+
+  FAC_HOST_DEVICE constexpr int block_at(int position) const {
+    return position >= begin + behind ? position - behind : begin + end - 1 - position;
+  }
+};
+
 // A band of visible pairs: `other` is visible to `own` iff own + shift - left <= other <= own +
 // shift + right. Seen from the queries own is the query index; from the keys the same band has
 // shift negated and left and right exchanged.

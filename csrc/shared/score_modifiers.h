@@ -116,7 +116,7 @@ struct ScoreModifiers {
     using namespace cute;
     constexpr bool shifts_rows = !std::is_same_v<Shifts, NoShifts>;
     if constexpr (shifts_rows) {
-      row_shifts.rise = alibi.template rise<kKeys>(query_begin, key_begin);
+      row_shifts.rise = alibi.template rise<kKeys>();
       CUTE_UNROLL
       for (int row = 0; row < size<0>(scores); ++row) row_shifts[row] = 0.0f;
     }

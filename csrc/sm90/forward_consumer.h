@@ -47,6 +47,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
                         min(query_begin + 64, sequence.seqlen_q) - 1, sequence.seqlen_k,
                         Traits::block_n, of_tile);
     }
+    const VisitOrder order = visit_order<Traits>(params, work, range);
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     [[maybe_unused]] KeptPairs<Traits> kept;
     const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
@@ -68,21 +69,23 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     products.start_scores(tSrS);
     if (has_turn) turns.pass();
     {
-      const int block = range.end - 1;
+      const int position = range.end - 1;
+      const int block = order.block_at(position);
       scores.look_up_block(products.k_state.stage, news);
-      products.template finish_scores<0>(tSrS, block == range.begin);
+      products.template finish_scores<0>(tSrS, position == range.begin);
       const auto left = scores.modify_and_mask(block, news, false, tSrS);
       scores.decide_dropout(block, kept);
       scores.probabilities(tSrS, left, kept, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
-      for (int block = range.end - 2; block >= range.begin; --block) {
+      for (int position = range.end - 2; position >= range.begin; --position) {
+        const int block = order.block_at(position);
         turns.take();
         products.start_scores(tSrS);
-        products.start_output(tOrP, tOrO, block < range.end - 2);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
         turns.pass();
         scores.look_up_block(products.k_state.stage, news);
-        products.template finish_scores<1>(tSrS, block == range.begin);
+        products.template finish_scores<1>(tSrS, position == range.begin);
         const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
         scores.decide_dropout(block, kept);
         products.finish_output(tOrO);  // P is free
@@ -92,13 +95,14 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     } else {
       // The same, but the next P is made while this one is still read. Inline, because as a
       // function it would have its registers in memory.
-      auto step = [&](int block, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
+      auto step = [&](int position, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
+        const int block = order.block_at(position);
         turns.take();
         products.start_scores(tSrS);
-        products.start_output(tOrP, tOrO, block < range.end - 2);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
         turns.pass();
         scores.look_up_block(products.k_state.stage, news);
-        products.template finish_scores<1>(tSrS, block == range.begin);
+        products.template finish_scores<1>(tSrS, position == range.begin);
         const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
         scores.decide_dropout(block, kept);
         bool moved = false;
@@ -114,19 +118,19 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
           for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
         }
       };
-      int block = range.end - 2;
+      int position = range.end - 2;
       FragmentLike<Element, decltype(tOrP)> tOrOtherP;
       for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
-        if (block < range.begin) {
+        if (position < range.begin) {
           products.start_output(tOrP, tOrO, range.end - range.begin > 1);
           break;
         }
-        step(block--, tOrP, tOrOtherP);
-        if (block < range.begin) {
+        step(position--, tOrP, tOrOtherP);
+        if (position < range.begin) {
           products.start_output(tOrOtherP, tOrO, true);
           break;
         }
-        step(block--, tOrOtherP, tOrP);
+        step(position--, tOrOtherP, tOrP);
       }
     }
     products.finish_output(tOrO);

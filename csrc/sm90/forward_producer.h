@@ -7,6 +7,7 @@
 #include "shared/tile_parts.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_epilogue.h"
+#include "sm90/forward_tile.h"
 #include "sm90/forward_traits.h"
 #include "sm90/page_load.h"
 
@@ -257,9 +258,9 @@ struct Producer {
     state.advance();
   }
 
-  // K of a block, or of a position in the tile's list; where its values lie.
-  CUTE_DEVICE KeySpan load_k(int tile, int position) {
-    int block = position;
+  // K of a position in the order of visits, or in the tile's list; where its values lie.
+  CUTE_DEVICE KeySpan load_k(int tile, VisitOrder const& order, int position) {
+    int block = order.block_at(position);
     [[maybe_unused]] VisitedKeys visited{};
     if constexpr (Traits::is_sparse) {
       auto const& visits = smem.work[tile].visits;
@@ -312,13 +313,14 @@ struct Producer {
       TileWork const& work = smem.work[tile].work;
       if (work.tile == no_tile) break;
       const BlockRange range = smem.work[tile].range;
+      const VisitOrder order = visit_order<Traits>(args.params, work, range);
       if (!loads_values) load_queries(work);
       CUTE_NO_UNROLL
-      for (int block = range.end - 1; block >= range.begin; --block) {
+      for (int position = range.end - 1; position >= range.begin; --position) {
         if (loads_values) {
-          load_v(keys_of(work, block));
+          load_v(keys_of(work, order.block_at(position)));
         } else {
-          load_k(tile, block);
+          load_k(tile, order, position);
         }
       }
       if (!leads()) continue;
@@ -334,12 +336,13 @@ struct Producer {
       const int tile = work_state.stage;
       if (smem.work[tile].work.tile == no_tile) break;
       const BlockRange range = smem.work[tile].range;
+      const VisitOrder order = visit_order<Traits>(args.params, smem.work[tile].work, range);
       load_queries(smem.work[tile].work);
-      KeySpan keys = load_k(tile, range.end - 1);
+      KeySpan keys = load_k(tile, order, range.end - 1);
       CUTE_NO_UNROLL
       for (int position = range.end - 2; position >= range.begin; --position) {
         const KeySpan values = keys;
-        keys = load_k(tile, position);
+        keys = load_k(tile, order, position);
         load_v(values);
       }
       // Before there is room for the last values: to find a tile takes as long as a step.

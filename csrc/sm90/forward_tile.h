@@ -3,6 +3,7 @@
 
 #include "shared/block_range.h"
 #include "shared/mask.h"
+#include "shared/tile_work.h"
 #include "sm90/forward_arguments.h"
 #include "sm90/forward_traits.h"
 
@@ -20,5 +21,20 @@ struct ForwardTile {
             .seqlen_k = sequence.seqlen_k};
   }
 };
+
+// The order of a tile's blocks, which its CTA's warps agree on. ALiBi makes scores fall on both
+// sides of a query, so the keys nearest to the tile's last one come first: few scores then rise
+// above the softmax's reference.
+template <class Traits>
+CUTE_DEVICE VisitOrder visit_order(ForwardParams const& params, TileWork const& work,
+                                   BlockRange const& range) {
+  if constexpr (Traits::shifts_rows) {
+    if (params.score.alibi_slopes != nullptr) {
+      const int last_query = (work.tile + 1) * Traits::block_m - 1;
+      return VisitOrder::from(range, (last_query + work.sequence.shift) / Traits::block_n);
+    }
+  }
+  return VisitOrder::downwards(range);
+}
 
 }  // namespace flash_attn_cuda::sm90

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <set>
 #include <tuple>
+#include <vector>
 
 #include "check.h"
 #include "fixtures.h"
@@ -179,6 +180,28 @@ TEST(ranges_hold_what_is_visible_from_either_side) {
             check_window(of_parts, shift, seqlen_q, seqlen_k);
         }
       }
+    }
+  }
+}
+
+TEST(a_tile_visits_every_block_of_its_range_once) {
+  for (int begin = 0; begin < 4; ++begin) {
+    for (int end = begin + 1; end < 9; ++end) {
+      const BlockRange range{
+          .begin = begin, .end = end, .interior_begin = begin, .interior_end = begin};
+      for (int first = -2; first < 11; ++first) {
+        const VisitOrder order = VisitOrder::from(range, first);
+        const int held = std::clamp(first, begin, end - 1);
+        std::vector<int> expected;
+        for (int block = held; block >= begin; --block) expected.push_back(block);
+        for (int block = held + 1; block < end; ++block) expected.push_back(block);
+        std::vector<int> visited;
+        for (int position = end - 1; position >= begin; --position)
+          visited.push_back(order.block_at(position));
+        CHECK(visited == expected);
+      }
+      for (int position = begin; position < end; ++position)
+        CHECK_EQ(VisitOrder::downwards(range).block_at(position), position);
     }
   }
 }

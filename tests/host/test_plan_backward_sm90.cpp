@@ -376,7 +376,7 @@ TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
   CHECK_EQ(result.tickets_offset - result.dq_accum_offset, sizeof(float) * 132 * 2 * 384 * 64);
 }
 
-TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_another) {
+TEST(sections_of_sm90_keep_to_a_small_part_of_l2_unless_key_tiles_wait_for_one_another) {
   const auto section = [](const Window& window, bool deterministic, int seqlen = 4096) {
     AttentionShape shape = training;
     shape.seqlen_q = shape.seqlen_k = seqlen;
@@ -384,9 +384,11 @@ TEST(sections_of_sm90_keep_to_a_quarter_of_l2_unless_key_tiles_wait_for_one_anot
     params.deterministic = deterministic;
     return sm90_plan(params).schedule.heads_per_section;
   };
-  // 4 MiB a head, 12.5 MiB: 3 fit, 4 divide 64.
-  CHECK_EQ(section({}, false), 4);
-  CHECK_EQ(section(causal, false), 4);  // 3 of 4 tiles for each of 132 SMs: 99 are 4 heads of 32
+  // An eighth of L2 is 6.25 MiB: one head of 4 MiB, six of 1 MiB, of which 8 divide 64.
+  CHECK_EQ(section({}, false), 1);
+  CHECK_EQ(section({}, false, 1024), 8);
+  // A quarter: 3 heads, and 4 divide 64. 3 of 4 tiles for each of 132 SMs are 4 heads of 32 too.
+  CHECK_EQ(section(causal, false), 4);
   // 2 tiles for each of 132 SMs are 9 heads of 32; 16 divide 64.
   CHECK_EQ(section({}, true), 16);
   CHECK_EQ(section({}, true, 8192), 8);

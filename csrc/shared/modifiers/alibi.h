@@ -66,11 +66,10 @@ struct Alibi {
            (keys_come_first<kKeys>(first_distance) || first_distance + kQueries - 1 <= 0);
   }
 
-  // How much higher what is left out makes the rows than that of the next tile of keys did: tiles
-  // are visited from the last to the first.
+  // How much higher what is left out makes the rows than that of a tile of keys nearer to them.
   template <int kKeys>
-  CUTE_DEVICE float rise(int query_begin, int key_begin) const {
-    return -signed_slope<kKeys>(query_begin + shift - key_begin) * kKeys;
+  CUTE_DEVICE float rise() const {
+    return -slope * kKeys;
   }
 
   // The same as apply() where the tile is one-sided, but for what goes to row_shifts.
