@@ -57,6 +57,13 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         ),
     ),
     "features": (Figure("sm90_features", "features.py features"),),
+    "joules": (
+        Figure(
+            "sm90_joules",
+            "bench.py --backends ours fa3 --baseline fa3 --head-dims 128 --seqlens 8192 "
+            "--masks causal full --joules",
+        ),
+    ),
     "varlen": (Figure("sm90_varlen", "features.py varlen"),),
     "decode": (Figure("decode", "features.py decode"),),
     "prefill": (Figure("sm90_prefill", "features.py prefill"),),

@@ -106,7 +106,7 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
   if (params.sparsity.lists.data != nullptr)
     return {.tiles = 2 * std::int64_t{tiles_per_head}, .parts_of_l2 = 4};
   // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
-  // stays in L2. Those of equal length need no more than keeps all CTAs at work.
+  // stays in L2. Those of equal length come out even anyhow.
   return is_even ? LeastSection{.tiles = 0, .parts_of_l2 = 8}
                  : LeastSection{.tiles = 3 * at_a_time / 4, .parts_of_l2 = 4};
 }

@@ -20,8 +20,8 @@ namespace {
 // Of a section of heads under a mask, for short tiles to fill the gaps that long ones leave
 // (docs/forward_sm80.md has what smaller sections cost).
 constexpr int tiles_per_sm = 8;
-// Where CTAs draw tile after tile, those of a section need not come out even.
-constexpr int drawn_tiles_per_sm = 2;
+// The same beside lists, whose tiles CTAs draw: those of a section need not come out even.
+constexpr int listed_tiles_per_sm = 2;
 
 FeatureSet features_of(const ForwardParams& params) {
   FeatureSet features = 0;
@@ -344,7 +344,7 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   const bool is_sparse = params.sparsity.lists.data != nullptr;
   const bool is_even = window.is_full() && !is_packed && !is_sparse;
   const bool stays = config.family == KernelFamily::sm90;
-  const int tiles_wanted = stays && is_sparse ? drawn_tiles_per_sm : tiles_per_sm;
+  const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;
   const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,

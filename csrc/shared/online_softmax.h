@@ -93,7 +93,7 @@ struct NoShifts {};
 template <int kRows>
 struct RowShifts {
   float of_row[kRows];
-  float rise;  // how much higher they make these scores than those of the block before
+  float rise;  // how much higher they make these scores than those of a block nearer to the rows
 
   CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
   CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
