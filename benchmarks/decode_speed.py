@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from backends import Unsupported, require_ours
+from backends import Unsupported, require_cuda, require_ours
+from fa3 import flash_attention_3_cached
 from feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
 from lengths import log_normal_lengths
 from runner import Call, Status, Subject, measure
@@ -32,7 +33,8 @@ COPY_BYTES = 1 << 30
 
 NumberedCall = Callable[[int], object]  # takes the number of a copy
 FLASH = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
-DENSE, APPEND, TORCH, COPY = "dense", "dense, append + rotary", "torch flash", "device copy"
+DENSE, APPEND, COPY = "dense", "dense, append + rotary", "device copy"
+TORCH, FA3 = "torch flash", "FlashAttention-3"
 
 COLUMNS = (
     Column("batch", "group"),
@@ -180,6 +182,7 @@ def measure_group(group: DecodeGroup, protocol: Protocol) -> Iterator[Row]:
         DENSE: ours_dense,
         **{f"paged {size}": partial(ours_paged, size=size) for size in PAGE_SIZES},
         TORCH: torch_dense,
+        FA3: fa3_dense,
         APPEND: ours_appending,
     }
     subjects = [
@@ -279,6 +282,16 @@ def torch_dense(caches: Caches) -> NumberedCall:
     return lambda index: F.scaled_dot_product_attention(
         q[index], k[index], v[index], enable_gqa=True
     )
+
+
+def fa3_dense(caches: Caches) -> NumberedCall:
+    require_cuda(caches.group)
+    try:
+        attend = flash_attention_3_cached()
+    except ImportError as error:
+        raise Unsupported(str(error)) from None
+    q, k, v = caches.q.unbind(), caches.k.unbind(), caches.v.unbind()
+    return lambda index: attend(q[index], k[index], v[index], caches.lengths)
 
 
 def measure_copy(device: str, protocol: Protocol, size: int = COPY_BYTES) -> Row:

@@ -9,6 +9,7 @@ Such a library may want a CUDA runtime other than torch's on LD_LIBRARY_PATH.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -24,25 +25,65 @@ from torch import Tensor
 LIBRARY_VARIABLE = "FLASH_ATTN_3_LIBRARY"
 IN_XFORMERS = "flash_attn_3/_C*.so"
 
-Attend = Callable[..., Tensor]  # (q, k, v, softmax_scale, causal)
+Attend = Callable[..., Tensor]  # (q, k, v, softmax_scale, causal, and lengths by their names)
 
 
 @cache
 def flash_attention_3() -> Attend:
     """Raises ImportError, which says what was looked for."""
+    return attend_of("flash_attn_func")
+
+
+@cache
+def flash_attention_3_packed() -> Attend:
+    """For packed sequences: (q, k, v, cu_seqlens, max_seqlen, causal)."""
+    attend = attend_of("flash_attn_varlen_func")
+
+    def attend_packed(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool
+    ) -> Tensor:
+        cu_seqlens_both = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        max_seqlen_both = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+        return attend(q, k, v, None, causal, **cu_seqlens_both, **max_seqlen_both)
+
+    return attend_packed
+
+
+def attend_of(function: str) -> Attend:
+    """A function of the package, or the same of its operators."""
     try:
-        from flash_attn_interface import flash_attn_func
+        package = importlib.import_module("flash_attn_interface")
     except ImportError:
         return through_ops(load_ops())
+    of_package = getattr(package, function)
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        **lengths: Tensor | int,
     ) -> Tensor:
         with refusals():
-            result = flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal)
+            result = of_package(q, k, v, softmax_scale=softmax_scale, causal=causal, **lengths)
         return result[0] if isinstance(result, tuple) else result  # older releases add the lse
 
     return attend
+
+
+@cache
+def flash_attention_3_cached() -> Attend:
+    """For a query of each sequence over a cache: (q, k, v, cache_seqlens). It decides itself over
+    how many CTAs keys are split.
+    """
+    try:
+        package = importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return cached_through_ops(load_ops())
+    return lambda q, k, v, cache_seqlens: package.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=cache_seqlens
+    )
 
 
 def load_ops() -> Any:
@@ -74,9 +115,15 @@ def through_ops(ops: Any) -> Attend:
     class FlashAttention3(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool
+            ctx: Any,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            softmax_scale: float,
+            causal: bool,
+            lengths: dict[str, Tensor | int],
         ) -> Tensor:
-            ctx.options = {"softmax_scale": softmax_scale, "is_causal": causal}
+            ctx.options = {"softmax_scale": softmax_scale, "is_causal": causal, **lengths}
             out, lse, *_ = forward(q=q, k=k, v=v, num_splits=1, **ctx.options)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
@@ -87,13 +134,28 @@ def through_ops(ops: Any) -> Attend:
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             tensors = {"q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
             backward(dout=dout, softmax_lse=lse, **tensors, **ctx.options)
-            return dq, dk, dv, None, None
+            return dq, dk, dv, None, None, None
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        **lengths: Tensor | int,
     ) -> Tensor:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        return FlashAttention3.apply(q, k, v, scale, causal)
+        return FlashAttention3.apply(q, k, v, scale, causal, lengths)
+
+    return attend
+
+
+def cached_through_ops(ops: Any) -> Attend:
+    forward = Operator(ops.fwd)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        return forward(q=q, k=k, v=v, seqused_k=cache_seqlens, softmax_scale=scale)[0]
 
     return attend
 

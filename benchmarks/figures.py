@@ -31,6 +31,11 @@ GRID = "bench.py --backends ours sdpa_flash sdpa_cudnn fa3 --baseline sdpa_cudnn
 THREE = "bench.py --backends ours sdpa_flash sdpa_cudnn --baseline sdpa_cudnn"
 IMAGES = "--masks full --shape 256,128,128,16,16,64 --shape 256,197,197,12,12,64"
 LONGER_IMAGES = "--shape 128,257,257,12,12,64 --shape 32,577,577,12,12,64"
+# Grouped heads, and head dims that the grid has not, causal.
+SHAPES = (
+    "--masks causal --shape 4,4096,4096,32,8,128 --shape 4,4096,4096,32,1,128 "
+    "--shape 4,4096,4096,16,16,96 --shape 4,4096,4096,16,16,192 --shape 4,4096,4096,16,16,192x128"
+)
 SM80 = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
 
 
@@ -49,6 +54,10 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "short": (
         Figure("forward_sm90_short", f"{THREE} --passes forward {IMAGES} {LONGER_IMAGES}"),
         Figure("backward_sm90_short", f"{THREE} --passes backward {IMAGES}"),
+    ),
+    "shapes": (
+        Figure("forward_sm90_shapes", f"{GRID} --passes forward {SHAPES}"),
+        Figure("backward_sm90_shapes", f"{GRID} --passes backward {SHAPES}"),
     ),
     "fp16": (
         Figure(

@@ -1,5 +1,5 @@
 """Packed sequences of uneven lengths, causal: speed against dense batches of the same mean length
-and against torch's kernels for packed sequences; and one sequence in chunks of that length.
+and against other kernels for packed sequences; and one sequence in chunks of that length.
 
 Every subject of a group has the same tokens, heads and data. Operations are counted on visible
 pairs, of which uneven lengths have more.
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from backends import BACKENDS, Attend, Unsupported, require_ours
+from backends import BACKENDS, Attend, Unsupported, require_cuda, require_ours
 from cases import AttentionCase, VarlenCase
+from fa3 import flash_attention_3_packed
 from feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
 from lengths import log_normal_lengths
 from metrics import Pass
@@ -24,10 +25,10 @@ from turns import Protocol
 TOKENS = 32_768
 HIDDEN = 2048
 MEANS = (256, 1024, 4096)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 
 PACKED, EQUAL, DENSE, TORCH = "packed", "packed, equal", "dense", "torch packed"
-CHUNKS = "one, in chunks"
+FA3, CHUNKS = "FlashAttention-3 packed", "one, in chunks"
 TARGETS = (Target("over_dense", 0.95), Target("over_torch", 1.0))
 CHUNKS_TARGET = Target("over_equal", 0.9)  # of the packed call with chunks as sequences
 
@@ -42,6 +43,7 @@ COLUMNS = (
     Column("TFLOP/s", "tflops", number(3)),
     Column("/ dense", "over_dense", ratio),
     Column("/ torch", "over_torch", ratio),
+    Column("/ FA3", "over_fa3", ratio),
     Column("/ equal", "over_equal", ratio),
 )
 
@@ -103,7 +105,7 @@ class VarlenGroup:
 
 
 def groups(device: str = "cuda", quick: bool = False) -> list[VarlenGroup]:
-    means, head_dims = (MEANS[1:2], HEAD_DIMS[1:]) if quick else (MEANS, HEAD_DIMS)
+    means, head_dims = (MEANS[1:2], HEAD_DIMS[1:2]) if quick else (MEANS, HEAD_DIMS)
     result = [VarlenGroup(mean, d, device=device) for d in head_dims for mean in means]
     return result if quick else [*result, VarlenGroup(8192, 128, tokens=65_536, device=device)]
 
@@ -117,6 +119,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
         EQUAL: group.equal,
         DENSE: group.dense,
         TORCH: group.packed,
+        FA3: group.packed,
         CHUNKS: group.dense,
     }
     for which in Pass:
@@ -125,6 +128,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
             Subject(EQUAL, partial(packed_calls, ours_packed, group.equal, which, tensors)),
             Subject(DENSE, partial(dense_calls, group.dense, which, tensors)),
             Subject(TORCH, partial(packed_calls, torch_packed, group.packed, which, tensors)),
+            Subject(FA3, partial(packed_calls, fa3_packed, group.packed, which, tensors)),
             Subject(CHUNKS, partial(chunk_calls, group, which, tensors)),
         ]
         measured = measure(
@@ -153,6 +157,7 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
                 "tflops": timing and timing.teraflops(case, which),
                 "over_dense": None,
                 "over_torch": None,
+                "over_fa3": None,
                 "over_equal": None,
                 "targets": [],
             }
@@ -161,12 +166,13 @@ def measure_group(group: VarlenGroup, protocol: Protocol) -> Iterator[Row]:
 
 
 def add_ratios(rows: dict[str, Row]) -> None:
-    """Of speeds: packed over dense and torch, and evenly packed over dense."""
+    """Of speeds: packed over dense and peers, and evenly packed over dense."""
     dense, peer = rows[DENSE]["tflops"], rows[TORCH]["tflops"]
     rows[EQUAL]["over_dense"] = quotient(rows[EQUAL]["tflops"], dense)
     packed = rows[PACKED]
     packed["over_dense"] = quotient(packed["tflops"], dense)
     packed["over_torch"] = quotient(packed["tflops"], peer)
+    packed["over_fa3"] = quotient(packed["tflops"], rows[FA3]["tflops"])
     packed["targets"] = [target.judge(packed) for target in TARGETS]
     chunks = rows[CHUNKS]
     chunks["over_dense"] = quotient(chunks["tflops"], dense)
@@ -226,3 +232,13 @@ def torch_packed(case: VarlenCase) -> Attend:
     cu_seqlens, longest = offsets(case), case.max_seqlen_q
     lengths = (cu_seqlens, cu_seqlens, longest, longest)
     return lambda q, k, v: attend(q, k, v, *lengths, 0.0, case.causal, False)[0]
+
+
+def fa3_packed(case: VarlenCase) -> Attend:
+    require_cuda(case)
+    try:
+        attend = flash_attention_3_packed()
+    except ImportError as error:
+        raise Unsupported(str(error)) from None
+    cu_seqlens, longest = offsets(case), case.max_seqlen_q
+    return lambda q, k, v: attend(q, k, v, cu_seqlens, longest, case.causal)

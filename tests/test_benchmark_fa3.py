@@ -83,9 +83,12 @@ def library():
 
 @pytest.fixture(autouse=True)
 def _looked_for_anew():
-    fa3.flash_attention_3.cache_clear()
+    cached = (fa3.flash_attention_3, fa3.flash_attention_3_packed, fa3.flash_attention_3_cached)
+    for function in cached:
+        function.cache_clear()
     yield
-    fa3.flash_attention_3.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture

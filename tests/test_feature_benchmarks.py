@@ -26,7 +26,7 @@ from feature_tables import Target, number
 from lengths import log_normal_lengths
 from metrics import Pass, Timing, operations
 from runner import Measurement, Status
-from varlen_speed import DENSE, EQUAL, PACKED, TORCH, VarlenGroup
+from varlen_speed import DENSE, EQUAL, FA3, PACKED, TORCH, VarlenGroup
 
 TINY_VARLEN = VarlenGroup(mean=16, head_dim=16, tokens=64, hidden=32, device="cpu")
 TINY_DECODE = decode_speed.DecodeGroup(
@@ -89,7 +89,7 @@ def test_varlen_groups():
     groups = varlen_speed.groups()
     assert {(group.head_dim, group.mean) for group in groups} == {
         (128, 8192),
-        *((head_dim, mean) for head_dim in (64, 128) for mean in (256, 1024, 4096)),
+        *((head_dim, mean) for head_dim in (64, 128, 256) for mean in (256, 1024, 4096)),
     }
     for group in groups:
         tokens = 65_536 if group.mean == 8192 else 32_768
@@ -246,7 +246,7 @@ def test_varlen_ratios_are_of_speeds(monkeypatch):
     more = operations(TINY_VARLEN.packed, Pass.forward) / operations(
         TINY_VARLEN.dense, Pass.forward
     )
-    times = {PACKED: 2.0, EQUAL: 1.25, DENSE: 1.0, TORCH: 3.0}
+    times = {PACKED: 2.0, EQUAL: 1.25, DENSE: 1.0, TORCH: 3.0, FA3: 2.5}
     monkeypatch.setattr(varlen_speed, "measure", fake_measure(times))
     rows = {
         row["what"]: row
@@ -255,6 +255,7 @@ def test_varlen_ratios_are_of_speeds(monkeypatch):
     }
     assert rows[PACKED]["over_dense"] == pytest.approx(more / 2)
     assert rows[PACKED]["over_torch"] == pytest.approx(1.5)
+    assert rows[PACKED]["over_fa3"] == pytest.approx(1.25)
     assert rows[EQUAL]["over_dense"] == pytest.approx(0.8)
     assert [target["met"] for target in rows[PACKED]["targets"]] == [more / 2 >= 0.95, True]
     assert not rows[DENSE]["targets"] and not rows[EQUAL]["targets"]
@@ -377,7 +378,7 @@ def test_each_benchmark_runs_saves_and_prints(name, tiny, tmp_path, capsys):
             assert row["samples"] == 4
             assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         else:
-            assert row["what"].startswith("torch") and row["reason"]
+            assert row["what"].startswith(("torch", "FlashAttention-3")) and row["reason"]
     assert "targets met:" in printed and rows[0]["what"] in printed
 
     assert report.main([str(path), "--markdown"]) == 0
