@@ -230,6 +230,7 @@ class BackwardRow(KernelRow):
     dq_columns: int | None = of(Kernel.sm90_backward)
     separate_keys: bool = of(Kernel.sm90_backward, default=False)
     keeps_probabilities: bool = of(Kernel.sm90_backward, default=False)
+    rounds_differences: bool = of(Kernel.sm90_backward, default=False)
     stores_tiles: bool = of(Kernel.sm90_backward, default=False)
     shares_tiles: bool = of(Kernel.sm90_backward, default=False)
     finishes_dq: bool = of(Kernel.sm90_backward, default=False)

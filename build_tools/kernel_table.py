@@ -247,6 +247,8 @@ SM80_DECODE = (
 # keeps_probabilities: not where there are no registers for P, beside a softcap's weights unless the
 # head is narrow, and beside a bias at head dim 128. Beside the code for ALiBi alone, or for
 # dropout, ptxas serializes the products then (C7512).
+# rounds_differences: where key warpgroups wait for instructions more than for products, which is at
+# head dim 64, plain and with ALiBi, and where it gained 2 % or more.
 # finishes_dq, shares_tiles: those with issue slots, L2 and registers to spare. The few warps that
 # finish keep up where a query sees so many keys; below, a kernel that follows is faster, as it is
 # at head dim 64 under a mask (docs/backward_sm90.md). Beside lists they always do.
@@ -265,8 +267,10 @@ SM90_BACKWARD = (
         stores_tiles=True,
         tiles=(
             tile({"": ORDERED}, block_m=128, keeps_probabilities=True, shares_tiles=True,
+                 rounds_differences=True,
                  finishes_dq=True, finish_keys_full=768, finish_keys_windowed=NEVER),
-            tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}, block_m=128),
+            tile({"alibi": ALIBI | ORDERED}, block_m=128, rounds_differences=True),
+            tile({"dropout": ALIBI | DROPOUT | ORDERED}, block_m=128),
             tile({"softcap": MODIFIERS | ORDERED}, keeps_probabilities=True),
             tile({"softcap_dropout": MODIFIERS | DROPOUT | ORDERED}),
             tile({"sparse": LISTS}, stages_kv=1, keeps_probabilities=True, shares_tiles=True,
@@ -281,6 +285,7 @@ SM90_BACKWARD = (
         stores_tiles=True,
         tiles=(
             tile({"": ORDERED}, keeps_probabilities=True, shares_tiles=True,
+                 rounds_differences=True,
                  finishes_dq=True, finish_keys_full=768, finish_keys_windowed=768),
             tile({"alibi": ALIBI | ORDERED, "dropout": ALIBI | DROPOUT | ORDERED}),
             tile({"softcap": MODIFIERS | ORDERED}, keeps_probabilities=True),
@@ -293,7 +298,7 @@ SM90_BACKWARD = (
         producer_registers=32, key_registers=208, dq_registers=64, dq_columns=64,
         stores_tiles=True,
         tiles=(
-            tile({"pair": NO_FEATURES}, block_n=256, ctas_per_tile=2, stores_tiles=False,
+            tile({"pair": ORDERED}, block_n=256, ctas_per_tile=2, stores_tiles=False,
                  keeps_probabilities=True, shares_tiles=True,
                  finishes_dq=True, finish_keys_full=384, finish_keys_windowed=384,
                  least_keys_full=1024, least_keys_windowed=1536),
@@ -333,7 +338,7 @@ SM90_BACKWARD = (
         producer_registers=24, key_registers=208, dq_registers=72, dq_columns=64,
         ctas_per_tile=2, separate_keys=True,
         tiles=(
-            tile({"": ORDERED}, keeps_probabilities=True),
+            tile({"": ORDERED}, keeps_probabilities=True, rounds_differences=True),
             tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
         ),
     ),

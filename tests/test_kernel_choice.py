@@ -171,7 +171,9 @@ def test_pairs_of_ctas_share_the_tiles_of_long_sequences() -> None:
         for keys, is_pair in ((least - 1, False), (least, True), (1 << 30, True)):
             row = chosen_sm90_backward_row(pair.head_dim, Feature(0), keys=keys, is_full=is_full)
             assert (row.variant == "pair") is is_pair
-        for features in (Feature.deterministic, Feature.softcap, Feature.block_sparse):
+        row = chosen_sm90_backward_row(128, Feature.deterministic, keys=1 << 30, is_full=is_full)
+        assert row.variant == "pair"
+        for features in (Feature.alibi, Feature.softcap, Feature.block_sparse):
             row = chosen_sm90_backward_row(128, features, keys=1 << 30, is_full=is_full)
             assert row.variant != "pair"
 

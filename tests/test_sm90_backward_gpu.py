@@ -118,6 +118,7 @@ LONG_PAIRS: dict[str, tuple[Any, ...]] = {
         {"causal": True},
         *({"window": window} for window in ((1900, -1), (1600, 0), (-1, 7), (1600, 300))),
     ),
+    "deterministic": (False, True),
 }
 
 
@@ -144,6 +145,7 @@ def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:
     )
     check(pair_case(case))
     check(pair_case(replace(case, causal=True)))
+    check(pair_case(replace(case, causal=True, deterministic=True)))
     used = replace(case, used_q=(70, 0, 100, 1, 7), used_k=(2500, 1, 0, 1900, 1000))
     check(pair_case(used))
     check(pair_case(replace(used, leftpad=(5, 0, 0, 1000, 129))))

@@ -100,6 +100,7 @@ struct BackwardConfig {
   // (sm90/backward_separate_keys.h, and not sm90/backward_keys.h).
   bool separate_keys = false;
   bool keeps_probabilities = false;  // sm90: P stays in registers for dV while dS is made
+  bool rounds_differences = false;   // sm90, bf16: dP - D is rounded before P multiplies it
   bool stores_tiles = false;         // sm90: dK and dV leave through shared memory of their own
   bool shares_tiles = false;         // sm90: CTAs may share the steps of a key tile
   // sm90: idle warps turn sums of dQ into dq (sm90/backward_finish.h), where a query sees so many

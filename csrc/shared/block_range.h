@@ -21,6 +21,12 @@ struct BlockRange {
   }
 };
 
+namespace detail {
+FAC_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
+  return x < low ? low : (x > high ? high : x);
+}
+}  // namespace detail
+
 // In which order a tile visits the blocks of a range. Positions run down from end - 1 to begin:
 // from the last block to the first, or from another one down to the first and then up from behind
 // it.
@@ -35,8 +41,9 @@ struct VisitOrder {
   // `first`: the range's nearest, where it does not hold this one.
   FAC_HOST_DEVICE static constexpr VisitOrder from(const BlockRange& range, int first) {
     const int last = range.end - 1;
-    const int held = first > last ? last : (first < range.begin ? range.begin : first);
-    return {.begin = range.begin, .end = range.end, .behind = last - held};
+    return {.begin = range.begin,
+            .end = range.end,
+            .behind = last - detail::clamp(first, range.begin, last)};
   }
 
   FAC_HOST_DEVICE constexpr int block_at(int position) const {
@@ -61,12 +68,6 @@ FAC_HOST_DEVICE constexpr Band band_from_queries(const Window& window, int shift
 FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int shift) {
   return {.shift = -shift, .left = window.right, .right = window.left};
 }
-
-namespace detail {
-FAC_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
-  return x < low ? low : (x > high ? high : x);
-}
-}  // namespace detail
 
 // The others that any of own indices [first, last] sees, of [0, limit): from `begin` to before
 // `end`.

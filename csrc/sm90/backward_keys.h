@@ -225,8 +225,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       if constexpr (!Traits::marks_dropped) start_dv();
       softmax_d.read(smem.softmax_d[dout_state.stage]);
       wait_products<Traits::keeps_probabilities ? 1 : 0>(tSrdP);
-      math.gradients(weights, softmax_d, tSrdP);
-      convert_into(a_operand_view(tSrdP), tGrdS);
+      math.gradients(weights, softmax_d, tSrdP, tGrdS);
       store_dscores<Traits>(smem, ds_state, warpgroup, tGrdS, [&](int stage) {
         if constexpr (Traits::is_sparse) {
           if (warpgroup == 0 && thread == 0)

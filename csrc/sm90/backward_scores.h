@@ -180,10 +180,42 @@ struct ScoreMath {
     }
   }
 
-  // dP -> dS.
+  // dP -> dS in 16 bits, in the order of weights.
+  template <class Weights, class Accumulator, class Gradients>
+  CUTE_DEVICE void gradients(Weights const& weights, Statistic const& softmax_d, Accumulator& tSrdP,
+                             Gradients& tGrdS) const {
+    if constexpr (Traits::rounds_differences) {
+      rounded_gradients(weights, softmax_d, tSrdP, tGrdS);
+    } else {
+      fp32_gradients(weights, softmax_d, tSrdP);
+      convert_into(a_operand_view(tSrdP), tGrdS);
+    }
+  }
+
+ private:
+  template <class Weights, class Accumulator, class Gradients>
+  CUTE_DEVICE static void rounded_gradients(Weights const& weights, Statistic const& softmax_d,
+                                            Accumulator const& tSrdP, Gradients& tGrdS) {
+    const auto dprobs = rows_cols_view(tSrdP);  // (keys, queries)
+    const auto rounded = rows_cols_view(make_tensor(weights.data(), tSrdP.layout()));
+    auto dscores = rows_cols_view(make_tensor(tGrdS.data(), tSrdP.layout()));
+    CUTE_UNROLL
+    for (int query = 0; query < size<1>(dprobs); query += 2) {
+      const float2 d = softmax_d[query / 2];
+      CUTE_UNROLL
+      for (int key = 0; key < size<0>(dprobs); ++key) {
+        const auto weight = reinterpret_cast<__nv_bfloat162 const&>(rounded(key, query));
+        const auto difference =
+            __floats2bfloat162_rn(dprobs(key, query) - d.x, dprobs(key, query + 1) - d.y);
+        reinterpret_cast<__nv_bfloat162&>(dscores(key, query)) = __hmul2(weight, difference);
+      }
+    }
+  }
+
+  // dP -> dS, in its place.
   template <class Weights, class Accumulator>
-  CUTE_DEVICE void gradients(Weights const& weights, Statistic const& softmax_d,
-                             Accumulator& tSrdP) const {
+  CUTE_DEVICE void fp32_gradients(Weights const& weights, Statistic const& softmax_d,
+                                  Accumulator& tSrdP) const {
     auto dscores = rows_cols_view(tSrdP);  // (keys, queries)
     auto rounded = rows_cols_view(make_tensor(weights.data(), tSrdP.layout()));
     using Pair = cutlass::Array<Element, 2>;
@@ -205,7 +237,6 @@ struct ScoreMath {
     }
   }
 
- private:
   // A list.
   CUTE_DEVICE static bool shows_all(ScoreTile const& tile) {
     return tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin);

@@ -175,8 +175,7 @@ CUTE_DEVICE void sum_only_key_gradients(BackwardKernelArguments const& args,
       wait_products<0>(tSrdP);
       typename Math::Statistic softmax_d;
       softmax_d.read(smem.softmax_d[dout_state.stage]);
-      math.gradients(weights, softmax_d, tSrdP);
-      convert_into(a_operand_view(tSrdP), tGrdS);
+      math.gradients(weights, softmax_d, tSrdP, tGrdS);
       auto ds_state = q_state;  // as many buffers, a step each
       store_dscores<Traits>(smem, ds_state, 0, tGrdS, [](int) {});
       commit_dscores<Traits>(smem, ds_state, 0);

@@ -152,6 +152,12 @@ struct BackwardTraits {
   // P stays in registers for dV while dS is made.
   static constexpr bool keeps_probabilities = config.keeps_probabilities;
 
+  // Two pairs of dS an instruction, for one more rounding. Not in fp16, whose callers want its bits
+  // and whose range a difference may leave.
+  static constexpr bool rounds_differences =
+      config.rounds_differences && config.dtype == Dtype::bf16;
+  static_assert(!rounds_differences || !has(feature::dropout), "its marks are signs of P");
+
   // What setmaxnreg makes of the 128 registers that the launch gives every thread.
   static constexpr int launch_registers = 128;
   static constexpr int producer_registers = config.producer_registers;

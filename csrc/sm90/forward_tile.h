@@ -24,11 +24,12 @@ struct ForwardTile {
 
 // The order of a tile's blocks, which its CTA's warps agree on. ALiBi makes scores fall on both
 // sides of a query, so the keys nearest to the tile's last one come first: few scores then rise
-// above the softmax's reference.
+// above the softmax's reference. Calls over pages, whose queries are the last of their keys, start
+// there anyway.
 template <class Traits>
 CUTE_DEVICE VisitOrder visit_order(ForwardParams const& params, TileWork const& work,
                                    BlockRange const& range) {
-  if constexpr (Traits::shifts_rows) {
+  if constexpr (Traits::shifts_rows && !Traits::is_paged) {
     if (params.score.alibi_slopes != nullptr) {
       const int last_query = (work.tile + 1) * Traits::block_m - 1;
       return VisitOrder::from(range, (last_query + work.sequence.shift) / Traits::block_n);

@@ -76,7 +76,7 @@ TEST(of_packed_sequences_the_average_counts) {
 }
 
 TEST(two_ctas_draw_a_tile_of_long_sequences) {
-  BackwardInstance pair = sm90_backward_instance("pair", 128, 64, 0);
+  BackwardInstance pair = sm90_backward_instance("pair", 128);
   pair.config.ctas_per_tile = 2;
   pair.config.block_n = 256;
   pair.config.least_keys_full = 1000;
@@ -100,7 +100,9 @@ TEST(two_ctas_draw_a_tile_of_long_sequences) {
   CHECK(!is_pair(plan(16'384, of_1500)));
   const Window of_2500{.left = 2499, .right = 0};
   CHECK(is_pair(plan(16'384, of_2500)));
-  CHECK(!is_pair(with(16'384, {}, [](auto& p) { p.deterministic = true; })));
+  const BackwardPlan ordered = with(16'384, {}, [](auto& p) { p.deterministic = true; });
+  CHECK(is_pair(ordered) && ordered.takes_turns);
+  CHECK_EQ(ordered.shared_tiles.count, 0);  // whose order would depend on the number of heads
   // 1024 tiles are 15 rounds of 66 and 34, whose parts have counters for both CTAs.
   const BackwardPlan even = plan(16'384);
   CHECK_EQ(even.num_ctas, 132);
