@@ -68,7 +68,7 @@ SM90_FORWARD = (
             tile({"short": NO_FEATURES}, block_n=64, stages_kv=3, ctas_per_sm=2,
                  producer_registers=32, consumer_registers=104,
                  most_causal_seqlen=1088, most_full_seqlen=256),
-            # Its producer warp spills: three consumer warpgroups leave it 32 registers.
+            # Three consumer warpgroups leave the producer 32 registers.
             tile({"": NO_FEATURES}, block_m=192, num_warps=12,
                  producer_registers=32, consumer_registers=160),
             tile({"long_modifiers": MODIFIERS}, block_m=192, num_warps=12,
