@@ -153,6 +153,29 @@ def test_the_package_comes_first(library, monkeypatch):
     assert fa3.flash_attention_3()("q", "k", "v", softmax_scale=None, causal=True) == ("q", True)
 
 
+def test_packed_sequences_come_with_their_lengths(monkeypatch):
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_varlen_func = lambda q, k, v, **given: ((q, given), "lse")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    attended, given = fa3.flash_attention_3_packed()("q", "k", "v", "cu_seqlens", 7, True)
+    assert attended == "q" and given == {
+        "softmax_scale": None,
+        "causal": True,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 7),
+    }
+
+
+def test_a_cache_comes_with_its_lengths(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setattr(fa3, "load_ops", lambda: SimpleNamespace(fwd="fwd"))
+    monkeypatch.setattr(fa3, "Operator", lambda operator: lambda **given: [(operator, given)])
+    q = torch.empty(2, 1, 4, 16)
+    operator, given = fa3.flash_attention_3_cached()(q, "k", "v", "lengths")
+    assert operator == "fwd" and given.pop("q") is q
+    assert given == {"k": "k", "v": "v", "seqused_k": "lengths", "softmax_scale": 0.25}
+
+
 def test_a_library_by_its_name_comes_before_the_one_in_xformers(tmp_path, monkeypatch):
     folder = tmp_path / "xformers"
     (folder / "flash_attn_3").mkdir(parents=True)
