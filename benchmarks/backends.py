@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[AttentionCase], Attend]
+T = TypeVar("T")
 
 FA3_MAX_HEAD_DIM = 256
 
@@ -56,6 +58,14 @@ class Backend:
         return x.transpose(1, 2) if self.order is TensorOrder.heads_first else x
 
 
+def found(look_for: Callable[[], T]) -> T:
+    """What it finds; a peer that is not here is no failure."""
+    try:
+        return look_for()
+    except ImportError as error:
+        raise Unsupported(str(error)) from None
+
+
 def prepare_ours(case: AttentionCase) -> Attend:
     from flash_attn_cuda import flash_attn_func
 
@@ -76,10 +86,7 @@ def prepare_other_build(case: AttentionCase) -> Attend:
     refuse_features(case)
     if case.head_dim % 8 or case.value_dim % 8:
         raise Unsupported("is called without padding, so head dims must be multiples of 8")
-    try:
-        attention = other_attention()
-    except ImportError as error:
-        raise Unsupported(str(error)) from None
+    attention = found(other_attention)
     scale, causal = case.softmax_scale, case.causal
     return lambda q, k, v: attention(q, k, v, scale, causal)[0]
 
@@ -89,11 +96,7 @@ def prepare_fa3(case: AttentionCase) -> Attend:
     refuse_features(case)
     if any(d > FA3_MAX_HEAD_DIM or d % 8 for d in (case.head_dim, case.value_dim)):
         raise Unsupported(f"has multiples of 8 up to {FA3_MAX_HEAD_DIM} as head dims")
-    try:
-        attend = flash_attention_3()
-    except ImportError as error:
-        raise Unsupported(str(error)) from None
-    return partial(attend, softmax_scale=case.softmax_scale, causal=case.causal)
+    return partial(found(flash_attention_3), softmax_scale=case.softmax_scale, causal=case.causal)
 
 
 def prepare_sdpa(case: AttentionCase, *, mask_is_tensor: bool = False) -> Attend:

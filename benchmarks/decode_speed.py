@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from backends import Unsupported, require_cuda, require_ours
+from backends import Unsupported, found, require_cuda, require_ours
 from fa3 import flash_attention_3_cached
 from feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
 from lengths import log_normal_lengths
@@ -286,10 +286,7 @@ def torch_dense(caches: Caches) -> NumberedCall:
 
 def fa3_dense(caches: Caches) -> NumberedCall:
     require_cuda(caches.group)
-    try:
-        attend = flash_attention_3_cached()
-    except ImportError as error:
-        raise Unsupported(str(error)) from None
+    attend = found(flash_attention_3_cached)
     q, k, v = caches.q.unbind(), caches.k.unbind(), caches.v.unbind()
     return lambda index: attend(q[index], k[index], v[index], caches.lengths)
 

@@ -51,7 +51,7 @@ class Figure:
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "forward": (Figure("forward_sm90", f"{GRID} --passes forward"),),
     "backward": (Figure("backward_sm90", f"{GRID} --passes backward"),),
-    # With one peer and in longer turns nobody's clock is left over from a third.
+    # One peer alone: beside several, clocks differ by contender.
     "fa3": (Figure("fa3_sm90", "bench.py --backends ours fa3 --baseline fa3 --turn-ms 300"),),
     "short": (
         Figure("forward_sm90_short", f"{THREE} --passes forward {IMAGES} {LONGER_IMAGES}"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from backends import BACKENDS, Attend, Unsupported, require_cuda, require_ours
+from backends import BACKENDS, Attend, Unsupported, found, require_cuda, require_ours
 from cases import AttentionCase, VarlenCase
 from fa3 import flash_attention_3_packed
 from feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
@@ -236,9 +236,6 @@ def torch_packed(case: VarlenCase) -> Attend:
 
 def fa3_packed(case: VarlenCase) -> Attend:
     require_cuda(case)
-    try:
-        attend = flash_attention_3_packed()
-    except ImportError as error:
-        raise Unsupported(str(error)) from None
+    attend = found(flash_attention_3_packed)
     cu_seqlens, longest = offsets(case), case.max_seqlen_q
     return lambda q, k, v: attend(q, k, v, cu_seqlens, longest, case.causal)
