@@ -270,7 +270,7 @@ def test_report_prints_ratios_and_peers(powered, tmp_path, capsys):
 
 @pytest.mark.parametrize("options", [[], ["--markdown"], ["--ratios"], ["--peers"]])
 def test_old_results_of_the_grid_can_be_read(options, capsys):
-    assert report.main([str(RESULTS / "h200_backward_sm90_shapes.json"), *options]) == 0
+    assert report.main([str(RESULTS / "h200_peers.json"), *options]) == 0
     text = capsys.readouterr().out
     assert text
     if "--markdown" in options:
