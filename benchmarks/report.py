@@ -20,6 +20,7 @@ import context_parallel_errors
 import context_parallel_model
 import context_parallel_speed
 import feature_tables
+import limit_speed
 import mask_tables
 import rotary_speed
 from documents import SCHEMA, write_outputs
@@ -28,6 +29,7 @@ from grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
 
 OTHERS = {
     rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
+    limit_speed.BENCHMARK: limit_speed.COLUMNS,
     context_parallel_speed.BENCHMARK: context_parallel_speed.COLUMNS,
     context_parallel_errors.BENCHMARK: context_parallel_errors.COLUMNS,
     context_parallel_model.BENCHMARK: context_parallel_model.COLUMNS,

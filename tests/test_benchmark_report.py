@@ -286,7 +286,16 @@ def test_old_results_of_features_can_be_read(name, options, capsys):
 
 
 @pytest.mark.parametrize(
-    "script", ["bench", "features", "host_overhead", "mask_speed", "report", "rotary_speed"]
+    "script",
+    [
+        "bench",
+        "features",
+        "host_overhead",
+        "limit_speed",
+        "mask_speed",
+        "report",
+        "rotary_speed",
+    ],
 )
 def test_scripts_find_their_modules_from_any_folder(script, tmp_path):
     path = Path(bench.__file__).with_name(f"{script}.py")
