@@ -75,6 +75,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
             "--masks causal full --joules",
         ),
     ),
+    "limits": (Figure("sm90_limits", "limit_speed.py"),),
     "varlen": (Figure("sm90_varlen", "features.py varlen"),),
     "decode": (Figure("decode", "features.py decode"),),
     "prefill": (Figure("sm90_prefill", "features.py prefill"),),
