@@ -4,7 +4,6 @@ traces and which run beside kernels until somebody reads what they bring.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -36,7 +35,9 @@ def of_all_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """What `send` or `send_back` brings; kernels from here on wait for it, the host does not."""
+    """What another function here has asked for; kernels from here on wait for it, the host does
+    not.
+    """
     return collectives.wait_tensor(x)
 
 
@@ -58,48 +59,12 @@ def add_back(exchange: Exchange, came: Tensor, total: Tensor, first_row: int = 0
         row += end - begin
 
 
-class HeadsForRows(torch.autograd.Function):
-    """(rows, heads, dim) of every rank to (rows of all ranks, heads / ranks, dim), each rank with
-    heads of its own: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return heads_for_rows(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return rows_for_heads(gradient, ctx.group), None
-
-
-class RowsForHeads(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return rows_for_heads(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return heads_for_rows(gradient, ctx.group), None
-
-
-def heads_for_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    rows, heads, *rest = x.shape
-    ranks = group.size()
-    by_rank = x.unflatten(1, (ranks, heads // ranks)).transpose(0, 1).contiguous()
-    return exchange_equal(by_rank, group).view(ranks * rows, heads // ranks, *rest)
-
-
-def rows_for_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    ranks = group.size()
-    by_rank = exchange_equal(x.unflatten(0, (ranks, -1)).contiguous(), group)
-    return by_rank.transpose(0, 1).flatten(1, 2)
-
-
 def exchange_equal(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x (ranks, ...): entry r goes to rank r, and comes from there."""
+    """x (ranks, ...): entry r goes to rank r, and comes from there, once it has `arrived`."""
     sizes = [1] * x.shape[0]
-    return arrived(collectives.all_to_all_single(x, sizes, sizes, group))
+    return collectives.all_to_all_single(x.contiguous(), sizes, sizes, group)
+
+
+def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    """These rows; None: as they are."""
+    return x if order is None else x.index_select(0, order)

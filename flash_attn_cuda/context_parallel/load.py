@@ -26,6 +26,15 @@ class Heads(NamedTuple):
     columns: int
     itemsize: int
 
+    def of_each(self, ranks: int) -> Heads:
+        """Where ranks share them out; each has one of keys at least."""
+        if self.q % ranks or (self.k % ranks and ranks % self.k):
+            raise ValueError(
+                f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
+                f"multiple or a divisor of key heads, got {self.q} and {self.k}"
+            )
+        return self._replace(q=self.q // ranks, k=max(1, self.k // ranks))
+
 
 @dataclass(frozen=True)
 class Load:
@@ -54,6 +63,11 @@ class Load:
         if not backward and transfer * (heads.k - 1) * SLOWER_LINK < seconds:
             return (1, heads.k - 1)
         return even_groups(heads.k, 2 if transfer / 2 < 2 * EXPOSED * seconds else 4)
+
+    def ulysses_groups(self, heads: Heads) -> HeadGroups:
+        """In which groups the heads that a rank gets travel to it, and results of them back."""
+        seconds = self.pairs * 2 * heads.columns * heads.q / RATE
+        return even_groups(heads.k, 1 if seconds < WORTH_GROUPS else 2)
 
 
 def even_groups(heads_k: int, count: int) -> HeadGroups:

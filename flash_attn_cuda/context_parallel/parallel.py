@@ -25,8 +25,9 @@ from ..arguments import (
     window_bounds,
 )
 from ..checks.lengths import check_sm_margin
+from ..checks.tensors import check_device_and_dtype
 from .attention import ContextAttention, Work
-from .exchange import HeadsForRows, RowsForHeads, of_all_ranks
+from .exchange import of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
 from .load import HeadGroups, Heads, Load, even_groups
 from .plan import (
@@ -38,7 +39,8 @@ from .plan import (
     plan_pads,
     rows_of_joined,
 )
-from .schedule import Options, Schedule, gathering, on_device, ringing
+from .schedule import Options, Schedule, gathering, order_on_device, ringing
+from .ulysses import Across, UlyssesAttention
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -65,9 +67,9 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather, into how many equal groups the heads of keys are split for their
-            way, or how many heads each group has; all are asked for at once, and each is worked on
-            as it comes. None: chosen by the length, for either pass.
+        head_groups: of all_gather and ulysses, into how many equal groups the heads of keys that
+            come to a rank are split for their way, or how many heads each group has; all are asked
+            for at once, and each is worked on as it comes. None: chosen by the length.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -215,6 +217,8 @@ class ContextParallel:
             *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         )
         q, k, v = cast_for_autocast(q, k, v)
+        for name, x in (("k", k), ("v", v)):
+            check_device_and_dtype(name, x, q)
         scale = given.get("softmax_scale")
         left, right = window_bounds(window_size)
         batch = None if plan is not None else q.shape[0]
@@ -235,11 +239,17 @@ class ContextParallel:
         if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         self._agree(prepared, q, k, v, sink)
-        out, softmax_lse = self._attend_packed(q, k, v, prepared, alibi_slopes, sink)
+        out, softmax_lse = self._attend_packed(
+            q, k, v, prepared, alibi_slopes, sink, return_lse=return_lse
+        )
         if batch is not None:
             out = out.unflatten(0, (batch, -1))
+        if not return_lse:
+            return out
+        assert softmax_lse is not None
+        if batch is not None:
             softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
-        return (out, softmax_lse) if return_lse else out
+        return out, softmax_lse
 
     if not IS_TRACED:
         attend = torch.compiler.disable(attend)
@@ -252,36 +262,34 @@ class ContextParallel:
         prepared: Prepared,
         alibi_slopes: Tensor | None,
         sink: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
-        heads, options, schedule = q.shape[1], prepared.options, prepared.schedule
-        across, group = self._groups_for(prepared.scheme)
-        first_head = 0
-        if across is not None:
-            k, v = (self._repeated(x, size_of(across), heads) for x in (k, v))
-            q, k, v = (self._gather_rows(x, prepared.orders, across) for x in (q, k, v))
-            first_head = q.shape[1] * rank_of(across)
-            mine = slice(first_head, first_head + q.shape[1])
-            alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., mine]
-            sink = None if sink is None else sink[mine]
+        across, options = prepared.across, prepared.options
         work = Work(
-            schedule,
+            prepared.schedule,
             options,
-            group,
+            self._groups_for(prepared.scheme)[1],
             prepared.head_groups,
             alibi_slopes,
-            sink,
             self._draw(q) if options.dropout_p > 0.0 else None,
-            first_head,
-            self.sm_margin,
+            sm_margin=self.sm_margin,
         )
-        out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
-        if across is not None:
-            out = self._give_rows(out, 0.0, prepared.orders, across)
-            by_row = softmax_lse.t()[..., None]
-            softmax_lse = self._give_rows(by_row, -torch.inf, prepared.orders, across)[..., 0].t()
+        if across is None:
+            out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
+            return out[..., :columns], softmax_lse
+        repeats = max(1, across.ranks // k.shape[1])
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        heads = q.shape[1] // across.ranks
+        first_head = heads * rank_of(across.group)
+        mine = slice(first_head, first_head + heads)
+        out, softmax_lse = UlyssesAttention.apply(
+            q, k, v, None if sink is None else sink[mine], work.of_heads(mine), across, return_lse
+        )
         return out[..., :columns], softmax_lse
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
@@ -315,26 +323,28 @@ class ContextParallel:
     def _head_groups(
         self, load: Load, schedule: Schedule, heads: Heads
     ) -> tuple[HeadGroups, HeadGroups]:
-        """Of the forward and of the backward."""
+        """Of all_gather, in the forward and in the backward."""
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
             return (heads.k,), (heads.k,)
-        if self.head_groups is None:
-            return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
+        if self.head_groups is not None:
+            groups = self._given_head_groups(heads.k)
+            return groups, groups
+        return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
+
+    def _given_head_groups(self, heads_k: int) -> HeadGroups:
+        assert self.head_groups is not None
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
-            if min(groups, default=0) < 1 or sum(groups) != heads.k:
+            if min(groups, default=0) < 1 or sum(groups) != heads_k:
                 raise ValueError(
-                    f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
+                    f"head_groups: must be positive and add up to the {heads_k} heads of keys, got "
                     f"{list(groups)}"
                 )
-        else:
-            count = index(self.head_groups)
-            if count < 1 or heads.k % count:
-                raise ValueError(
-                    f"head_groups: must divide the {heads.k} heads of keys, got {count}"
-                )
-            groups = even_groups(heads.k, count)
-        return groups, groups
+            return groups
+        count = index(self.head_groups)
+        if count < 1 or heads_k % count:
+            raise ValueError(f"head_groups: must divide the {heads_k} heads of keys, got {count}")
+        return even_groups(heads_k, count)
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -346,51 +356,29 @@ class ContextParallel:
 
     # -- ulysses -----------------------------------------------------------------------------------
 
-    def _repeated(self, x: Tensor, ranks: int, heads_q: int) -> Tensor:
-        """Keys of as many heads as there are ranks, at least."""
-        heads = x.shape[1]
-        if heads_q % ranks or (heads % ranks and ranks % heads):
-            raise ValueError(
-                f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
-                f"multiple or a divisor of key heads, got {heads_q} and {heads}"
-            )
-        return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, 1)
-
-    def _gather_rows(
-        self, x: Tensor, orders: tuple[Tensor, Tensor] | None, across: ProcessGroup
-    ) -> Tensor:
-        """Rows of all ranks of the group, in the order of the joined plan, of a share of the
-        heads.
-        """
-        rows = HeadsForRows.apply(x, across)
-        return rows if orders is None else rows.index_select(0, orders[0])
-
-    def _give_rows(
+    def _across(
         self,
-        x: Tensor,
-        padding: float,
-        orders: tuple[Tensor, Tensor] | None,
-        across: ProcessGroup,
-    ) -> Tensor:
-        """This rank's rows of all heads, of what _gather_rows led to."""
-        if orders is not None:
-            behind = x.new_full((1, *x.shape[1:]), padding)
-            x = torch.cat((x, behind)).index_select(0, orders[1])
-        return RowsForHeads.apply(x, across)
-
-    def _orders(
-        self, plan: Plan, inside: Plan, across: ProcessGroup, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None:
-        """rows_of_joined; None: as they are."""
-        rank = 0 if len(inside.ranks) == 1 else rank_of(self._ring)
-
-        def make() -> tuple[Tensor, Tensor] | None:
-            order, places = rows_of_joined(plan, inside, rank)
-            if order == places == list(range(len(order))):
-                return None
-            return on_device(order, device), on_device(places, device)
-
-        return self._once((plan, size_of(across), device), make)
+        plan: Plan,
+        inside: Plan,
+        scheme: str,
+        groups: HeadGroups,
+        device: torch.device,
+    ) -> Across | None:
+        """How a rank gets all rows of its heads. inside: the joined plan; groups: of its heads of
+        keys, unless they are given, or a ring is over them.
+        """
+        group, ring = self._groups_for(scheme)
+        if group is None:
+            return None
+        if ring is not None:
+            groups = (sum(groups),)
+        elif self.head_groups is not None:
+            groups = self._given_head_groups(sum(groups))
+        order, places = (
+            order_on_device(x, device)
+            for x in rows_of_joined(plan, inside, 0 if ring is None else rank_of(ring))
+        )
+        return Across(group, size_of(group), order, places, groups)
 
     # -- what is made once -------------------------------------------------------------------------
 
@@ -410,16 +398,17 @@ class ContextParallel:
     ) -> Prepared:
         def make() -> Prepared:
             scheme = self._scheme_of(plan, heads.q, heads.k)
-            across, _ = self._groups_for(scheme)
-            inside = plan if across is None else plan.joined(size_of(across))
+            group, _ = self._groups_for(scheme)
+            inside = plan if group is None else plan.joined(size_of(group))
+            own, load = heads.of_each(size_of(group)), Load.of(inside, options.band)
             schedule = self._schedule(inside, scheme, heads.q, options, device)
             return Prepared(
                 plan,
                 options,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, options.band), schedule, heads),
-                None if across is None else self._orders(plan, inside, across, device),
+                self._head_groups(load, schedule, own),
+                self._across(plan, inside, scheme, load.ulysses_groups(own), device),
             )
 
         return self._once((plan, "prepared", heads, options, device), make)
@@ -464,6 +453,7 @@ class ContextParallel:
             "sink": "None" if sink is None else "a tensor",
             "scheme": prepared.scheme,
             "head_groups": str(prepared.head_groups),
+            "ulysses": "" if prepared.across is None else str(prepared.across.head_groups),
         }
         compare_facts(facts, self._ring, self._ulysses)
         keep(self._agreed, key, None)
@@ -490,16 +480,14 @@ def keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What of an attention follows from its plan and options. orders: of ulysses, rows_of_joined on
-    the device; None: as they are.
-    """
+    """What of an attention follows from its plan and options."""
 
     plan: Plan
     options: Options
     scheme: str
     schedule: Schedule
     head_groups: tuple[HeadGroups, HeadGroups]
-    orders: tuple[Tensor, Tensor] | None
+    across: Across | None
 
 
 @torch.compiler.assume_constant_result

@@ -235,13 +235,15 @@ class Plan:
         return max(pairs) * len(pairs) / sum(pairs) if any(pairs) else 1.0
 
     def joined(self, ranks_of_one: int) -> Plan:
-        """The plan of groups of so many neighbouring ranks, each with the pieces of all of them."""
+        """The plan of groups of so many neighbouring ranks, each with the pieces and as many rows
+        as all of them.
+        """
         groups = range(0, len(self.ranks), ranks_of_one)
         pieces = [
             [piece for mine in self.ranks[first : first + ranks_of_one] for piece in mine]
             for first in groups
         ]
-        return Plan.of_pieces(self.lengths, pieces, whole_first=True)
+        return Plan.of_pieces(self.lengths, pieces, self.rows * ranks_of_one, whole_first=True)
 
 
 def join(pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -393,22 +395,18 @@ def places_in_shards(plan: Plan) -> list[int]:
 
 
 def rows_of_joined(plan: Plan, inside: Plan, rank: int) -> tuple[list[int], list[int]]:
-    """Of a group of ranks whose shards lie one behind the other: (the rows in the order of the
-    joined plan, for each of them its place there, or the row behind the last one for padding).
+    """Of a group of ranks whose shards lie one behind the other: (of each row of the joined plan
+    its row there, of each row there its row in the joined plan). Padding is padding there.
     """
     members = len(plan.ranks) // len(inside.ranks)
-    rows_in_whole = [
-        row
-        for member in range(rank * members, (rank + 1) * members)
-        for row in plan.rows_of(member)
-    ]
-    place_of = {row: place for place, row in enumerate(inside.rows_of(rank)) if row >= 0}
-    places = [place_of.get(row, inside.rows) for row in rows_in_whole]
-    padding = places.index(inside.rows) if inside.rows in places else 0
-    order = [padding] * inside.rows
-    for row, place in enumerate(places):
-        if place < inside.rows:
-            order[place] = row
+    shards = range(rank * members, (rank + 1) * members)
+    there = [row for member in shards for row in plan.rows_of(member)]
+    padding = (place for place, row in enumerate(there) if row < 0)
+    place_of = {row: place for place, row in enumerate(there) if row >= 0}
+    order = [place_of[row] if row >= 0 else next(padding) for row in inside.rows_of(rank)]
+    places = [0] * len(order)
+    for row, place in enumerate(order):
+        places[place] = row
     return order, places
 
 

@@ -109,7 +109,7 @@ def gathering(
         exchange, order, parts = steps.gather(
             plan, rank, options.band, keeps_places=options.keeps_places
         )
-        arrival, departure = index(order, device), None
+        arrival, departure = order_on_device(order, device), None
         again: list[tuple[steps.Rows, steps.Rows]] = []
         if arrival is not None:
             first, again = steps.way_back(order, sum(exchange.received))
@@ -136,7 +136,7 @@ def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.d
     return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=True)
 
 
-def index(order: list[int], device: torch.device) -> Tensor | None:
+def order_on_device(order: list[int], device: torch.device) -> Tensor | None:
     """None: as they are, as far as they go."""
     return None if order == list(range(len(order))) else on_device(order, device)
 
