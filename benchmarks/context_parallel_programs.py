@@ -2,7 +2,7 @@
 
 Rows that travel and pairs that are computed come from the package's plans and steps; the order of
 calls and transfers, and the copies between them, follow context_parallel/attention.py, exchange.py
-and parallel.py line by line. The closed form at the end knows only shapes.
+and ulysses.py line by line. The closed form at the end knows only shapes.
 """
 
 from __future__ import annotations
@@ -459,33 +459,30 @@ def program_of(
         add.wait(add.start(sides, sides))
 
     q_row, k_row = (x * heads.dim * ELEMENT for x in (heads.q, k_heads))
-    lse_row = heads.q * FP32
-    joined = exchanges.plan.rows
+    qkv_row = q_row + 2 * k_row
 
-    def rows_for_heads(of_row: int, pads: bool) -> None:
-        """This rank's rows of all heads; pads: _give_rows, or the gradient of _gather_rows."""
-        add.copy((4 if pads else 3) * joined * of_row // size, 2)
+    def all_rows(of_row: int, tensors: int) -> None:
+        add.copy(2 * rows * of_row, tensors)
         all_to_all(of_row)
         add.copy(2 * rows * of_row)
 
-    def heads_for_rows(of_row: int, accesses: int) -> None:
+    def own_rows(of_row: int, tensors: int) -> None:
+        if tensors > 1:
+            add.copy(2 * rows * of_row)
         add.copy(2 * rows * of_row)
         all_to_all(of_row)
-        add.copy(accesses * joined * of_row // size, accesses - 1)
+        add.copy(2 * rows * of_row, tensors)
 
     if which == "forward":
         if k_heads != heads.k:
             add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
-        for of_row in (q_row, k_row, k_row):
-            heads_for_rows(of_row, 2)
+        all_rows(qkv_row, 3)
         attend()
-        rows_for_heads(q_row, True)
-        rows_for_heads(lse_row, True)
+        own_rows(q_row, 1)
     else:
-        heads_for_rows(q_row, 3)
+        all_rows(q_row, 1)
         attend()
-        for of_row in (q_row, k_row, k_row):
-            rows_for_heads(of_row, False)
+        own_rows(qkv_row, 3)
         if k_heads != heads.k:
             add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
     return add
@@ -561,12 +558,9 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
     around = 0.0
     if size > 1:
         outside = (size - min(size, c.gpus_per_node)) / (size - 1)
-        tensors = [heads.q, k_heads, k_heads, heads.q]
-        for tensor in tensors:
-            moved = rows * tensor * heads.dim * ELEMENT * (size - 1) / size
+        for heads_moved in (heads.q + 2 * k_heads, heads.q):
+            moved = rows * heads_moved * heads.dim * ELEMENT * (size - 1) / size
             around += link(size, size - 1, moved, outside)
-        if which == "forward":  # lse
-            around += link(size, size - 1, rows * heads.q * FP32 * (size - 1) / size, outside)
     if hops == 1:
         return around + compute
     span = problem.ranks

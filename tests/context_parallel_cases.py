@@ -404,6 +404,10 @@ def refuses() -> None:
         parallel.attend(x, x[..., :4], x)
     with pytest.raises(ValueError, match=r"k: number of heads must divide that of q \(4\), got 3"):
         parallel.attend(x, x[:, :, :3], x[:, :, :3])
+    with pytest.raises(TypeError, match=r"k: must have the dtype of q \(torch.float32\), got"):
+        parallel.attend(x, x.double(), x)
+    with pytest.raises(TypeError, match=r"v: must have the dtype of q \(torch.float32\), got"):
+        parallel.attend(x, x, x.double())
     with pytest.raises(ValueError, match=f"plan: must be of {size} ranks, got one of 3"):
         parallel.attend(packed, packed, packed, Plan.balanced([36], 3, Band()))
     with pytest.raises(ValueError, match=r"dropout_p: must be 0 where .* multiples of 16"):

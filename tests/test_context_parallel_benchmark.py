@@ -66,8 +66,8 @@ def test_errors_are_relative_to_the_root_mean_square() -> None:
 
 
 def test_groups_of_heads_as_contenders() -> None:
-    options = benchmark.parse_arguments(["--head-groups", "ulysses:4", "all_gather:1,7"])
-    assert options.head_groups == ["ulysses:4", "all_gather:1,7"]
+    options = benchmark.parse_arguments(["--head-groups", "8", "1,7"])
+    assert options.head_groups == ["8", "1,7"]
     assert benchmark.groups_in("all_gather 1,7") == ("all_gather", [1, 7])
     assert benchmark.groups_in("all_gather 8") == ("all_gather", [8])
     assert benchmark.groups_in("ring") == ("ring", None)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
 from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, head_slices
 from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
+from flash_attn_cuda.context_parallel.plan import rows_of_joined
 from flash_attn_cuda.context_parallel.schedule import Options, ringing
+from flash_attn_cuda.context_parallel.ulysses import copy, is_of_words
 
 BANDS = st.builds(
     Band,
@@ -118,6 +120,51 @@ def test_a_zigzag_is_balanced_exactly() -> None:
     plan = Plan.zigzag([64], 4)
     assert plan.ranks[1] == (Piece(0, 8, 16), Piece(0, 48, 56))
     assert plan.imbalance(Band(None, 0)) == 1.0
+
+
+@given(plans(), st.data())
+def test_rows_of_a_joined_plan_go_there_and_back(plan: Plan, data: st.DataObject) -> None:
+    """Each row of its ranks once, padding to padding."""
+    ranks = len(plan.ranks)
+    size = data.draw(st.sampled_from([x for x in range(1, ranks + 1) if ranks % x == 0]))
+    inside = plan.joined(size)
+    for rank in range(ranks // size):
+        order, places = rows_of_joined(plan, inside, rank)
+        held = [x for member in range(size) for x in plan.rows_of(rank * size + member)]
+        assert [held[x] for x in order] == inside.rows_of(rank)
+        assert [order[x] for x in places] == list(range(size * plan.rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 3, 8])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_copies_between_views(dtype: torch.dtype, dim: int, offset: int) -> None:
+    """By words of 8 bytes or by items, of rows that begin between words as well."""
+    x = torch.randn(5, 4, 2 * dim + offset).to(dtype)[..., offset::2]
+    for source in (x, x.contiguous(), torch.randn(90 + offset).to(dtype)[offset:].view(5, 6, 3)):
+        into = torch.zeros(*source.shape[:2], source.shape[2] + offset, dtype=dtype)[..., offset:]
+        copy(into, source)
+        assert torch.equal(into, source)
+
+
+def test_what_words_are_copied_of() -> None:
+    x = torch.zeros(4, 6, 8, dtype=torch.bfloat16)
+    assert is_of_words(x)
+    assert is_of_words(x.transpose(0, 1)[:, :, :4])
+    assert not is_of_words(x[..., :6])  # of 12 bytes
+    assert not is_of_words(x[..., 2:6])  # from byte 4 on
+    assert not is_of_words(x.transpose(1, 2))
+    assert not is_of_words(torch.zeros(4, 6, 9, dtype=torch.bfloat16)[..., :8])  # a row: 18 bytes
+
+
+def test_heads_that_ranks_share_out() -> None:
+    heads = Heads(24, 4, 256, 2)
+    assert heads.of_each(1) == heads
+    assert heads.of_each(2) == Heads(12, 2, 256, 2)
+    assert heads.of_each(8) == Heads(3, 1, 256, 2)
+    for ranks in (5, 6, 7):
+        with pytest.raises(ValueError, match=rf"heads: ulysses over {ranks} .* got 24 and 4"):
+            heads.of_each(ranks)
 
 
 def test_lengths_that_do_not_divide() -> None:

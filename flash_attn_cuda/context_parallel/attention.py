@@ -45,11 +45,6 @@ class Work:
     first_head: int = 0
     sm_margin: int = 0
 
-    def of_heads(self, heads: slice) -> Work:
-        """The same over these of its query heads."""
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads]
-        return replace(self, alibi_slopes=slopes, first_head=self.first_head + heads.start)
-
     def over(
         self, call: DeviceCall, q: Tensor, k: Tensor, v: Tensor, heads: slice
     ) -> AttentionCall:
@@ -100,7 +95,8 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, work: Work) -> Any:
-        out, softmax_lse = attend(work, q, k, v, sink)
+        run = merged_forward if work.schedule.merges else gathered_forward
+        out, softmax_lse = run(work, q, k, v, sink)
         ctx.work = work
         ctx.save_for_backward(q, k, v, sink, out, softmax_lse)
         ctx.set_materialize_grads(False)
@@ -108,40 +104,19 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, sink, out, softmax_lse = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 5
-        q, k, v, sink, out, softmax_lse = ctx.saved_tensors
-        sink = sink if ctx.needs_input_grad[3] else None
         dout = torch.zeros_like(out) if dout is None else dout
+        run = merged_backward if ctx.work.schedule.merges else gathered_backward
         incoming = OfWhole(dout, dlse, out, softmax_lse, ctx.work.rng_state)
-        return *gradients(ctx.work, q, k, v, sink, incoming), None
-
-
-def attend(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse)."""
-    run = merged_forward if work.schedule.merges else gathered_forward
-    return run(work, q, k, v, sink)
-
-
-def gradients(
-    work: Work,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    incoming: OfWhole,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of q, k, v and, where it is given, the sink."""
-    run = merged_backward if work.schedule.merges else gathered_backward
-    dq, dk, dv = run(work, q, k, v, incoming)
-    if sink is None:
-        return dq, dk, dv, None
-    softmax_lse = incoming.softmax_lse
-    softmax_d = (incoming.dout.to(softmax_lse.dtype) * incoming.out).sum(-1).t()
-    softmax_d = softmax_d if incoming.dlse is None else softmax_d - incoming.dlse
-    return dq, dk, dv, sink_gradient(sink, softmax_lse, softmax_d)
+        dq, dk, dv = run(ctx.work, q, k, v, incoming)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
+            softmax_d = softmax_d if dlse is None else softmax_d - dlse
+            dsink = sink_gradient(sink, softmax_lse, softmax_d)
+        return dq, dk, dv, dsink, None
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,10 +59,10 @@ def add_back(exchange: Exchange, came: Tensor, total: Tensor, first_row: int = 0
         row += end - begin
 
 
-def exchange_equal(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x (ranks, ...): entry r goes to rank r, and comes from there, once it has `arrived`."""
+def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x (ranks, ...): entry r goes to rank r, and comes from there."""
     sizes = [1] * x.shape[0]
-    return collectives.all_to_all_single(x.contiguous(), sizes, sizes, group)
+    return arrived(collectives.all_to_all_single(x.contiguous(), sizes, sizes, group))
 
 
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:

@@ -64,11 +64,6 @@ class Load:
             return (1, heads.k - 1)
         return even_groups(heads.k, 2 if transfer / 2 < 2 * EXPOSED * seconds else 4)
 
-    def ulysses_groups(self, heads: Heads) -> HeadGroups:
-        """In which groups the heads that a rank gets travel to it, and results of them back."""
-        seconds = self.pairs * 2 * heads.columns * heads.q / RATE
-        return even_groups(heads.k, 1 if seconds < WORTH_GROUPS else 2)
-
 
 def even_groups(heads_k: int, count: int) -> HeadGroups:
     """As many groups, or one for each head, as even as they can be."""

@@ -40,7 +40,7 @@ from .plan import (
     rows_of_joined,
 )
 from .schedule import Options, Schedule, gathering, order_on_device, ringing
-from .ulysses import Across, UlyssesAttention
+from .ulysses import Across, AllRows, OwnRows
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -67,9 +67,9 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather and ulysses, into how many equal groups the heads of keys that
-            come to a rank are split for their way, or how many heads each group has; all are asked
-            for at once, and each is worked on as it comes. None: chosen by the length.
+        head_groups: of all_gather, into how many equal groups the heads of keys are split for their
+            way, or how many heads each group has; all are asked for at once, and each is worked on
+            as it comes. None: chosen by the length, for either pass.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -239,14 +239,16 @@ class ContextParallel:
         if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         self._agree(prepared, q, k, v, sink)
-        out, softmax_lse = self._attend_packed(
-            q, k, v, prepared, alibi_slopes, sink, return_lse=return_lse
-        )
-        if batch is not None:
-            out = out.unflatten(0, (batch, -1))
+        out, softmax_lse = self._attend_packed(q, k, v, prepared, alibi_slopes, sink)
+        across = prepared.across
+        if across is not None:
+            out = OwnRows.apply(across, out)
+        out = out[..., : v.shape[-1]]
+        out = out if batch is None else out.unflatten(0, (batch, -1))
         if not return_lse:
             return out
-        assert softmax_lse is not None
+        if across is not None:
+            softmax_lse = OwnRows.apply(across, softmax_lse.t()[..., None])[..., 0].t()
         if batch is not None:
             softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
         return out, softmax_lse
@@ -262,13 +264,21 @@ class ContextParallel:
         prepared: Prepared,
         alibi_slopes: Tensor | None,
         sink: Tensor | None,
-        *,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        columns = v.shape[-1]
+    ) -> tuple[Tensor, Tensor]:
+        """(out, softmax_lse), of ulysses of all rows of this rank's heads."""
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
         across, options = prepared.across, prepared.options
+        first_head = 0
+        if across is not None:
+            repeats = max(1, across.ranks // k.shape[1])
+            if repeats > 1:
+                k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+            q, k, v = AllRows.apply(across, q, k, v)
+            first_head = q.shape[1] * rank_of(across.group)
+            mine = slice(first_head, first_head + q.shape[1])
+            alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., mine]
+            sink = None if sink is None else sink[mine]
         work = Work(
             prepared.schedule,
             options,
@@ -276,21 +286,10 @@ class ContextParallel:
             prepared.head_groups,
             alibi_slopes,
             self._draw(q) if options.dropout_p > 0.0 else None,
-            sm_margin=self.sm_margin,
+            first_head,
+            self.sm_margin,
         )
-        if across is None:
-            out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
-            return out[..., :columns], softmax_lse
-        repeats = max(1, across.ranks // k.shape[1])
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-        heads = q.shape[1] // across.ranks
-        first_head = heads * rank_of(across.group)
-        mine = slice(first_head, first_head + heads)
-        out, softmax_lse = UlyssesAttention.apply(
-            q, k, v, None if sink is None else sink[mine], work.of_heads(mine), across, return_lse
-        )
-        return out[..., :columns], softmax_lse
+        return ContextAttention.apply(q, k, v, sink, work)
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
         if self.scheme != "auto":
@@ -323,28 +322,26 @@ class ContextParallel:
     def _head_groups(
         self, load: Load, schedule: Schedule, heads: Heads
     ) -> tuple[HeadGroups, HeadGroups]:
-        """Of all_gather, in the forward and in the backward."""
+        """Of the forward and of the backward."""
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
             return (heads.k,), (heads.k,)
-        if self.head_groups is not None:
-            groups = self._given_head_groups(heads.k)
-            return groups, groups
-        return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
-
-    def _given_head_groups(self, heads_k: int) -> HeadGroups:
-        assert self.head_groups is not None
+        if self.head_groups is None:
+            return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
-            if min(groups, default=0) < 1 or sum(groups) != heads_k:
+            if min(groups, default=0) < 1 or sum(groups) != heads.k:
                 raise ValueError(
-                    f"head_groups: must be positive and add up to the {heads_k} heads of keys, got "
+                    f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
                     f"{list(groups)}"
                 )
-            return groups
-        count = index(self.head_groups)
-        if count < 1 or heads_k % count:
-            raise ValueError(f"head_groups: must divide the {heads_k} heads of keys, got {count}")
-        return even_groups(heads_k, count)
+        else:
+            count = index(self.head_groups)
+            if count < 1 or heads.k % count:
+                raise ValueError(
+                    f"head_groups: must divide the {heads.k} heads of keys, got {count}"
+                )
+            groups = even_groups(heads.k, count)
+        return groups, groups
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -354,31 +351,14 @@ class ContextParallel:
                 state = of_all_ranks(state, group)[:2]
         return state
 
-    # -- ulysses -----------------------------------------------------------------------------------
-
-    def _across(
-        self,
-        plan: Plan,
-        inside: Plan,
-        scheme: str,
-        groups: HeadGroups,
-        device: torch.device,
-    ) -> Across | None:
-        """How a rank gets all rows of its heads. inside: the joined plan; groups: of its heads of
-        keys, unless they are given, or a ring is over them.
-        """
+    def _across(self, plan: Plan, inside: Plan, scheme: str, device: torch.device) -> Across | None:
+        """How ulysses gets from the plan to the joined one, `inside`."""
         group, ring = self._groups_for(scheme)
         if group is None:
             return None
-        if ring is not None:
-            groups = (sum(groups),)
-        elif self.head_groups is not None:
-            groups = self._given_head_groups(sum(groups))
-        order, places = (
-            order_on_device(x, device)
-            for x in rows_of_joined(plan, inside, 0 if ring is None else rank_of(ring))
-        )
-        return Across(group, size_of(group), order, places, groups)
+        orders = rows_of_joined(plan, inside, 0 if ring is None else rank_of(ring))
+        order, places = (order_on_device(x, device) for x in orders)
+        return Across(group, size_of(group), order, places)
 
     # -- what is made once -------------------------------------------------------------------------
 
@@ -399,16 +379,16 @@ class ContextParallel:
         def make() -> Prepared:
             scheme = self._scheme_of(plan, heads.q, heads.k)
             group, _ = self._groups_for(scheme)
+            own = heads.of_each(size_of(group))
             inside = plan if group is None else plan.joined(size_of(group))
-            own, load = heads.of_each(size_of(group)), Load.of(inside, options.band)
             schedule = self._schedule(inside, scheme, heads.q, options, device)
             return Prepared(
                 plan,
                 options,
                 scheme,
                 schedule,
-                self._head_groups(load, schedule, own),
-                self._across(plan, inside, scheme, load.ulysses_groups(own), device),
+                self._head_groups(Load.of(inside, options.band), schedule, own),
+                self._across(plan, inside, scheme, device),
             )
 
         return self._once((plan, "prepared", heads, options, device), make)
@@ -453,7 +433,6 @@ class ContextParallel:
             "sink": "None" if sink is None else "a tensor",
             "scheme": prepared.scheme,
             "head_groups": str(prepared.head_groups),
-            "ulysses": "" if prepared.across is None else str(prepared.across.head_groups),
         }
         compare_facts(facts, self._ring, self._ulysses)
         keep(self._agreed, key, None)
