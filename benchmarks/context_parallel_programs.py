@@ -34,7 +34,7 @@ ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of part
 @dataclass(frozen=True)
 class Constants:
     """Of a machine. Rates and nvlink_gbps were measured on two H100s, causal, head_dim 128, 64k
-    tokens (results/h100x2_context_parallel.json); the others are assumed.
+    tokens, at commit 761dbe6; the others are assumed.
     """
 
     forward_tflops: float = 685.0  # of visible pairs
