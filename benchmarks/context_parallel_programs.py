@@ -28,7 +28,7 @@ from flash_attn_cuda.context_parallel.plan import equal_plan, sum_below  # noqa:
 SCHEMES = ("all_gather", "ring", "ulysses", "ulysses+ring")
 PASSES = ("forward", "backward")
 CAUSAL = Band(None, 0)
-ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of parts and of lse
+ELEMENT, FP32 = 2, 4  # bytes of q, k, v and their gradients; of results of parts
 
 
 @dataclass(frozen=True)

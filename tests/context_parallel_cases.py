@@ -274,6 +274,18 @@ def group_of(case: Case) -> ContextParallel:
     raise ValueError(f"ranks: the test has {dist.get_world_size()} of them, got {case.ranks}")
 
 
+def attend_with_own(difference: str) -> None:
+    """One rank's call is not that of the others."""
+    is_first = dist.get_rank() == 0
+    x = torch.zeros(1, 16, 4, 8)
+    k = x.double() if is_first and difference == "dtype" else x
+    if is_first and difference == "heads":
+        k = x[:, :, :2]
+    ContextParallel(None, "ulysses").attend(
+        x, k, k, return_lse=is_first and difference == "return_lse"
+    )
+
+
 def attend_with_own_softcap(scheme: str = "ring", ulysses_size: int | None = None) -> None:
     whole = Whole.of(Case(scheme, dist.get_world_size()))
     parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
@@ -430,5 +442,11 @@ def refuses() -> None:
     with pytest.raises(ValueError, match="heads: ulysses over"):
         three = x[:, :, :3]
         ContextParallel(None, "ulysses").attend(three, three, three)
+    for scheme in ("all_gather", "ring", "ulysses"):
+        leaf = x.clone().requires_grad_()
+        out = ContextParallel(None, scheme).attend(leaf, leaf, leaf)
+        (gradient,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
     with pytest.raises(ValueError, match="seqlen: must be given, or a plan, and not both"):
         parallel.position_ids()

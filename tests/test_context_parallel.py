@@ -88,6 +88,24 @@ def test_options_that_differ(two: Ranks) -> None:
     assert "rank 1:" in str(e.value)
 
 
+@pytest.mark.parametrize(
+    "difference, message",
+    [
+        (
+            "dtype",
+            r"k: must be the same on every rank, got .*float64 on rank 0, .*float32 on",
+        ),
+        ("heads", r"k: must be the same on every rank, got \(16, 2, 8\) .* on rank 0"),
+        ("return_lse", r"return_lse: must be the same on every rank, got True on rank 0"),
+    ],
+)
+def test_calls_of_ulysses_that_differ(two: Ranks, difference: str, message: str) -> None:
+    """Raised by all ranks, before a collective of different sizes."""
+    with pytest.raises(AssertionError, match=message) as e:
+        two.run(cases.attend_with_own, difference)
+    assert "rank 1:" in str(e.value)
+
+
 def test_options_that_differ_in_one_of_two_groups(four: Ranks) -> None:
     """Raised by the ranks of the other groups too, which wait for nobody."""
     with pytest.raises(AssertionError, match="softcap: must be the same on every rank, got") as e:

@@ -17,7 +17,7 @@ from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, hea
 from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
 from flash_attn_cuda.context_parallel.plan import rows_of_joined
 from flash_attn_cuda.context_parallel.schedule import Options, ringing
-from flash_attn_cuda.context_parallel.ulysses import copy, is_of_words
+from flash_attn_cuda.context_parallel.ulysses import check_heads, copy, is_of_words
 
 BANDS = st.builds(
     Band,
@@ -141,7 +141,9 @@ def test_rows_of_a_joined_plan_go_there_and_back(plan: Plan, data: st.DataObject
 def test_copies_between_views(dtype: torch.dtype, dim: int, offset: int) -> None:
     """By words of 8 bytes or by items, of rows that begin between words as well."""
     x = torch.randn(5, 4, 2 * dim + offset).to(dtype)[..., offset::2]
-    for source in (x, x.contiguous(), torch.randn(90 + offset).to(dtype)[offset:].view(5, 6, 3)):
+    row = torch.randn(90 + offset).to(dtype)[offset:]
+    expanded = x[:1].expand(5, -1, -1), row[:1].expand(5, 4, dim)
+    for source in (x, x.contiguous(), row.view(5, 6, 3), *expanded):
         into = torch.zeros(*source.shape[:2], source.shape[2] + offset, dtype=dtype)[..., offset:]
         copy(into, source)
         assert torch.equal(into, source)
@@ -154,17 +156,17 @@ def test_what_words_are_copied_of() -> None:
     assert not is_of_words(x[..., :6])  # of 12 bytes
     assert not is_of_words(x[..., 2:6])  # from byte 4 on
     assert not is_of_words(x.transpose(1, 2))
+    buffer = bytearray(66)
+    assert not is_of_words(torch.frombuffer(buffer, dtype=torch.bfloat16, offset=2).view(4, 8))
     assert not is_of_words(torch.zeros(4, 6, 9, dtype=torch.bfloat16)[..., :8])  # a row: 18 bytes
 
 
 def test_heads_that_ranks_share_out() -> None:
-    heads = Heads(24, 4, 256, 2)
-    assert heads.of_each(1) == heads
-    assert heads.of_each(2) == Heads(12, 2, 256, 2)
-    assert heads.of_each(8) == Heads(3, 1, 256, 2)
-    for ranks in (5, 6, 7):
+    for ranks in (1, 2, 4, 8, 12, 24):
+        check_heads(24, 4, ranks)
+    for ranks in (3, 5, 6, 16, 48):
         with pytest.raises(ValueError, match=rf"heads: ulysses over {ranks} .* got 24 and 4"):
-            heads.of_each(ranks)
+            check_heads(24, 4, ranks)
 
 
 def test_lengths_that_do_not_divide() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..arguments import is_plain_cuda_call
@@ -23,7 +24,7 @@ from ..call import AttentionCall, Incoming
 from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
-from .exchange import add_back, arrived, in_order, send, send_back
+from .exchange import add_back, arrived, reordered, send, send_back
 from .load import HeadGroups, even_groups
 from .merge import add_sink_, merge_, sink_gradient
 from .schedule import DeviceCall, Hop, Options, Schedule
@@ -103,6 +104,7 @@ class ContextAttention(torch.autograd.Function):
         return out, softmax_lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, sink, out, softmax_lse = ctx.saved_tensors
         if dout is None and dlse is None:
@@ -185,7 +187,7 @@ def arrivals(
         yield from owned()
     while coming:
         hop, heads, came = coming.pop(0)
-        kv = in_order(arrived(came), hop.arrival)
+        kv = reordered(arrived(came), hop.arrival)
         del came
         yield Arrival(hop, *heads, *split_like(kv, k, v))
     if backward:
@@ -249,7 +251,7 @@ def gathered_backward(
         if dkv is None:
             continue
         assert hop.exchange is not None and work.group is not None
-        back = in_order(dkv, hop.departure)
+        back = reordered(dkv, hop.departure)
         for rows, places in hop.again:
             rows_of(back, rows).add_(rows_of(dkv, places))
         going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))

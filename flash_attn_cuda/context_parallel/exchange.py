@@ -35,9 +35,7 @@ def of_all_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """What another function here has asked for; kernels from here on wait for it, the host does
-    not.
-    """
+    """What `send` or `send_back` brings; kernels from here on wait for it, the host does not."""
     return collectives.wait_tensor(x)
 
 
@@ -59,12 +57,12 @@ def add_back(exchange: Exchange, came: Tensor, total: Tensor, first_row: int = 0
         row += end - begin
 
 
-def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """x (ranks, ...): entry r goes to rank r, and comes from there."""
     sizes = [1] * x.shape[0]
     return arrived(collectives.all_to_all_single(x.contiguous(), sizes, sizes, group))
 
 
-def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+def reordered(x: Tensor, order: Tensor | None) -> Tensor:
     """These rows; None: as they are."""
     return x if order is None else x.index_select(0, order)

@@ -26,15 +26,6 @@ class Heads(NamedTuple):
     columns: int
     itemsize: int
 
-    def of_each(self, ranks: int) -> Heads:
-        """Where ranks share them out; each has one of keys at least."""
-        if self.q % ranks or (self.k % ranks and ranks % self.k):
-            raise ValueError(
-                f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
-                f"multiple or a divisor of key heads, got {self.q} and {self.k}"
-            )
-        return self._replace(q=self.q // ranks, k=max(1, self.k // ranks))
-
 
 @dataclass(frozen=True)
 class Load:

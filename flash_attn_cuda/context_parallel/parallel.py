@@ -40,7 +40,7 @@ from .plan import (
     rows_of_joined,
 )
 from .schedule import Options, Schedule, gathering, order_on_device, ringing
-from .ulysses import Across, AllRows, OwnRows
+from .ulysses import Across, AllRows, OwnRows, check_heads
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -199,8 +199,9 @@ class ContextParallel:
     ) -> Any:
         """flash_attn_func, or with a plan flash_attn_varlen_func, of this rank's shards.
 
-        Differentiable in q, k, v and sink, whose gradient is that of this rank's rows. Options have
-        to be the same on every rank, which is asked once of each plan and set of options.
+        Differentiable, once, in q, k, v and sink, whose gradient is that of this rank's rows.
+        Options have to be the same on every rank, with ulysses return_lse among them, which is
+        asked once of each plan and set of options.
 
         Args:
             q: (batch, seqlen / ranks, heads_q, head_dim), as shard cuts it; with a plan (rows,
@@ -217,8 +218,6 @@ class ContextParallel:
             *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         )
         q, k, v = cast_for_autocast(q, k, v)
-        for name, x in (("k", k), ("v", v)):
-            check_device_and_dtype(name, x, q)
         scale = given.get("softmax_scale")
         left, right = window_bounds(window_size)
         batch = None if plan is not None else q.shape[0]
@@ -238,7 +237,9 @@ class ContextParallel:
         )
         if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        self._agree(prepared, q, k, v, sink)
+        self._agree(prepared, q, k, v, sink, return_lse)
+        for name, x in (("k", k), ("v", v)):
+            check_device_and_dtype(name, x, q)
         out, softmax_lse = self._attend_packed(q, k, v, prepared, alibi_slopes, sink)
         across = prepared.across
         if across is not None:
@@ -271,6 +272,7 @@ class ContextParallel:
         across, options = prepared.across, prepared.options
         first_head = 0
         if across is not None:
+            check_heads(q.shape[1], k.shape[1], across.ranks)
             repeats = max(1, across.ranks // k.shape[1])
             if repeats > 1:
                 k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
@@ -379,7 +381,6 @@ class ContextParallel:
         def make() -> Prepared:
             scheme = self._scheme_of(plan, heads.q, heads.k)
             group, _ = self._groups_for(scheme)
-            own = heads.of_each(size_of(group))
             inside = plan if group is None else plan.joined(size_of(group))
             schedule = self._schedule(inside, scheme, heads.q, options, device)
             return Prepared(
@@ -387,7 +388,7 @@ class ContextParallel:
                 options,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, options.band), schedule, own),
+                self._head_groups(Load.of(inside, options.band), schedule, heads),
                 self._across(plan, inside, scheme, device),
             )
 
@@ -407,7 +408,13 @@ class ContextParallel:
         return self._once((batch, rows, "zigzag"), lambda: equal_plan(lengths, self.size))
 
     def _agree(
-        self, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self,
+        prepared: Prepared,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        return_lse: bool,
     ) -> None:
         """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
         asks the others once of each.
@@ -420,7 +427,8 @@ class ContextParallel:
             return
         plan, options = prepared.plan, prepared.options
         shapes = tuple((tuple(x.shape), x.dtype) for x in (q, k, v))
-        key = (plan, options, shapes, sink is not None)
+        exchanges_lse = return_lse and prepared.across is not None
+        key = (plan, options, shapes, sink is not None, exchanges_lse)
         if key in self._agreed:
             return
         facts = {
@@ -431,6 +439,7 @@ class ContextParallel:
                 for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
             },
             "sink": "None" if sink is None else "a tensor",
+            "return_lse": str(exchanges_lse),
             "scheme": prepared.scheme,
             "head_groups": str(prepared.head_groups),
         }

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from .exchange import exchanged, in_order
+from .exchange import all_to_all, reordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,15 @@ class Across:
     places: Tensor | None
 
 
+def check_heads(heads_q: int, heads_k: int, ranks: int) -> None:
+    """Raises where ranks cannot share them out, each rank with one of keys at least."""
+    if heads_q % ranks or (heads_k % ranks and ranks % heads_k):
+        raise ValueError(
+            f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
+            f"multiple or a divisor of key heads, got {heads_q} and {heads_k}"
+        )
+
+
 class AllRows(torch.autograd.Function):
     """all_rows, differentiable."""
 
@@ -38,6 +48,7 @@ class AllRows(torch.autograd.Function):
         return all_rows(tensors, across)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, *own_rows(gradients, ctx.across)
 
@@ -51,6 +62,7 @@ class OwnRows(torch.autograd.Function):
         return own_rows([x], across)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, *all_rows([gradient], ctx.across)
 
@@ -65,7 +77,7 @@ def all_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
     sent = by_rank[0].new_empty((*by_rank[0].shape[:2], sum(widths)))
     for columns, x, shape in zip(sent.split(widths, -1), by_rank, shapes, strict=True):
         copy(columns.unflatten(-1, shape), x)
-    rows = in_order(exchanged(sent, across.group).flatten(0, 1), across.order)
+    rows = reordered(all_to_all(sent, across.group).flatten(0, 1), across.order)
     columns_of = zip(rows.split(widths, -1), shapes, strict=True)
     return tuple(columns.unflatten(-1, shape) for columns, shape in columns_of)
 
@@ -73,8 +85,8 @@ def all_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
 def own_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
     """The way back: this rank's rows of all heads."""
     flat = [x.flatten(1) for x in tensors]
-    rows = in_order(flat[0] if len(flat) == 1 else torch.cat(flat, 1), across.places)
-    came = exchanged(rows.unflatten(0, (across.ranks, -1)), across.group)
+    rows = reordered(flat[0] if len(flat) == 1 else torch.cat(flat, 1), across.places)
+    came = all_to_all(rows.unflatten(0, (across.ranks, -1)), across.group)
     found = []
     for columns, x in zip(came.split([x.shape[1] for x in flat], -1), tensors, strict=True):
         _, heads, dim = x.shape
@@ -89,8 +101,8 @@ def of_each_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def copy(into: Tensor, x: Tensor) -> None:
-    """Eight bytes at a time where that can be: torch copies such views an item at a time, and at
-    half the speed.
+    """Eight bytes at a time where that can be: where rows are not side by side torch copies item by
+    item, on CUDA at half the speed.
     """
     if not is_compiling() and is_of_words(into) and is_of_words(x):
         into, x = into.view(torch.int64), x.view(torch.int64)
@@ -98,6 +110,7 @@ def copy(into: Tensor, x: Tensor) -> None:
 
 
 def is_of_words(x: Tensor) -> bool:
-    """Whether Tensor.view makes int64 of it."""
+    """Whether it can be viewed as int64: all rows begin and end between words."""
     steps = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    return x.stride(-1) == 1 and all(step * x.element_size() % 8 == 0 for step in steps)
+    is_even = all(step * x.element_size() % 8 == 0 for step in steps)
+    return is_even and x.stride(-1) == 1 and x.data_ptr() % 8 == 0
