@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +27,8 @@ import feature_cost  # noqa: E402
 import prefill_speed  # noqa: E402
 import torch  # noqa: E402
 import varlen_speed  # noqa: E402
-from documents import environment, write_outputs  # noqa: E402
-from feature_tables import Row, failures, print_document  # noqa: E402
+from feature_tables import Row  # noqa: E402
+from row_programs import fill, new_document, status_of  # noqa: E402
 from turns import add_options, protocol_of  # noqa: E402
 
 SCHEMA = 1
@@ -69,28 +68,12 @@ def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    rows: list[Row] = []
-    try:
-        for of_group in measure(options):
-            rows += of_group
-    finally:  # what was measured before an error is not lost with it
-        if options.benchmark == "decode":
-            decode_speed.add_copy_shares(rows)
-        command = ["python", "benchmarks/features.py", *(arguments or sys.argv[1:])]
-        document = {
-            "schema": SCHEMA,
-            "benchmark": options.benchmark,
-            "command": shlex.join(command),
-            "protocol": protocol_of(options).facts(),
-            "environment": environment(options.device),
-            "results": rows,
-        }
-        write_outputs(document, json_path=options.json, csv_path=None, plot_path=None)
-        print_document(document, BENCHMARKS[options.benchmark].COLUMNS)
-    failed = failures(rows)
-    if failed:
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    module = BENCHMARKS[options.benchmark]
+    program = "python benchmarks/features.py"
+    document = new_document(options.benchmark, SCHEMA, program, arguments, options)
+    complete = decode_speed.add_copy_shares if module is decode_speed else None
+    rows = fill(document, measure(options), module.COLUMNS, options.json, complete=complete)
+    return status_of(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ a mask: D = 128 and 256 forward, D = 128 backward.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,19 +23,17 @@ sys.path += [str(ROOT / "tests"), str(ROOT)]
 import torch  # noqa: E402
 from backends import BACKENDS, is_cuda  # noqa: E402
 from cases import BENCHMARK_HIDDEN, BENCHMARK_TOKENS, AttentionCase  # noqa: E402
-from documents import environment, write_outputs  # noqa: E402
 from feature_tables import (  # noqa: E402
     Column,
     Row,
     Target,
-    failures,
     number,
-    print_document,
     quotient,
     ratio,
     timing_of,
 )
 from metrics import Pass, operations  # noqa: E402
+from row_programs import fill, new_document, status_of  # noqa: E402
 from runner import Call, Subject, make_calls, make_input_sets, measure  # noqa: E402
 from turns import Protocol, add_options, protocol_of  # noqa: E402
 
@@ -137,28 +134,17 @@ def measure_problem(
         yield row
 
 
+def measure_all(options: argparse.Namespace) -> Iterator[Iterator[Row]]:
+    for case, which, target in problems(options):
+        print(f"{case} {which.value}", file=sys.stderr, flush=True)
+        yield measure_problem(case, which, target, options.size, protocol_of(options))
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    protocol, rows = protocol_of(options), list[Row]()
-    command = ["python", "benchmarks/limit_speed.py", *(arguments or sys.argv[1:])]
-    document = {
-        "schema": SCHEMA,
-        "benchmark": BENCHMARK,
-        "command": shlex.join(command),
-        "protocol": protocol.facts(),
-        "environment": environment(options.device),
-        "results": rows,
-    }
-    try:
-        for case, which, target in problems(options):
-            print(f"{case} {which.value}", file=sys.stderr, flush=True)
-            rows += measure_problem(case, which, target, options.size, protocol)
-            write_outputs(document, json_path=options.json, csv_path=None, plot_path=None)
-    finally:
-        print_document(document, COLUMNS)
-    if failed := failures(rows):
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    program = "python benchmarks/limit_speed.py"
+    document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
+    return status_of(fill(document, measure_all(options), COLUMNS, options.json))
 
 
 if __name__ == "__main__":

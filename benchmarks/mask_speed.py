@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -31,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from documents import environment, write_outputs  # noqa: E402
-from feature_tables import Row, failures, print_document, timing_of  # noqa: E402
+from feature_tables import Row, timing_of  # noqa: E402
 from mask_entrants import PARTS, Entrant, MaskGroup  # noqa: E402
 from mask_tables import COLUMNS, add_check, add_ratios, compare, is_wrong, short  # noqa: E402
 from metrics import Pass  # noqa: E402
+from row_programs import fill, new_document, status_of  # noqa: E402
 from runner import Call, Status, Subject, make_call  # noqa: E402
 from runner import measure as measure_in_turns  # noqa: E402
 from turns import Protocol, add_options, protocol_of  # noqa: E402
@@ -139,28 +138,10 @@ def calls_of(entrant: Entrant, which: Pass) -> list[Call]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    command = ["python", "-m", "benchmarks.mask_speed", *(arguments or sys.argv[1:])]
-    rows: list[Row] = []
-    document = {
-        "schema": SCHEMA,
-        "benchmark": BENCHMARK,
-        "command": shlex.join(command),
-        "protocol": protocol_of(options).facts(),
-        "environment": environment(options.device),
-        "results": rows,
-    }
-    try:
-        for of_group in measure(options):
-            rows += of_group
-            # At once: compiling may outlast the patience of whoever runs this.
-            write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
-    finally:
-        print_document(short(document), COLUMNS)
-    failed, wrong = failures(rows), [row["name"] for row in rows if is_wrong(row)]
-    for problem, names in (("failed", failed), ("wrong results", wrong)):
-        if names:
-            print(f"{problem}: {'; '.join(names)}", file=sys.stderr)
-    return 1 if failed or wrong else 0
+    program = "python -m benchmarks.mask_speed"
+    document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
+    rows = fill(document, measure(options), COLUMNS, options.out, shown=short)
+    return status_of(rows, wrong_results=[row["name"] for row in rows if is_wrong(row)])
 
 
 if __name__ == "__main__":

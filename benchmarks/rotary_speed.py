@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,17 +28,15 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
 from backends import require_ours  # noqa: E402
-from documents import environment, write_outputs  # noqa: E402
 from feature_tables import (  # noqa: E402
     Column,
     Row,
     Target,
-    failures,
     number,
-    print_document,
     ratio,
     timing_of,
 )
+from row_programs import fill, new_document, status_of  # noqa: E402
 from runner import CACHE_MULTIPLE, MAX_INPUT_SETS, Call, Subject, measure  # noqa: E402
 from torch import Tensor  # noqa: E402
 from turns import Protocol, add_options, protocol_of  # noqa: E402
@@ -213,25 +210,9 @@ def measure_all(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    command = ["python", "-m", "benchmarks.rotary_speed", *(arguments or sys.argv[1:])]
-    rows: list[Row] = []
-    document = {
-        "schema": SCHEMA,
-        "benchmark": BENCHMARK,
-        "command": shlex.join(command),
-        "protocol": protocol_of(options).facts(),
-        "environment": environment(options.device),
-        "results": rows,
-    }
-    try:
-        for of_pass in measure_all(options):
-            rows += of_pass
-            write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
-    finally:
-        print_document(document, COLUMNS)
-    if failed := failures(rows):
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    program = "python -m benchmarks.rotary_speed"
+    document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
+    return status_of(fill(document, measure_all(options), COLUMNS, options.out))
 
 
 if __name__ == "__main__":
