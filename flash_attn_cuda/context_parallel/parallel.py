@@ -240,16 +240,13 @@ class ContextParallel:
         self._agree(prepared, q, k, v, sink, return_lse)
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
-        out, softmax_lse = self._attend_packed(q, k, v, prepared, alibi_slopes, sink)
-        across = prepared.across
-        if across is not None:
-            out = OwnRows.apply(across, out)
-        out = out[..., : v.shape[-1]]
-        out = out if batch is None else out.unflatten(0, (batch, -1))
-        if not return_lse:
+        out, softmax_lse = self._attend_packed(
+            q, k, v, prepared, alibi_slopes, sink, return_lse=return_lse
+        )
+        if batch is not None:
+            out = out.unflatten(0, (batch, -1))
+        if softmax_lse is None:
             return out
-        if across is not None:
-            softmax_lse = OwnRows.apply(across, softmax_lse.t()[..., None])[..., 0].t()
         if batch is not None:
             softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
         return out, softmax_lse
@@ -265,8 +262,11 @@ class ContextParallel:
         prepared: Prepared,
         alibi_slopes: Tensor | None,
         sink: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, softmax_lse), of ulysses of all rows of this rank's heads."""
+        *,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, softmax_lse) of this rank's rows; softmax_lse is None unless it is returned."""
+        columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
         across, options = prepared.across, prepared.options
@@ -291,7 +291,12 @@ class ContextParallel:
             first_head,
             self.sm_margin,
         )
-        return ContextAttention.apply(q, k, v, sink, work)
+        out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
+        if across is not None:
+            out = OwnRows.apply(across, out)
+            if return_lse:
+                softmax_lse = OwnRows.apply(across, softmax_lse.t()[..., None])[..., 0].t()
+        return out[..., :columns], softmax_lse if return_lse else None
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
         if self.scheme != "auto":
