@@ -210,6 +210,14 @@ WHATS: tuple[dict[str, Any], ...] = (
     {"what": "no keys", "lengths_q": (70,) * 2, "lengths_k": (0,) * 2},
     {"what": "packed", **LENGTHS, "options": {"causal": True}},
     {
+        "what": "packed, in sweeps",
+        "lengths_q": (200, 0, 250, 33) * 4,
+        "lengths_k": (200, 70, 250, 33) * 4,
+        "heads": (132, 132),
+        "packed": True,
+        "options": {"causal": True},
+    },
+    {
         "what": "packed, partly used",
         **LENGTHS,
         "used": ((200, 0, 517, 5), (300, 20, 400, 33), (50, 3, 0, 30)),

@@ -153,6 +153,15 @@ def many_tile_cases() -> Iterator[Case]:
         swept = replace(many, batch=2, num_heads_q=heads, num_heads_k=heads, seqlen_k=300)
         yield swept
         yield replace(swept, window=(90, 0))
+        # The same of packed sequences, beside longer ones of which it takes a tile.
+        yield VarlenCase(
+            **common,
+            lengths_q=(150, 140, 130, 0, 145) * 16 + (300,),
+            lengths_k=(150, 130, 140, 20, 145) * 16 + (300,),
+            num_heads_q=12,
+            num_heads_k=12,
+            causal=True,
+        )
         packed = many_packed(common)
         yield packed
         yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)

@@ -99,7 +99,9 @@ def test_packed_gradients_into_given_tensors(head_dim: int, unused: int) -> None
         head_dim=head_dim - unused,
         causal=True,
     )
-    for case in (padded, replace(padded, leftpad=None)):
+    # Of so many heads a CTA takes all key tiles of a short sequence.
+    swept = replace(padded, num_heads_q=400, num_heads_k=400)
+    for case in (padded, replace(padded, leftpad=None), swept):
         skip_without_row(case)
         inputs = case.make_inputs()
         result = run_forward(case, inputs)
@@ -144,6 +146,15 @@ def test_whatever_memory_held(check: Check, head_dim: int, held: float) -> None:
             used_q=(200, 1, 0, 1, 0, 120),
             causal=True,
             **shape,
+        ),
+        make_varlen_case(
+            lengths_q=(200, 70, 0, 1, 129, 260),
+            lengths_k=(260, 60, 20, 0, 65, 130),
+            used_q=(200, 1, 0, 1, 0, 120),
+            causal=True,
+            num_heads_q=400,
+            num_heads_k=400,
+            head_dim=head_dim,
         ),
     ):
         fill_free_memory(held)

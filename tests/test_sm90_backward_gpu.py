@@ -12,7 +12,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from cases import Alibi, AttentionCase
+from cases import Alibi, AttentionCase, VarlenCase
 from harness import (
     ON_CPU,
     Check,
@@ -340,6 +340,7 @@ def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
     [
         ((130, 300), {}),  # forth and back
         ((130, 257), {"causal": True}),  # queries with one, two and three key tiles
+        ((400, 500), {"causal": True}),  # more than fits L2 at head dim 128
         ((130, 129), {"causal": True}),  # a query without keys
         ((65, 700), {"window": (90, 0)}),  # tiles without queries, first and last ones in between
         ((100, 290), {"window": (30, -1)}),  # from the last key tile on
@@ -382,6 +383,101 @@ def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
 def test_sweeps_give_the_same_bits(head_dim: int) -> None:
     """Of dq as well, which has an order here that nobody asked for."""
     case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True)
+    inputs = case.make_inputs()
+    first = run_forward_backward(case, inputs)
+    for _ in range(scaled(20, 2)):
+        again = run_forward_backward(case, inputs)
+        assert_same_bits(again, first, str(case), deterministic=True)
+
+
+# -- all key tiles of a packed sequence in one CTA -------------------------------------------------
+
+# Sequences of one key tile, of several, of none, and one that is too long.
+SWEPT_LENGTHS = (280, 257, 129, 0, 400, 70, 17, 200, 270, 256)
+
+
+def check_swept(case: VarlenCase, least: int, beyond: int) -> None:
+    """Whether sequences are swept that have `least` rows and not those that have `beyond`."""
+    skip_without_row(case)
+    if ON_CPU:
+        return
+    rows = families.planned(case, "backward")["sequence_table"]["swept_rows"]
+    # Pairs of CTAs do not.
+    assert (least <= rows < beyond) if case.head_dim <= 128 else rows == 0, str(case)
+
+
+def swept_packed_case(head_dim: int, **fields: Any) -> VarlenCase:
+    """A head for every SM, so that most sequences are short beside what a CTA does."""
+    heads = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    sizes = {"lengths_q": SWEPT_LENGTHS, "num_heads_q": heads, "num_heads_k": heads}
+    case = make_varlen_case(**{**sizes, "head_dim": head_dim, **fields})
+    check_swept(case, 280, 400)
+    return case
+
+
+@EVERY_HEAD_DIM
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "dtype": torch.float16},
+        {"lengths_k": (280, 130, 270, 90, 420, 0, 129, 257, 150, 260), "causal": True},
+        {"lengths_k": (65, 270, 150, 20, 130, 420, 257, 200, 280, 129)},
+        {"window": (90, 0)},  # tiles without queries
+        {"window": (30, -1)},  # from the last key tile on
+        {"window": (-1, 20)},
+        {
+            "used_q": (280, 100, 0, 0, 400, 1, 17, 130, 270, 0),
+            "used_k": (200, 257, 129, 0, 130, 70, 0, 150, 0, 256),
+            "causal": True,
+        },
+        {
+            "used_k": (280, 257, 129, 0, 390, 70, 9, 190, 270, 256),
+            "leftpad": (7, 0, 129, 0, 70, 1, 0, 50, 100, 200),
+        },
+        {"softcap": 3.0},
+        {"alibi": Alibi.per_batch, "causal": True, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_sweeps_of_packed_sequences(check: Check, head_dim: int, features: dict[str, Any]) -> None:
+    check(swept_packed_case(head_dim, **features))
+
+
+def test_sweeps_of_packed_sequences_whose_heads_share_keys(check: Check) -> None:
+    lengths = tuple(length // 2 for length in SWEPT_LENGTHS) * 4
+    for heads in ((80, 40), (96, 24)):
+        case = make_varlen_case(
+            lengths_q=lengths,
+            lengths_k=lengths[::-1],
+            num_heads_q=scaled(heads[0], 4),
+            num_heads_k=scaled(heads[1], 2),
+            causal=True,
+        )
+        check_swept(case, 140, 200)
+        check(case)
+
+
+@EVERY_HEAD_DIM
+def test_sweeps_of_packed_sequences_with_dropout(check: Check, head_dim: int) -> None:
+    case = make_varlen_case(
+        lengths_q=(150, 130, 0, 140, 20, 200) * 6,
+        num_heads_q=scaled(36, 3),
+        num_heads_k=scaled(36, 3),
+        head_dim=head_dim,
+        dropout_p=0.2,
+        causal=True,
+    )
+    check_swept(case, 150, 200)
+    check(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sweeps_of_packed_sequences_give_the_same_bits(head_dim: int) -> None:
+    """Of dq as well, where all are short."""
+    lengths = (280, 257, 129, 0, 250, 270, 17, 200)
+    case = swept_packed_case(head_dim, lengths_q=lengths, causal=True)
     inputs = case.make_inputs()
     first = run_forward_backward(case, inputs)
     for _ in range(scaled(20, 2)):

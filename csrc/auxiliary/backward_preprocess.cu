@@ -48,7 +48,8 @@ struct PreprocessArguments {
   int accum_columns;       // the instance's head_dim
   int block_n;             // the instance's
   bool writes_dq;          // the instance
-  bool zeroes_sums;        // of dQ, where a sequence has several key tiles
+  bool zeroes_sums;        // of dQ, where a sequence has several key tiles,
+  int swept_rows;          // but those of at most so many rows, if packed
 };
 
 // A row of dq that no key tile adds to or writes; it stays as it is where dq accumulates.
@@ -157,7 +158,8 @@ __global__ void __launch_bounds__(threads)
     const Band band = band_from_queries(params.window, sequence.shift);
     const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
     if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
-    is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n;
+    is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n &&
+                !is_swept(sequence, args.swept_rows);
   }
   if (is_summed) {
     float4* accum = reinterpret_cast<float4*>(args.dq_accum + row * args.accum_columns);
@@ -197,7 +199,8 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .accum_columns = config.head_dim,
       .block_n = config.block_n,
       .writes_dq = plan.instance->writes_dq,
-      .zeroes_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished};
+      .zeroes_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished,
+      .swept_rows = plan.table.swept_rows};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {

@@ -3,8 +3,9 @@
 // for kernels whose CTAs draw them. One block: a batch of a few thousand sequences is a few
 // thousand additions, and a second block would need a second launch.
 //
-// The tiles of a sequence stay together and in order; sequences come by length, longest first, so
-// that the grid ends on short ones. Lengths are sorted into buckets 1/8 of an octave wide.
+// The tiles of a sequence stay together and in order, or have one entry if a CTA takes them all;
+// sequences come by what an entry costs, the most first, so that the grid ends on short ones. Costs
+// are sorted into buckets 1/8 of an octave wide.
 #include <cub/block/block_scan.cuh>
 
 #include "auxiliary/auxiliary.h"
@@ -37,11 +38,11 @@ __device__ int ceil_div_device(std::int64_t dividend, int divisor) {
   return static_cast<int>((dividend + divisor - 1) / divisor);
 }
 
-// Longer lengths have smaller buckets.
-__device__ int bucket_of(int length) {
-  if (length < 8) return buckets - 1 - length;
-  const int octave = 31 - __clz(length);
-  return buckets - 1 - (8 * (octave - 2) + (length >> (octave - 3)) % 8);
+// Higher costs have smaller buckets.
+__device__ int bucket_of(int cost) {
+  if (cost < 8) return buckets - 1 - cost;
+  const int octave = 31 - __clz(cost);
+  return buckets - 1 - (8 * (octave - 2) + (cost >> (octave - 3)) % 8);
 }
 
 // Running bounds of one side of the batch, a block of sequences at a time: begin(b) is the largest
@@ -145,18 +146,26 @@ __device__ int main_tiles(const TableArguments& args, const Sequence& sequence) 
   return ceil_div_device(std::int64_t{rows} * args.plan.rows_per_query, args.plan.tile_rows);
 }
 
+// Of the first list.
+__device__ int main_entries(const TableArguments& args, const Sequence& sequence) {
+  const int tiles = main_tiles(args, sequence);
+  return is_swept(sequence, args.plan.swept_rows) ? min(tiles, 1) : tiles;
+}
+
 __device__ int query_tiles(const TableArguments& args, const Sequence& sequence) {
   return args.plan.max_q_tiles == 0 ? 0 : ceil_div_device(sequence.rows_q, args.plan.q_tile_rows);
 }
 
 // What a tile of the sequence costs grows with what it is multiplied with.
 __device__ int cost_bucket(const TableArguments& args, const Sequence& sequence) {
-  return bucket_of(args.request.tiles_of_keys ? sequence.seqlen_q : sequence.seqlen_k);
+  const int cost = args.request.tiles_of_keys ? sequence.seqlen_q : sequence.seqlen_k;
+  const bool takes_all = is_swept(sequence, args.plan.swept_rows);
+  return bucket_of(takes_all ? cost * main_tiles(args, sequence) : cost);
 }
 
 struct SharedStorage {
   Scan::TempStorage scan;
-  int first_tile[buckets];  // tiles of a bucket, then where its next one goes
+  int first_tile[buckets];  // entries of a bucket, then where its next one goes
 };
 
 __global__ void __launch_bounds__(threads)
@@ -204,8 +213,8 @@ __global__ void __launch_bounds__(threads)
     q_tiles_before += sum;
     if (exists) {
       args.sequences[index] = sequence;
-      const int tiles = main_tiles(args, sequence);
-      if (tiles > 0) atomicAdd(&smem.first_tile[cost_bucket(args, sequence)], tiles);
+      const int count = main_entries(args, sequence);
+      if (count > 0) atomicAdd(&smem.first_tile[cost_bucket(args, sequence)], count);
     }
   }
 
@@ -227,7 +236,7 @@ __global__ void __launch_bounds__(threads)
     int count = 0, q_count = 0, first = 0;
     if (base + lane < entries) {
       sequence = args.sequences[base + lane];
-      count = main_tiles(args, sequence);
+      count = main_entries(args, sequence);
       q_count = query_tiles(args, sequence);
       if (count > 0) first = atomicAdd(&smem.first_tile[cost_bucket(args, sequence)], count);
     }

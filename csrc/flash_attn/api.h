@@ -57,6 +57,8 @@ struct SequenceTablePlan {
   bool tiles_descend = false;  // a sequence's last tile comes first
   int q_tile_rows = 0;         // backward: rows of a query tile
   int max_q_tiles = 0;         // backward: query tiles of all sequences, entries of the second list
+  int swept_rows = 0;          // sm90 backward: sequences of at most so many rows of queries and of
+                               // keys have one entry, and who draws it takes all their tiles
   std::size_t offset = 0;      // into the workspace
 };
 
@@ -107,7 +109,8 @@ struct BackwardPlan {
   int dkdv_splits =
       1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
   DqPath dq_path = DqPath::converted;
-  bool sweeps = false;  // sm90: a CTA draws a head and takes all its key tiles, one after the other
+  bool sweeps = false;       // sm90: a CTA draws a head and takes all its key tiles, one after the
+                             // other; of packed sequences table.swept_rows says it
   bool takes_turns = false;  // dQ's adders wait for one another (shared/turns.h)
   bool counts_additions = false;
   std::size_t lse_log2_offset = 0;

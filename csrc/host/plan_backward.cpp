@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "auxiliary/auxiliary.h"
 #include "host/average_keys.h"
@@ -130,23 +131,57 @@ int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config
   return static_cast<int>(splits);
 }
 
-// Whether a CTA takes all key tiles of a head: then the sums of dQ need no order but its own, no
-// zeros and no other kernel. Heads, of known and equal lengths, have to come out even; what all
-// CTAs go over again and again has to stay in L2; and beyond some keys there is little to gain. In
-// a fixed order bits must not depend on the number of heads, and so not on who takes their tiles.
-bool pays_to_sweep(const BackwardParams& params, const TileSchedule& schedule,
-                   std::int64_t bytes_per_head, const DeviceInfo& device) {
-  constexpr int most_keys = 1024;
+// Of sweeps, in which a CTA takes all key tiles of a head: then the sums of dQ need no order but
+// its own, no zeros and no other kernel. What all CTAs go over again and again has to stay in L2,
+// or there are so few key tiles that this costs less than those zeros and that kernel; and beyond
+// some keys there is little to gain. In a fixed order bits must not depend on the number of heads,
+// and so not on who takes their tiles.
+constexpr int most_swept_keys = 1024;
+
+bool may_sweep(const BackwardParams& params, const BackwardInstance& instance) {
+  return instance.writes_dq && instance.config.ctas_per_tile == 1 && !params.deterministic &&
+         params.sparsity.lists.data == nullptr;
+}
+
+// Rows of queries and of keys with so few key tiles. Under a mask a later tile sees fewer queries.
+int few_rows(const BackwardConfig& config, const Window& window) {
+  return (window.is_full() ? 2 : 4) * config.block_n;
+}
+
+// Whether heads of known and equal lengths are swept, which have to come out even.
+bool pays_to_sweep(const BackwardParams& params, const Window& window, const TileSchedule& schedule,
+                   const BackwardConfig& config, std::int64_t bytes_per_row,
+                   const DeviceInfo& device) {
+  const AttentionShape& shape = params.shape;
   const SequenceParams& sequences = params.sequences;
   if (sequences.cu_seqlens_q != nullptr || sequences.seqused_q != nullptr ||
-      sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr ||
-      params.sparsity.lists.data != nullptr || params.deterministic)
+      sequences.seqused_k != nullptr || sequences.leftpad_k != nullptr)
     return false;
-  if (schedule.num_tiles < 2 || schedule.num_batch_heads == 0 || params.shape.seqlen_k > most_keys)
+  if (schedule.num_tiles < 2 || schedule.num_batch_heads == 0 || shape.seqlen_k > most_swept_keys)
     return false;
   const std::int64_t rounds = ceil_div<std::int64_t>(schedule.num_batch_heads, device.num_sms);
-  return 10 * std::int64_t{schedule.num_batch_heads} >= 9 * rounds * device.num_sms &&
-         4 * bytes_per_head * device.num_sms <= 3 * device.l2_bytes;
+  const bool is_even = 10 * std::int64_t{schedule.num_batch_heads} >= 9 * rounds * device.num_sms;
+  const bool fits_l2 =
+      4 * bytes_per_row * shape.seqlen_q * device.num_sms <= 3 * std::int64_t{device.l2_bytes};
+  return is_even &&
+         (fits_l2 || std::max(shape.seqlen_q, shape.seqlen_k) <= few_rows(config, window));
+}
+
+// Packed sequences of at most so many rows are swept; 0: none are. Lengths are not known here, but
+// of average ones all together have the least to do, beside which the longest have to be short.
+int choose_swept_rows(const BackwardParams& params, const Window& window,
+                      const TileSchedule& schedule, const BackwardConfig& config,
+                      std::int64_t bytes_per_row, const DeviceInfo& device) {
+  constexpr double least_sequences = 3.0;  // of the longest, that a CTA has to do
+  const AttentionShape& shape = params.shape;
+  if (params.sequences.cu_seqlens_q == nullptr || shape.batch_size == 0) return 0;
+  const double pairs = static_cast<double>(shape.seqlen_q) * shape.seqlen_k / shape.batch_size;
+  const double even = std::sqrt(pairs * schedule.num_heads / (least_sequences * device.num_sms));
+  const std::int64_t cached = 3 * device.l2_bytes / (4 * bytes_per_row * device.num_sms);
+  const std::int64_t most = std::min<std::int64_t>(
+      most_swept_keys, std::max<std::int64_t>(cached, few_rows(config, window)));
+  const auto rows = static_cast<int>(std::min(static_cast<double>(most), even));
+  return rows > config.block_n ? rows : 0;
 }
 
 // The few warps that finish dq beside the products keep up where a query sees enough keys; below, a
@@ -292,9 +327,12 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
                                  .parts_of_l2 = section.parts_of_l2},
                                 device);
   const std::int64_t heads_per_tile = group / plan.dkdv_splits;
-  plan.sweeps = instance.writes_dq && ctas_per_tile == 1 &&
-                pays_to_sweep(params, plan.schedule,
-                              heads_per_tile * shape.seqlen_q * bytes_per_query, device);
+  if (may_sweep(params, instance)) {
+    const std::int64_t bytes_per_row = heads_per_tile * bytes_per_query;
+    plan.sweeps = pays_to_sweep(params, window, plan.schedule, config, bytes_per_row, device);
+    plan.table.swept_rows =
+        choose_swept_rows(params, window, plan.schedule, config, bytes_per_row, device);
+  }
   if (plan.sweeps) {
     plan.schedule.heads_per_section = 1;
     plan.num_ctas = std::min(plan.num_ctas, plan.schedule.num_batch_heads);

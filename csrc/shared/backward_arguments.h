@@ -35,6 +35,7 @@ struct BackwardArguments {
                        // shared_tiles.parts for each key tile; or null
   DqPath dq_path;
   int sweep_tiles;    // key tiles that a CTA draws at once: 1, or all of a head
+  int swept_rows;     // packed sequences of at most so many rows are drawn as one tile
   int* tickets;       // CTAs, or tiles, that have started; strips of dQ drawn (backward_finish.h)
   int* given_back;    // (CTAs, finishing warps): the first strip that one drew and left, or -1
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
@@ -59,6 +60,7 @@ struct ConvertDqArguments {
   const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
   const int* given_back;         // those and their neighbour, if any; -1: none
   unsigned num_given_back;
+  int swept_rows;  // sequences of at most so many rows have no sums
 };
 
 // What the CTAs of an sm90 kernel draw: tiles, some of them in parts.
@@ -103,6 +105,7 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .additions = addition_counters(plan, params),
       .dq_path = plan.dq_path,
       .sweep_tiles = plan.sweeps ? plan.schedule.num_tiles : 1,
+      .swept_rows = plan.table.swept_rows,
       .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
       .given_back = reinterpret_cast<int*>(workspace + plan.given_back_offset),
       .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
@@ -130,7 +133,8 @@ inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
           .dq_accum = reinterpret_cast<const float*>(workspace + plan.dq_accum_offset),
           .strips_drawn = was_finishing ? tickets + 1 : nullptr,
           .given_back = reinterpret_cast<const int*>(workspace + plan.given_back_offset),
-          .num_given_back = was_finishing ? launched_ctas(plan) * finishing_warps : 0};
+          .num_given_back = was_finishing ? launched_ctas(plan) * finishing_warps : 0,
+          .swept_rows = plan.table.swept_rows};
 }
 
 }  // namespace flash_attn_cuda

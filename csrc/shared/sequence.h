@@ -41,6 +41,11 @@ struct TileEntry {
   int tile;
 };
 
+// Whether one CTA takes all key tiles of a packed sequence (SequenceTablePlan::swept_rows).
+FAC_HOST_DEVICE constexpr bool is_swept(const Sequence& sequence, int swept_rows) {
+  return sequence.rows_q <= swept_rows && sequence.rows_k <= swept_rows;
+}
+
 // Sequence batch_size holds the rows behind the last one, batch_size + 1 those before the first:
 // they attend to nothing, and are written like any row that sees no key.
 inline constexpr int gap_sequences = 2;

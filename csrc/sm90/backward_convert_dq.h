@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(convert_dq_threads)
     if (!find_query_tile(args.table, args.params, args.q_tiles_per_sequence, strip.tile, work))
       continue;
     if constexpr (Traits::writes_dq) {
-      if (adders_of_sum<Traits>(args.params, work).empty()) continue;
+      if (adders_of_sum<Traits>(args, work).empty()) continue;
     }
     write_strip<Traits, Traits::head_dim % 64 == 0 ? 2 : 3>(args, args.dq_accum, args.factor, strip,
                                                             work);

@@ -59,11 +59,27 @@ CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
   return item.part < item.parts && item.num_steps > 0;
 }
 
-// False for a tile of which the window hides all, or beyond the end of a packed call's list; then
-// `exists` tells the two apart. What lists hide is not looked at.
+// Whether a CTA takes all key tiles of a head of the sequence, one after the other.
 template <class Traits>
-CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, BackwardWorkItem& item,
-                           bool& exists) {
+CUTE_DEVICE bool sweeps(BackwardArguments const& call, Sequence const& sequence) {
+  return Traits::sweeps && (call.sweep_tiles > 1 || is_swept(sequence, call.swept_rows));
+}
+
+// The next tile of a swept sequence. tiles_left: those behind it; before the first, none.
+template <class Traits>
+CUTE_DEVICE int next_swept_tile(BackwardArguments const& call, Sequence const& sequence,
+                                int& tiles_left) {
+  const int last = (sequence.rows_k - 1) / Traits::block_n;
+  tiles_left = tiles_left > 0 ? tiles_left - 1 : last;
+  return call.tiles_descend ? tiles_left : last - tiles_left;
+}
+
+// The tile at place `id` of the schedule, or of several, that one CTA takes, the next one. False
+// for one of which the window hides all, or beyond the end of a packed call's list; then `exists`
+// tells the two apart. What lists hide is not looked at.
+template <class Traits>
+CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& tiles_left,
+                           BackwardWorkItem& item, bool& exists) {
   BackwardArguments const& call = args.call;
   BackwardParams const& params = call.params;
   // In place, for want of registers; beside lists that takes more of them.
@@ -74,6 +90,8 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   if (!exists) return false;
   Sequence& sequence = work.sequence;
   sequence.first_q_tile += sequence.index * call.q_tiles_per_sequence;
+  if (Traits::sweeps && is_swept(sequence, call.swept_rows))
+    work.tile = next_swept_tile<Traits>(call, sequence, tiles_left);
   if constexpr (Traits::is_sparse) {
     // Of the first of the query heads that share the key head.
     const int head =
@@ -91,7 +109,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
   item.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
   // In turns, key tiles that start early must not wait for what others do last (turns.h). A CTA
   // that takes one tile after the other goes back and forth, if all see the same queries.
-  const bool descends = Traits::writes_dq && call.sweep_tiles > 1
+  const bool descends = sweeps<Traits>(call, sequence)
                             ? work.tile % 2 == 1 && params.window.is_full()
                             : call.turns.used() && !call.tiles_descend;
   item.first_tile = descends ? item.range.end - 1 : item.range.begin;
@@ -111,12 +129,12 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, Backward
 template <class Traits>
 CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item) {
   Sequence const& sequence = item.work.sequence;
-  const bool sweeps = call.sweep_tiles > 1;
+  const bool has_own_sums = call.sweep_tiles > 1;
   const int heads = item.end_head - item.first_head;
-  item.sums_per_head = sweeps ? call.q_tiles_per_sequence : call.q_tiles;
-  item.first_sum = sweeps ? static_cast<int>(blockIdx.x) * heads * call.q_tiles_per_sequence
-                          : item.first_head * call.q_tiles + sequence.first_q_tile;
-  if (call.dq_path == DqPath::ordered) {
+  item.sums_per_head = has_own_sums ? call.q_tiles_per_sequence : call.q_tiles;
+  item.first_sum = has_own_sums ? static_cast<int>(blockIdx.x) * heads * call.q_tiles_per_sequence
+                                : item.first_head * call.q_tiles + sequence.first_q_tile;
+  if (call.dq_path == DqPath::ordered || sweeps<Traits>(call, sequence)) {
     // Those that see a query tile are neighbours, so the next ones on both sides tell.
     const int next = call.tiles_descend ? -1 : 1;
     const auto visited_by = [&](int tile) {
@@ -149,8 +167,8 @@ struct BackwardDispatcher {
   PipelineState<Traits::work_stages> next_state{};
   PipelineState<Traits::added_stages> added_state{};
   PipelineState<Traits::drawn_stages> drawn_state{};
-  unsigned sweep_id = 0;  // the next tile of the sweep, if any are left
-  int sweep_left = 0;
+  unsigned drawn = 0;  // the last tile's number
+  int tiles_left = 0;  // behind it, of those that were drawn with it
 
   // The next tile's number. Every CTA draws once in vain, which must not turn tickets negative.
   CUTE_DEVICE unsigned draw() {
@@ -159,12 +177,15 @@ struct BackwardDispatcher {
     } else if constexpr (Traits::in_pairs) {
       return draw_in_pair();
     } else {
-      if (sweep_left == 0) {
-        sweep_left = args.call.sweep_tiles;
-        sweep_id = static_cast<unsigned>(atomicAdd(args.call.tickets, sweep_left));
+      const int at_once = args.call.sweep_tiles;
+      if (tiles_left == 0) {
+        tiles_left = at_once - 1;
+        drawn = static_cast<unsigned>(atomicAdd(args.call.tickets, at_once));
+      } else if (at_once > 1) {
+        --tiles_left;
+        ++drawn;
       }
-      --sweep_left;
-      return sweep_id++;
+      return drawn;
     }
   }
 
@@ -195,16 +216,16 @@ struct BackwardDispatcher {
     bool found = false;
     // Without query tiles nobody has zeroed the tickets, and there is nothing to find.
     while (args.call.q_tiles > 0 && !found) {
-      const unsigned drawn = draw();
-      if (drawn >= args.num_tickets) break;
-      const int ticket = static_cast<int>(drawn);
+      const unsigned number = draw();
+      if (number >= args.num_tickets) break;
+      const int ticket = static_cast<int>(number);
       bool exists;
       if constexpr (Traits::shares_tiles) {
         const auto part = TilePart::of(args.call.shared_tiles, ticket);
-        found = find_tile<Traits>(args, part.position, item, exists) &&
+        found = find_tile<Traits>(args, part.position, tiles_left, item, exists) &&
                 find_part<Traits>(args.call, part, item);
       } else {
-        found = find_tile<Traits>(args, ticket, item, exists);
+        found = find_tile<Traits>(args, ticket, tiles_left, item, exists);
       }
     }
     if (found) {

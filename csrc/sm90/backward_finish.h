@@ -158,10 +158,11 @@ CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float
 }
 
 // The key tiles that have added to a query tile; none, where there is no sum.
-template <class Traits>
-CUTE_DEVICE BlockRange adders_of_sum(BackwardParams const& params, QueryTile const& work) {
+template <class Traits, class Arguments>
+CUTE_DEVICE BlockRange adders_of_sum(Arguments const& call, QueryTile const& work) {
   if (Traits::has_one_key_tile(work.sequence)) return {};
-  return adders_of<Traits::block_m, Traits::block_n>(params.window, work.sequence, work.tile);
+  if (Traits::sweeps && is_swept(work.sequence, call.swept_rows)) return {};
+  return adders_of<Traits::block_m, Traits::block_n>(call.params.window, work.sequence, work.tile);
 }
 
 // Whether the CTA's producer has anything more to load, as one lane of a warp finds it.
@@ -206,7 +207,7 @@ CUTE_DEVICE bool finish_strip(BackwardArguments const& call,
             call.schedule.num_tiles * call.shared_tiles.parts, smem))
       return false;
   } else {
-    const BlockRange adders = adders_of_sum<Traits>(call.params, work);
+    const BlockRange adders = adders_of_sum<Traits>(call, work);
     if (adders.empty()) return true;
     const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
     const int additions = (adders.end - adders.begin) * Traits::ctas_per_tile;

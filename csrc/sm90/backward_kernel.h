@@ -45,10 +45,11 @@ CUTE_DEVICE bool is_unlisted(BackwardParams const& params, BackwardWorkItem cons
 // counts them.
 template <class Traits>
 CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
-  for (std::int64_t id = blockIdx.x; id < args.num_tiles; id += gridDim.x) {
+  int tiles_left = 0;  // of a place
+  for (std::int64_t id = blockIdx.x; id < args.num_tiles; id += tiles_left > 0 ? 0 : gridDim.x) {
     BackwardWorkItem item;
     bool exists;
-    bool is_seen = find_tile<Traits>(args, static_cast<int>(id), item, exists);
+    bool is_seen = find_tile<Traits>(args, static_cast<int>(id), tiles_left, item, exists);
     if constexpr (Traits::is_sparse)
       is_seen = is_seen && !is_unlisted<Traits>(args.call.params, item);
     if (is_seen) continue;

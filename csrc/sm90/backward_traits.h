@@ -127,6 +127,8 @@ struct BackwardTraits {
   // known without reading them all. Its idle warps may turn sums of dQ into dq (backward_finish.h).
   static constexpr bool writes_dq = !is_sparse;
   static constexpr bool finishes_dq = config.finishes_dq;
+  // A CTA may take all key tiles of a head.
+  static constexpr bool sweeps = writes_dq && !in_pairs;
   CUTE_HOST_DEVICE static bool has_one_key_tile(Sequence const& sequence) {
     return writes_dq && sequence.seqlen_k <= block_n;
   }

@@ -124,7 +124,8 @@ py::dict describe(const TileSchedule& schedule) {
 
 py::object describe(const SequenceTablePlan& table) {
   if (!table.used) return py::none();
-  return py::dict("max_tiles"_a = table.max_tiles, "max_q_tiles"_a = table.max_q_tiles);
+  return py::dict("max_tiles"_a = table.max_tiles, "max_q_tiles"_a = table.max_q_tiles,
+                  "swept_rows"_a = table.swept_rows);
 }
 
 template <class Plan>

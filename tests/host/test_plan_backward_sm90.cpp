@@ -294,10 +294,11 @@ TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {
   }
 }
 
-TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
+TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_data_fit_l2_or_are_few_tiles) {
   struct Expected {
     int batch_heads, seqlen, head_dim;
     bool sweeps;
+    Window window = causal;
   };
   for (const Expected& expected : {Expected{132, 512, 64, true},
                                    {119, 512, 64, true},   // 0.9 of 132
@@ -309,7 +310,10 @@ TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
                                    {132, 560, 64, true},   // 560 * 512 bytes of 132: 36 MiB of 50
                                    {132, 640, 64, false},  // 41 MiB
                                    {132, 256, 128, true},  // twice the bytes a query
-                                   {132, 512, 128, false}}) {
+                                   {132, 290, 128, true, {}},
+                                   {132, 291, 128, false, {}},
+                                   {132, 512, 128, true},  // four key tiles
+                                   {132, 513, 128, false}}) {
     const AttentionShape shape{.batch_size = expected.batch_heads,
                                .seqlen_q = expected.seqlen,
                                .seqlen_k = expected.seqlen,
@@ -317,7 +321,7 @@ TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_their_data_l2) {
                                .num_heads_k = 1,
                                .head_dim = expected.head_dim,
                                .head_dim_v = expected.head_dim};
-    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    auto params = with_tensors(call<BackwardParams>(shape, expected.window));
     const BackwardPlan result = sm90_plan(params);
     CHECK_EQ(result.sweeps, expected.sweeps);
     if (!result.sweeps) continue;
@@ -359,6 +363,70 @@ TEST(no_cta_sweeps_what_may_be_uneven_or_has_another_kernel) {
     params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
   }));
   CHECK(!sweeps([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }));
+}
+
+TEST(short_packed_sequences_are_swept_where_none_is_long_beside_a_ctas_work) {
+  struct Expected {
+    int batch_size, num_heads_q, num_heads_k, head_dim;
+    Window window;
+    int swept_rows;
+  };
+  constexpr int average = 256;
+  // 3/4 of 50 MiB over 132 CTAs of 512 or 1,024 bytes a row: 581, 290; or 2 or 4 tiles of 128 keys.
+  // A third of a CTA's work: average * sqrt(batch_size * heads / (3 * 132)).
+  for (const Expected& expected : {Expected{128, 32, 32, 64, causal, 581},
+                                   {128, 32, 32, 64, {}, 581},
+                                   {128, 16, 16, 128, causal, 512},
+                                   {128, 16, 16, 128, {}, 290},
+                                   {128, 64, 16, 64, causal, 512},  // 145 would fit L2
+                                   {128, 64, 16, 64, {}, 256},
+                                   {64, 16, 16, 64, causal, 411},
+                                   {64, 16, 16, 64, {}, 411},
+                                   {7, 16, 16, 64, causal, 136},
+                                   {6, 16, 16, 64, causal, 0},        // 126: no more than a tile
+                                   {128, 16, 16, 192, causal, 0}}) {  // pairs of CTAs
+    const int total = expected.batch_size * average;
+    const AttentionShape shape{.batch_size = expected.batch_size,
+                               .seqlen_q = total,
+                               .seqlen_k = total,
+                               .num_heads_q = expected.num_heads_q,
+                               .num_heads_k = expected.num_heads_k,
+                               .head_dim = expected.head_dim,
+                               .head_dim_v = expected.head_dim};
+    auto params = with_tensors(call<BackwardParams>(shape, expected.window));
+    CHECK_EQ(sm90_plan(params).table.swept_rows, 0);
+    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+    const BackwardPlan result = sm90_plan(params);
+    CHECK_EQ(result.table.swept_rows, expected.swept_rows);
+    CHECK(!result.sweeps && result.dq_path == DqPath::converted);
+    // Longer sequences have sums.
+    CHECK(result.tickets_offset - result.dq_accum_offset >=
+          sizeof(float) * expected.num_heads_q * total * expected.head_dim);
+  }
+}
+
+TEST(packed_sequences_are_not_swept_in_a_fixed_order_or_by_other_kernels) {
+  const AttentionShape shape{.batch_size = 128,
+                             .seqlen_q = 32'768,
+                             .seqlen_k = 32'768,
+                             .num_heads_q = 32,
+                             .num_heads_k = 32,
+                             .head_dim = 64,
+                             .head_dim_v = 64};
+  const auto swept_rows = [&](auto change) {
+    auto params = with_tensors(call<BackwardParams>(shape));
+    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+    change(params);
+    return sm90_plan(params).table.swept_rows;
+  };
+  CHECK_EQ(swept_rows([](BackwardParams&) {}), 581);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.score.softcap = 1.0f; }), 581);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.sequences.seqused_k = &some_int; }), 581);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.deterministic = true; }), 0);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }), 0);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }), 0);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.shape.seqlen_k = 0; }), 0);
+  CHECK_EQ(swept_rows([](BackwardParams& params) { params.shape.batch_size = 0; }), 0);
 }
 
 TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
