@@ -407,10 +407,14 @@ def check_swept(case: VarlenCase, least: int, beyond: int) -> None:
 
 
 def swept_packed_case(head_dim: int, **fields: Any) -> VarlenCase:
-    """A head for every SM, so that most sequences are short beside what a CTA does."""
-    heads = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
-    sizes = {"lengths_q": SWEPT_LENGTHS, "num_heads_q": heads, "num_heads_k": heads}
-    case = make_varlen_case(**{**sizes, "head_dim": head_dim, **fields})
+    """Four times these sequences and a head for every fourth SM, so that most are short beside what
+    a CTA does.
+    """
+    heads = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count // 4
+    lists = {"lengths_q": SWEPT_LENGTHS} | fields
+    repeated = {x: 4 * of for x, of in lists.items() if x.startswith(("lengths", "used", "left"))}
+    shape = {"num_heads_q": heads, "num_heads_k": heads, "head_dim": head_dim}
+    case = make_varlen_case(**shape, **{**lists, **repeated})
     check_swept(case, 280, 400)
     return case
 
