@@ -23,8 +23,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # where flash_attn_cuda is
@@ -36,6 +39,8 @@ SANITIZE = Path(__file__).with_name("sanitize.py")
 SM80_ALONE = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
 SINGLE_TENSORS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else one allocation holds many
 ERROR_STATUS = 99  # of the sanitizer; sanitize.py's own are 1, a wrong result, and 2, no GPU
+
+running: set[subprocess.Popen[bytes]] = set()  # each in a session of its own
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,19 @@ class Verdict:
         )
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With the program that it watches."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def stop(signum: int, _frame: FrameType | None) -> NoReturn:
+    """Nothing goes on using the GPU behind a run that was told to end."""
+    for process in list(running):
+        kill(process)
+    raise SystemExit(128 + signum)
+
+
 def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> tuple[str, bool]:
     """What a share printed, and whether it ended within its time."""
     command = ["compute-sanitizer", "--tool", run.tool, "--error-exitcode", str(ERROR_STATUS)]
@@ -87,12 +105,14 @@ def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> 
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
+        running.add(process)
         try:
             ended = process.wait(seconds) in (0, 1, ERROR_STATUS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the program that is watched
+            kill(process)
             process.wait()
             ended = False
+        running.discard(process)
     return log.read_text(), ended
 
 
@@ -145,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="that a run may take")
     given = parser.parse_args(arguments)
     given.logs.mkdir(parents=True, exist_ok=True)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
     verdicts = []
     for run in RUNS:
         if given.tools is None or run.tool in given.tools:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import gpu_summary
@@ -71,6 +75,31 @@ def test_what_did_not_end_has_not_passed(stand_ins: Path) -> None:
     run = Run("memcheck", "sm80", {}, ("--sleep",))
     verdict = sanitize_all.judge(run, 2, stand_ins, seconds=2)
     assert (verdict.calls, verdict.unfinished_shares, verdict.passed) == (4, 2, False)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    monkeypatch.setattr(sanitize_all, "RUNS", (Run("memcheck", "sm80", {}, ("--sleep",)),))
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    logs = stand_ins / "logs"
+    timer = threading.Timer(2, os.kill, (os.getpid(), signum))
+    timer.start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            sanitize_all.main(
+                ["--summary", str(stand_ins), "--logs", str(logs), "--processes", "2"]
+            )
+    finally:
+        timer.cancel()
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 128 + signum
+    assert time.monotonic() - begun < 30  # not the minute that the calls sleep
+    assert not sanitize_all.running
+    assert len(list(logs.glob("*.log"))) == 2  # both had begun
 
 
 def test_verdicts_join_the_summary_of_the_same_commit(
