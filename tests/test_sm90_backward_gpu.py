@@ -477,6 +477,23 @@ def test_sweeps_of_packed_sequences_with_dropout(check: Check, head_dim: int) ->
     check(case)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sweeps_of_packed_sequences_beside_one_whose_dq_idle_warps_finish(
+    check: Check, head_dim: int
+) -> None:
+    """Of keys enough for that (finish_keys_full)."""
+    keys = scaled(6000 if head_dim == 64 else 3000, 700)
+    case = make_varlen_case(
+        lengths_q=(200, 130, 200, 210, 50, 200, scaled(700, 100)),
+        lengths_k=(200, 210, 190, 130, 200, 200, keys),
+        num_heads_q=scaled(20, 2),
+        num_heads_k=scaled(20, 2),
+        head_dim=head_dim,
+    )
+    check_swept(case, 210, 700)
+    check(case)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_sweeps_of_packed_sequences_give_the_same_bits(head_dim: int) -> None:
     """Of dq as well, where all are short."""

@@ -405,6 +405,21 @@ TEST(short_packed_sequences_are_swept_where_none_is_long_beside_a_ctas_work) {
   }
 }
 
+TEST(beside_swept_sequences_others_may_have_sums_that_warps_finish) {
+  const AttentionShape shape{.batch_size = 7,
+                             .seqlen_q = 4200,
+                             .seqlen_k = 4200,
+                             .num_heads_q = 8,
+                             .num_heads_k = 8,
+                             .head_dim = 128,
+                             .head_dim_v = 128};
+  auto params = with_tensors(call<BackwardParams>(shape));
+  params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+  const BackwardPlan result = sm90_plan(params);
+  CHECK(result.dq_path == DqPath::finished);
+  CHECK_EQ(result.table.swept_rows, 225);
+}
+
 TEST(packed_sequences_are_not_swept_in_a_fixed_order_or_by_other_kernels) {
   const AttentionShape shape{.batch_size = 128,
                              .seqlen_q = 32'768,
