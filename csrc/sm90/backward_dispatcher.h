@@ -74,9 +74,9 @@ CUTE_DEVICE int next_swept_tile(BackwardArguments const& call, Sequence const& s
   return call.tiles_descend ? tiles_left : last - tiles_left;
 }
 
-// The tile at place `id` of the schedule, or of several, that one CTA takes, the next one. False
-// for one of which the window hides all, or beyond the end of a packed call's list; then `exists`
-// tells the two apart. What lists hide is not looked at.
+// The tile at place `id` of the schedule or, where that stands for all tiles of a swept sequence,
+// the next of them. False for one of which the window hides all, or beyond the end of a packed
+// call's list; then `exists` tells the two apart. What lists hide is not looked at.
 template <class Traits>
 CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& tiles_left,
                            BackwardWorkItem& item, bool& exists) {
