@@ -167,8 +167,8 @@ struct BackwardDispatcher {
   PipelineState<Traits::work_stages> next_state{};
   PipelineState<Traits::added_stages> added_state{};
   PipelineState<Traits::drawn_stages> drawn_state{};
-  unsigned drawn = 0;  // the last tile's number
-  int tiles_left = 0;  // behind it, of those that were drawn with it
+  unsigned last_number = 0;  // the last tile's
+  int tiles_left = 0;        // behind it, of those that were drawn with it
 
   // The next tile's number. Every CTA draws once in vain, which must not turn tickets negative.
   CUTE_DEVICE unsigned draw() {
@@ -180,12 +180,12 @@ struct BackwardDispatcher {
       const int at_once = args.call.sweep_tiles;
       if (tiles_left == 0) {
         tiles_left = at_once - 1;
-        drawn = static_cast<unsigned>(atomicAdd(args.call.tickets, at_once));
+        last_number = static_cast<unsigned>(atomicAdd(args.call.tickets, at_once));
       } else if (at_once > 1) {
         --tiles_left;
-        ++drawn;
+        ++last_number;
       }
-      return drawn;
+      return last_number;
     }
   }
 
