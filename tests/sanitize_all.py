@@ -20,10 +20,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,6 +42,7 @@ SINGLE_TENSORS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else one allocation 
 ERROR_STATUS = 99  # of the sanitizer; sanitize.py's own are 1, a wrong result, and 2, no GPU
 
 running: set[subprocess.Popen[bytes]] = set()  # each in a session of its own
+stopping = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,21 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def stop(signum: int, _frame: FrameType | None) -> NoReturn:
     """Nothing goes on using the GPU behind a run that was told to end."""
+    stopping.set()
     for process in list(running):
         kill(process)
     raise SystemExit(128 + signum)
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    stopping.clear()
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> tuple[str, bool]:
@@ -106,6 +120,8 @@ def run_share(run: Run, share: int, shares: int, logs: Path, seconds: float) -> 
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         running.add(process)
+        if stopping.is_set():  # since before it was known
+            kill(process)
         try:
             ended = process.wait(seconds) in (0, 1, ERROR_STATUS)
         except subprocess.TimeoutExpired:
@@ -165,14 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="that a run may take")
     given = parser.parse_args(arguments)
     given.logs.mkdir(parents=True, exist_ok=True)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
     verdicts = []
-    for run in RUNS:
-        if given.tools is None or run.tool in given.tools:
-            verdicts.append(judge(run, given.processes, given.logs, given.seconds))
-            print(json.dumps(asdict(verdicts[-1])), flush=True)
-            gpu_summary.add_sanitizer(given.summary, [asdict(verdicts[-1])])
+    with stopping_on_signals():
+        for run in RUNS:
+            if given.tools is None or run.tool in given.tools:
+                verdicts.append(judge(run, given.processes, given.logs, given.seconds))
+                print(json.dumps(asdict(verdicts[-1])), flush=True)
+                gpu_summary.add_sanitizer(given.summary, [asdict(verdicts[-1])])
     return 0 if all(verdict.passed for verdict in verdicts) else 1
 
 

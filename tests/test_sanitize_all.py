@@ -82,7 +82,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
     stand_ins: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
     monkeypatch.setattr(sanitize_all, "RUNS", (Run("memcheck", "sm80", {}, ("--sleep",)),))
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    handler = signal.getsignal(signum)
     logs = stand_ins / "logs"
     timer = threading.Timer(2, os.kill, (os.getpid(), signum))
     timer.start()
@@ -94,11 +94,10 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
             )
     finally:
         timer.cancel()
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
     assert ended.value.code == 128 + signum
     assert time.monotonic() - begun < 30  # not the minute that the calls sleep
     assert not sanitize_all.running
+    assert signal.getsignal(signum) == handler
     assert len(list(logs.glob("*.log"))) == 2  # both had begun
 
 

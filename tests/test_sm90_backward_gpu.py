@@ -21,10 +21,12 @@ from harness import (
     make_case,
     make_varlen_case,
     run_forward_backward,
+    run_reference,
     scaled,
     skip_without_row,
 )
 from pairwise import pairwise
+from reference import AttentionResult
 from repeats import assert_repeatable
 from sm90 import (
     CAUSAL,
@@ -35,6 +37,8 @@ from sm90 import (
     runs_sm90_kernels,
     shaped_case,
 )
+from tolerance import assert_close
+from varlen_cases import in_longer_buffers
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
@@ -323,7 +327,7 @@ def test_key_gradients_of_tiles_in_parts_repeat(head_dim: int) -> None:
 
 
 def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
-    """A head for every SM, short enough for L2."""
+    """A head for every SM, short enough for L2 or of few key tiles."""
     sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
     sizes = {"batch": 1, "num_heads_q": sms, "num_heads_k": sms}
     case = make_case(**{**sizes, "head_dim": head_dim, **fields})
@@ -340,7 +344,7 @@ def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
     [
         ((130, 300), {}),  # forth and back
         ((130, 257), {"causal": True}),  # queries with one, two and three key tiles
-        ((400, 500), {"causal": True}),  # more than fits L2 at head dim 128
+        ((400, 500), {"causal": True}),  # more than fits L2 above head dim 64
         ((130, 129), {"causal": True}),  # a query without keys
         ((65, 700), {"window": (90, 0)}),  # tiles without queries, first and last ones in between
         ((100, 290), {"window": (30, -1)}),  # from the last key tile on
@@ -463,6 +467,20 @@ def test_sweeps_of_packed_sequences_whose_heads_share_keys(check: Check) -> None
         check(case)
 
 
+def test_sweeps_of_packed_sequences_and_of_some_of_the_heads_that_share_keys(check: Check) -> None:
+    """With partial sums of the keys' gradients, of longer sequences as well."""
+    case = make_varlen_case(
+        lengths_q=(140,) * 8 + (372,) * 8,
+        num_heads_q=scaled(32, 4),
+        num_heads_k=scaled(4, 1),
+        causal=True,
+    )
+    check_swept(case, 140, 372)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["dkdv_splits"] > 1
+    check(case)
+
+
 @EVERY_HEAD_DIM
 def test_sweeps_of_packed_sequences_with_dropout(check: Check, head_dim: int) -> None:
     case = make_varlen_case(
@@ -475,6 +493,26 @@ def test_sweeps_of_packed_sequences_with_dropout(check: Check, head_dim: int) ->
     )
     check_swept(case, 150, 200)
     check(case)
+
+
+@EVERY_HEAD_DIM
+def test_rows_behind_swept_sequences_get_zeros(head_dim: int) -> None:
+    """They are a sequence without queries and keys, of two key tiles."""
+    case = make_varlen_case(
+        lengths_q=(150, 130, 0, 140, 20, 200) * 6,
+        num_heads_q=scaled(36, 3),
+        num_heads_k=scaled(36, 3),
+        head_dim=head_dim,
+    )
+    check_swept(case, 150, 200)
+    inputs = case.make_inputs()
+    result = run_forward_backward(case, in_longer_buffers(inputs, 150, 140))
+    within = {}
+    for name, x in result.tensors().items():
+        dim, total = int(name == "lse"), case.total_k if name in ("dk", "dv") else case.total_q
+        within[name], behind = x.split([total, x.shape[dim] - total], dim)
+        assert (behind == (-torch.inf if name == "lse" else 0.0)).all(), name
+    assert_close(AttentionResult(**within), *run_reference(case, inputs))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -491,6 +529,8 @@ def test_sweeps_of_packed_sequences_beside_one_whose_dq_idle_warps_finish(
         head_dim=head_dim,
     )
     check_swept(case, 210, 700)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["dq_path"] == "finished"
     check(case)
 
 

@@ -47,7 +47,7 @@ struct ForwardInstance;
 struct BackwardInstance;
 
 // Packed sequences are read from a table that a small kernel makes of cu_seqlens before the main
-// one: checked bounds of every sequence, and the list of tiles, long sequences first
+// one: checked bounds of every sequence, and the list of tiles, the costliest first
 // (auxiliary/sequence_table.cu). Grids are upper bounds; what is beyond the list has no work.
 struct SequenceTablePlan {
   bool used = false;
@@ -103,7 +103,7 @@ struct BackwardPlan {
   TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
   SequenceTablePlan table;
   int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics of head h,
-                    // tile t lie at index h * q_tiles + t, and so do sums of dQ, but in sweeps
+                    // tile t lie at index h * q_tiles + t, and so do sums of dQ, unless sweeps
   bool tiles_descend = false;  // a sequence's last key tile comes first
   int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM, whole pairs
   int dkdv_splits =

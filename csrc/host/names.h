@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "flash_attn/api.h"
 #include "flash_attn/config.h"
 
 namespace flash_attn_cuda {
@@ -20,6 +21,20 @@ constexpr const char* name_of(KernelFamily family) {
 
 constexpr const char* name_of(ForwardKind kind) {
   return kind == ForwardKind::tiles ? "tiles" : "decode";
+}
+
+constexpr const char* name_of(DqPath path) {
+  switch (path) {
+    case DqPath::converted:
+      return "converted";
+    case DqPath::finished:
+      return "finished";
+    case DqPath::ordered:
+      return "ordered";
+    case DqPath::direct:
+      return "direct";
+  }
+  return "";
 }
 
 // "softcap, dropout", or "none".

@@ -167,8 +167,9 @@ bool pays_to_sweep(const BackwardParams& params, const Window& window, const Til
          (fits_l2 || std::max(shape.seqlen_q, shape.seqlen_k) <= few_rows(config, window));
 }
 
-// Packed sequences of at most so many rows are swept; 0: none are. Lengths are not known here, but
-// of average ones all together have the least to do, beside which the longest have to be short.
+// Packed sequences of at most so many rows are swept; 0: none are. The longest have to be short
+// beside what a CTA has to do. Lengths are not known here, but of equal ones, whose queries and
+// keys are as many, all together have the least to do; rows of nobody count as if they had some.
 int choose_swept_rows(const BackwardParams& params, const Window& window,
                       const TileSchedule& schedule, const BackwardConfig& config,
                       std::int64_t bytes_per_row, const DeviceInfo& device) {

@@ -27,7 +27,8 @@ struct BackwardArguments {
                              // not exist
   const float* softmax_d;    // same shape
   float* dq_accum;     // tiles of block_m * head_dim in fragment order: (num_heads_q, q_tiles)
-                       // of them, in sweeps (CTAs, heads of a sweep, q_tiles_per_sequence)
+                       // of them, if sweep_tiles > 1 (CTAs, heads of a sweep,
+                       // q_tiles_per_sequence)
   DqTurns turns;       // whose it is to add to a tile of dq_accum, where plan.takes_turns
   bool tiles_descend;  // a sequence's last key tile comes first
   int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ, in pairs of CTAs
@@ -60,7 +61,7 @@ struct ConvertDqArguments {
   const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
   const int* given_back;         // those and their neighbour, if any; -1: none
   unsigned num_given_back;
-  int swept_rows;  // sequences of at most so many rows have no sums
+  int swept_rows;  // sequences of at most so many rows have dq already
 };
 
 // What the CTAs of an sm90 kernel draw: tiles, some of them in parts.

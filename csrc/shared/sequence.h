@@ -54,7 +54,7 @@ inline constexpr int gap_sequences = 2;
 struct SequenceTable {
   const int* counts = nullptr;  // (2): entries of tiles and of q_tiles; null: no table
   const Sequence* sequences = nullptr;
-  const TileEntry* tiles = nullptr;    // of the main kernel, long sequences first
+  const TileEntry* tiles = nullptr;    // of the main kernel, the costliest first
   const TileEntry* q_tiles = nullptr;  // backward: query tiles, in the order of first_q_tile
 
   static constexpr std::size_t header_bytes = 256;  // with counts

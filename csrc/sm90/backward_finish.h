@@ -157,7 +157,7 @@ CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float
   }
 }
 
-// The key tiles that have added to a query tile; none, where there is no sum.
+// The key tiles that have added to a query tile; none, where no sum is left to become dq.
 template <class Traits, class Arguments>
 CUTE_DEVICE BlockRange adders_of_sum(Arguments const& call, QueryTile const& work) {
   if (Traits::has_one_key_tile(work.sequence)) return {};

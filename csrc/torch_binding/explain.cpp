@@ -205,6 +205,7 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
+  result["dq_path"] = name_of(plan.dq_path);
   result["sweeps"] = plan.sweeps;
   result["tile_parts"] = plan.shared_tiles.parts;
   result["q_tiles"] = plan.q_tiles;

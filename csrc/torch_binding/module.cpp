@@ -172,8 +172,8 @@ void define_information(py::module& module) {
       py::arg("num_splits") = 1, py::arg("batch_invariant") = false, py::arg("max_seqlen_q") = 0,
       py::arg("block_sparse") = false, py::arg("bias") = false, py::arg("head_dim_v") = py::none());
   module.def("explain_backward", torch::wrap_pybind_function(&binding::explain_backward),
-             "As explain_forward, for the backward's main kernel, with dkdv_splits, sweeps,\n"
-             "tile_parts, q_tiles and seqlen_q_rounded.",
+             "As explain_forward, for the backward's main kernel, with dkdv_splits, dq_path,\n"
+             "sweeps, tile_parts, q_tiles and seqlen_q_rounded.",
              py::arg("dtype"), py::arg("head_dim"), py::arg("batch_size"), py::arg("seqlen_q"),
              py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
              py::arg("device") = py::none(), py::arg("window_left") = -1,
