@@ -31,6 +31,7 @@ from cases import (
 from reference import AttentionResult, kvcache_reference
 from tolerance import Closeness, assert_close
 from torch import Tensor
+from varlen_cases import in_longer_buffers
 
 from flash_attn_cuda import (
     build_info,
@@ -262,6 +263,20 @@ def check_forward_backward(
     inputs = case.make_inputs(seed)
     actual = run_forward_backward(case, inputs, use_dlse=use_dlse)
     return assert_close(actual, *run_reference(case, inputs, use_dlse=use_dlse))
+
+
+def check_rows_behind(case: VarlenCase, rows_q: int, rows_k: int) -> None:
+    """Of so many rows behind the last sequence, all NaN, nothing is read; out, dq, dk, dv are 0
+    there and lse is -inf.
+    """
+    inputs = case.make_inputs()
+    result = run_forward_backward(case, in_longer_buffers(inputs, rows_q, rows_k))
+    within = {}
+    for name, x in result.tensors().items():
+        dim, total = int(name == "lse"), case.total_k if name in ("dk", "dv") else case.total_q
+        within[name], behind = x.split([total, x.shape[dim] - total], dim)
+        assert (behind == (-torch.inf if name == "lse" else 0.0)).all(), name
+    assert_close(AttentionResult(**within), *run_reference(case, inputs))
 
 
 def check_cache(

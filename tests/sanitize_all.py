@@ -41,7 +41,7 @@ SM80_ALONE = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
 SINGLE_TENSORS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else one allocation holds many
 ERROR_STATUS = 99  # of the sanitizer; sanitize.py's own are 1, a wrong result, and 2, no GPU
 
-running: set[subprocess.Popen[bytes]] = set()  # each in a session of its own
+running: set[subprocess.Popen[bytes]] = set()  # each leads a process group
 stopping = threading.Event()
 
 

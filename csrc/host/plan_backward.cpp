@@ -143,6 +143,11 @@ bool may_sweep(const BackwardParams& params, const BackwardInstance& instance) {
          params.sparsity.lists.data == nullptr;
 }
 
+// Rows of queries, of all heads of a tile, with their sums, that every CTA can have in L2.
+std::int64_t rows_in_l2(std::int64_t bytes_per_row, const DeviceInfo& device) {
+  return 3 * device.l2_bytes / (4 * bytes_per_row * device.num_sms);
+}
+
 // Rows of queries and of keys with so few key tiles. Under a mask a later tile sees fewer queries.
 int few_rows(const BackwardConfig& config, const Window& window) {
   return (window.is_full() ? 2 : 4) * config.block_n;
@@ -161,10 +166,8 @@ bool pays_to_sweep(const BackwardParams& params, const Window& window, const Til
     return false;
   const std::int64_t rounds = ceil_div<std::int64_t>(schedule.num_batch_heads, device.num_sms);
   const bool is_even = 10 * std::int64_t{schedule.num_batch_heads} >= 9 * rounds * device.num_sms;
-  const bool fits_l2 =
-      4 * bytes_per_row * shape.seqlen_q * device.num_sms <= 3 * std::int64_t{device.l2_bytes};
-  return is_even &&
-         (fits_l2 || std::max(shape.seqlen_q, shape.seqlen_k) <= few_rows(config, window));
+  return is_even && (shape.seqlen_q <= rows_in_l2(bytes_per_row, device) ||
+                     std::max(shape.seqlen_q, shape.seqlen_k) <= few_rows(config, window));
 }
 
 // Packed sequences of at most so many rows are swept; 0: none are. The longest have to be short
@@ -178,9 +181,9 @@ int choose_swept_rows(const BackwardParams& params, const Window& window,
   if (params.sequences.cu_seqlens_q == nullptr || shape.batch_size == 0) return 0;
   const double pairs = static_cast<double>(shape.seqlen_q) * shape.seqlen_k / shape.batch_size;
   const double even = std::sqrt(pairs * schedule.num_heads / (least_sequences * device.num_sms));
-  const std::int64_t cached = 3 * device.l2_bytes / (4 * bytes_per_row * device.num_sms);
   const std::int64_t most = std::min<std::int64_t>(
-      most_swept_keys, std::max<std::int64_t>(cached, few_rows(config, window)));
+      most_swept_keys,
+      std::max<std::int64_t>(rows_in_l2(bytes_per_row, device), few_rows(config, window)));
   const auto rows = static_cast<int>(std::min(static_cast<double>(most), even));
   return rows > config.block_n ? rows : 0;
 }
