@@ -128,6 +128,23 @@ def test_training_step_with_other_lengths(max_seqlen: Any) -> None:
     check_device_errors()
 
 
+def test_training_step_with_more_sequences_than_tiles() -> None:
+    """Sequences may have a tile each, which CTAs draw, or fewer than there are CTAs in all: what
+    CTAs draw from begins anew either way."""
+    total, sequences = 1024, 512
+    tiny = [2 * i for i in range(sequences + 1)]
+    one = [0] * sequences + [total]
+    none = [0] * (sequences + 1)
+    static = varlen_tensors(total, *(lengths(*tiny) for _ in range(2)))
+    replay = captured(lambda: varlen_step(static))
+    for repeat, ends in enumerate((tiny, one, one, tiny, none, one, tiny, tiny)):
+        fresh = varlen_tensors(total, *(lengths(*ends) for _ in range(2)))
+        for name, x in fresh.items():
+            static[name].copy_(x)
+        assert_same(replay(), varlen_step(fresh), f"replay {repeat}")
+    check_device_errors()
+
+
 def test_training_step_with_fewer_tokens_than_the_buffers_hold() -> None:
     """seqused says how much of each sequence there is: the way to pad a captured step."""
     cu = lengths(0, 64, 128, 192)

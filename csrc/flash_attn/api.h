@@ -40,7 +40,7 @@ struct TileSchedule {
   bool longest_first = false;  // tile index runs down instead of up
   int least_last_heads = 1;    // of the last section, or more
 
-  std::int64_t grid_size() const { return static_cast<std::int64_t>(num_tiles) * num_batch_heads; }
+  constexpr std::int64_t grid_size() const { return std::int64_t{num_tiles} * num_batch_heads; }
 };
 
 struct ForwardInstance;

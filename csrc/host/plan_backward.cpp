@@ -95,12 +95,22 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
   const std::int64_t at_a_time = device.num_sms / config.ctas_per_tile;  // tiles
   // One CTA has an SM to itself, and two tiles for each, or each pair, even out a causal grid.
   const LeastSection usual{.tiles = is_even ? 0 : 2 * at_a_time, .parts_of_l2 = 2};
-  if (config.family != KernelFamily::sm90 || params.sequences.cu_seqlens_q != nullptr) return usual;
+  if (config.family != KernelFamily::sm90) return usual;
   // Key tiles of a head that wait for one another are better off with few beside them: under a mask
   // eight or so of a head at a time.
   if (params.deterministic) {
     const std::int64_t tiles_of_heads = is_even ? 0 : at_a_time / 8 * tiles_per_head;
     return {.tiles = std::max(2 * at_a_time, tiles_of_heads), .parts_of_l2 = 2};
+  }
+  // What neighbouring heads have of a row lies side by side in memory, and short sequences take
+  // longer if it is read and written in small parts. With lists nobody has tried.
+  if (params.sequences.cu_seqlens_q != nullptr) {
+    constexpr int bytes_of_row = 512;
+    const int bytes_of_head = sizeof(std::uint16_t) * params.shape.head_dim;
+    const int heads =
+        params.sparsity.lists.data != nullptr ? 1 : ceil_div(bytes_of_row, bytes_of_head);
+    return {.tiles = std::max(2 * at_a_time, std::int64_t{heads} * tiles_per_head),
+            .parts_of_l2 = 16};
   }
   // Of lists two heads at a time: with one, a mask of documents takes 3 % longer, with four, what
   // random lists add to leaves L2.
@@ -321,11 +331,14 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
       sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       sizeof(float) * config.head_dim;                               // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
+  // Of a packed call those of a sequence stay in L2, not all.
+  const int queries_at_once =
+      config.family == KernelFamily::sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
   plan.schedule = make_schedule({.num_tiles = key_tiles,
                                  .batch_size = grid_batches,
                                  .num_heads = shape.num_heads_k * plan.dkdv_splits,
                                  .heads_per_group = plan.dkdv_splits,
-                                 .bytes_per_group = group * shape.seqlen_q * bytes_per_query,
+                                 .bytes_per_group = group * bytes_per_query * queries_at_once,
                                  .min_tiles = section.tiles,
                                  .longest_first = tiles_descend && !is_packed,
                                  .parts_of_l2 = section.parts_of_l2},

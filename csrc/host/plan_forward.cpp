@@ -48,19 +48,6 @@ bool has_vector_rows(const ForwardParams& params) {
          has_vector_rows(params.out);
 }
 
-// Queries of the longest sequence, as far as the host knows.
-int most_queries(const ForwardParams& params) {
-  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
-  return is_packed && params.sequences.max_seqlen_q > 0 ? params.sequences.max_seqlen_q
-                                                        : params.shape.seqlen_q;
-}
-
-// Keys of the longest sequence, as far as the host knows.
-int most_keys(const ForwardParams& params) {
-  const int bound = params.sequences.max_seqlen_k;
-  return bound > 0 ? std::min(bound, params.shape.seqlen_k) : params.shape.seqlen_k;
-}
-
 // Queries or keys, whichever are more, of the sequences that most of the work is in, about: of
 // packed ones neither the longest alone nor the many short ones. Where bits must not depend on the
 // batch or the size of a cache, as if they were long.
@@ -73,7 +60,8 @@ int typical_seqlen(const ForwardParams& params) {
   if (sequences.cu_seqlens_q != nullptr) {
     constexpr int times_average = 4;
     const int average = ceil_div(shape.seqlen_q, std::max(1, shape.batch_size));
-    queries = std::min<std::int64_t>(most_queries(params), std::int64_t{times_average} * average);
+    queries = std::min<std::int64_t>(most_queries(shape, sequences),
+                                     std::int64_t{times_average} * average);
     if (sequences.cu_seqlens_k != nullptr)
       keys = queries * shape.seqlen_k / std::max(1, shape.seqlen_q);
   }
@@ -88,7 +76,8 @@ int keys_per_query(const ForwardParams& params, const Window& window) {
 // Rows of a sequence's queries and of the heads that share a key head.
 std::int64_t packed_rows(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
-  return std::int64_t{most_queries(params)} * (shape.num_heads_q / shape.num_heads_k);
+  return std::int64_t{most_queries(shape, params.sequences)} *
+         (shape.num_heads_q / shape.num_heads_k);
 }
 
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
@@ -280,7 +269,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   const bool decodes = config.kind == ForwardKind::decode;
   if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
   if (params.split.batch_invariant)
-    return decodes ? ceil_div(most_keys(params), invariant_split_keys) : 1;
+    return decodes ? ceil_div(most_keys(shape, params.sequences), invariant_split_keys) : 1;
 
   // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
   // than an uneven last round. Rows for caches also have lower tiles, which is another reason to
@@ -346,14 +335,17 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   const bool stays = config.family == KernelFamily::sm90;
   const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;
   const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
+  // Of a packed call those of a sequence stay in L2, not all.
+  const int keys_at_once = stays ? most_keys(shape, params.sequences) : shape.seqlen_k;
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,
                      .batch_size = is_packed ? 1 : shape.batch_size,
                      .num_heads = packs_heads ? shape.num_heads_k : shape.num_heads_q,
                      .heads_per_group = packs_heads ? 1 : group,
-                     .bytes_per_group = bytes_per_key * shape.seqlen_k,
+                     .bytes_per_group = bytes_per_key * keys_at_once,
                      .min_tiles = is_even ? 0 : tiles_wanted * std::int64_t{device.num_sms},
-                     .longest_first = longest_first && !is_packed},
+                     .longest_first = longest_first && !is_packed,
+                     .parts_of_l2 = is_packed && stays ? 8 : 2},
                     device);
 
   if (stays) {

@@ -72,6 +72,16 @@ int most_packed_tiles(const AttentionShape& shape, int tiles, int rows) {
   return static_cast<int>(tiles + std::min<std::int64_t>(sequences, rows));
 }
 
+int most_queries(const AttentionShape& shape, const SequenceParams& sequences) {
+  const bool is_known = sequences.cu_seqlens_q != nullptr && sequences.max_seqlen_q > 0;
+  return is_known ? std::min(sequences.max_seqlen_q, shape.seqlen_q) : shape.seqlen_q;
+}
+
+int most_keys(const AttentionShape& shape, const SequenceParams& sequences) {
+  const int bound = sequences.max_seqlen_k;
+  return bound > 0 ? std::min(bound, shape.seqlen_k) : shape.seqlen_k;
+}
+
 std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan) {
   return SequenceTable::bytes(batch_size, plan);
 }

@@ -34,6 +34,10 @@ int checked_tiles(int rows, int rows_per_row, int tile_rows);
 // case: each of them, and the rows that belong to none, ends on a tile of its own.
 int most_packed_tiles(const AttentionShape& shape, int tiles, int rows);
 
+// Queries, or keys, of the longest sequence, as far as the host knows.
+int most_queries(const AttentionShape& shape, const SequenceParams& sequences);
+int most_keys(const AttentionShape& shape, const SequenceParams& sequences);
+
 // Bytes of a packed call's table (shared/sequence.h).
 std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan);
 

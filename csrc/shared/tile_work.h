@@ -14,6 +14,13 @@ struct TileWork {
 
 inline constexpr int no_tile = -1;  // as TileWork::tile: nothing to do
 
+// A schedule has as many tiles as there can be; of a packed call, those in its list are there.
+FAC_HOST_DEVICE constexpr TileSchedule existing_tiles(TileSchedule schedule,
+                                                      const SequenceTable& table) {
+  if (table.counts != nullptr) schedule.num_tiles = table.counts[0];
+  return schedule;
+}
+
 // What is at a place of the schedule. False beyond the end of a packed call's list: nothing to do.
 template <class Params>
 FAC_HOST_DEVICE bool find_work(const TileCoord& coord, const SequenceTable& table,
@@ -31,10 +38,13 @@ FAC_HOST_DEVICE bool find_work(const TileCoord& coord, const SequenceTable& tabl
   return true;
 }
 
+// What the block does. Those with nothing to do come behind all others.
 template <class Params>
 FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable& table,
                                const Params& params, int block_id, TileWork& work) {
-  return find_work(tile_coord(schedule, block_id), table, params, work);
+  const TileSchedule existing = existing_tiles(schedule, table);
+  if (block_id >= existing.grid_size()) return false;
+  return find_work(tile_coord(existing, block_id), table, params, work);
 }
 
 // A tile's head among all of the schedule's.

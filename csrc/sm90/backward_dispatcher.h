@@ -75,8 +75,9 @@ CUTE_DEVICE int next_swept_tile(BackwardArguments const& call, Sequence const& s
 }
 
 // The tile at place `id` of the schedule or, where that stands for all tiles of a swept sequence,
-// the next of them. False for one of which the window hides all, or beyond the end of a packed
-// call's list; then `exists` tells the two apart. What lists hide is not looked at.
+// the next of them. False for one of which the window hides all, or behind the end of a packed
+// call's list, where all others follow; then `exists` tells the two apart. What lists hide is not
+// looked at.
 template <class Traits>
 CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& tiles_left,
                            BackwardWorkItem& item, bool& exists) {
@@ -153,12 +154,13 @@ CUTE_DEVICE void count_released(int* counter, int number = 1) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
 }
 
-// How many of a tile's steps are left to load, beside lists, or to add, where all are counted, when
-// the next tile is drawn: few, so that who is done first gets it, and in turns, where who has drawn
-// a tile and does not begin keeps others waiting, fewer.
+// How many steps of the tiles drawn so far are left to load, of the last tile beside lists, or to
+// add, where all are counted, when the next tile is drawn: few, so that who is done first gets it,
+// and in turns, where who has drawn a tile and does not begin keeps others waiting, fewer.
 constexpr int loads_before_next = 6;
 constexpr int steps_before_next = 3;
 constexpr int steps_before_next_in_turns = 1;
+constexpr int no_next = 1 << 30;  // instead of a tile's steps
 
 template <class Traits>
 struct BackwardDispatcher {
@@ -209,8 +211,9 @@ struct BackwardDispatcher {
     return ticket;
   }
 
-  // Tells the others of the next tile that a query sees, or that there is none.
-  CUTE_DEVICE void announce_next() {
+  // Tells the others of the next tile that a query sees, or that there is none. Its steps, where
+  // all are counted.
+  CUTE_DEVICE int announce_next() {
     producer_acquire(smem.work_ring, next_state);
     typename Traits::WorkItem& item = smem.work[next_state.stage];
     bool found = false;
@@ -227,14 +230,18 @@ struct BackwardDispatcher {
       } else {
         found = find_tile<Traits>(args, ticket, tiles_left, item, exists);
       }
+      if (!exists) break;
     }
+    int steps = no_next;
     if (found) {
       if constexpr (Traits::writes_dq) find_sums<Traits>(args.call, item);
+      if constexpr (!Traits::is_sparse) steps = item.steps();
     } else {
       item.work.tile = no_tile;
     }
     FullBarrier::arrive(&smem.work_ring.full[next_state.stage]);
     next_state.advance();
+    return steps;
   }
 
   CUTE_DEVICE void wait_until_added() {
@@ -245,9 +252,11 @@ struct BackwardDispatcher {
 
   CUTE_DEVICE void run() {
     BackwardArguments const& call = args.call;
+    // The others can do all that is announced while this thread waits for one of them.
+    static_assert(steps_before_next <= Traits::added_stages);
     const int steps_left = call.turns.used() ? steps_before_next_in_turns : steps_before_next;
     [[maybe_unused]] PipelineState<1> wanted;
-    announce_next();
+    int steps_ahead = announce_next();
     CUTE_NO_UNROLL
     for (PipelineState<Traits::work_stages> state;; state.advance()) {
       typename Traits::WorkItem const& item = smem.work[state.stage];
@@ -261,11 +270,10 @@ struct BackwardDispatcher {
           count_released(call.additions + schedule_head(call.schedule, call.table, item.work),
                          share_of_part(item.part, item.parts, call.shared_tiles.parts));
       } else {
-        const int steps = item.steps();
         Step step = Step::first(item);
         CUTE_NO_UNROLL
-        for (int left = steps; left > 0; --left, step.advance(item)) {
-          if (left == min(steps, steps_left)) announce_next();
+        for (int left = item.steps(); left > 0; --left, --steps_ahead, step.advance(item)) {
+          while (steps_ahead <= steps_left) steps_ahead += announce_next();
           wait_until_added();
           if (call.additions == nullptr) continue;  // nobody asks
           count_released(call.additions + step.sum(item));

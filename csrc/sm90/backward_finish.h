@@ -204,7 +204,7 @@ CUTE_DEVICE bool finish_strip(BackwardArguments const& call,
         .sequence = work.sequence, .tile = 0, .head = strip.head / heads_per_tile(call)};
     if (!wait_for_additions<Traits>(
             call.additions + schedule_head(call.schedule, call.table, of_keys),
-            call.schedule.num_tiles * call.shared_tiles.parts, smem))
+            existing_tiles(call.schedule, call.table).num_tiles * call.shared_tiles.parts, smem))
       return false;
   } else {
     const BlockRange adders = adders_of_sum<Traits>(call, work);

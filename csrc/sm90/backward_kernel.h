@@ -50,17 +50,16 @@ CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
     BackwardWorkItem item;
     bool exists;
     bool is_seen = find_tile<Traits>(args, static_cast<int>(id), tiles_left, item, exists);
+    if (!exists) break;
     if constexpr (Traits::is_sparse)
       is_seen = is_seen && !is_unlisted<Traits>(args.call.params, item);
     if (is_seen) continue;
     if constexpr (Traits::is_sparse) {
       BackwardArguments const& call = args.call;
-      const int head = exists ? schedule_head(call.schedule, call.table, item.work)
-                              : tile_coord(call.schedule, static_cast<int>(id)).head;
       if (call.additions != nullptr && threadIdx.x % 32 == 0)
-        atomicAdd(call.additions + head, call.shared_tiles.parts);
+        atomicAdd(call.additions + schedule_head(call.schedule, call.table, item.work),
+                  call.shared_tiles.parts);
     }
-    if (!exists) continue;
     clear_key_gradients<Traits>(args.call, item, threadIdx.x % 32);
   }
 }

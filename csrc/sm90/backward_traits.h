@@ -203,7 +203,8 @@ struct BackwardTraits {
   static constexpr bool stores_in_ds = in_pairs && !separate;
   static constexpr int stages = config.stages_q;  // and of a bias
   static constexpr int ds_stages = 2;             // of dS, and of P between warpgroups
-  static constexpr int work_stages = 2;
+  // The tile in hand and the next, or as many as are drawn ahead (backward_dispatcher.h).
+  static constexpr int work_stages = is_sparse ? 2 : 4;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
   static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other
   static constexpr int key_stages = config.stages_kv;  // of K and V
@@ -243,11 +244,11 @@ struct BackwardTraits {
     // dK and dV on their way out.
     alignas(tile_alignment(stores_tiles)) Element dk[stores_tiles ? block_n * head_dim : 8];
     alignas(tile_alignment(stores_tiles)) Element dv[stores_tiles ? block_n * head_dim_v : 8];
-    alignas(tile_alignment(has_bias)) Element bias[has_bias ? stages * block_n * block_m : 8];
-    alignas(128)
-        uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     alignas(128) float lse_log2[stages][block_m];
     alignas(128) float softmax_d[dout_stages][block_m];
+    alignas(tile_alignment(has_bias)) Element bias[has_bias ? stages * block_n * block_m : 8];
+    alignas(separate ? 128 : 16)
+        uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
     Ring<key_stages> key_ring;    // K, and what says that K and V are read
     Ring<key_stages> value_ring;  // V
     Ring<stages> q_ring;          // with lse_log2 and bias

@@ -26,10 +26,9 @@ struct ForwardArguments {
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;
-  int key_box_rows;        // of a box of k or v: a tile's, or what lies in one page
-  int last_v_box;          // the first column of the last box with columns of v and out
-  std::int64_t num_tiles;  // of all heads and sequences
-  SplitResults splits;     // all tiles of the first, then of the second, and so on
+  int key_box_rows;     // of a box of k or v: a tile's, or what lies in one page
+  int last_v_box;       // the first column of the last box with columns of v and out
+  SplitResults splits;  // all tiles of the first, then of the second, and so on
   // Tiles drawn so far, in a MarkedCounter; null where CTAs have a fixed order.
   unsigned long long* tickets;
   unsigned long long call_mark;

@@ -30,7 +30,6 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   const TensorExtent outputs = output_extent(shape, params.sequences);
   const bool scales_scores =
       (Traits::has_score_modifiers || Traits::has_bias) && modifies_scores(params.score);
-  const std::int64_t num_tiles = plan.schedule.grid_size();
   char* workspace = static_cast<char*>(params.workspace);
   ForwardArguments arguments{
       .q_map = make_tensor_map(params.q, params.dtype, queries, {64, columns}),
@@ -45,7 +44,6 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
       .key_box_rows = key_rows,
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
-      .num_tiles = num_tiles,
       .splits = {.num_splits = plan.num_splits,
                  .rows = query_rows(params),
                  .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
@@ -67,9 +65,9 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
     arguments.tickets = reinterpret_cast<unsigned long long*>(workspace + plan.tickets_offset);
     arguments.call_mark = mark_of_next_call();
   }
-  launch_early<&forward_kernel<Tag>>(
-      std::min<std::int64_t>(num_tiles * plan.num_splits, plan.num_ctas), Traits::threads,
-      sizeof(typename Traits::SharedStorage), stream, arguments);
+  const std::int64_t tiles = plan.schedule.grid_size() * plan.num_splits;
+  launch_early<&forward_kernel<Tag>>(std::min<std::int64_t>(tiles, plan.num_ctas), Traits::threads,
+                                     sizeof(typename Traits::SharedStorage), stream, arguments);
 }
 
 template <class Tag>

@@ -65,12 +65,12 @@ struct TileWalk {
   }
 
   // Behind the CTAs' own: every CTA draws once in vain, and who draws last leaves the counter for
-  // the same launch, replayed.
+  // the same launch, replayed. Of a packed call there may be fewer tiles than CTAs.
   CUTE_DEVICE unsigned draw(std::int64_t tiles) {
     if (round == 1) tickets.mark(args.call_mark);
     round = 2;
     const int ticket = tickets.draw();
-    if (ticket == tiles - 1) tickets.reset();
+    if (ticket == max(tiles, std::int64_t{gridDim.x}) - 1) tickets.reset();
     return gridDim.x + static_cast<unsigned>(ticket);
   }
 
@@ -84,7 +84,8 @@ struct TileWalk {
   // False at the end.
   template <class Item>
   CUTE_DEVICE bool next(Item& item) {
-    const std::int64_t tiles = args.num_tiles * (Traits::can_split ? args.splits.num_splits : 1);
+    const std::int64_t of_a_split = existing_tiles(args.schedule, args.table).grid_size();
+    const std::int64_t tiles = of_a_split * (Traits::can_split ? args.splits.num_splits : 1);
     for (;;) {
       // As unsigned, within which a round beyond the largest grid stays.
       unsigned number;
@@ -97,7 +98,7 @@ struct TileWalk {
         number = next_of_own();
         if (number >= tiles) continue;
       }
-      const int split = take_splits(number, args.num_tiles);
+      const int split = take_splits(number, of_a_split);
       if (find_tile<Traits>(args, static_cast<int>(number), split, item)) return true;
     }
   }

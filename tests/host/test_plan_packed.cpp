@@ -181,6 +181,65 @@ TEST(the_list_has_the_order_that_a_dense_schedule_would_have) {
   CHECK(backward_descends({.left = 100, .right = Window::unbounded}));
 }
 
+TEST(sections_of_a_packed_backward_hold_wide_rows_or_what_short_sequences_leave_in_l2) {
+  const auto section = [](int heads, int head_dim, int longest, bool deterministic = false,
+                          bool has_lists = false, const DeviceInfo& device = h200) {
+    const AttentionShape shape{.batch_size = 32,
+                               .seqlen_q = 32'768,
+                               .seqlen_k = 32'768,
+                               .num_heads_q = heads,
+                               .num_heads_k = heads,
+                               .head_dim = head_dim,
+                               .head_dim_v = head_dim};
+    auto params = with_tensors(packed_call<BackwardParams>(shape, causal));
+    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    params.deterministic = deterministic;
+    if (has_lists) {
+      params.sparsity.lists = {.data = &some_int, .tiles = 256, .others = 256};
+    }
+    return plan_backward(params, device, sm90_backward_table()).schedule.heads_per_section;
+  };
+  // 512 bytes of a row.
+  CHECK_EQ(section(32, 64, 0), 4);
+  CHECK_EQ(section(16, 128, 0), 2);
+  CHECK_EQ(section(8, 256, 0), 1);
+  CHECK_EQ(section(32, 64, 32'768), 4);
+  // A 16th of L2 is 3.1 MiB: 25 heads of 256 rows of 512 bytes, 6 of 1,024, where 8 divide 32.
+  CHECK_EQ(section(32, 64, 256), 32);
+  CHECK_EQ(section(32, 64, 1024), 8);
+  CHECK_EQ(section(16, 128, 256), 16);
+  CHECK_EQ(section(16, 128, 1024), 4);  // 3 would do
+  // 8 tiles of a head at a time.
+  CHECK_EQ(section(32, 64, 0, true), 16);
+  CHECK_EQ(section(8, 256, 0, true), 8);
+  CHECK_EQ(section(32, 64, 0, false, true), 1);
+  // Kernels without CTAs that stay.
+  CHECK_EQ(section(32, 64, 256, false, false, a100), 1);
+}
+
+TEST(sections_of_a_packed_forward_hold_as_many_short_sequences_as_a_part_of_l2) {
+  const auto section = [](int longest, const DeviceInfo& device = h200) {
+    const AttentionShape shape{.batch_size = 32,
+                               .seqlen_q = 32'768,
+                               .seqlen_k = 32'768,
+                               .num_heads_q = 16,
+                               .num_heads_k = 16,
+                               .head_dim = 128,
+                               .head_dim_v = 128};
+    auto params = with_tensors(packed_call<ForwardParams>(shape, causal));
+    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    return plan_forward(params, device, sm90_forward_table()).schedule.heads_per_section;
+  };
+  // 8 tiles for each of 132 SMs are 4 heads of 290 tiles.
+  CHECK_EQ(section(0), 4);
+  CHECK_EQ(section(32'768), 4);
+  // An eighth of L2 is 6.25 MiB: 50 heads of 256 keys, 12 of 1,024, where all 16 are the next.
+  CHECK_EQ(section(256), 16);
+  CHECK_EQ(section(1024), 16);
+  CHECK_EQ(section(2048), 8);  // 6 would do
+  CHECK_EQ(section(256, a100), section(0, a100));
+}
+
 TEST(the_mask_is_judged_by_bounds_of_the_lengths) {
   // One query in all, so that no sequence has two: causal hides nothing.
   AttentionShape shape = batch_of_8;

@@ -3,6 +3,7 @@
 #include "shared/sequence.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <set>
@@ -246,24 +247,38 @@ TEST(packed_work_is_what_the_lists_say_and_ends_with_them) {
   const SequenceTable table{
       .counts = counts, .sequences = sequences.data(), .tiles = tiles, .q_tiles = q_tiles};
   const TileSchedule schedule{
-      .num_tiles = 5, .num_heads = 2, .num_batch_heads = 2, .heads_per_section = 2};
+      .num_tiles = 5, .num_heads = 3, .num_batch_heads = 3, .heads_per_section = 2};
   const auto params = call<ForwardParams>(shape_of_4);
-  int found = 0;
+  std::set<std::pair<int, int>> found;  // entries and heads
   for (int block = 0; block < schedule.grid_size(); ++block) {
     TileWork work;
-    const int entry = tile_coord(schedule, block).tile;
-    CHECK_EQ(find_work(schedule, table, params, block, work), entry < 3);
-    if (entry >= 3) continue;
-    ++found;
-    CHECK_EQ(work.sequence.index, tiles[entry].sequence);
-    CHECK_EQ(work.tile, tiles[entry].tile);
-    CHECK_EQ(work.head, tile_coord(schedule, block).head);
+    CHECK_EQ(find_work(schedule, table, params, block, work), block < 3 * 3);
+    if (block >= 3 * 3) continue;
+    const auto* entry =
+        std::find_if(std::begin(tiles), std::end(tiles), [&](const TileEntry& tile) {
+          return tile.sequence == work.sequence.index && tile.tile == work.tile;
+        });
+    CHECK(entry != std::end(tiles));
+    found.insert({static_cast<int>(entry - tiles), work.head});
+    // Sections of two heads and of one, each of which ends with the list.
+    CHECK_EQ(work.head < 2, block < 3 * 2);
   }
-  CHECK_EQ(found, 3 * 2);
+  CHECK_EQ(found.size(), std::size_t{3 * 3});
   QueryTile work;
   CHECK(find_query_tile(table, params, 0, 1, work));
   CHECK_EQ(work.sequence.index, 2);
   CHECK(!find_query_tile(table, params, 0, 2, work));
+}
+
+TEST(an_empty_list_has_no_packed_work) {
+  const int counts[] = {0, 0};
+  const TileSchedule schedule{
+      .num_tiles = 5, .num_heads = 3, .num_batch_heads = 3, .heads_per_section = 2};
+  const auto params = call<ForwardParams>(shape_of_4);
+  for (int block = 0; block < schedule.grid_size(); ++block) {
+    TileWork work;
+    CHECK(!find_work(schedule, SequenceTable{.counts = counts}, params, block, work));
+  }
 }
 
 // Pages
