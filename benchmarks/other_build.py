@@ -24,7 +24,8 @@ def other_attention() -> Callable[..., Any]:
     path = os.environ.get(LIBRARY_VARIABLE)
     if not path:
         raise ImportError(f"{LIBRARY_VARIABLE} is not set")
-    # Its last component is what the library's initialisation is named after.
+    # Its last component is what the library's initialisation is named after. The rest tells it from
+    # this build: of a name that it knows, pybind11 returns the module that it has loaded before.
     spec = importlib.util.spec_from_file_location("other_build._C", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise ImportError(f"{LIBRARY_VARIABLE}: {path} is no module of Python")

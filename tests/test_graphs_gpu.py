@@ -128,20 +128,31 @@ def test_training_step_with_other_lengths(max_seqlen: Any) -> None:
     check_device_errors()
 
 
-def test_training_step_with_more_sequences_than_tiles() -> None:
+MORE_SEQUENCES_THAN_TILES = 512
+TINY = [2 * i for i in range(MORE_SEQUENCES_THAN_TILES + 1)]
+ONE = [0] * MORE_SEQUENCES_THAN_TILES + [1024]
+NONE = [0] * (MORE_SEQUENCES_THAN_TILES + 1)
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+def test_more_sequences_than_tiles(trains: bool) -> None:
     """Sequences may have a tile each, which CTAs draw, or fewer than there are CTAs in all: what
-    CTAs draw from begins anew either way."""
-    total, sequences = 1024, 512
-    tiny = [2 * i for i in range(sequences + 1)]
-    one = [0] * sequences + [total]
-    none = [0] * (sequences + 1)
-    static = varlen_tensors(total, *(lengths(*tiny) for _ in range(2)))
-    replay = captured(lambda: varlen_step(static))
-    for repeat, ends in enumerate((tiny, one, one, tiny, none, one, tiny, tiny)):
-        fresh = varlen_tensors(total, *(lengths(*ends) for _ in range(2)))
+    CTAs draw from begins anew either way. In inference nothing else writes to where it lies."""
+
+    def run(tensors: dict[str, Tensor]) -> Results:
+        if trains:
+            return varlen_step(tensors)
+        bounds = (tensors["cu_q"], tensors["cu_k"], None, None)
+        q, k, v = (tensors[name] for name in "qkv")
+        return {"out": flash_attn_varlen_func(q, k, v, *bounds, causal=True)}
+
+    static = varlen_tensors(1024, *(lengths(*TINY) for _ in range(2)))
+    replay = captured(lambda: run(static))
+    for repeat, ends in enumerate((TINY, ONE, ONE, TINY, NONE, ONE, TINY, TINY)):
+        fresh = varlen_tensors(1024, *(lengths(*ends) for _ in range(2)))
         for name, x in fresh.items():
             static[name].copy_(x)
-        assert_same(replay(), varlen_step(fresh), f"replay {repeat}")
+        assert_same(replay(), run(fresh), f"replay {repeat}")
     check_device_errors()
 
 

@@ -103,7 +103,7 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
     return {.tiles = std::max(2 * at_a_time, tiles_of_heads), .parts_of_l2 = 2};
   }
   // What neighbouring heads have of a row lies side by side in memory, and short sequences take
-  // longer if it is read and written in small parts. With lists nobody has tried.
+  // longer if it is read and written in small parts. Beside lists nobody has tried how small.
   if (params.sequences.cu_seqlens_q != nullptr) {
     constexpr int bytes_of_row = 512;
     const int bytes_of_head = sizeof(std::uint16_t) * params.shape.head_dim;
@@ -331,7 +331,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
       sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       sizeof(float) * config.head_dim;                               // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  // Of a packed call those of a sequence stay in L2, not all.
+  // Those of a sequence stay in L2, not all of a packed call's.
   const int queries_at_once =
       config.family == KernelFamily::sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
   plan.schedule = make_schedule({.num_tiles = key_tiles,

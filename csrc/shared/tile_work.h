@@ -14,7 +14,7 @@ struct TileWork {
 
 inline constexpr int no_tile = -1;  // as TileWork::tile: nothing to do
 
-// A schedule has as many tiles as there can be; of a packed call, those in its list are there.
+// num_tiles is the host's upper bound; of a packed call there are counts[0] tiles.
 FAC_HOST_DEVICE constexpr TileSchedule existing_tiles(TileSchedule schedule,
                                                       const SequenceTable& table) {
   if (table.counts != nullptr) schedule.num_tiles = table.counts[0];

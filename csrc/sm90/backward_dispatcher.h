@@ -154,13 +154,12 @@ CUTE_DEVICE void count_released(int* counter, int number = 1) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
 }
 
-// How many steps of the tiles drawn so far are left to load, of the last tile beside lists, or to
-// add, where all are counted, when the next tile is drawn: few, so that who is done first gets it,
-// and in turns, where who has drawn a tile and does not begin keeps others waiting, fewer.
-constexpr int loads_before_next = 6;
-constexpr int steps_before_next = 3;
+// The next tile is drawn when so many steps are left: few, so that who is done first gets it.
+constexpr int loads_before_next = 6;  // beside lists: steps of the last tile, to load
+constexpr int steps_before_next = 3;  // else: steps of all tiles drawn so far, to add to dQ
+// The same in turns, where who has drawn a tile and does not begin keeps others waiting.
 constexpr int steps_before_next_in_turns = 1;
-constexpr int no_next = 1 << 30;  // instead of a tile's steps
+constexpr int no_next = 1 << 30;  // for the steps of no tile: so many that none is drawn any more
 
 template <class Traits>
 struct BackwardDispatcher {
@@ -252,8 +251,10 @@ struct BackwardDispatcher {
 
   CUTE_DEVICE void run() {
     BackwardArguments const& call = args.call;
-    // The others can do all that is announced while this thread waits for one of them.
+    // The others can do all that is announced while this thread waits for one of them, and the
+    // tile in hand stays where it is.
     static_assert(steps_before_next <= Traits::added_stages);
+    static_assert(Traits::is_sparse || steps_before_next < Traits::work_stages);
     const int steps_left = call.turns.used() ? steps_before_next_in_turns : steps_before_next;
     [[maybe_unused]] PipelineState<1> wanted;
     int steps_ahead = announce_next();

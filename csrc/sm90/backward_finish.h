@@ -42,8 +42,8 @@ struct Strip {
   int tile;  // of the head's, over all sequences
   int row;   // of the tile, the first
 
-  // Number `index` of them. Key tiles are drawn batch entry by batch entry or, packed, head by
-  // head.
+  // Number `index` of them. Key tiles are drawn batch entry by batch entry or, packed, in sections
+  // of few heads.
   template <class Traits, class Arguments>
   CUTE_DEVICE static Strip of(Arguments const& call, unsigned index) {
     constexpr unsigned per_tile = Traits::block_m / rows;

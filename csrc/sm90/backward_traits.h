@@ -203,7 +203,8 @@ struct BackwardTraits {
   static constexpr bool stores_in_ds = in_pairs && !separate;
   static constexpr int stages = config.stages_q;  // and of a bias
   static constexpr int ds_stages = 2;             // of dS, and of P between warpgroups
-  // The tile in hand and the next, or as many as are drawn ahead (backward_dispatcher.h).
+  // Beside lists the tile in hand and the next; else up to three tiles of a step each, and the one
+  // that is being drawn (backward_dispatcher.h).
   static constexpr int work_stages = is_sparse ? 2 : 4;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
   static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other

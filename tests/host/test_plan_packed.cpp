@@ -217,6 +217,30 @@ TEST(sections_of_a_packed_backward_hold_wide_rows_or_what_short_sequences_leave_
   CHECK_EQ(section(32, 64, 256, false, false, a100), 1);
 }
 
+TEST(sections_of_grouped_heads_in_a_packed_backward_are_of_key_heads_and_of_all_their_parts) {
+  const auto plan_of = [](int heads_k, int longest) {
+    const AttentionShape shape{.batch_size = 16,
+                               .seqlen_q = 8192,
+                               .seqlen_k = 8192,
+                               .num_heads_q = 32,
+                               .num_heads_k = heads_k,
+                               .head_dim = 128,
+                               .head_dim_v = 128};
+    auto params = with_tensors(packed_call<BackwardParams>(shape, causal));
+    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    return plan_backward(params, h200, sm90_backward_table());
+  };
+  // 2 tiles for each of 132 SMs are 4 key heads of 82. Of 4 query heads of 128 rows, 512 KiB, 6
+  // fit.
+  CHECK_EQ(plan_of(8, 0).dkdv_splits, 1);
+  CHECK_EQ(plan_of(8, 0).schedule.heads_per_section, 4);
+  CHECK_EQ(plan_of(8, 128).schedule.heads_per_section, 8);
+  // Parts of the query heads of one key head stay together.
+  const BackwardPlan shared = plan_of(1, 0);
+  CHECK(shared.dkdv_splits > 1);
+  CHECK_EQ(shared.schedule.heads_per_section, shared.dkdv_splits);
+}
+
 TEST(sections_of_a_packed_forward_hold_as_many_short_sequences_as_a_part_of_l2) {
   const auto section = [](int longest, const DeviceInfo& device = h200) {
     const AttentionShape shape{.batch_size = 32,
