@@ -128,10 +128,10 @@ def test_training_step_with_other_lengths(max_seqlen: Any) -> None:
     check_device_errors()
 
 
-MORE_SEQUENCES_THAN_TILES = 512
-TINY = [2 * i for i in range(MORE_SEQUENCES_THAN_TILES + 1)]
-ONE = [0] * MORE_SEQUENCES_THAN_TILES + [1024]
-NONE = [0] * (MORE_SEQUENCES_THAN_TILES + 1)
+MANY = 512
+TINY = [2 * i for i in range(MANY + 1)]
+ONE = [0] * MANY + [1024]
+NONE = [0] * (MANY + 1)
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])

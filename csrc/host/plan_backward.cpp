@@ -331,7 +331,7 @@ BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& devic
       sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       sizeof(float) * config.head_dim;                               // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  // Those of a sequence stay in L2, not all of a packed call's.
+  // Those of a sequence stay in L2, not all of a packed call's (sm80: not timed).
   const int queries_at_once =
       config.family == KernelFamily::sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
   plan.schedule = make_schedule({.num_tiles = key_tiles,

@@ -335,7 +335,7 @@ ForwardPlan plan_forward(const ForwardParams& params, const DeviceInfo& device,
   const bool stays = config.family == KernelFamily::sm90;
   const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;
   const std::int64_t bytes_per_key = sizeof(std::uint16_t) * (shape.head_dim + shape.head_dim_v);
-  // Those of a sequence stay in L2, not all of a packed call's.
+  // Those of a sequence stay in L2, not all of a packed call's (sm80: not timed).
   const int keys_at_once = stays ? most_keys(shape, params.sequences) : shape.seqlen_k;
   plan.schedule =
       make_schedule({.num_tiles = num_tiles,

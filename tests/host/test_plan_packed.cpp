@@ -38,6 +38,20 @@ std::int64_t tiles_of(const std::vector<int>& lengths, int rows_per_row, int til
   return tiles;
 }
 
+// A causal call of `rows` in one sequence for each 1,024. longest: what the host is told, or 0.
+template <class Params>
+Params causal_batch(int rows, int heads_q, int heads_k, int head_dim, int longest) {
+  AttentionShape shape = batch_of_8;
+  shape.batch_size = rows / 1024;
+  shape.seqlen_q = shape.seqlen_k = rows;
+  shape.num_heads_q = heads_q;
+  shape.num_heads_k = heads_k;
+  shape.head_dim = shape.head_dim_v = head_dim;
+  auto params = with_tensors(packed_call<Params>(shape, causal));
+  params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+  return params;
+}
+
 // Runs visit(lengths) over every way to share `rows` out to `parts` sequences.
 template <class Visit>
 void for_each_sharing(int rows, int parts, std::vector<int>& lengths, Visit visit) {
@@ -184,15 +198,7 @@ TEST(the_list_has_the_order_that_a_dense_schedule_would_have) {
 TEST(sections_of_a_packed_backward_hold_wide_rows_or_what_short_sequences_leave_in_l2) {
   const auto section = [](int heads, int head_dim, int longest, bool deterministic = false,
                           bool has_lists = false, const DeviceInfo& device = h200) {
-    const AttentionShape shape{.batch_size = 32,
-                               .seqlen_q = 32'768,
-                               .seqlen_k = 32'768,
-                               .num_heads_q = heads,
-                               .num_heads_k = heads,
-                               .head_dim = head_dim,
-                               .head_dim_v = head_dim};
-    auto params = with_tensors(packed_call<BackwardParams>(shape, causal));
-    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    auto params = causal_batch<BackwardParams>(32'768, heads, heads, head_dim, longest);
     params.deterministic = deterministic;
     if (has_lists) {
       params.sparsity.lists = {.data = &some_int, .tiles = 256, .others = 256};
@@ -219,18 +225,10 @@ TEST(sections_of_a_packed_backward_hold_wide_rows_or_what_short_sequences_leave_
 
 TEST(sections_of_grouped_heads_in_a_packed_backward_are_of_key_heads_and_of_all_their_parts) {
   const auto plan_of = [](int heads_k, int longest) {
-    const AttentionShape shape{.batch_size = 16,
-                               .seqlen_q = 8192,
-                               .seqlen_k = 8192,
-                               .num_heads_q = 32,
-                               .num_heads_k = heads_k,
-                               .head_dim = 128,
-                               .head_dim_v = 128};
-    auto params = with_tensors(packed_call<BackwardParams>(shape, causal));
-    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    const auto params = causal_batch<BackwardParams>(8192, 32, heads_k, 128, longest);
     return plan_backward(params, h200, sm90_backward_table());
   };
-  // 2 tiles for each of 132 SMs are 4 key heads of 82. Of 4 query heads of 128 rows, 512 KiB, 6
+  // 2 tiles for each of 132 SMs are 4 key heads of 74. Of 4 query heads of 128 rows, 512 KiB, 6
   // fit.
   CHECK_EQ(plan_of(8, 0).dkdv_splits, 1);
   CHECK_EQ(plan_of(8, 0).schedule.heads_per_section, 4);
@@ -243,15 +241,7 @@ TEST(sections_of_grouped_heads_in_a_packed_backward_are_of_key_heads_and_of_all_
 
 TEST(sections_of_a_packed_forward_hold_as_many_short_sequences_as_a_part_of_l2) {
   const auto section = [](int longest, const DeviceInfo& device = h200) {
-    const AttentionShape shape{.batch_size = 32,
-                               .seqlen_q = 32'768,
-                               .seqlen_k = 32'768,
-                               .num_heads_q = 16,
-                               .num_heads_k = 16,
-                               .head_dim = 128,
-                               .head_dim_v = 128};
-    auto params = with_tensors(packed_call<ForwardParams>(shape, causal));
-    params.sequences.max_seqlen_q = params.sequences.max_seqlen_k = longest;
+    const auto params = causal_batch<ForwardParams>(32'768, 16, 16, 128, longest);
     return plan_forward(params, device, sm90_forward_table()).schedule.heads_per_section;
   };
   // 8 tiles for each of 132 SMs are 4 heads of 290 tiles.
