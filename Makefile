@@ -21,7 +21,7 @@ gpu-test: install-test
 	OMP_NUM_THREADS=2 "$(PYTHON)" -m pytest -m gpu --numprocesses $(GPU_TEST_WORKERS) --dist worksteal --gpu-summary tests/gpu_results $(TEST_ARGS)
 
 sanitize: install-test
-	"$(PYTHON)" tests/sanitize_all.py --summary tests/gpu_results
+	"$(PYTHON)" -m tests.sanitizer.sanitize_all --summary tests/gpu_results
 
 kernels: environment
 	"$(PYTHON)" -m build_tools.build_kernels

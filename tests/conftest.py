@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-import gpu_summary
 import pytest
 import torch
-from cases import AttentionCase
-from gpus import gpus_of_worker, visible_gpus
-from harness import (
+
+from flash_attn_cuda import check_device_errors
+from tests.cases.attention import AttentionCase
+from tests.cases.harness import (
     DEVICE,
     ON_CPU,
     Check,
@@ -20,12 +20,12 @@ from harness import (
     check_forward_backward,
     skip_without_row,
 )
-from masked_cases import MaskedCase
-from masked_harness import check_masked
-from ranks import Ranks
-from tolerance import Closeness
-
-from flash_attn_cuda import check_device_errors
+from tests.cases.masked import MaskedCase
+from tests.cases.masked_harness import check_masked
+from tests.context_parallel.ranks import Ranks
+from tests.gpu import summary as gpu_summary
+from tests.gpu.gpus import gpus_of_worker, visible_gpus
+from tests.reference.tolerance import Closeness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,344 @@
+"""What masks.py compares: masks in blocks, documents, biases and sinks, and their references.
+
+A group is one problem; its entrants compute it, or what it is compared with, from the same memory.
+No two calls find their data in a cache: inputs are larger than any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.core.feature_tables import Target
+from benchmarks.core.lengths import log_normal_lengths
+from benchmarks.core.metrics import Pass
+from benchmarks.peers.backends import (
+    BACKENDS,
+    TensorOrder,
+    Unsupported,
+    compiled_flex_attention,
+    require_cuda,
+    require_ours,
+)
+from benchmarks.suites.feature_cost import plain_case
+from benchmarks.suites.mask_blocks import BLOCK, flex_block_mask, random_blocks, window_blocks
+from benchmarks.suites.varlen import ours_packed
+from tests.cases.attention import AttentionCase, AttentionInputs, VarlenCase, VarlenInputs
+
+HEADS = 16
+DENSITY_SEQLEN = 16_384
+DENSITIES, QUICK_DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05), (0.25, 0.05)
+DOCUMENTS, MEAN_DOCUMENT = 32, 1024
+BIAS_SEQLEN = 4096
+SINK_SEQLENS, QUICK_SINK_SEQLENS = (1024, 4096, 16_384), (4096,)
+HEAD_DIMS = (64, 128)
+
+ALL, RANDOM, WINDOW = "all", "random", "window"
+BLOCKS = {ALL: random_blocks, RANDOM: random_blocks, WINDOW: window_blocks}
+
+# time_ratio: time over the reference's; speedup: the peer's time over it.
+OF_DENSE_TIME = {0.25: 0.29, 0.05: 0.075}
+FASTER_THAN_FLEX = Target("speedup", 1.15)
+FASTER_THAN_TORCH = Target("speedup", 1.3)
+LIKE_PACKED = Target("time_ratio", 1.1, at_least=False)
+SINK_COSTS_LITTLE = Target("time_ratio", 1.02, at_least=False)
+
+Attend = Callable[..., Tensor]  # of an entrant's inputs
+
+
+@dataclass(frozen=True)
+class MaskGroup:
+    """One problem, and for block masks the share of pairs that is visible."""
+
+    part: str
+    case: AttentionCase | VarlenCase
+    mask: str
+    density: float | None = None
+
+    def __str__(self) -> str:
+        density = "" if self.density is None else f" {self.density:g}"
+        return f"{self.mask}{density} d{self.case.head_dim} S{self.seqlen}"
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of a sequence; of packed ones, of all."""
+        return self.case.total_q if isinstance(self.case, VarlenCase) else self.case.seqlen_q
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.case.device).type == "cuda"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """Something to time. `prepare` makes the function that is called with `inputs`, which are
+    leaves: q, k, v in `order` and what else has a gradient.
+    """
+
+    name: str
+    prepare: Callable[[], Attend]
+    inputs: tuple[Tensor, ...]
+    dout: Tensor
+    order: TensorOrder = TensorOrder.seqlen_first
+    scope: Callable[[], AbstractContextManager] = nullcontext
+    density: float = 1.0  # share of the case's pairs that it must compute
+    reference: str | None = None  # the entrant whose time its own is a multiple of
+    peer: str | None = None  # torch's, which should take longer
+    twin: str | None = None  # one that computes the same, to compare results with
+    targets: tuple[Target, ...] = ()
+    passes: tuple[Pass, ...] = tuple(Pass)
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+HeadDims = tuple[int, ...] | None  # None: those of the part
+
+
+def density_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    groups = []
+    for head_dim in head_dims or HEAD_DIMS[1:]:
+        case = one_sequence(DENSITY_SEQLEN, head_dim, device)
+        for density in QUICK_DENSITIES if quick else DENSITIES:
+            masks = (ALL,) if density == 1.0 else (RANDOM, WINDOW)
+            groups += [MaskGroup("density", case, mask, density) for mask in masks]
+    return groups
+
+
+def document_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    return [
+        MaskGroup("document", packed_documents(head_dim, device), f"{DOCUMENTS} documents")
+        for head_dim in head_dims or HEAD_DIMS[1:]
+    ]
+
+
+def bias_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    return [
+        MaskGroup("bias", one_sequence(BIAS_SEQLEN, head_dim, device), "bias")
+        for head_dim in head_dims or (HEAD_DIMS[1:] if quick else HEAD_DIMS)
+    ]
+
+
+def sink_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    return [
+        MaskGroup("sink", plain_case(seqlen, head_dim, True, device), "sink")
+        for head_dim in head_dims or (HEAD_DIMS[1:] if quick else HEAD_DIMS)
+        for seqlen in (QUICK_SINK_SEQLENS if quick else SINK_SEQLENS)
+    ]
+
+
+def one_sequence(seqlen: int, head_dim: int, device: str) -> AttentionCase:
+    return AttentionCase(
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        num_heads_q=HEADS,
+        num_heads_k=HEADS,
+        head_dim=head_dim,
+        device=device,
+    )
+
+
+def packed_documents(head_dim: int, device: str) -> VarlenCase:
+    return VarlenCase(
+        lengths_q=log_normal_lengths(DOCUMENTS, MEAN_DOCUMENT),
+        num_heads_q=HEADS,
+        num_heads_k=HEADS,
+        head_dim=head_dim,
+        causal=True,
+        device=device,
+    )
+
+
+# -- entrants of a group ---------------------------------------------------------------------------
+
+
+def density_entrants(group: MaskGroup) -> list[Entrant]:
+    case, density = group.case, group.density
+    inputs = case.make_inputs()
+    ours = tensors_of(inputs)
+    make_blocks, count = BLOCKS[group.mask], case.seqlen_q // BLOCK
+    blocks = make_blocks(count, case.num_heads_q, density).to(case.device)
+    limit = OF_DENSE_TIME.get(density)
+    targets = () if limit is None else (Target("time_ratio", limit, at_least=False),)
+    return [
+        Entrant(
+            "block mask",
+            partial(ours_in_blocks, case, blocks),
+            *ours,
+            density=density,
+            reference="dense",
+            peer="FlexAttention",
+            twin="FlexAttention",
+            targets=(*targets, FASTER_THAN_FLEX),
+        ),
+        Entrant("dense", partial(BACKENDS["ours"].prepare, case), *ours),
+        Entrant(
+            "FlexAttention",
+            partial(flex_in_blocks, case, blocks),
+            *tensors_of(inputs, heads_first),
+            order=TensorOrder.heads_first,
+            density=density,
+        ),
+    ]
+
+
+def document_entrants(group: MaskGroup) -> list[Entrant]:
+    """The mask with causality in its bits, and with causality left to the call."""
+    case = group.case
+    inputs = case.make_inputs()
+    dense = tensors_of(inputs, lambda x: x[None])
+    like_packed = {"reference": "packed", "twin": "packed"}
+    return [
+        Entrant(
+            "causal mask",
+            partial(ours_of_documents, case, in_mask=True),
+            *dense,
+            **like_packed,
+            targets=(LIKE_PACKED,),
+        ),
+        Entrant(
+            "mask, causal call",
+            partial(ours_of_documents, case, in_mask=False),
+            *dense,
+            **like_packed,
+        ),
+        Entrant("packed", partial(ours_packed, case), *tensors_of(inputs)),
+    ]
+
+
+def bias_entrants(group: MaskGroup) -> list[Entrant]:
+    """Backward with the bias's gradient."""
+    case = group.case
+    generator = torch.Generator(case.device).manual_seed(1)
+    shape = (1, case.num_heads_q, case.seqlen_q, case.seqlen_k)
+    bias = torch.randn(shape, dtype=case.dtype, device=case.device, generator=generator)
+    (bias,) = leaves(bias)
+    inputs = case.make_inputs()
+    ours, dout = tensors_of(inputs)
+    views, dout_view = tensors_of(inputs, heads_first)
+    return [
+        Entrant(
+            "bias",
+            partial(ours_with_bias, case),
+            (*ours, bias),
+            dout,
+            peer="torch efficient",
+            twin="torch efficient",
+            targets=(FASTER_THAN_TORCH,),
+        ),
+        Entrant(
+            "torch efficient",
+            partial(torch_with_bias, case),
+            (*views, bias),
+            dout_view,
+            order=TensorOrder.heads_first,
+            scope=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION),
+        ),
+    ]
+
+
+def sink_entrants(group: MaskGroup) -> list[Entrant]:
+    """A constant sink and, backward, one with a gradient."""
+    case = group.case
+    generator = torch.Generator(case.device).manual_seed(1)
+    sink = torch.randn(case.num_heads_q, device=case.device, generator=generator)
+    inputs, dout = tensors_of(case.make_inputs())
+    costs_little = {"reference": "plain", "targets": (SINK_COSTS_LITTLE,)}
+    return [
+        Entrant("sink", partial(ours_with_sink, case, sink), inputs, dout, **costs_little),
+        Entrant(
+            "sink with gradient",
+            partial(ours_with_sink, case),
+            (*inputs, *leaves(sink)),
+            dout,
+            **costs_little,
+            passes=(Pass.backward,),
+        ),
+        Entrant("plain", partial(BACKENDS["ours"].prepare, case), inputs, dout),
+    ]
+
+
+def tensors_of(
+    inputs: AttentionInputs | VarlenInputs, view: Callable[[Tensor], Tensor] = lambda x: x
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """((q, k, v), dout) as views."""
+    return leaves(*map(view, (inputs.q, inputs.k, inputs.v))), view(inputs.dout)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory, each with a gradient of its own."""
+    return tuple(x.detach().requires_grad_() for x in tensors)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def ours_in_blocks(case: AttentionCase, blocks: Tensor) -> Attend:
+    from flash_attn_cuda import BlockSparsity, flash_attn_func
+
+    require_ours(case.device)
+    sparsity = BlockSparsity.from_blocks(blocks, BLOCK, case.seqlen_q, case.seqlen_k)
+    return partial(flash_attn_func, block_mask=sparsity)
+
+
+def flex_in_blocks(case: AttentionCase, blocks: Tensor) -> Attend:
+    require_cuda(case)
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise Unsupported(f"triton is not importable: {error}") from None
+    return partial(compiled_flex_attention(), block_mask=flex_block_mask(blocks))
+
+
+def ours_of_documents(case: VarlenCase, in_mask: bool) -> Attend:
+    """Causality `in_mask`, else in the call."""
+    from flash_attn_cuda import flash_attn_func, masks
+
+    require_ours(case.device)
+    lengths = torch.tensor(case.lengths_q, device=case.device)
+    ids = torch.arange(case.batch, device=case.device).repeat_interleave(lengths)
+    sparsity = masks.document(ids, causal=in_mask)
+    return partial(flash_attn_func, block_mask=sparsity, causal=not in_mask)
+
+
+def ours_with_bias(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import flash_attn_func
+
+    require_ours(case.device)
+    return lambda q, k, v, bias: flash_attn_func(q, k, v, attn_mask=bias)
+
+
+def torch_with_bias(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    return F.scaled_dot_product_attention  # whose fourth argument is the bias
+
+
+def ours_with_sink(case: AttentionCase, constant: Tensor | None = None) -> Attend:
+    """Without a constant sink the function takes one as its last argument."""
+    from flash_attn_cuda import flash_attn_func
+
+    require_ours(case.device)
+    causal = case.causal
+    if constant is not None:
+        return partial(flash_attn_func, causal=causal, sink=constant)
+    return lambda q, k, v, sink: flash_attn_func(q, k, v, causal=causal, sink=sink)
+
+
+Groups = Callable[[str, bool, HeadDims], list[MaskGroup]]
+PARTS: dict[str, tuple[Groups, Callable[[MaskGroup], list[Entrant]]]] = {
+    "density": (density_groups, density_entrants),
+    "document": (document_groups, document_entrants),
+    "bias": (bias_groups, bias_entrants),
+    "sink": (sink_groups, sink_entrants),
+}

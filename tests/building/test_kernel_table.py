@@ -1,0 +1,420 @@
+"""The kernel table: what the C++ side reads of it, and that every call finds a row."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import Field, fields, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from build_tools import generate_units
+from build_tools.kernel_row import (
+    BackwardRow,
+    Dtype,
+    Family,
+    Feature,
+    ForwardRow,
+    Kernel,
+    KernelRow,
+    Kind,
+    Mask,
+    Pass,
+    RowError,
+)
+from build_tools.kernel_table import (
+    ALL_ROWS,
+    BACKWARD_ROWS,
+    ENTRIES,
+    FORWARD_ROWS,
+    table_text,
+)
+from tests.building.kernel_rows import least_keys, most_seqlen
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_row_names_are_unique() -> None:
+    names = [row.name for row in ALL_ROWS]
+    assert len(set(names)) == len(names)
+
+
+def _cpp_fields(row_type: type[KernelRow]) -> dict[str, str | None]:
+    """Those of the struct in config.h in its order, with their defaults."""
+    header = (REPO / "csrc/flash_attn/config.h").read_text()
+    body = re.search(rf"struct {row_type.config_struct} {{(.*?)\n}};", header, flags=re.DOTALL)
+    assert body is not None
+    found = re.findall(r"^\s+\w+ (\w+)(?: = (\w+))?;", body[1], flags=re.MULTILINE)
+    return {name: default or None for name, default in found}
+
+
+def _row_fields(row_type: type[KernelRow]) -> dict[str, Field]:
+    return {f.name: f for f in fields(row_type) if f.metadata.get("compiled", True)}
+
+
+@pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
+def test_rows_have_the_fields_of_the_struct_in_its_order(row_type) -> None:
+    assert list(_cpp_fields(row_type)) == list(_row_fields(row_type))
+
+
+@pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
+def test_fields_that_rows_leave_out_have_a_default_in_the_struct(row_type) -> None:
+    """Which is the row's where that has one as well."""
+    for name, default in _cpp_fields(row_type).items():
+        of_row = _row_fields(row_type)[name]
+        if kernels := of_row.metadata.get("kernels"):
+            assert default is not None, name
+            assert of_row.default is None or str(of_row.default).lower() == default
+            assert set(kernels) < set(Kernel)
+        else:
+            assert default is None, name
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_a_row_has_the_fields_of_its_kernel(row: KernelRow) -> None:
+    owners = {name: f.metadata.get("kernels", Kernel) for name, f in _row_fields(type(row)).items()}
+    assert list(row.config()) == [name for name in owners if row.kernel in owners[name]]
+    assert None not in row.config().values()
+
+
+@pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])
+def test_enumerators_are_those_of_the_header(enum) -> None:
+    header = (REPO / "csrc/flash_attn/config.h").read_text()
+    name = generate_units.CPP_ENUMS[enum]
+    body = re.search(rf"enum class {name} : std::uint8_t {{ (.*?) }};", header)
+    assert body is not None
+    assert body[1].split(", ") == [member.value for member in enum]
+
+
+def test_features_are_those_of_the_list() -> None:
+    """Which config.h and host/names.h include; tests/host has the names that errors print."""
+    text = (REPO / "csrc/flash_attn/feature_list.h").read_text()
+    bits = re.findall(r"^FEATURE\((\w+), (\d+)\)", text, flags=re.MULTILINE)
+    assert {name: 1 << int(bit) for name, bit in bits} == {f.name: f.value for f in Feature}
+    assert [int(bit) for _, bit in bits] == list(range(len(Feature)))
+    for header in ("csrc/flash_attn/config.h", "csrc/host/names.h"):
+        text = (REPO / header).read_text()
+        assert '#include "flash_attn/feature_list.h"' in text
+        for feature in Feature:
+            assert f"{feature.name} =" not in text and f'"{feature.name}"' not in text
+
+
+def _kind(row: KernelRow) -> Kind | None:
+    return row.kind if isinstance(row, ForwardRow) else None
+
+
+MASKS = Feature.block_sparse | Feature.bias
+
+
+def _group(row: KernelRow) -> tuple:
+    """What a request and the device fix: rows of other groups never compete with this one, or, as
+    those for lists and a bias, only where no other runs.
+    """
+    return row.kernel_pass, row.family, row.dtype, _kind(row), row.features & MASKS
+
+
+def _is_for_short(row: KernelRow) -> bool:
+    return most_seqlen(row) < (1 << 31, 1 << 31)
+
+
+@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
+    order = list(Mask)
+    for group in {_group(row) for row in rows}:
+        of_group = [row for row in rows if _group(row) == group]
+        keys = [(row.head_dim, row.value_dim, order.index(row.mask)) for row in of_group]
+        assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
+    """So that a call without features never runs the slower kernel. In the sm80 backward of the
+    same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
+    their family runs on, and masked rows come behind plain ones that need less.
+    """
+    free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
+    served = (
+        *("family", "dtype", "mask", "head_dim", "head_dim_v", "kind"),
+        *("most_causal_seqlen", "most_full_seqlen"),
+    )
+
+    def tile(row: KernelRow) -> dict:
+        is_masked = bool(row.features & MASKS)
+        is_any = is_masked or row.family is Family.sm90 or row.kernel_pass is Pass.forward
+        config = {name: value for name, value in row.config().items() if name != "features"}
+        return {name: config[name] for name in served if name in config} if is_any else config
+
+    for position, row in enumerate(rows):
+        if _kind(row) is Kind.decode or not row.features & ~free:
+            continue
+        twins = [
+            other
+            for other in rows[:position]
+            if other.head_dim == row.head_dim
+            and tile(other).items() >= tile(row).items()
+            and not other.features & ~free
+        ]
+        assert twins, row.name
+
+
+SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD_ROW = (
+    next(row for row in ALL_ROWS if row.kernel is kernel and row.head_dim == 128)
+    for kernel in (
+        *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm90_forward),
+        *(Kernel.sm80_backward, Kernel.sm90_backward),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        (SM80_FORWARD_ROW, {"head_dim": 96, "block_m": 80, "block_n": 160, "num_warps": 5}),
+        (SM80_FORWARD_ROW, {"head_dim": 32, "block_m": 80, "block_n": 128, "num_warps": 1}),
+        (SM80_FORWARD_ROW, {"block_m": 96, "block_n": 48, "num_warps": 2}),
+        (SM90_FORWARD_ROW, {"block_m": 192, "block_n": 96, "num_warps": 12}
+         | {"producer_registers": 32, "consumer_registers": 160}),
+        (SM80_BACKWARD_ROW, {"block_n": 96, "warps_m_scores": 4, "warps_n_dkdv": 2}),
+    ],
+)  # fmt: skip
+def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
+    changed = replace(row, **changes, variant="changed", features=Feature(0))
+    assert changed.config().items() >= changes.items()
+    assert row.tile != changed.tile
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "rule"),
+    [
+        (SM80_FORWARD_ROW, {"num_warps": 4}, "every warp multiplies whole 16 queries"),
+        (SM80_FORWARD_ROW, {"num_warps": 5}, "160 threads copy 20 rows at a time, not whole"),
+        (DECODE_ROW, {}, "a tile is the 16 rows of one product"),
+        (SM90_FORWARD_ROW, {"num_warps": 5}, "a warpgroup multiplies 64 queries"),
+        (SM90_BACKWARD_ROW, {}, "a warpgroup multiplies dQ of 64 queries"),
+        (SM80_BACKWARD_ROW, {}, "warps share 80 x 128 in whole 16 x 16 (warps_m_scores)"),
+        (
+            SM80_BACKWARD_ROW,
+            {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2, "warps_m_dq": 1},
+            "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
+        ),
+    ],
+)
+def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rule) -> None:
+    with pytest.raises(RowError, match=re.escape(rule)) as error:
+        replace(row, **{"block_m": 80, "block_n": 128, **changes})
+    assert row.name in str(error.value) and "80 x 128" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "complaint"),
+    [
+        (SM90_FORWARD_ROW, {"block_n": 72}, "P V takes 16 keys at a time"),
+        (SM90_FORWARD_ROW, {"stages_kv": 1}, "one buffer fills while the other is read"),
+        (SM90_FORWARD_ROW, {"consumer_registers": 240}, "520 registers are asked for where"),
+        (SM90_FORWARD_ROW, {"consumer_registers": 236}, "consumer_registers: a multiple of 8"),
+        (SM90_BACKWARD_ROW, {"ctas_per_tile": 1}, "a warpgroup holds dK, dV or both"),
+        (SM90_BACKWARD_ROW, {"head_dim": 64}, "store dK and dV through two buffers of dS"),
+        (SM90_BACKWARD_ROW, {"stores_tiles": True}, "dS's buffers, or their own"),
+        (SM90_BACKWARD_ROW, {"dq_columns": 96}, "dq_columns divide"),
+        (SM80_BACKWARD_ROW, {"warps_m_dq": 3}, "warps_m_dq divides num_warps"),
+        (SM80_FORWARD_ROW, {"stages_q": 2}, "stages_q is of sm90 forward, a row of sm80 forward"),
+        (SM80_FORWARD_ROW, {"stages_kv": 2}, "stages_kv is of sm90 forward and sm80 decode"),
+        (DECODE_ROW, {"keeps_pointers": True}, "keeps_pointers is of sm80 forward"),
+        (SM90_FORWARD_ROW, {"shares_queries": True}, "shares_queries is of sm80 decode"),
+        (SM90_FORWARD_ROW, {"producer_registers": None}, "must give producer_registers"),
+        (SM80_BACKWARD_ROW, {"finishes_dq": True}, "finishes_dq is of sm90 backward"),
+        (SM80_BACKWARD_ROW, {"ctas_per_tile": 2}, "ctas_per_tile is of sm90 backward"),
+        (SM90_BACKWARD_ROW, {"warps_m_dq": 2}, "warps_m_dq is of sm80 backward"),
+    ],
+)
+def test_what_a_kernel_cannot_be_is_refused(row, changes, complaint) -> None:
+    with pytest.raises(RowError, match=re.escape(complaint)):
+        replace(row, **changes)
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_a_row_is_made_of_its_launch_header(row: KernelRow) -> None:
+    header = (REPO / f"csrc/{row.family.value}/{row.launch_header}.h").read_text()
+    assert f"constexpr {row.config_struct.removesuffix('Config')}Instance {row.make_instance}(" in (
+        header
+    )
+
+
+def test_an_entry_says_all_of_a_head_dim() -> None:
+    """No family, pass and head dim has two, and a variant stands in one place."""
+    places = [(each.kernel, each.head_dim) for each in ENTRIES]
+    assert len(set(places)) == len(places)
+    for each in ENTRIES:
+        variants = [variant for one in each.tiles for variant in one.variants]
+        assert len(set(variants)) == len(variants)
+    rows = [row for each in ENTRIES for row in each.rows()]
+    assert sorted(row.name for row in rows) == sorted(row.name for row in ALL_ROWS)
+
+
+TRAITS_AND_PLANS = sorted(
+    path
+    for folder in ("sm80", "sm90", "shared", "host", "auxiliary")
+    for path in (REPO / "csrc" / folder).rglob("*.*")
+)
+
+
+@pytest.mark.parametrize("path", TRAITS_AND_PLANS, ids=lambda path: path.name)
+def test_no_head_dim_decides_outside_the_table(path: Path) -> None:
+    """Comparisons with a number: what is decided for a head dim is a field of its row."""
+    tests = re.findall(
+        r".*\b(?:head_dim(?:_v)?|cta_columns)\s*(?:[<>!=]=|[<>])\s*\d+.*", path.read_text()
+    )
+    assert not tests
+
+
+def test_the_whole_table_can_be_printed() -> None:
+    lines = table_text().splitlines()
+    titles = [line for line in lines if line and not line.startswith(" ")]
+    assert len(set(titles)) == len(titles) == len(ENTRIES)
+    for row in ALL_ROWS:
+        of_values = "" if row.head_dim_v is None else f", of values {row.head_dim_v}"
+        title = f"{row.kernel.value}, head dim {row.head_dim}{of_values}"
+        rest = lines[lines.index(title) + 2 :]
+        line = next(line for line in rest if line.split()[0] == (row.variant or "plain"))
+        assert f" {row.block_m} x {row.block_n} " in line and " fp16 bf16" in line
+        assert all(f.name in line for f in Feature if f in row.features)
+    (plain,) = (line for line in lines if "windowed never" in line)
+    for text in ("128 x 128", "producer 32, key 208, dq 64", "q 2, do 2, kv 2", "finishes_dq"):
+        assert text in plain
+
+
+def test_every_sm80_forward_tile_fits_every_gpu() -> None:
+    """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block."""
+    for row in FORWARD_ROWS:
+        if row.family is Family.sm80 and row.kind is Kind.tiles:
+            smem_bytes = 2 * row.head_dim * (row.block_m + 2 * row.block_n)
+            assert smem_bytes <= 98 * 1024, row.name  # 1 KiB for what else it keeps there
+
+
+@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+def test_every_dtype_has_the_same_rows(rows) -> None:
+    for row in rows:
+        others = [replace(row, dtype=dtype) for dtype in Dtype]
+        assert all(other in rows for other in others), row.name
+
+
+def test_every_row_can_run_something_of_its_own() -> None:
+    """A row that an earlier one covers whatever the request would never be chosen.
+
+    Shared memory is not in the table: rows that differ in it have a variant that says so. Rows of
+    another family are there for GPUs and tensors that it does not suit.
+    """
+    for position, row in enumerate(ALL_ROWS):
+        if "smem" in row.variant:
+            continue
+        for earlier in ALL_ROWS[:position]:
+            covers = (
+                _group(earlier) == _group(row)
+                and earlier.head_dim >= row.head_dim
+                and earlier.value_dim >= row.value_dim
+                and all(map(operator.le, most_seqlen(row), most_seqlen(earlier)))
+                and all(map(operator.ge, least_keys(row), least_keys(earlier)))
+                and (earlier.mask is Mask.windowed or row.mask is Mask.full)
+                and row.features in earlier.features
+            )
+            assert not covers, (earlier.name, row.name)
+
+
+MASKED_CALLS = [
+    *(Feature.block_sparse, Feature.bias, MASKS),
+    *(Feature.block_sparse | f for f in (Feature.softcap, Feature.alibi, Feature.dropout)),
+    MASKS | Feature.softcap | Feature.alibi | Feature.dropout,
+]
+FEATURES_OF_CALLS = {
+    Pass.forward: [
+        *(Feature(0), Feature.softcap, Feature.alibi, Feature.dropout, Feature.paged_kv),
+        Feature.softcap | Feature.alibi | Feature.dropout,
+        Feature.softcap | Feature.alibi | Feature.paged_kv,
+    ],
+    Pass.backward: [
+        Feature.deterministic,
+        Feature.softcap | Feature.alibi | Feature.dropout | Feature.deterministic,
+    ],
+}
+
+
+@pytest.mark.parametrize("kernel_pass", list(Pass))
+def test_every_call_has_a_row(kernel_pass) -> None:
+    """On every GPU: of the family that runs on all of them, with any number of queries."""
+    rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass]
+    rows = [row for row in rows if row.family is Family.sm80 and not _is_for_short(row)]
+    requests = product((32, 64, 96, 128, 192, 256), Dtype, FEATURES_OF_CALLS[kernel_pass])
+    for head_dim, dtype, features in requests:
+        assert any(
+            row.head_dim == head_dim
+            and row.dtype is dtype
+            and row.mask is Mask.windowed
+            and _kind(row) is not Kind.decode
+            and features in row.features
+            for row in rows
+        ), (head_dim, dtype, features)
+
+
+MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS]
+TILE, PIECE = 128, 64  # of lists
+
+
+@pytest.mark.parametrize("kernel_pass", list(Pass))
+@pytest.mark.parametrize("family", list(Family))
+def test_every_masked_call_has_a_row(family, kernel_pass) -> None:
+    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone and
+    for a bias alone, up to 128.
+    """
+    widest = 256 if family is Family.sm80 else 128
+    calls = MASKED_CALLS if family is Family.sm80 else [Feature.block_sparse, Feature.bias]
+    rows = [row for row in MASKED_ROWS if (row.kernel_pass, row.family) == (kernel_pass, family)]
+    for head_dim, dtype, features in product(range(8, widest + 1, 8), Dtype, calls):
+        assert any(
+            row.head_dim >= head_dim
+            and row.dtype is dtype
+            and row.mask is Mask.windowed
+            and features in row.features
+            for row in rows
+        ), (head_dim, dtype, features)
+
+
+@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
+def test_tiles_of_rows_with_lists_divide_those_of_the_lists(row) -> None:
+    """And hold whole pieces: a step looks at the states of one, two or four."""
+    for side in (row.block_m, row.block_n):
+        assert TILE % side == 0 and side >= PIECE
+    assert Feature.block_sparse in row.features or row.features is Feature.bias
+    assert _kind(row) is not Kind.decode
+
+
+@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
+def test_what_comes_with_lists_is_for_the_family_to_say(row) -> None:
+    if row.family is Family.sm90:
+        assert row.features in (Feature.block_sparse, Feature.bias)
+        assert row.variant == ("bias" if row.features is Feature.bias else "sparse")
+        # The tile of a list and one of a CTA are the same.
+        assert row.block_m == TILE or row.kernel_pass is Pass.backward
+        assert row.block_n == TILE
+    else:
+        others = Feature.softcap | Feature.alibi | Feature.dropout
+        assert row.features == MASKS | others
+        assert row.variant.startswith("masked")
+
+
+def test_rows_for_masks_come_behind_all_others_of_their_family() -> None:
+    """So that no other call runs their code, which costs it speed."""
+    for rows, family in product((FORWARD_ROWS, BACKWARD_ROWS), Family):
+        masked = [bool(row.features & MASKS) for row in rows if row.family is family]
+        assert masked == sorted(masked)
+        assert any(masked)
+
+
+def test_decode_rows_serve_what_only_they_can() -> None:
+    """Tiles of 16 rows that hold several heads, every head dim, splits and pages."""
+    rows = [row for row in FORWARD_ROWS if row.kind is Kind.decode]
+    assert {row.head_dim for row in rows} == {32, 64, 96, 128, 192, 256}
+    for row in rows:
+        assert row.block_m == 16
+        assert Feature.packed_gqa | Feature.split_kv | Feature.paged_kv in row.features

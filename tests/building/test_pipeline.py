@@ -1,0 +1,587 @@
+"""The build at work: compiles, what ptxas says of them, tools and headers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
+
+from build_tools import (
+    archs,
+    build_extension,
+    build_kernels,
+    install,
+    ninja_build,
+    resource_report,
+    spill_allowances,
+    supported_torch,
+    toolchain,
+)
+from build_tools.archs import ArchError
+from build_tools.build_extension import Backend
+from build_tools.kernel_table import ALL_ROWS
+from build_tools.toolchain import Nvcc, ToolchainError
+from tests.building.folders import cutlass_headers
+from tests.building.kernel_rows import ROW
+from third_party.cutlass import fetch
+
+REPO = Path(__file__).resolve().parents[2]
+
+# ptxas's report
+
+PTXAS = """\
+ptxas info    : 11 bytes gmem
+ptxas info    : Compiling entry function '_ZN4sm8014forward_kernelI\
+28fwd_sm80_bf16_hd128_windowedEEvv' for 'sm_90'
+ptxas info    : Function properties for _ZN4sm8014forward_kernelI28fwd_sm80_bf16_hd128_windowedEEvv
+    32 bytes stack frame, 28 bytes spill stores, 36 bytes spill loads
+ptxas info    : Function properties for _Z6helperv
+    64 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack size
+ptxas info    : Compile time = 604.861 ms
+ptxas info    : Compiling entry function '_Z17preprocess_kernelv' for 'sm_80'
+ptxas info    : Function properties for _Z17preprocess_kernelv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 30 registers, used 0 barriers, 4096+16 bytes smem, 400 bytes cmem[0]
+"""
+
+
+def test_ptxas_report_is_read() -> None:
+    main, helper = resource_report.parse_ptxas(PTXAS)
+    assert (main.arch, main.registers, main.stack, main.spill) == ("sm_90", 255, 32, 36)
+    assert main.static_smem == 0
+    assert main.is_main_kernel
+    assert main.instance(["fwd_sm80_bf16_hd128_full", ROW.name]) == ROW.name
+    assert (helper.arch, helper.registers, helper.spill) == ("sm_80", 30, 0)
+    assert helper.static_smem == 4096
+    assert helper.instance([ROW.name]) is None
+
+
+def test_a_report_that_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot read ptxas"):
+        resource_report.parse_ptxas(PTXAS.replace("Used 30 registers", "Used many registers"))
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(0, 1), (35, 1), (36, 0)])
+def test_a_spill_beyond_the_rows_allowance_fails(
+    tmp_path, monkeypatch, capsys, allowed, status
+) -> None:
+    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {ROW.name: 1000})
+    log = tmp_path / "unit.o.log"
+    log.write_text(PTXAS)
+    monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: allowed})
+    manifest = {"logs": [str(log)], "rows": [ROW.name]}
+    (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert resource_report.main(["--build-dir", str(tmp_path)]) == status
+    output = capsys.readouterr()
+    assert re.search(r"forward_kernel.*sm_90\s+255\s+36\s+32\s+1000$", output.out, re.MULTILINE)
+    assert (f"{ROW.name} (sm_90) spills 36 bytes; {allowed} allowed" in output.err) == bool(status)
+
+
+def test_wgmma_that_ptxas_serialized_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
+    remark = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    (tmp_path / "unit.log").write_text(f"ptxas info    : {remark}\n{PTXAS}")
+    monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: 36})
+    manifest = {"logs": [str(tmp_path / "unit.log")], "rows": [ROW.name]}
+    (tmp_path / "kernels.json").write_text(json.dumps(manifest))
+    assert resource_report.report(tmp_path) == 1
+    assert f"error: {remark}" in capsys.readouterr().err
+
+
+def test_a_row_without_a_kernel_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
+    manifest = {"logs": [], "rows": [ROW.name]}
+    (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert resource_report.main(["--build-dir", str(tmp_path)]) == 1
+    assert f"{ROW.name}: ptxas reported no kernel" in capsys.readouterr().err
+
+
+def test_what_a_build_spills_can_be_accepted(tmp_path, monkeypatch) -> None:
+    """Of its own rows; others keep what they have, and what is no row of the table goes."""
+    file = tmp_path / "allowances.json"
+    file.write_text(json.dumps({"another": 8, "gone": 4, ROW.name: 500}))
+    usages = resource_report.parse_ptxas(PTXAS)
+    spills = resource_report.spills_of(usages, [ROW.name])
+    assert spills == {ROW.name: 36}
+    spill_allowances.accept(spills, [ROW.name, "another"], file)
+    assert spill_allowances.load(file) == {"another": 8, ROW.name: 36}
+    spill_allowances.accept({ROW.name: 0}, [ROW.name, "another"], file)
+    assert spill_allowances.load(file) == {"another": 8}
+
+
+def test_allowances_are_of_rows_of_the_table() -> None:
+    assert set(spill_allowances.load()) <= {row.name for row in ALL_ROWS}
+
+
+def test_an_auxiliary_kernel_may_not_spill() -> None:
+    _, helper = resource_report.parse_ptxas(PTXAS)
+    spilling = replace(helper, spill_stores=8)
+    assert resource_report.excess_spills([spilling], {ROW.name: 100}) == [
+        "_Z17preprocess_kernelv (sm_80) spills 8 bytes; 0 allowed"
+    ]
+
+
+# Tools
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> None:
+    """The whole pipeline over a source tree of two files, for two archs."""
+    monkeypatch.setenv("CUTLASS_PATH", str(cutlass_headers(tmp_path / "cutlass_include")))
+    sources = tmp_path / "csrc"
+    for folder in ("flash_attn", "host", "auxiliary", "sm80"):
+        (sources / folder).mkdir(parents=True)
+    for header in (REPO / "csrc/flash_attn").glob("*.h"):
+        (sources / "flash_attn" / header.name).write_text(header.read_text())
+    (sources / "host/build_record.h").write_text(
+        "namespace flash_attn_cuda { const char* build_record_json(); }\n"
+    )
+    (sources / "auxiliary/fill.cu").write_text("__global__ void fill(float* p) { *p = 0; }\n")
+    (sources / "sm80/forward_launch.h").write_text(
+        """
+        #include "flash_attn/instance.h"
+        namespace flash_attn_cuda::sm80 {
+        template <class Tag> __global__ void forward_kernel(int* p) { *p = Tag::config.head_dim; }
+        template <class Tag> void launch(const ForwardPlan&, const ForwardParams&, Stream stream) {
+          forward_kernel<Tag><<<1, 1, 0, stream>>>(nullptr);
+        }
+        template <class Tag> constexpr ForwardInstance make_forward_instance(const char* name) {
+          return {.name = name, .config = Tag::config, .smem_bytes = 77, .launch = &launch<Tag>};
+        }
+        }
+        """
+    )
+    options = build_kernels.BuildOptions(
+        archs="80;90a", rows="", jobs=1, build_dir=tmp_path / "build", source_dir=sources
+    )
+    archive = build_kernels.build(options, table=[ROW])
+    assert archive.stat().st_size > 0
+    assert re.search(
+        r"1 kernels for 80;90a, .* CPU-minutes.*, at most .* GiB a job, archive 0\.\d MiB",
+        capfd.readouterr().out,
+    )
+    assert resource_report.report(options.build_dir) == 0
+    report = capfd.readouterr().out
+    for arch in ("sm_80", "sm_90"):
+        line = rf"forward_kernel<{ROW.name}>\s+{arch}\s+\d+\s+0\s+0\s+77"
+        assert re.search(line, report), report
+
+
+def test_torch_and_nvcc_of_different_majors_are_refused_with_both_names() -> None:
+    nvcc = Nvcc(Path("/toolkit/bin/nvcc"), "13.0.88", ())
+    toolchain.check_torch_matches("13.2", nvcc)
+    with pytest.raises(ToolchainError, match=r"CUDA 12\.8 .*/toolkit/bin/nvcc is CUDA 13\.0\.88"):
+        toolchain.check_torch_matches("12.8", nvcc)
+
+
+def test_without_nvcc_there_is_the_cpu_backend_in_one_line(monkeypatch) -> None:
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    choice = build_extension.choose_backend()
+    assert choice.backend is Backend.cpu
+    line = build_extension.announcement(choice)
+    assert "CPU backend only" in line
+    assert "nvcc" in line
+    assert "\n" not in line
+
+
+def test_a_torch_without_cuda_means_the_cpu_backend(monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    choice = build_extension.choose_backend()
+    assert choice.backend is Backend.cpu
+    assert "without CUDA" in choice.reason
+
+
+def test_the_backend_variable(monkeypatch) -> None:
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
+    assert build_extension.choose_backend().backend is Backend.cpu
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "gpu")
+    expected = "expected one of auto, cuda, cpu, binding, got 'gpu'"
+    with pytest.raises(ValueError, match=expected):
+        build_extension.choose_backend()
+
+
+def test_the_extension_can_be_asked_for(monkeypatch) -> None:
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cuda")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    with pytest.raises(ToolchainError, match="BACKEND=cuda cannot be had: there is no nvcc in"):
+        build_extension.choose_backend()
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ToolchainError, match="was built without CUDA"):
+        build_extension.choose_backend()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert build_extension.choose_backend().backend is Backend.cuda
+
+
+def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
+    """It needs headers of torch's CUDA, of nvcc or of pip's packages, and no nvcc."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "binding")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    nvcc = Nvcc(Path("nvcc"), "13.0.88", (tmp_path / "toolkit",))
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    runtime, crt = (tmp_path / f"nvidia/cuda_{name}" for name in ("runtime", "nvcc"))
+    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [crt, runtime])
+    (runtime / "include").mkdir(parents=True)
+    (runtime / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION 12080\n")
+    with pytest.raises(ToolchainError, match=r"no headers of CUDA 12: pip install 'nvidia-cuda-nv"):
+        build_extension.choose_backend()
+    (crt / "include/crt").mkdir(parents=True)
+    (crt / "include/crt/host_defines.h").touch()
+    assert build_extension.choose_backend().backend is Backend.binding
+    assert toolchain.cuda_headers(12) == (runtime / "include", crt / "include")
+    assert toolchain.cuda_headers(13) == (tmp_path / "toolkit",)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ToolchainError, match=r"binding cannot be had: torch .* without CUDA"):
+        build_extension.choose_backend()
+
+
+def test_torchs_outside_of_the_range(monkeypatch) -> None:
+    """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
+    torch = pytest.importorskip("torch")
+    supported_torch.check("2.14.1+cu130")
+    monkeypatch.setattr(supported_torch, "OLDEST", (2, 8))
+    monkeypatch.setattr(supported_torch, "NEWEST_TRIED", (2, 14))
+    supported_torch.check("2.8.0")
+    with pytest.raises(ToolchainError, match=r"torch 2\.7\.1.* is older .*: 2\.8 to 2\.14 work"):
+        supported_torch.check("2.7.1+cu126")
+    assert supported_torch.advice("2.14.3+cu132") is None
+    assert "pip install 'torch==2.14.*'" in str(supported_torch.advice("3.0.0.dev20270101"))
+
+    def compile(build: ninja_build.Build) -> None:
+        raise ninja_build.BuildError(Path("build.ninja"), 1)
+
+    build = ninja_build.Build(Path("folder"), [], ninja_build.Link(Path("x"), ""), 1)
+    monkeypatch.setattr(ninja_build.Build, "compile", compile)
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    with pytest.raises(ninja_build.BuildError):
+        build_extension.compile_binding(build)
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    with pytest.raises(ToolchainError, match=r"does not compile: torch 2\.16\.0 is newer"):
+        build_extension.compile_binding(build)
+
+
+def test_the_binding_is_compiled_before_a_kernel(monkeypatch, tmp_path) -> None:
+    """A torch that it does not fit shows in seconds."""
+    pytest.importorskip("torch")
+    steps: list[str] = []
+    plan = build_kernels.Plan(build_kernels.BuildOptions(build_dir=tmp_path), (), None)
+    monkeypatch.setattr(build_kernels, "plan_without_device_code", lambda major: plan)
+    monkeypatch.setattr(build_kernels, "build_plan", lambda plan: steps.append("kernels"))
+    monkeypatch.setattr(build_extension, "REPO", tmp_path)
+    monkeypatch.setattr(build_extension, "_link_command", lambda archive, headers: "link")
+    for name in ("compile", "finish"):
+        monkeypatch.setattr(ninja_build.Build, name, lambda self, step=name: steps.append(step))
+    build_extension.build(Backend.binding)
+    assert steps == ["compile", "kernels", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("goal", "gpus", "variables", "expected"),
+    [
+        ("demo", [], {}, "cpu"),
+        ("test", [], {}, "binding"),
+        ("demo", [90], {}, "auto"),
+        ("test", [80, 90], {}, "auto"),
+        ("demo", [], {"FLASH_ATTN_CUDA_ARCHS": "90"}, "auto"),  # for a GPU that is elsewhere
+        ("test", [], {"FLASH_ATTN_CUDA_BACKEND": "cpu"}, "cpu"),
+        ("demo", [90], {"FLASH_ATTN_CUDA_BACKEND": "cuda"}, "cuda"),
+        ("test", [], {"TORCH_CUDA_ARCH_LIST": "9.0"}, "binding"),  # images set it for no reason
+    ],
+)
+def test_what_the_makefile_installs(monkeypatch, capsys, goal, gpus, variables, expected) -> None:
+    for name in (build_extension.BACKEND_VARIABLE, "FLASH_ATTN_CUDA_ARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(archs, "usable_capabilities", lambda: gpus)
+    monkeypatch.setattr(install, "has_headers", lambda: True)
+    assert install.wanted_backend(install.Goal(goal)) == expected
+    lines = capsys.readouterr().out.splitlines()
+    has_choice = gpus or any(name.startswith("FLASH") for name in variables)
+    assert len(lines) == (0 if has_choice else 1)
+    assert has_choice or f"FLASH_ATTN_CUDA_ARCHS=90 make {goal}" in lines[0]
+
+
+def test_tests_without_cuda_headers_take_the_cpu_backend(monkeypatch) -> None:
+    """Of a torch without CUDA, and where pip cannot bring what torch's packages lack."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert install.backend_without_a_gpu(install.Goal.test) is Backend.cpu
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [])
+    asked: list[str] = []
+
+    def run(command: list[str], status: int) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-1])
+        return subprocess.CompletedProcess(command, status)
+
+    for status, backend in ((0, Backend.binding), (1, Backend.cpu)):
+        monkeypatch.setattr(install.subprocess, "run", partial(run, status=status))
+        assert install.backend_without_a_gpu(install.Goal.test) is backend
+    assert asked == ["nvidia-cuda-crt==11.*"] * 2
+    assert install.backend_without_a_gpu(install.Goal.demo) is Backend.cpu
+
+
+def test_a_missing_torch_is_refused_with_what_helps(monkeypatch) -> None:
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(toolchain, "make_torch_importable", lambda: False)
+    with pytest.raises(ToolchainError, match=r"has no torch.*--no-build-isolation"):
+        build_extension.choose_backend()
+
+
+def test_torch_is_found_where_a_pth_file_names_it(tmp_path) -> None:
+    """As under pip's isolation: a folder first on PYTHONPATH takes the environment off sys.path."""
+    environment, elsewhere, isolation = (tmp_path / name for name in ("env", "lib", "isolation"))
+    venv.create(environment, with_pip=False)
+    (elsewhere / "torch").mkdir(parents=True)
+    (elsewhere / "torch/__init__.py").write_text("import beside_torch\n")
+    (elsewhere / "beside_torch.py").touch()
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "elsewhere.pth").write_text(f"{elsewhere}\n")
+    isolation.mkdir()
+    hide = f"import sys\nsys.path[:] = [p for p in sys.path if p not in {[str(elsewhere)]}]\n"
+    (isolation / "sitecustomize.py").write_text(hide)
+    script = (
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+        "from build_tools import toolchain\n"
+        "assert toolchain.make_torch_importable()\n"
+        "import torch\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": f"{isolation}{os.pathsep}{REPO}"}
+    subprocess.run([environment / "bin/python", "-c", script], env=variables, check=True)
+
+
+def test_ninja_is_found_on_path_where_its_package_does_not_know(tmp_path, monkeypatch) -> None:
+    import ninja
+
+    program = tmp_path / "ninja"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toolchain.find_ninja() == f"{ninja.BIN_DIR}/ninja"
+    monkeypatch.setattr(ninja, "BIN_DIR", "")  # so it is under pip's build isolation
+    assert toolchain.find_ninja() == str(program)
+    program.unlink()
+    with pytest.raises(ToolchainError, match="the program ninja is not installed: pip install"):
+        toolchain.find_ninja()
+
+
+def test_ninja_is_needed_for_the_extension_alone(monkeypatch) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['ninja'] = None\n"  # an import of it fails
+        "from build_tools import build_extension, toolchain\n"
+        "assert build_extension.choose_backend().backend.value == 'cpu'\n"
+        "try:\n"
+        "    toolchain.find_ninja()\n"
+        "except toolchain.ToolchainError as error:\n"
+        "    print(error)\n"
+    )
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert "ninja is not installed: pip install 'setuptools>=77.0.3' 'ninja>=1.11'" in result.stdout
+
+
+def test_kernels_without_nvcc_are_an_error_that_says_where_it_looked(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert build_kernels.main([]) == 1
+    assert re.search("error: .*CUDA_HOME.*PATH.*pip", capsys.readouterr().err)
+
+
+def test_nvcc_of_pips_packages_is_found_with_their_headers(tmp_path, monkeypatch) -> None:
+    root = tmp_path / "nvidia/cu13"
+    (root / "bin").mkdir(parents=True)
+    (root / "include").mkdir()
+    (root / "include/cuda_runtime.h").touch()
+    nvcc = root / "bin/nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(toolchain, "target_site_packages", lambda: [tmp_path])
+    monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    found = toolchain.find_nvcc.__wrapped__()
+    assert found == Nvcc(nvcc, "13.0.88", (root / "include",))
+    assert found.major == 13
+
+
+def fake_nvcc(root: Path, text: str) -> Path:
+    """An executable bin/nvcc with this text, of a toolkit in ``root``."""
+    nvcc = root / "bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(text)
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_toolkit_that_is_named(tmp_path, monkeypatch, capsys, variable) -> None:
+    """One that is not there is passed over, with a word; one whose nvcc does not run is refused."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    text = "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+    on_path = fake_nvcc(tmp_path / "other", text)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(on_path))
+    monkeypatch.setenv(variable, str(tmp_path / "absent"))
+    found = toolchain.find_nvcc.__wrapped__()
+    assert found is not None and found.path == on_path
+    assert f"{variable}: expected the folder" in capsys.readouterr().err
+    nvcc = fake_nvcc(tmp_path / "broken", "not a program")
+    monkeypatch.setenv(variable, str(tmp_path / "broken"))
+    with pytest.raises(ToolchainError, match=f"{variable}: {nvcc} cannot be run"):
+        toolchain.find_nvcc.__wrapped__()
+
+
+def test_an_nvcc_that_cannot_be_run_is_passed_over(tmp_path, monkeypatch) -> None:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    broken = fake_nvcc(tmp_path, "not a program")
+    monkeypatch.setattr(toolchain, "target_site_packages", lambda: [])
+    monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(broken))
+    assert toolchain.find_nvcc.__wrapped__() is None
+
+
+def test_an_nvcc_that_is_too_old_is_refused(monkeypatch, capsys) -> None:
+    toolchain.check_nvcc_version(Nvcc(Path("nvcc"), "12.0.76", ()))
+    old = Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ())
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: old)
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(pytest.importorskip("torch").version, "cuda", "11.8")
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89"):
+        build_extension.choose_backend()
+    assert build_kernels.main([]) == 1
+    assert "nvcc 12.0 or newer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_nvcc_says_what_it_compiles_for() -> None:
+    nvcc = toolchain.find_nvcc()
+    assert nvcc is not None and {80, 90} <= toolchain.nvcc_capabilities(nvcc)
+    options = build_kernels.BuildOptions(archs="80;85", jobs=1)
+    with pytest.raises(ArchError, match=r"ARCHS: nvcc .* compiles for 80, .*, got '85'"):
+        build_kernels.make_plan(options)
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3", "two"])
+def test_the_job_count_of_the_command_line_is_checked(monkeypatch, capsys, jobs) -> None:
+    monkeypatch.setattr(build_kernels, "build", lambda options: None)
+    assert build_kernels.main([f"--jobs={jobs}"]) == 1
+    assert f"--jobs: expected a whole number of at least 1, got '{jobs}'" in capsys.readouterr().err
+
+
+def test_settings_that_are_empty_are_as_good_as_unset(monkeypatch) -> None:
+    names = ("ARCHS", "ROWS", "JOBS", "BUILD_DIR", "BACKEND")
+    for name in (*(f"FLASH_ATTN_CUDA_{name}" for name in names), "CXX"):
+        monkeypatch.setenv(name, "")
+    options = build_kernels.BuildOptions()
+    assert options.build_dir == REPO / "build/kernels"
+    assert options.jobs >= 1
+    assert toolchain.host_compiler() == "g++"
+    assert toolchain.nvcc_host_compiler_flags() == []
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert build_extension.choose_backend().backend is Backend.cpu
+
+
+def test_every_package_is_installed() -> None:
+    """Setuptools takes the list as it is: a folder that is not on it is missing from a wheel."""
+    listed = re.search(r"^packages = \[(.*?)\]", (REPO / "pyproject.toml").read_text(), re.M | re.S)
+    assert listed is not None
+    packages = (REPO / "flash_attn_cuda").rglob("__init__.py")
+    names = [".".join(path.parent.relative_to(REPO).parts) for path in packages]
+    assert sorted(re.findall(r'"([\w.]+)"', listed[1])) == sorted(names)
+
+
+# CUTLASS
+
+
+@pytest.fixture
+def wheel(tmp_path) -> Path:
+    path = tmp_path / "nvidia_cutlass.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(fetch.HEADERS_IN_WHEEL + "cutlass/version.h", "#define X\n")
+        archive.writestr("cutlass_library/generator.py", "import os\n")
+    return path
+
+
+def test_a_tampered_wheel_is_refused_and_nothing_is_unpacked(wheel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "download", lambda folder: wheel)
+    include = tmp_path / "include"
+    with pytest.raises(
+        fetch.FetchError, match=f"expected sha256 {fetch.SHA256}, got [0-9a-f]{{64}}"
+    ):
+        fetch.fetch(include)
+    assert not include.exists()
+
+
+def test_the_pinned_wheel_is_unpacked_once(wheel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(wheel.read_bytes()).hexdigest())
+    downloads = []
+    monkeypatch.setattr(fetch, "download", lambda folder: downloads.append(folder) or wheel)
+    include = tmp_path / "third_party/include"
+    assert fetch.fetch(include) == include
+    assert fetch.fetch(include) == include
+    assert len(downloads) == 1
+    names = [path.relative_to(include).as_posix() for path in include.rglob("*") if path.is_file()]
+    assert names == ["cutlass/version.h"]
+    assert list(include.parent.iterdir()) == [include]
+
+
+def test_unpacking_after_another_build_did_is_no_error(wheel, tmp_path) -> None:
+    fetch.unpack(wheel, tmp_path / "include")
+    fetch.unpack(wheel, tmp_path / "include")
+
+
+def test_cutlass_path_must_hold_the_headers(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    with pytest.raises(ToolchainError, match="CUTLASS_PATH"):
+        toolchain.find_cutlass()
+
+
+def test_cutlass_path_must_hold_the_pinned_version(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    cutlass_headers(tmp_path, "4.2.7")
+    assert toolchain.find_cutlass() == tmp_path
+    for version in ("4.3.0", "3.2.0"):
+        cutlass_headers(tmp_path, version)
+        with pytest.raises(ToolchainError, match=f"PATH: expected CUTLASS 4.2, got {version}"):
+            toolchain.find_cutlass()
+    (tmp_path / "cutlass/version.h").write_text("#pragma once\n")
+    with pytest.raises(ToolchainError, match=r"version\.h names no CUTLASS version"):
+        toolchain.find_cutlass()
+
+
+def test_headers_that_are_not_all_there_are_fetched(wheel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(fetch, "download", lambda folder: wheel)
+    include = tmp_path / "include"
+    include.mkdir()
+    fetch.fetch(include)
+    assert (include / "cutlass/version.h").is_file()
+    (include / "cutlass/version.h").rename(include / "something_else.h")
+    with pytest.raises(fetch.FetchError, match=r"without cutlass/version\.h: remove it"):
+        fetch.fetch(include)

@@ -1,0 +1,198 @@
+"""Attention problems over a KV cache. Rows of the cache that hold no key are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tests.cases.layouts import DTYPE_NAMES, Features, head_dims_text
+
+
+@dataclass(frozen=True)
+class KvCacheInputs:
+    """The tensors of a call, by the argument names of flash_attn_with_kvcache.
+
+    q is (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q, and k, v likewise; k_cache and
+    v_cache are (entries, capacity, Hk, D), or with block_table pages (num_pages, page_size, Hk, D);
+    those of values may have another head dim.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: Tensor
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None = None
+
+    def arguments(self) -> dict[str, Tensor | None]:
+        """For the function and for kvcache_reference."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class KvCacheCase(Features):
+    """One call over a cache, one entry of `cached` a sequence. Lengths in tokens."""
+
+    cached: tuple[int, ...] = (100, 0, 37)  # rows before the append, left padding included
+    seqlens_q: int | tuple[int, ...] = 1  # a tuple: packed queries
+    seqlens_new: int | tuple[int, ...] | None = None  # appended; packed if queries are
+    capacity: int = 192  # rows of a sequence; with pages rounded up to whole ones
+    page_size: int | None = None
+    leftpad: tuple[int, ...] | None = None
+    batch_idx: tuple[int, ...] | None = None
+    entries: int | None = None  # of the cache, or rows of the block table; None: as needed
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    num_heads_q: int = 4
+    num_heads_k: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
+    sink: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
+        parts += [
+            f"h{self.num_heads_q}/{self.num_heads_k}",
+            head_dims_text(self.head_dim, self.value_dim),
+        ]
+        parts += self.feature_parts()
+        if self.seqlens_new is not None:
+            parts.append(f"new{self.seqlens_new}")
+        if self.page_size is not None:
+            parts.append(f"page{self.page_size}")
+        if self.leftpad is not None:
+            parts.append(f"leftpad{self.leftpad}")
+        if self.batch_idx is not None:
+            parts.append(f"idx{self.batch_idx}")
+        if self.rotary_dim > 0:
+            pairs = "interleaved" if self.rotary_interleaved else "halves"
+            parts.append(f"rotary{self.rotary_dim}{pairs}")
+        if self.sink is not None:
+            parts.append(f"sink_{DTYPE_NAMES[self.sink]}")
+        return "-".join(parts).replace(" ", "")
+
+    @property
+    def batch(self) -> int:
+        return len(self.cached)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def is_packed(self) -> bool:
+        return not isinstance(self.seqlens_q, int)
+
+    @property
+    def num_entries(self) -> int:
+        if self.entries is not None:
+            return self.entries
+        return self.batch if self.batch_idx is None else max(self.batch_idx, default=0) + 1
+
+    @property
+    def pages_per_entry(self) -> int:
+        return -(-self.capacity // (self.page_size or 1))
+
+    def make_inputs(self, seed: int = 0) -> KvCacheInputs:
+        """Standard normal values, the same for the same seed and device type; pages in any order.
+        Rows of the cache outside every [leftpad, cached) are NaN.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator)
+
+        new = self.seqlens_new
+        head_dims = (self.head_dim, self.value_dim)
+        q = normal(*self._leading(self.seqlens_q), self.num_heads_q, self.head_dim)
+        k, v = (
+            None if new is None else normal(*self._leading(new), self.num_heads_k, head_dim)
+            for head_dim in head_dims
+        )
+        block_table = self._block_table(generator)
+        cos = sin = None
+        if self.rotary_dim > 0:
+            positions = torch.arange(self.capacity + 1, dtype=torch.float64)[:, None]
+            frequencies = 1e4 ** -torch.linspace(0, 1, self.rotary_dim // 2, dtype=torch.float64)
+            angles = positions * frequencies
+            cos, sin = (x.to(self.device, self.dtype) for x in (angles.cos(), angles.sin()))
+        return KvCacheInputs(
+            q=q,
+            k_cache=self._cache(normal, block_table, head_dims[0]),
+            v_cache=self._cache(normal, block_table, head_dims[1]),
+            k=k,
+            v=v,
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=self._integers(self.cached),
+            cache_batch_idx=self._integers(self.batch_idx),
+            cache_leftpad=self._integers(self.leftpad),
+            block_table=block_table,
+            cu_seqlens_q=self._offsets(self.seqlens_q),
+            cu_seqlens_k_new=self._offsets(new),
+            alibi_slopes=self.make_slopes(self.batch, self.num_heads_q, generator),
+            sink=self._sink(generator),
+        )
+
+    def _sink(self, generator: torch.Generator) -> Tensor | None:
+        if self.sink is None:
+            return None
+        sink = torch.randn(self.num_heads_q, device=self.device, generator=generator)
+        return sink.to(self.sink)
+
+    def _leading(self, seqlens: int | tuple[int, ...]) -> tuple[int, ...]:
+        return (self.batch, seqlens) if isinstance(seqlens, int) else (sum(seqlens),)
+
+    def _offsets(self, seqlens: int | tuple[int, ...] | None) -> Tensor | None:
+        if seqlens is None or isinstance(seqlens, int):
+            return None
+        return self._integers((0, *accumulate(seqlens)))
+
+    def _integers(self, values: tuple[int, ...] | None) -> Tensor | None:
+        if values is None:
+            return None
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def _block_table(self, generator: torch.Generator) -> Tensor | None:
+        if self.page_size is None:
+            return None
+        count = self.num_entries * self.pages_per_entry
+        # One page more than is used, so that pages are not simply all of the pool.
+        order = torch.randperm(count + 1, device=self.device, generator=generator)[:count]
+        return order.view(self.num_entries, self.pages_per_entry).to(torch.int32)
+
+    def _cache(
+        self, normal: Callable[..., Tensor], block_table: Tensor | None, head_dim: int
+    ) -> Tensor:
+        rows = self.page_size or 1
+        entries = normal(
+            self.num_entries,
+            self.capacity if block_table is None else self.pages_per_entry * rows,
+            self.num_heads_k,
+            head_dim,
+        )
+        holds_key = torch.zeros(entries.shape[:2], dtype=torch.bool)
+        for index, used in enumerate(self.cached):
+            entry = index if self.batch_idx is None else self.batch_idx[index]
+            begin = 0 if self.leftpad is None else self.leftpad[index]
+            holds_key[entry, begin:used] = True
+        entries[~holds_key.to(self.device)] = torch.nan
+        if block_table is None:
+            return entries
+        pages = entries.view(-1, rows, *entries.shape[2:])
+        pool = torch.full_like(pages[:1], torch.nan).repeat(len(pages) + 1, 1, 1, 1)
+        pool[block_table.flatten().long()] = pages
+        return pool

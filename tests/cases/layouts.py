@@ -1,0 +1,148 @@
+"""Parts of a case: dtypes by name, memory layouts, and the features of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tests.reference import AttentionOptions
+
+DTYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+class Layout(Enum):
+    """How a (B, S, H, D) tensor lies in memory. Gaps between its elements hold NaN."""
+
+    contiguous = "contiguous"
+    heads_first = "heads_first"  # memory order (B, H, S, D), as torch's own attention wants it
+    seqlen_first = "seqlen_first"  # memory order (S, B, H, D)
+    packed = "packed"  # the middle one of three tensors in one (B, S, 3, H, D)
+    sliced_head_dim = "sliced_head_dim"  # the first D of D + 8 columns
+    odd_stride = "odd_stride"  # rows D + 1 apart: no row but the first is aligned to 16 bytes
+    misaligned = "misaligned"  # dense, but the first element is 2 bytes off any alignment
+    every_other_row = "every_other_row"  # positions 0, 2, 4, ... of a sequence twice as long
+    surrounded = "surrounded"  # a block inside a tensor larger in every dimension
+    expanded_batch = "expanded_batch"  # one batch entry shown B times, stride 0
+    strided_head_dim = "strided_head_dim"  # last stride 2: what no kernel reads in place
+
+
+def arrange(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor with the shape and values of `x` (B, S, H, D) in memory of `layout`.
+
+    For expanded_batch every batch entry takes the values of the first.
+    """
+    batch, seqlen, heads, head_dim = x.shape
+    match layout:
+        case Layout.contiguous:
+            return x.contiguous()
+        case Layout.expanded_batch:
+            return x[:1].clone().expand(x.shape)
+        case Layout.heads_first:
+            view = poisoned(x, batch, heads, seqlen, head_dim).transpose(1, 2)
+        case Layout.seqlen_first:
+            view = poisoned(x, seqlen, batch, heads, head_dim).transpose(0, 1)
+        case Layout.packed:
+            view = poisoned(x, batch, seqlen, 3, heads, head_dim)[:, :, 1]
+        case Layout.sliced_head_dim:
+            view = poisoned(x, batch, seqlen, heads, head_dim + 8)[..., :head_dim]
+        case Layout.odd_stride:
+            view = poisoned(x, batch, seqlen, heads, head_dim + 1)[..., :head_dim]
+        case Layout.misaligned:
+            view = poisoned(x, x.numel() + 1)[1:].view(x.shape)
+        case Layout.every_other_row:
+            view = poisoned(x, batch, 2 * seqlen, heads, head_dim)[:, ::2]
+        case Layout.surrounded:
+            view = poisoned(x, batch + 2, seqlen + 2, heads + 2, head_dim + 16)
+            view = view[1:-1, 1:-1, 1:-1, 8:-8]
+        case Layout.strided_head_dim:
+            view = poisoned(x, batch, seqlen, heads, 2 * head_dim)[..., ::2]
+    return view.copy_(x)
+
+
+def poisoned(like: Tensor, *shape: int) -> Tensor:
+    """NaN of this shape, in the dtype and on the device of `like`."""
+    return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+def head_dims_text(head_dim: int, value_dim: int) -> str:
+    """What str() of a case says of them: d64, or d192v128."""
+    return f"d{head_dim}" if value_dim == head_dim else f"d{head_dim}v{value_dim}"
+
+
+class Alibi(Enum):
+    """What ALiBi slopes a call takes."""
+
+    per_head = "alibi"  # (H,)
+    per_batch = "alibi_batch"  # (B, H)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What a case computes besides its sizes: AttentionOptions by description."""
+
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    softmax_scale: float | None = None  # None: head_dim ** -0.5
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: Alibi | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    device: str = "cuda"
+
+    def feature_parts(self) -> list[str]:
+        """What str() says of them; defaults go without saying."""
+        parts = [DTYPE_NAMES[self.dtype], "causal" if self.causal else "full"]
+        if self.window != (-1, -1):
+            parts.append("window{},{}".format(*self.window))
+        if self.softmax_scale is not None:
+            parts.append(f"scale{self.softmax_scale:g}")
+        if self.softcap > 0.0:
+            parts.append(f"softcap{self.softcap:g}")
+        if self.alibi is not None:
+            parts.append(self.alibi.value)
+        if self.dropout_p > 0.0:
+            parts.append(f"dropout{self.dropout_p:g}")
+        if self.deterministic:
+            parts.append("deterministic")
+        return parts
+
+    def make_slopes(self, batch: int, heads: int, generator: torch.Generator) -> Tensor | None:
+        """Slopes up to 0.3, fp32."""
+        if self.alibi is None:
+            return None
+        shape = (heads,) if self.alibi is Alibi.per_head else (batch, heads)
+        return 0.3 * torch.rand(shape, device=self.device, generator=generator)
+
+    def options(
+        self, alibi_slopes: Tensor | None = None, keep_mask: Tensor | None = None
+    ) -> AttentionOptions:
+        """For the reference. `keep_mask` (B, Hq, Sq, Sk) is needed with dropout."""
+        return AttentionOptions(
+            softmax_scale=self.softmax_scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=alibi_slopes,
+            dropout_p=self.dropout_p,
+            keep_mask=keep_mask,
+        )
+
+    def arguments(self) -> dict[str, object]:
+        """The keyword arguments of the training functions; slopes are in the inputs."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+            "deterministic": self.deterministic,
+        }

@@ -1,0 +1,146 @@
+"""Attention problems with a mask, a bias or a sink, on top of a dense or packed one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import BlockSparsity
+from tests.cases.attention import DTYPE_NAMES, AttentionCase, VarlenCase
+
+# Which dimensions of (batch, heads, queries) a mask or a bias has of its own: every subset.
+OWN = tuple("".join(x) for x in product(("", "b"), ("", "h"), ("", "q")))
+
+
+@dataclass(frozen=True)
+class RandomMask:
+    """Blocks, or pairs where `size` is 1, that are visible with probability `density`."""
+
+    density: float = 0.3
+    size: int = 1
+    own: str = "q"
+    given: str = "attn_mask"  # or "sparsity", a BlockSparsity, or "blocks", with a block_size
+
+    def __str__(self) -> str:
+        return f"mask{self.density:g}of{self.size}{self.own}-{self.given}"
+
+
+@dataclass(frozen=True)
+class RandomBias:
+    """Normal values, in fp32 or else the dtype of q; `hidden` is the share that is -inf."""
+
+    own: str = "bhq"
+    fp32: bool = False
+    hidden: float = 0.0
+    requires_grad: bool = True
+
+    def __str__(self) -> str:
+        dtype = "fp32" if self.fp32 else "same"
+        return f"bias{self.own}-{dtype}" + (f"-hidden{self.hidden:g}" if self.hidden else "")
+
+
+@dataclass(frozen=True)
+class MaskedInputs:
+    """`of`: the inputs without a mask. bias and mask have four dimensions."""
+
+    of: Any  # AttentionInputs or VarlenInputs
+    mask: Tensor | None  # bool, True visible
+    blocks: Tensor | None  # bool, the blocks that the mask consists of
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+@dataclass(frozen=True)
+class MaskedCase:
+    """A call of flash_attn_func or flash_attn_varlen_func with what a mask adds to it."""
+
+    of: AttentionCase | VarlenCase
+    mask: RandomMask | None = None
+    bias: RandomBias | None = None
+    sink: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        parts = [str(x) for x in (self.of, self.mask, self.bias) if x is not None]
+        return "-".join(parts + ([] if self.sink is None else [f"sink_{DTYPE_NAMES[self.sink]}"]))
+
+    @property
+    def seqlens(self) -> tuple[int, int]:
+        """Queries and keys, of packed sequences the most."""
+        if isinstance(self.of, VarlenCase):
+            return self.of.max_seqlen_q, self.of.max_seqlen_k
+        return self.of.seqlen_q, self.of.seqlen_k
+
+    def make_inputs(self, seed: int = 0) -> MaskedInputs:
+        generator = torch.Generator(self.of.device).manual_seed(seed + 1)
+        mask = blocks = bias = sink = None
+        seqlen_q, seqlen_k = self.seqlens
+        if self.mask is not None:
+            size = self.mask.size
+            shape = self._shape(self.mask.own, -(-seqlen_q // size), -(-seqlen_k // size))
+            blocks = torch.rand(shape, generator=generator, device=self.of.device)
+            blocks = blocks < self.mask.density
+            mask = expand_blocks(blocks, size, seqlen_q, seqlen_k)
+        if self.bias is not None:
+            shape = self._shape(self.bias.own, seqlen_q, seqlen_k)
+            dtype = torch.float32 if self.bias.fp32 else self.of.dtype
+            bias = torch.randn(shape, generator=generator, device=self.of.device).to(dtype)
+            if self.bias.hidden > 0.0:
+                chance = torch.rand(shape, generator=generator, device=self.of.device)
+                bias = bias.masked_fill(chance < self.bias.hidden, -torch.inf)
+        if self.sink is not None:
+            heads = self.of.num_heads_q
+            sink = torch.randn(heads, generator=generator, device=self.of.device).to(self.sink)
+        return MaskedInputs(self.of.make_inputs(seed), mask, blocks, bias, sink)
+
+    def _shape(self, own: str, rows: int, columns: int) -> tuple[int, int, int, int]:
+        batch = self.of.batch if "b" in own else 1
+        return batch, self.of.num_heads_q if "h" in own else 1, rows if "q" in own else 1, columns
+
+    def arguments(self, inputs: MaskedInputs) -> dict[str, Any]:
+        """The keyword arguments that a mask adds to a call's."""
+        arguments: dict[str, Any] = {"attn_mask": inputs.bias, "sink": inputs.sink}
+        if self.mask is None:
+            return arguments
+        seqlens = self.seqlens
+        if self.mask.given == "attn_mask":
+            arguments["attn_mask"] = inputs.mask
+        elif self.mask.given == "sparsity":
+            made = BlockSparsity.from_mask(inputs.mask, seqlen_q=seqlens[0])
+            arguments["block_mask"] = made
+        else:
+            rows = -(-seqlens[0] // self.mask.size)
+            arguments["block_mask"] = inputs.blocks.expand(-1, -1, rows, -1)
+            arguments["block_size"] = (self.mask.size, self.mask.size)
+        return arguments
+
+
+def expand_blocks(blocks: Tensor, size: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Pairs of blocks (B|1, Hq|1, blocks of queries or 1, blocks of keys)."""
+    if size == 1:
+        return blocks
+    columns = blocks.repeat_interleave(size, -1)[..., :seqlen_k]
+    return columns.repeat_interleave(size, -2)[..., : 1 if blocks.shape[2] == 1 else seqlen_q, :]
+
+
+def masked_dense(
+    mask: RandomMask | None = None,
+    bias: RandomBias | None = None,
+    sink: torch.dtype | None = None,
+    **fields: Any,
+) -> MaskedCase:
+    """A MaskedCase over an AttentionCase of these fields."""
+    return MaskedCase(AttentionCase(**fields), mask, bias, sink)
+
+
+def masked_varlen(
+    mask: RandomMask | None = None,
+    bias: RandomBias | None = None,
+    sink: torch.dtype | None = None,
+    **fields: Any,
+) -> MaskedCase:
+    """A MaskedCase over a VarlenCase of these fields."""
+    return MaskedCase(VarlenCase(**fields), mask, bias, sink)

@@ -1,0 +1,144 @@
+"""What tests of masks, biases and sinks share: run a MaskedCase, compare it with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
+from tests.cases.attention import VarlenCase
+from tests.cases.harness import missing_row, run_reference, seed_dropout
+from tests.cases.masked import MaskedCase, MaskedInputs
+from tests.reference import AttentionResult
+from tests.reference.tolerance import Closeness, assert_close
+
+CheckMask = Callable[..., list[Closeness]]  # the fixture check_mask
+
+
+def skip_without_masked_row(case: MaskedCase, *, backward: bool = True) -> None:
+    """Skip the test, saying which row the build lacks, where it cannot run this case."""
+    has = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
+    further = {name for name, wanted in has.items() if wanted}
+    reason = missing_row(case.of, backward=backward, further=further)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def attend_masked(
+    case: MaskedCase, inputs: MaskedInputs, leaves: dict[str, Tensor], **changes: Any
+) -> Any:
+    """What the public function returns where `leaves` replace q, k, v, bias and sink, and `changes`
+    other arguments.
+    """
+    of = inputs.of
+    given = {name: leaves.get(name, getattr(of, name)) for name in "qkv"}
+    masks = case.arguments(inputs)
+    if "bias" in leaves:
+        masks["attn_mask"] = leaves["bias"]
+    if "sink" in leaves:
+        masks["sink"] = leaves["sink"]
+    options = {**case.of.arguments(), "alibi_slopes": of.alibi_slopes, **masks, **changes}
+    if options["dropout_p"] > 0.0:
+        seed_dropout(case.of)
+    if isinstance(case.of, VarlenCase):
+        most = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
+        return flash_attn_varlen_func(**given, **of.lengths(), **{**most, **options})
+    return flash_attn_func(**given, **options)
+
+
+def run_masked(
+    case: MaskedCase,
+    inputs: MaskedInputs,
+    *,
+    backward: bool = True,
+    use_dlse: bool = True,
+    **changes: Any,
+) -> AttentionResult:
+    """out and lse of the public function, and its gradients where `backward`; `changes` are other
+    arguments of it.
+
+    With dropout lse, which does not see it, is that of the call without, and has no gradient.
+    """
+    leaves = {}
+    if backward:
+        leaves = {name: getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"}
+        if case.bias is not None and case.bias.requires_grad:
+            leaves["bias"] = inputs.bias.detach().requires_grad_()
+        if case.sink is not None:
+            leaves["sink"] = inputs.sink.detach().requires_grad_()
+    if case.of.dropout_p > 0.0:
+        out = attend_masked(case, inputs, leaves, **changes)
+        with torch.no_grad():
+            undropped = {**changes, "dropout_p": 0.0, "return_attn_probs": True}
+            lse = attend_masked(case, inputs, {}, **undropped)[1]
+    else:
+        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
+    result = AttentionResult(out=out.detach(), lse=lse.detach())
+    if backward:
+        outputs, incoming = [out], [inputs.of.dout]
+        if use_dlse and case.of.dropout_p == 0.0:
+            outputs.append(lse)
+            incoming.append(inputs.of.dlse)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            setattr(result, f"d{name}", gradient)
+    return result
+
+
+def check_filled_rows(case: MaskedCase, fill: float) -> None:
+    """Rows of a bias that hold one large negative number, as where other code hides all keys of a
+    padding query: their output is the mean of the values, and they have no gradient, as if they saw
+    no key.
+    """
+    inputs = case.make_inputs()
+    heads, queries = inputs.bias.shape[1:3]
+    places = torch.arange(heads * queries, device=inputs.bias.device).view(1, heads, queries, 1)
+    rows = (places % 7 == 3) | (places // 64 % 5 == 2)  # some here and there, and some together
+    filled, hidden = (
+        run_masked(case, replace(inputs, bias=inputs.bias.masked_fill(rows, value)))
+        for value in (fill, -torch.inf)
+    )
+    assert all(x.isfinite().all() for x in (filled.out, filled.dq, filled.dk, filled.dv))
+    # Other rows of a warp have a rounding more in their LSE, and so now and then in dS.
+    rounding = torch.finfo(case.of.dtype).eps
+    for name in ("dq", "dk", "dv", "dbias"):
+        x, y = getattr(filled, name), getattr(hidden, name)
+        torch.testing.assert_close(
+            x,
+            y,
+            rtol=2.0 * rounding,
+            atol=rounding * y.abs().max().item(),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    mean = inputs.of.v.float().mean(1, keepdim=True)  # (batch, 1, key heads, head_dim_v)
+    mean = mean.repeat_interleave(heads // mean.shape[2], 2).expand_as(filled.out)
+    of_rows = rows.squeeze(-1).transpose(1, 2).expand(filled.out.shape[:3])  # (batch, Sq, heads)
+    assert not filled.dq[of_rows].any()
+    assert not filled.dbias.masked_fill(~rows, 0.0).any()
+    torch.testing.assert_close(
+        filled.out[of_rows].float(), mean[of_rows], rtol=2e-2, atol=2e-2, msg="out"
+    )
+
+
+def masked_reference(
+    case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True
+) -> tuple[AttentionResult, AttentionResult]:
+    """(fp64 result, naive low-precision result) for tolerance.assert_close."""
+    masks = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
+    use_dlse = use_dlse and case.of.dropout_p == 0.0
+    return run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
+
+
+def check_masked(
+    case: MaskedCase, seed: int = 0, *, backward: bool = True, use_dlse: bool = True
+) -> list[Closeness]:
+    """Outputs and gradients against the reference; skips where the build lacks a row for it."""
+    skip_without_masked_row(case, backward=backward)
+    inputs = case.make_inputs(seed)
+    actual = run_masked(case, inputs, backward=backward, use_dlse=use_dlse)
+    return assert_close(actual, *masked_reference(case, inputs, use_dlse=use_dlse))

@@ -1,0 +1,54 @@
+"""Context parallelism with FSDP2, tensor parallelism, torch.compile and activation checkpoints, in
+processes over gloo, in fp64: gradients are those of one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.context_parallel import composition_cases as cases
+from tests.context_parallel.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SCHEMES = ["ring", "all_gather", "ulysses"]
+
+
+@pytest.mark.parametrize("over_both", [False, True], ids=["over-fsdp", "over-both"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fully_shard(four: Ranks, scheme: str, over_both: bool) -> None:
+    four.run(cases.with_fsdp, scheme, over_both)
+
+
+@pytest.mark.parametrize("has_alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tensor_parallel(four: Ranks, scheme: str, has_alibi: bool) -> None:
+    four.run(cases.with_tensor_parallel, scheme, has_alibi)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compile(two: Ranks, scheme: str, backend: str) -> None:
+    two.run(cases.compiled, scheme, backend)
+
+
+def test_compile_ulysses_and_ring(four: Ranks) -> None:
+    four.run(cases.compiled, "ulysses+ring", "aot_eager", 2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compile_takes_options_and_documents(two: Ranks, scheme: str) -> None:
+    two.run(cases.compiled_options, scheme)
+
+
+def test_compile_takes_dropout(two: Ranks) -> None:
+    two.run(cases.compiled_dropout)
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "is_compiled"),
+    [(True, False), (False, False), (False, True)],
+    ids=["reentrant", "not-reentrant", "compiled"],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpoint(two: Ranks, scheme: str, use_reentrant: bool, is_compiled: bool) -> None:
+    two.run(cases.checkpointed, scheme, use_reentrant, is_compiled)

@@ -1,0 +1,83 @@
+"""Context parallelism over two GPUs, by NCCL: results as close to fp64 as those of one call on one
+GPU, bits that repeat, and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases.harness import ON_CPU
+from tests.context_parallel import cases
+from tests.context_parallel.cases import Case
+from tests.context_parallel.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.cuda_only,
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(
+        not ON_CPU and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2, "nccl")
+    yield ranks
+    ranks.stop()
+
+
+BASE = Case(
+    "ring", 2, lengths=(704,), head_dim=64, head_dim_v=64, dtype=torch.bfloat16, device="cuda"
+)
+SCHEMES = {
+    "ring": {"scheme": "ring"},
+    "all_gather": {"scheme": "all_gather"},
+    "all_gather-in-groups": {"scheme": "all_gather", "head_groups": 2},
+    "all_gather-in-uneven-groups": {"scheme": "all_gather", "head_groups": (1, 3)},
+    "ulysses": {"scheme": "ulysses"},
+}
+LAYOUTS = {
+    "one": {},
+    "batch": {"lengths": (320,), "batch": 3},
+    "documents": {"lengths": (5, 490, 1, 0, 137, 16, 243), "batch": None},
+}
+OPTIONS = {
+    "full": {"causal": False},
+    "causal": {},
+    "window": {"window_size": (101, -1)},
+    "wide": {"window_size": (140, 61), "causal": False},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"has_alibi": True},
+    "sink": {"has_sink": True},
+    "dropout": {"dropout_p": 0.3},
+    "gqa": {"heads_q": 8, "heads_k": 2},
+    "d128": {"head_dim": 128, "head_dim_v": 128, "dtype": torch.float16},
+    "head-dims": {"head_dim": 192, "head_dim_v": 128},
+    "all-at-once": {"window_size": (129, -1), "softcap": 2.0, "has_alibi": True, "has_sink": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_is_as_close_as_one_call(two: Ranks, scheme: str, layout: str, option: str) -> None:
+    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
+    two.run(cases.is_as_close_as_one_call, cases.with_groups_of_its_heads(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_values_repeat_bit_by_bit(two: Ranks, scheme: str, layout: str) -> None:
+    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], deterministic=True)
+    two.run(cases.repeats, case)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_in_a_cuda_graph(two: Ranks, scheme: str) -> None:
+    two.run(cases.in_a_graph, replace(BASE, **SCHEMES[scheme], deterministic=True))

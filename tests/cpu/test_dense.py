@@ -1,0 +1,400 @@
+"""The CPU backend against the fp64 reference: every shape rule, feature, tiling, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn_cuda import cpu
+from flash_attn_cuda.cpu import AttentionOptions, Tiling
+from tests.cases.attention import Alibi, AttentionCase, Layout
+from tests.cases.cpu_harness import (
+    OFFSET,
+    RNG_STATE,
+    SEED,
+    SMALL_TILES,
+    assert_fp64_close,
+    compute,
+    cpu_options,
+    naive_of,
+    one_thread,  # noqa: F401
+    reference_of,
+)
+from tests.cases.pairwise import pairwise
+from tests.reference import AttentionResult, keep_mask
+from tests.reference.tolerance import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+LENGTHS = ((1, 1), (1, 77), (77, 1), (33, 64), (64, 33), (100, 100), (130, 257))
+HEADS = ((1, 1), (4, 4), (6, 2), (5, 1))
+
+
+def cpu_case(**fields: Any) -> AttentionCase:
+    return AttentionCase(**{"device": "cpu", "head_dim": 16, **fields})
+
+
+FEATURES = {
+    "causal": [False, True],
+    "window": [(-1, -1), (20, -1), (-1, 9), (7, 3), (0, 0), (1000, 1000)],
+    "softcap": [0.0, 2.5, 30.0],
+    "alibi": [None, *Alibi],
+    "dropout_p": [0.0, 0.001, 0.17, 0.9],
+    "softmax_scale": [None, -0.4],
+}
+SIZES = {
+    "lengths": [(1, 1), (33, 64), (64, 33), (70, 70), (3, 90), (90, 3)],
+    "heads": [(1, 1), (4, 4), (6, 2)],
+}
+
+
+def sized(row: dict[str, Any]) -> AttentionCase:
+    """A case of a row of SIZES and FEATURES."""
+    fields = dict(row)
+    seqlen_q, seqlen_k = fields.pop("lengths")
+    heads_q, heads_k = fields.pop("heads")
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return cpu_case(**lengths, num_heads_q=heads_q, num_heads_k=heads_k, **fields)
+
+
+@CAUSAL
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_fp64_equals_the_reference(
+    lengths: tuple[int, int], heads: tuple[int, int], causal: bool
+) -> None:
+    case = cpu_case(
+        seqlen_q=lengths[0],
+        seqlen_k=lengths[1],
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        dtype=torch.float64,
+        causal=causal,
+    )
+    inputs = case.make_inputs()
+    assert_fp64_close(compute(case, inputs), reference_of(case, inputs))
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 7, 64, 111, 256])
+def test_other_dtypes_are_close(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    case = cpu_case(
+        seqlen_q=65, seqlen_k=90, num_heads_k=2, head_dim=head_dim, dtype=dtype, causal=causal
+    )
+    inputs = case.make_inputs()
+    actual, expected = compute(case, inputs), reference_of(case, inputs)
+    assert actual.out.dtype == actual.dq.dtype == actual.dk.dtype == actual.dv.dtype == dtype
+    assert actual.lse.dtype == torch.float32
+    if dtype == torch.float32:
+        # As precise as the computation itself, so that no naive one can be a yardstick.
+        for name, x in actual.tensors().items():
+            exact = expected.tensors()[name]
+            assert (x - exact).abs().max() <= 1e-5 * exact.abs().max(), name
+        return
+    assert_close(actual, expected, naive_of(case, inputs))
+
+
+@pytest.mark.parametrize("case", [sized(row) for row in pairwise({**SIZES, **FEATURES})], ids=str)
+def test_features_in_fp64(case: AttentionCase) -> None:
+    case = replace(case, dtype=torch.float64)
+    inputs = case.make_inputs()
+    assert_fp64_close(compute(case, inputs), reference_of(case, inputs))
+
+
+LOW_PRECISION = {**SIZES, **FEATURES, "dtype": [torch.float16, torch.bfloat16]}
+
+
+@pytest.mark.parametrize("case", [sized(row) for row in pairwise(LOW_PRECISION, 1)], ids=str)
+def test_features_in_low_precision(case: AttentionCase) -> None:
+    inputs = case.make_inputs()
+    actual = compute(case, inputs)
+    assert_close(actual, reference_of(case, inputs), naive_of(case, inputs))
+
+
+WINDOW_BOUND = st.one_of(st.just(-1), st.integers(0, 45))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    group=st.integers(1, 3),
+    heads_k=st.integers(1, 3),
+    window=st.tuples(WINDOW_BOUND, WINDOW_BOUND),
+    causal=st.booleans(),
+    softcap=st.sampled_from([0.0, -1.0, 0.5, 5.0]),
+    alibi=st.sampled_from([None, *Alibi]),
+    dropout_p=st.one_of(st.just(0.0), st.floats(0.0, 0.99)),
+    scale=st.floats(-2.0, 2.0),
+    tiling=st.builds(Tiling, *[st.integers(1, 20)] * 2, st.sampled_from([1, 100, 1 << 12])),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_combination(
+    lengths: tuple[int, int],
+    group: int,
+    heads_k: int,
+    scale: float,
+    tiling: Tiling,
+    seed: int,
+    **features: Any,
+) -> None:
+    case = cpu_case(
+        seqlen_q=lengths[0],
+        seqlen_k=lengths[1],
+        num_heads_q=group * heads_k,
+        num_heads_k=heads_k,
+        head_dim=5,
+        dtype=torch.float64,
+        softmax_scale=scale,
+        **features,
+    )
+    inputs = case.make_inputs(seed)
+    assert_fp64_close(compute(case, inputs, tiling), reference_of(case, inputs))
+
+
+@CAUSAL
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3.0, 1e-3])
+def test_softmax_scales(scale: float, causal: bool) -> None:
+    case = cpu_case(
+        seqlen_q=40, seqlen_k=50, softmax_scale=scale, dtype=torch.float64, causal=causal
+    )
+    inputs = case.make_inputs()
+    assert_fp64_close(compute(case, inputs), reference_of(case, inputs))
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_memory_layouts(layout: Layout) -> None:
+    case = cpu_case(seqlen_q=40, seqlen_k=50, dtype=torch.float64, causal=True, layout=layout)
+    inputs = case.make_inputs()
+    assert_fp64_close(compute(case, inputs), reference_of(case, inputs))
+
+
+@CAUSAL
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(1, 1, 1), Tiling(7, 5, 64), Tiling(64, 8, 1 << 9), Tiling(8, 64, 1 << 14), Tiling()],
+    ids=str,
+)
+def test_results_do_not_depend_on_the_tiling(
+    tiling: Tiling, dropout_p: float, causal: bool
+) -> None:
+    case = cpu_case(
+        seqlen_q=19,
+        seqlen_k=13,
+        num_heads_q=4,
+        num_heads_k=2,
+        dtype=torch.float64,
+        causal=causal,
+        dropout_p=dropout_p,
+        alibi=Alibi.per_batch,
+    )
+    inputs = case.make_inputs()
+    assert_fp64_close(compute(case, inputs, tiling), compute(case, inputs, Tiling(100, 100)))
+
+
+def test_rows_without_a_visible_key() -> None:
+    case = cpu_case(seqlen_q=50, seqlen_k=20, dtype=torch.float32, causal=True)
+    inputs = case.make_inputs()
+    inputs.dlse[:] = torch.nan  # what a loss of lse = -inf may send
+    blind = slice(0, 30)
+    inputs.dlse[:, :, 30:] = 1.0
+    result = compute(case, inputs)
+    assert not result.out[:, blind].any()
+    assert (result.lse[:, :, blind] == -torch.inf).all()
+    assert not result.dq[:, blind].any()
+    assert result.out[:, 30:].any() and result.lse[:, :, 30:].isfinite().all()
+    assert all(x.isfinite().all() for x in (result.dq, result.dk, result.dv))
+
+
+@CAUSAL
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k"), [(0, 4, 5), (2, 0, 5), (2, 4, 0), (2, 0, 0)]
+)
+def test_empty_calls(batch: int, seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    case = cpu_case(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=torch.float32, causal=causal
+    )
+    result = compute(case, case.make_inputs())
+    assert result.out.shape == result.dq.shape == case.query_shape
+    assert result.dk.shape == result.dv.shape == case.key_shape
+    assert not any(x.any() for x in (result.out, result.dq, result.dk, result.dv))
+    assert (result.lse == -torch.inf).all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = cpu_case(seqlen_q=20, seqlen_k=60, dtype=torch.float64, softmax_scale=1e3)
+    inputs = case.make_inputs()
+    result = compute(case, inputs)
+    assert_fp64_close(
+        AttentionResult(out=result.out, lse=result.lse),
+        AttentionResult(out=(expected := reference_of(case, inputs)).out, lse=expected.lse),
+    )
+    assert all(x.isfinite().all() for x in result.tensors().values())
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (4, 0)])
+def test_invisible_key_blocks_are_not_read(window: tuple[int, int]) -> None:
+    """Tiles beyond the window are skipped, so NaN in their keys cannot reach a result."""
+    case = cpu_case(seqlen_q=64, seqlen_k=64, dtype=torch.float32, window=window)
+    inputs = case.make_inputs()
+    tail = slice(32, 64)
+    for x in (inputs.k, inputs.v):
+        x[:, tail] = torch.nan
+    result = compute(case, inputs, Tiling(block_m=16, block_n=16))
+    assert result.out[:, :32].isfinite().all() and result.lse[:, :, :32].isfinite().all()
+    assert result.dq[:, :32].isfinite().all()
+    assert result.out[:, tail].isnan().all()
+    if window[0] == 4:  # queries from 48 on see keys from 44 on
+        for x in (inputs.k, inputs.v):
+            x[:, tail], x[:, :32] = 1.0, torch.nan
+        result = compute(case, inputs, Tiling(block_m=16, block_n=16))
+        assert result.out[:, 48:].isfinite().all() and result.dq[:, 48:].isfinite().all()
+        assert result.dk[:, 48:].isfinite().all() and result.dv[:, 48:].isfinite().all()
+
+
+def test_softmax_d() -> None:
+    case = cpu_case(seqlen_q=30, seqlen_k=30, dtype=torch.float64)
+    inputs = case.make_inputs()
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = AttentionOptions(0.25)
+    out, lse = cpu.attention_forward(q, k, v, options)
+    *_, softmax_d = cpu.attention_backward(
+        inputs.dout, q, k, v, out, lse, options, inputs.dlse, SMALL_TILES
+    )
+    expected = (inputs.dout * out).sum(-1).transpose(1, 2) - inputs.dlse
+    assert softmax_d.shape == (case.batch, case.num_heads_q, 128)
+    torch.testing.assert_close(softmax_d[..., :30], expected)
+    assert not softmax_d[..., 30:].any()
+
+
+class CpuAttention(torch.autograd.Function):
+    """The backend under autograd, without the package's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, options: AttentionOptions, *tensors: torch.Tensor) -> Any:
+        out, lse = cpu.attention_forward(*tensors, options, SMALL_TILES)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        gradients = cpu.attention_backward(dout, *ctx.saved_tensors, ctx.options, dlse, SMALL_TILES)
+        return None, *gradients[:3]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"window": (3, 1)},
+        {"softcap": 0.7},
+        {"alibi": Alibi.per_head},
+        {"alibi": Alibi.per_batch},
+        {"dropout_p": 0.4},
+        {"window": (2, 2), "softcap": 1.5, "alibi": Alibi.per_batch, "dropout_p": 0.2},
+    ],
+    ids=str,
+)
+def test_gradcheck_through_out_and_lse(features: dict[str, Any]) -> None:
+    case = cpu_case(
+        seqlen_q=5,
+        seqlen_k=7,
+        num_heads_q=4,
+        num_heads_k=2,
+        head_dim=3,
+        dtype=torch.float64,
+        **features,
+    )
+    inputs = case.make_inputs()
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
+    assert torch.autograd.gradcheck(
+        lambda *x: CpuAttention.apply(options, *x), leaves, fast_mode=True
+    )
+
+
+def test_dropout_needs_a_random_state() -> None:
+    with pytest.raises(ValueError, match="rng_state: must be given"):
+        AttentionOptions(1.0, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("window", [(-1, -1), (5, 2)])
+def test_probabilities(window: tuple[int, int], dropout_p: float) -> None:
+    case = cpu_case(
+        seqlen_q=33,
+        seqlen_k=21,
+        num_heads_k=2,
+        dtype=torch.float64,
+        window=window,
+        softcap=3.0,
+        alibi=Alibi.per_batch,
+        dropout_p=dropout_p,
+    )
+    inputs = case.make_inputs()
+    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
+    out, lse = cpu.attention_forward(inputs.q, inputs.k, inputs.v, options)
+    probs = cpu.probabilities(inputs.q, inputs.k, lse, options, SMALL_TILES)
+    assert probs.shape == (2, 4, 33, 21)
+    torch.testing.assert_close(probs.abs().sum(-1), (lse > -torch.inf).double())
+    if dropout_p > 0.0:
+        keep = keep_mask(SEED, OFFSET, dropout_p, 2, 4, 33, 21)
+        assert torch.equal(~probs.signbit(), keep)
+    else:
+        assert not probs.signbit().any()
+    values = inputs.v.repeat_interleave(2, dim=2)
+    kept = probs.clamp_min(0.0) * options.keep_scale
+    torch.testing.assert_close(torch.einsum("bhmn,bnhd->bmhd", kept, values), out)
+
+
+def test_dropout_leaves_the_mean() -> None:
+    """Over many seeds the mean of the output is the output without dropout."""
+    case = cpu_case(batch=1, seqlen_q=4, seqlen_k=40, dtype=torch.float64)
+    inputs = case.make_inputs()
+    tensors = (inputs.q, inputs.k, inputs.v)
+    plain, _ = cpu.attention_forward(*tensors, AttentionOptions(0.25))
+    outs = []
+    for seed in range(400):
+        state = torch.tensor([seed * 7919, 0])
+        options = AttentionOptions(0.25, dropout_p=0.5, rng_state=state)
+        outs.append(cpu.attention_forward(*tensors, options)[0])
+    stacked = torch.stack(outs)
+    standard_error = stacked.std(0) / len(outs) ** 0.5
+    assert ((stacked.mean(0) - plain).abs() < 5 * standard_error).all()
+    assert torch.equal(RNG_STATE, torch.tensor([SEED, OFFSET]))  # nothing advances it
+
+
+MEMORY_SCRIPT = """
+import resource, sys, torch
+from flash_attn_cuda import flash_attn_func
+torch.set_num_threads(1)
+
+def step(seqlen):
+    q, k, v = (torch.randn(1, seqlen, 2, 32, requires_grad=True) for _ in range(3))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    flash_attn_func(q, k, v, causal=True).sum().backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+
+step(600)
+print(step(16_384))
+"""
+
+
+def test_memory_at_16k_tokens() -> None:
+    """The scores of one head alone would be 1 GiB; out and the gradients are 20 MiB."""
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) < 256, f"{result.stdout} MiB beyond the inputs"

@@ -1,0 +1,216 @@
+"""The KV cache on the CPU backend, and the combination of partial results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn_cuda import cpu
+from flash_attn_cuda.cpu import AttentionOptions
+from tests.cases.attention import Alibi, KvCacheCase, KvCacheInputs
+from tests.cases.cpu_harness import cpu_options, one_thread  # noqa: F401
+from tests.cases.pairwise import pairwise
+from tests.reference import AttentionResult, KvCacheResult, attention, kvcache_reference
+from tests.reference.tolerance import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUERIES: dict[str, dict[str, Any]] = {
+    "decode": {"seqlens_q": 1},
+    "append": {"seqlens_q": 1, "seqlens_new": 1},
+    "chunk": {"seqlens_q": 5, "seqlens_new": 5},
+    "more_keys": {"seqlens_q": 2, "seqlens_new": 6},
+    "packed": {"seqlens_q": (3, 0, 7)},
+    "packed_append": {"seqlens_q": (3, 1, 7), "seqlens_new": (3, 1, 7)},
+    "packed_other": {"seqlens_q": (3, 1, 2), "seqlens_new": (0, 5, 7)},
+}
+ROTARY = {"none": {}, "pairs": {"rotary_dim": 8}, "halves": {"rotary_dim": 16}}
+
+AXES = {
+    "queries": list(QUERIES),
+    "rotary": list(ROTARY),
+    "page_size": [None, 1, 7, 16],
+    "leftpad": [None, (3, 0, 20)],
+    "batch_idx": [None, (4, 0, 2)],
+    "causal": [False, True],
+    "window": [(-1, -1), (6, -1), (9, 3)],
+    "features": [{}, {"softcap": 2.0}, {"alibi": Alibi.per_batch}],
+    "heads": [(4, 4), (6, 2), (4, 1)],
+    "sink": [None, torch.float32],
+}
+
+
+def cache_case(
+    queries: str, rotary: str, features: dict[str, Any], heads: tuple[int, int], **fields: Any
+) -> KvCacheCase:
+    return KvCacheCase(
+        cached=(30, 0, 25),
+        capacity=40,
+        rotary_interleaved=rotary == "pairs",
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        head_dim=16,
+        device="cpu",
+        **QUERIES[queries],
+        **ROTARY[rotary],
+        **features,
+        **fields,
+    )
+
+
+def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
+    arguments = inputs.arguments()
+    options = case.options(arguments.pop("alibi_slopes"))
+    return kvcache_reference(
+        **arguments, rotary_interleaved=case.rotary_interleaved, options=options
+    )
+
+
+def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
+    """Changes the caches of `inputs`."""
+    arguments = inputs.arguments()
+    options = cpu_options(case, case.head_dim, arguments.pop("alibi_slopes"))
+    options = replace(options, sink=arguments.pop("sink"))
+    out, lse = cpu.kvcache_forward(
+        **arguments, options=options, rotary_interleaved=case.rotary_interleaved
+    )
+    return AttentionResult(out=out, lse=lse)
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=str)
+def test_equals_the_reference(row: dict[str, Any]) -> None:
+    case = cache_case(**row, dtype=torch.float64)
+    inputs = case.make_inputs()
+    expected = expected_of(case, inputs)
+    actual = run(case, inputs)
+    torch.testing.assert_close(actual.out, expected.expected.out, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual.lse, expected.expected.lse, rtol=1e-11, atol=1e-11)
+    for cache, wanted in (
+        (inputs.k_cache, expected.k_cache),
+        (inputs.v_cache, expected.v_cache),
+    ):
+        torch.testing.assert_close(cache, wanted, equal_nan=True)
+    assert bool(expected.appended.any()) == (case.seqlens_new is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", pairwise(AXES, 1)[::3], ids=str)
+def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None:
+    case = cache_case(**row, dtype=dtype)
+    inputs = case.make_inputs()
+    before = inputs.k_cache.clone()
+    expected = expected_of(case, inputs)
+    assert_close(run(case, inputs), expected.expected, expected.naive)
+    new, old = expected.appended, ~expected.appended
+    torch.testing.assert_close(inputs.k_cache[old], before[old], rtol=0, atol=0, equal_nan=True)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        inputs.k_cache[new], expected.k_cache[new], rtol=rounding, atol=rounding
+    )
+    assert torch.equal(inputs.v_cache[new], expected.v_cache[new])
+
+
+def test_without_lengths_the_whole_capacity_counts() -> None:
+    case = KvCacheCase(
+        cached=(20, 20), capacity=20, head_dim=8, dtype=torch.float64, device="cpu", leftpad=(0, 4)
+    )
+    inputs = case.make_inputs()
+    full = run(case, replace(inputs, cache_seqlens=None))
+    same = run(case, inputs)
+    assert torch.equal(full.out, same.out) and torch.equal(full.lse, same.lse)
+    assert torch.equal(run(case, replace(inputs, cache_seqlens=20)).out, same.out)
+
+
+def test_decoding_token_by_token_equals_one_causal_call() -> None:
+    """The rotation included: positions of queries and keys agree."""
+    steps = 12
+    q, k, v = (torch.randn(2, steps, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    angles = torch.rand(steps, 4, dtype=torch.float64)
+    tables = (angles.cos(), angles.sin())
+    options = AttentionOptions(8**-0.5, window=(-1, 0))
+
+    def cache() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((2, steps, 2, 8), math.nan).double(), torch.zeros(2, steps, 2, 8).double()
+
+    once_caches, step_caches = cache(), cache()
+    once, _ = cpu.kvcache_forward(
+        *(q, *once_caches, k, v, options, *tables), cache_seqlens=torch.zeros(2, dtype=torch.int32)
+    )
+    for t in range(steps):
+        part = slice(t, t + 1)
+        out, _ = cpu.kvcache_forward(
+            *(q[:, part], *step_caches, k[:, part], v[:, part], options, *tables),
+            cache_seqlens=torch.full((2,), t, dtype=torch.int32),
+        )
+        torch.testing.assert_close(out, once[:, part])
+    for x, y in zip(once_caches, step_caches, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_sequences_may_share_an_entry() -> None:
+    case = KvCacheCase(
+        cached=(9, 5, 9),
+        batch_idx=(1, 1, 0),
+        capacity=16,
+        head_dim=8,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    inputs = case.make_inputs()
+    expected = expected_of(case, inputs).expected
+    torch.testing.assert_close(run(case, inputs).out, expected.out)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_no_sequences(page_size: int | None) -> None:
+    case = KvCacheCase(
+        cached=(), entries=2, capacity=8, seqlens_new=1, page_size=page_size, device="cpu"
+    )
+    inputs = case.make_inputs()
+    result = run(case, inputs)
+    assert result.out.shape == (0, 1, 4, 64) and result.lse.shape == (0, 4, 1)
+    assert inputs.k_cache.isnan().all()
+
+
+# -- combination ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    seqlen_q=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_combination_of_parts_is_the_whole(cuts: list[int], seqlen_q: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, length, 3, 8, dtype=torch.float64, generator=generator)
+        for length in (seqlen_q, 30, 30)
+    )
+    edges = [0, *sorted(cuts), 30]
+    parts = [
+        attention(q, k[:, begin:end], v[:, begin:end]) for begin, end in itertools.pairwise(edges)
+    ]
+    out_partial = torch.stack([out for out, _ in parts]).float()
+    lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts]).float()
+    out_partial[lse_partial == -math.inf] = math.nan  # of an empty part
+    out, lse = cpu.combine(out_partial, lse_partial, torch.float32)
+    expected_out, expected_lse = attention(q, k, v)
+    torch.testing.assert_close(out.double(), expected_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_combination_without_any_key(splits: int) -> None:
+    out_partial = torch.full((splits, 2, 4, 3, 8), math.nan)
+    lse_partial = torch.full((splits, 2, 4, 3), -math.inf)
+    out, lse = cpu.combine(out_partial, lse_partial, torch.bfloat16)
+    assert out.shape == (2, 4, 3, 8) and out.dtype == torch.bfloat16 and not out.any()
+    assert lse.shape == (2, 4, 3) and (lse == -math.inf).all()

@@ -1,0 +1,288 @@
+"""Packed sequences on the CPU backend: against the reference, against dense calls, gaps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn_cuda import cpu
+from tests.cases.attention import Alibi, VarlenCase
+from tests.cases.cpu_harness import (
+    OFFSET,
+    SEED,
+    assert_fp64_close,
+    compute_varlen,
+    cpu_options,
+    one_thread,  # noqa: F401
+    varlen_naive_of,
+    varlen_reference_of,
+)
+from tests.cases.pairwise import pairwise
+from tests.reference import keep_mask
+from tests.reference.tolerance import assert_close
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "same": {"lengths_q": (40, 7, 33)},
+    "cross": {"lengths_q": (10, 40, 1), "lengths_k": (64, 5, 30)},
+    "empty": {"lengths_q": (0, 20, 5, 0), "lengths_k": (9, 0, 30, 0)},
+    "used": {
+        "lengths_q": (12, 30, 20),
+        "lengths_k": (40, 12, 25),
+        "used_q": (5, 30, 0),
+        "used_k": (33, 0, 25),
+    },
+    "leftpad": {
+        "lengths_q": (12, 30, 20),
+        "lengths_k": (40, 12, 25),
+        "used_k": (33, 12, 20),
+        "leftpad": (3, 12, 19),
+    },
+    "none": {"lengths_q": ()},
+}
+
+AXES = {
+    "lengths": list(LENGTHS),
+    "heads": [(1, 1), (6, 2)],
+    "causal": [False, True],
+    "window": [(-1, -1), (8, -1), (-1, 4), (5, 2)],
+    "softcap": [0.0, 2.5],
+    "alibi": [None, *Alibi],
+    "dropout_p": [0.0, 0.2],
+}
+
+
+def varlen_case(lengths: str, heads: tuple[int, int] = (4, 2), **fields: Any) -> VarlenCase:
+    return VarlenCase(
+        **LENGTHS[lengths],
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        head_dim=8,
+        device="cpu",
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=str)
+def test_equals_the_reference(row: dict[str, Any]) -> None:
+    case = varlen_case(**row, dtype=torch.float64)
+    inputs = case.make_inputs()
+    assert_fp64_close(compute_varlen(case, inputs), varlen_reference_of(case, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", pairwise(AXES, 1)[::2], ids=str)
+def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None:
+    case = varlen_case(**row, dtype=dtype)
+    inputs = case.make_inputs()
+    actual = compute_varlen(case, inputs)
+    assert actual.out.dtype == actual.dk.dtype == dtype
+    assert actual.lse.dtype == torch.float32
+    assert_close(actual, varlen_reference_of(case, inputs), varlen_naive_of(case, inputs))
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> VarlenCase:
+    batch = draw(st.integers(0, 5))
+
+    def lengths(bounds: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(draw(st.integers(0, bound)) for bound in bounds)
+
+    lengths_q, lengths_k = lengths((30,) * batch), lengths((30,) * batch)
+    used_q = draw(st.just(None) | st.just(lengths(lengths_q)))
+    used_k = draw(st.just(None) | st.just(lengths(lengths_k)))
+    leftpad = draw(st.just(None) | st.just(lengths(lengths_k if used_k is None else used_k)))
+    bound = st.just(-1) | st.integers(0, 20)
+    return VarlenCase(
+        lengths_q=lengths_q,
+        lengths_k=lengths_k,
+        used_q=used_q,
+        used_k=used_k,
+        leftpad=leftpad,
+        num_heads_q=4,
+        num_heads_k=draw(st.sampled_from([1, 2, 4])),
+        head_dim=4,
+        dtype=torch.float64,
+        device="cpu",
+        causal=draw(st.booleans()),
+        window=(draw(bound), draw(bound)),
+        softcap=draw(st.sampled_from([0.0, 1.0])),
+        alibi=draw(st.sampled_from([None, *Alibi])),
+        dropout_p=draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case(), seed=st.integers(0, 1000))
+def test_any_combination(case: VarlenCase, seed: int) -> None:
+    inputs = case.make_inputs(seed)
+    assert_fp64_close(compute_varlen(case, inputs), varlen_reference_of(case, inputs))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_equals_a_dense_call(dropout_p: float) -> None:
+    """Sequences of one length, packed and as a batch: dropout and ALiBi count sequences alike."""
+    case = VarlenCase(
+        lengths_q=(20,) * 3,
+        lengths_k=(30,) * 3,
+        num_heads_k=2,
+        head_dim=8,
+        dtype=torch.float64,
+        device="cpu",
+        causal=True,
+        alibi=Alibi.per_batch,
+        dropout_p=dropout_p,
+    )
+    inputs = case.make_inputs()
+    packed = compute_varlen(case, inputs)
+    q, k, v, dout = (x.unflatten(0, (3, -1)) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    dlse = inputs.dlse.unflatten(1, (3, 20)).transpose(0, 1)
+    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
+    out, lse = cpu.attention_forward(q, k, v, options)
+    gradients = cpu.attention_backward(dout, q, k, v, out, lse, options, dlse)
+    torch.testing.assert_close(packed.out, out.flatten(0, 1))
+    torch.testing.assert_close(packed.lse, lse.transpose(0, 1).flatten(1))
+    for x, y in zip((packed.dq, packed.dk, packed.dv), gradients[:3], strict=True):
+        torch.testing.assert_close(x, y.flatten(0, 1))
+
+
+def test_rows_outside_the_sequences() -> None:
+    """Before, between and behind them: poison in, nothing out."""
+    case = varlen_case("used", dtype=torch.float32)
+    inputs = case.make_inputs()
+    pad_q, pad_k = (torch.full_like(x[:3], torch.nan) for x in (inputs.q, inputs.k))
+    pad_rows = torch.full_like(inputs.dlse[:, :3], torch.nan)
+    padded = replace(
+        inputs,
+        q=torch.cat([pad_q, inputs.q, pad_q]),
+        dout=torch.cat([pad_q, inputs.dout, pad_q]),
+        k=torch.cat([pad_k, inputs.k, pad_k]),
+        v=torch.cat([pad_k, inputs.v, pad_k]),
+        dlse=torch.cat([pad_rows, inputs.dlse, pad_rows], 1),
+        cu_seqlens_q=inputs.cu_seqlens_q + 3,
+        cu_seqlens_k=inputs.cu_seqlens_k + 3,
+    )
+    plain, result = compute_varlen(case, inputs), compute_varlen(case, padded)
+    for name, x in result.tensors().items():
+        dim = 1 if name == "lse" else 0
+        middle = x.narrow(dim, 3, x.shape[dim] - 6)
+        assert torch.equal(middle, plain.tensors()[name]), name
+        ends = torch.cat([x.narrow(dim, 0, 3), x.narrow(dim, x.shape[dim] - 3, 3)], dim)
+        assert (ends == (-torch.inf if name == "lse" else 0.0)).all(), name
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("lengths", ["cross", "leftpad"])
+def test_paged_keys(lengths: str, page_size: int) -> None:
+    case = varlen_case(lengths, dtype=torch.float64, causal=True, alibi=Alibi.per_head)
+    inputs = case.make_inputs()
+    pages_each = -(-max(case.keys) // page_size)
+    order = torch.randperm(case.batch * pages_each + 2)[: case.batch * pages_each]
+    table = order.view(case.batch, pages_each).to(torch.int32)
+    pools = []
+    for x in (inputs.k, inputs.v):
+        pool = torch.full((len(order) + 2, page_size, *x.shape[1:]), torch.nan, dtype=x.dtype)
+        start = 0
+        for index, length in enumerate(case.keys):
+            for row in range(length):
+                pool[table[index, row // page_size], row % page_size] = x[start + row]
+            start += length
+        pools.append(pool)
+    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
+    expected = cpu.varlen_forward(inputs.q, inputs.k, inputs.v, options=options, **inputs.lengths())
+    actual = cpu.varlen_forward(
+        inputs.q, *pools, options=options, **inputs.lengths(), block_table=table
+    )
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    probs = cpu.varlen_probabilities(
+        *(inputs.q, pools[0], expected[1]),
+        max_seqlen_q=case.max_seqlen_q,
+        max_seqlen_k=case.max_seqlen_k,
+        options=options,
+        **inputs.lengths(),
+        block_table=table,
+    )
+    assert probs.isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", ["cross", "used", "leftpad"])
+def test_probabilities(lengths: str) -> None:
+    case = varlen_case(lengths, dtype=torch.float64, dropout_p=0.3, window=(6, 6))
+    inputs = case.make_inputs()
+    options = cpu_options(case, case.head_dim, None)
+    _, lse = cpu.varlen_forward(inputs.q, inputs.k, inputs.v, options=options, **inputs.lengths())
+    sizes = (case.max_seqlen_q + 1, case.max_seqlen_k + 2)
+    probs = cpu.varlen_probabilities(
+        inputs.q,
+        inputs.k,
+        lse,
+        *(inputs.cu_seqlens_q, inputs.cu_seqlens_k),
+        *sizes,
+        options,
+        inputs.seqused_q,
+        inputs.seqused_k,
+        inputs.leftpad_k,
+    )
+    assert probs.shape == (case.batch, case.num_heads_q, *sizes)
+    keep = keep_mask(SEED, OFFSET, 0.3, case.batch, case.num_heads_q, *sizes)
+    assert not (probs > 0.0)[~keep].any() and not (probs < 0.0)[keep].any()
+    for index, length in enumerate(case.lengths_q):
+        start = int(inputs.cu_seqlens_q[index])
+        sums = probs[index, :, :length].abs().sum(-1)
+        seen = lse[:, start : start + length] > -torch.inf
+        torch.testing.assert_close(sums, seen.double())
+
+
+class CpuVarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        out, lse = cpu.varlen_forward(*tensors, **call)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call = call
+        seen = lse > -torch.inf
+        ctx.mark_non_differentiable(seen)
+        return out, lse, seen
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, _: Any) -> Any:
+        gradients = cpu.varlen_backward(dout, *ctx.saved_tensors, dlse=dlse, **ctx.call)
+        return None, *gradients[:3]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True, "softcap": 0.8},
+        {"window": (2, 1), "alibi": Alibi.per_batch, "dropout_p": 0.3},
+    ],
+    ids=str,
+)
+def test_gradcheck_through_out_and_lse(features: dict[str, Any]) -> None:
+    case = VarlenCase(
+        lengths_q=(3, 0, 5),
+        lengths_k=(4, 2, 3),
+        used_k=(4, 1, 2),
+        leftpad=(1, 0, 0),
+        num_heads_k=2,
+        head_dim=2,
+        dtype=torch.float64,
+        device="cpu",
+        **features,
+    )
+    inputs = case.make_inputs()
+    leaves = [x.nan_to_num(0.5).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
+    call = {"options": options, **inputs.lengths()}
+
+    def attention(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, seen = CpuVarlenAttention.apply(call, *tensors)
+        return out, torch.where(seen, lse, 0.0)
+
+    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)

@@ -1,0 +1,112 @@
+"""The generating example: a cache changes the speed and nothing else, and a wrong one is found."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import generate
+import train_gpt
+from generate import Generated, first_difference, with_cache, without_cache
+from model import GPT, GPTConfig, load_model, save_model
+
+PROMPTS = [b"The with statement", b"A", b"class Operator:\n"]
+TINY = GPTConfig(layers=2, width=64, heads=2, seqlen=48)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model() -> GPT:
+    """Not trained, but with layers that have their say: a new model mostly repeats a byte."""
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    for block in model.blocks:
+        block.attention.project.weight.data *= 16
+        block.mlp.project.weight.data *= 16
+    return model
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16, 100])
+@torch.no_grad()
+def test_a_cache_gives_the_same_logits(model, page_size):
+    expected = without_cache(model, PROMPTS, 12)
+    actual = with_cache(model, PROMPTS, 12, page_size=page_size)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_on_the_gpu(device, model, page_size):
+    model = model.to(device)
+    expected = generate.generate(without_cache, model, PROMPTS, 12)
+    actual = generate.generate(partial(with_cache, page_size=page_size), model, PROMPTS, 12)
+    assert first_difference(expected, actual, generate.TIES[model.cos.device.type]) is None
+
+
+def test_the_whole_program_after_training(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    options = "--device cpu --steps 20 --seqlen 40 --seconds 600 --out"
+    assert train_gpt.main([*options.split(), str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert generate.main(["--device", "cpu", "--model", str(tmp_path / "model.pt")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("generating on the CPU backend")
+    assert "tokens/s" in printed and printed.count("the same") == 2
+    for words in (*generate.PROMPTS, "without a cache", "dense cache", "pages of 16"):
+        assert words in printed
+
+
+def test_a_wrong_cache_fails_the_program(model, monkeypatch, tmp_path, capsys):
+    save_model(model, tmp_path / "model.pt")
+    right = generate.flash_attn_with_kvcache
+    forgetful = partial(right, softmax_scale=0.0)
+    monkeypatch.setattr(generate, "flash_attn_with_kvcache", forgetful)
+    arguments = ["--device", "cpu", "--model", str(tmp_path / "model.pt"), "--length", "12"]
+    assert generate.main(arguments) == 1
+    assert capsys.readouterr().out.count("DIFFER in prompt 0 from byte") == 2
+
+
+def test_equally_likely_bytes_are_no_difference():
+    one = Generated(torch.tensor([[[1.0, 2.0], [3.0, 3.01]]]), 1.0)
+    other = Generated(torch.tensor([[[1.0, 2.0], [3.02, 3.0]]]), 1.0)
+    assert first_difference(one, other, tie=1e-2) is None
+    assert first_difference(one, other, tie=1e-4) == (0, 1)
+    assert one.tokens_per_second == 2.0
+
+
+def test_a_saved_model_is_the_same(model, tmp_path):
+    save_model(model, tmp_path / "model.pt")
+    loaded = load_model(tmp_path / "model.pt", torch.device("cpu"))
+    assert loaded.config == TINY
+    tokens = torch.randint(256, (1, 9))
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--length", "48"], ["--prompt", "x" * 48], ["--prompt", ""], ["--length", "0"]]
+)
+def test_what_does_not_fit_is_refused(model, tmp_path, capsys, arguments):
+    save_model(model, tmp_path / "model.pt")
+    with pytest.raises(SystemExit) as error:
+        generate.main(["--device", "cpu", "--model", str(tmp_path / "model.pt"), *arguments])
+    words = f"{error.value} {capsys.readouterr().err}"
+    assert "must fit the model's context of 48 bytes" in words or "must be at least 1" in words
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"no file .*model\.pt; examples/train_gpt\.py writes one"):
+        generate.main(["--device", "cpu", "--model", str(tmp_path / "model.pt")])

@@ -1,0 +1,320 @@
+"""Bad arguments that the host can see: an error that names the argument, the rule and the value,
+before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_cuda.interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from tests.cases.bad_input import int32, normal, varlen_inputs
+from tests.cases.harness import DEVICE, bits
+
+pytestmark = pytest.mark.gpu
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    """q, k, v (2, 6, 4 or 2, 64) in bf16; a change is a shape or another value."""
+    shapes = {"q": (2, 6, 4, 64), "k": (2, 6, 2, 64), "v": (2, 6, 2, 64)}
+    made = {name: changes.pop(name, shape) for name, shape in shapes.items()}
+    return {name: normal(*x) if isinstance(x, tuple) else x for name, x in made.items()} | changes
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    """The varlen function's arguments for three sequences of 40 tokens in all."""
+    arguments: dict[str, Any] = {guard.name: guard.tensor for guard in varlen_inputs()}
+    arguments |= {"cu_seqlens_q": int32((0, 10, 25, 40)), "cu_seqlens_k": int32((0, 12, 20, 40))}
+    return arguments | {"max_seqlen_q": 15, "max_seqlen_k": 20} | changes
+
+
+def cached(**changes: Any) -> dict[str, Any]:
+    """flash_attn_with_kvcache's arguments: two sequences, capacity 9."""
+    arguments: dict[str, Any] = {"q": normal(2, 3, 4, 64)}
+    arguments |= {name: normal(2, 9, 2, 64) for name in ("k_cache", "v_cache")}
+    return arguments | {"cache_seqlens": int32((4, 5))} | changes
+
+
+def paged(**changes: Any) -> dict[str, Any]:
+    pool = {name: normal(5, 7, 2, 64) for name in ("k_cache", "v_cache")}
+    return cached(**pool, block_table=int32(((1, 2), (0, 4)))) | changes
+
+
+def new_keys(length: int, heads: int = 2) -> Tensor:
+    return normal(2, length, heads, 64)
+
+
+NAN, INF = float("nan"), float("inf")
+ROTARY = {name: normal(9, 16) for name in ("rotary_cos", "rotary_sin")}
+
+# (function, arguments, name in the error, part of the message)
+HOST_ERRORS: list[tuple[Callable[..., Any], Callable[..., dict[str, Any]], dict[str, Any], str]] = [
+    *(
+        (flash_attn_func, tensors, {"dropout_p": p}, "dropout_p")
+        for p in (-0.1, 1.0, 1.5, NAN, INF)
+    ),
+    *((flash_attn_func, tensors, {"softmax_scale": x}, "softmax_scale") for x in (NAN, INF, -INF)),
+    *((flash_attn_func, tensors, {"softcap": x}, "softcap") for x in (NAN, INF)),
+    (flash_attn_func, tensors, {"k": (2, 6, 0, 64), "v": (2, 6, 0, 64)}, "k"),
+    (flash_attn_func, tensors, {"q": (2, 6, 0, 64)}, "q"),
+    (flash_attn_func, tensors, {"k": (2, 6, 3, 64), "v": (2, 6, 3, 64)}, "k"),
+    (flash_attn_func, tensors, {"window_size": (1, 2, 3)}, "window_size"),
+    (flash_attn_func, tensors, {"window_size": "ab"}, "window_size"),
+    (flash_attn_func, tensors, {"window_size": 3}, "window_size"),
+    (flash_attn_func, tensors, {"alibi_slopes": torch.ones(3)}, "alibi_slopes"),
+    (flash_attn_func, tensors, {"alibi_slopes": torch.ones(3, 4)}, "alibi_slopes"),
+    (flash_attn_func, tensors, {"alibi_slopes": torch.ones(4, dtype=torch.half)}, "alibi_slopes"),
+    (flash_attn_func, tensors, {"alibi_slopes": 0.5}, "alibi_slopes"),
+    (flash_attn_varlen_func, packed, {"max_seqlen_q": -1}, "max_seqlen_q"),
+    (flash_attn_varlen_func, packed, {"max_seqlen_k": -1}, "max_seqlen_k"),
+    (flash_attn_varlen_func, packed, {"max_seqlen_q": "15"}, "max_seqlen_q"),
+    (flash_attn_varlen_func, packed, {"cu_seqlens_q": (0, 10, 25, 40)}, "cu_seqlens_q"),
+    (flash_attn_varlen_func, packed, {"cu_seqlens_q": torch.tensor([0, 10, 40])}, "cu_seqlens_q"),
+    (flash_attn_varlen_func, packed, {"cu_seqlens_k": int32((0, 10, 40))}, "cu_seqlens_k"),
+    (flash_attn_varlen_func, packed, {"cu_seqlens_k": int32(())}, "cu_seqlens_k"),
+    (flash_attn_varlen_func, packed, {"cu_seqlens_q": int32(((0, 10, 25, 40),))}, "cu_seqlens_q"),
+    (flash_attn_varlen_func, packed, {"seqused_q": int32((1, 2))}, "seqused_q"),
+    (flash_attn_varlen_func, packed, {"seqused_k": torch.ones(3)}, "seqused_k"),
+    (flash_attn_varlen_func, packed, {"leftpad_k": int32((1, 2, 3, 4))}, "leftpad_k"),
+    (flash_attn_varlen_func, packed, {"k": normal(2, 6, 2, 64)}, "k"),
+    (flash_attn_varlen_func, packed, {"v": normal(41, 2, 64)}, "v"),
+    (flash_attn_varlen_func, packed, {"num_splits": -1}, "num_splits"),
+    (flash_attn_varlen_func, packed, {"dropout_p": 1.0}, "dropout_p"),
+    (flash_attn_with_kvcache, cached, {"q": normal(3, 3, 4, 64)}, "k_cache|q"),
+    (flash_attn_with_kvcache, cached, {"v_cache": normal(2, 8, 2, 64)}, "v_cache"),
+    (flash_attn_with_kvcache, cached, {"k_cache": normal(2, 9, 2, 32)}, "k_cache"),
+    (flash_attn_with_kvcache, cached, {"cache_seqlens": int32((4, 5, 6))}, "cache_seqlens"),
+    (flash_attn_with_kvcache, cached, {"cache_seqlens": torch.tensor([4, 5])}, "cache_seqlens"),
+    (flash_attn_with_kvcache, cached, {"cache_seqlens": -1}, "cache_seqlens"),
+    (flash_attn_with_kvcache, cached, {"cache_seqlens": 10}, "cache_seqlens"),
+    (flash_attn_with_kvcache, cached, {"cache_batch_idx": int32((0,))}, "cache_batch_idx"),
+    (flash_attn_with_kvcache, cached, {"cache_batch_idx": torch.tensor([0, 1])}, "cache_batch_idx"),
+    (flash_attn_with_kvcache, cached, {"cache_leftpad": int32((0,))}, "cache_leftpad"),
+    (flash_attn_with_kvcache, cached, {"k": new_keys(1)}, "v"),
+    (flash_attn_with_kvcache, cached, {"v": new_keys(1)}, "k"),
+    (flash_attn_with_kvcache, cached, {"k": new_keys(1), "v": new_keys(2)}, "v"),
+    (flash_attn_with_kvcache, cached, {"k": new_keys(1, 4), "v": new_keys(1, 4)}, "k"),
+    (flash_attn_with_kvcache, cached, {"k": new_keys(10), "v": new_keys(10)}, "k"),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"k": new_keys(1), "v": new_keys(1), "cache_seqlens": None},
+        "cache_seqlens",
+    ),
+    (flash_attn_with_kvcache, cached, {"num_splits": -1}, "num_splits"),
+    (flash_attn_with_kvcache, cached, {"num_splits": 257}, "num_splits"),
+    (flash_attn_with_kvcache, cached, {"softmax_scale": NAN}, "softmax_scale"),
+    (flash_attn_with_kvcache, cached, {"q": normal(2, 3, 4, 64).requires_grad_()}, "q"),
+    (flash_attn_with_kvcache, cached, {"k_cache": normal(2, 9, 2, 64).requires_grad_()}, "k_cache"),
+    (flash_attn_with_kvcache, paged, {"block_table": int32((1, 2))}, "block_table"),
+    (flash_attn_with_kvcache, paged, {"block_table": int32(((1, 2),) * 3)}, "block_table"),
+    (flash_attn_with_kvcache, paged, {"block_table": torch.ones(2, 2)}, "block_table"),
+    (flash_attn_with_kvcache, cached, {**ROTARY}, "rotary_cos"),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"k": new_keys(1), "v": new_keys(1), "rotary_cos": ROTARY["rotary_cos"]},
+        "rotary_sin",
+    ),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"k": new_keys(1), "v": new_keys(1), **{name: x.float() for name, x in ROTARY.items()}},
+        "rotary_cos",
+    ),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"k": new_keys(1), "v": new_keys(1), **{name: normal(9, 40) for name in ROTARY}},
+        "rotary_cos",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "changes", "name"),
+    HOST_ERRORS,
+    ids=[f"{f.__name__}-{'-'.join(c)}-{i}" for i, (f, _, c, _) in enumerate(HOST_ERRORS)],
+)
+def test_host_errors(function: Any, arguments: Any, changes: dict[str, Any], name: str) -> None:
+    """The error names the argument first, then the rule, then what was given."""
+    moved = {
+        key: x.to(DEVICE) if isinstance(x, Tensor) and not x.requires_grad else x
+        for key, x in changes.items()
+    }
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=rf"^({name}): "):
+        function(**arguments(**moved))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+def test_gradients_through_a_block_table_are_refused_in_the_backward(name: str) -> None:
+    """The forward is that of inputs without gradients, to the bit."""
+    arguments = paged()
+    tensors = {
+        "q": normal(6, 4, 64),
+        "k": arguments["k_cache"],
+        "v": arguments["v_cache"],
+        "sink": torch.zeros(4, device=DEVICE),
+    }
+    cu_seqlens = {"cu_seqlens_q": int32((0, 3, 6)), "cu_seqlens_k": int32((0, 4, 9))}
+    call = {**cu_seqlens, "max_seqlen_q": 3, "max_seqlen_k": 5, "return_attn_probs": True}
+    call["block_table"] = arguments["block_table"]
+    expected = flash_attn_varlen_func(**tensors, **call)
+    tensors[name].requires_grad_()
+    out, lse, _ = flash_attn_varlen_func(**tensors, **call)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for result in (out, lse):
+        with pytest.raises(
+            NotImplementedError, match=r"^block_table: must be None in a call whose"
+        ):
+            result.sum().backward()
+    with torch.no_grad():
+        assert not flash_attn_varlen_func(**tensors, **call)[0].requires_grad
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        *((flash_attn_func, tensors, name) for name in ("k", "v")),
+        *((flash_attn_varlen_func, packed, name) for name in ("k", "v")),
+        *((flash_attn_varlen_func, packed, f"cu_seqlens_{name}") for name in "qk"),
+        *((flash_attn_with_kvcache, cached, name) for name in ("k_cache", "cache_seqlens")),
+        (flash_attn_with_kvcache, paged, "block_table"),
+    ],
+)
+def test_tensors_on_another_device(function: Any, arguments: Any, name: str) -> None:
+    given = arguments()
+    given[name] = given[name].cpu()
+    with pytest.raises((ValueError, RuntimeError), match=rf"\b{name}\b.*cpu"):
+        function(**given)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_q", "seqused_k", "leftpad_k"])
+def test_optional_tensors_on_another_device(name: str) -> None:
+    value = torch.ones(4) if name == "alibi_slopes" else torch.ones(3, dtype=torch.int32)
+    with pytest.raises((ValueError, RuntimeError), match=rf"\b{name}\b.*cpu"):
+        flash_attn_varlen_func(**packed(**{name: value}))
+
+
+# -- the private operators -------------------------------------------------------------------------
+
+FORWARD_OPTIONS = (0.125, True, -1, -1, 0.0, None)
+
+
+def backward_arguments(varlen: bool, dropout_p: float) -> tuple[Any, dict[str, Any]]:
+    if varlen:
+        given = packed()
+        q, k, v = (given.pop(name) for name in "qkv")
+        forward = _flash_attn_varlen_forward(
+            q, k, v, **given, dropout_p=dropout_p, softmax_scale=0.125, causal=True
+        )
+    else:
+        given = {}
+        q, k, v = tensors().values()
+        forward = _flash_attn_forward(q, k, v, dropout_p, *FORWARD_OPTIONS, False)
+    out, lse, _, rng_state = forward
+    saved = {"dout": torch.ones_like(out), "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    saved |= {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    options = dict(
+        zip(
+            ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap"),
+            FORWARD_OPTIONS,
+            strict=False,
+        )
+    )
+    options |= {"alibi_slopes": None, "deterministic": False, "rng_state": rng_state}
+    function = _flash_attn_varlen_backward if varlen else _flash_attn_backward
+    return function, {**saved, **given, **options, "dropout_p": dropout_p}
+
+
+BAD_SAVED = {
+    "softmax_lse dtype": ("softmax_lse", lambda x: x.half()),
+    "softmax_lse shape": ("softmax_lse", lambda x: x[..., :-1]),
+    "softmax_lse other shape": ("softmax_lse", lambda x: x.transpose(0, 1)[..., None]),
+    "rng_state missing": ("rng_state", lambda x: None),
+    "rng_state dtype": ("rng_state", lambda x: x.to(torch.int32)),
+    "rng_state size": ("rng_state", lambda x: x[:1]),
+    "rng_state dims": ("rng_state", lambda x: x[None]),
+    "dout shape": ("dout", lambda x: x[:-1]),
+    "dq shape": ("dq", lambda x: x[:-1]),
+    "dk dtype": ("dk", lambda x: x.float()),
+}
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("change", BAD_SAVED)
+def test_what_a_backward_is_given(change: str, varlen: bool) -> None:
+    function, arguments = backward_arguments(varlen, dropout_p=0.2)
+    function(**arguments)
+    name, alter = BAD_SAVED[change]
+    arguments[name] = alter(arguments[name])
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: "):
+        function(**arguments)
+
+
+@pytest.mark.cuda_only
+def test_rng_state_on_another_device() -> None:
+    function, arguments = backward_arguments(varlen=False, dropout_p=0.2)
+    arguments["rng_state"] = arguments["rng_state"].cpu()
+    with pytest.raises((ValueError, TypeError), match=r"^rng_state: .*cpu"):
+        function(**arguments)
+
+
+# -- odd but right ---------------------------------------------------------------------------------
+
+
+def test_windows_of_odd_signs() -> None:
+    """Any negative bound is no bound, each side on its own; None and tensors are windows too."""
+    given = tensors()
+
+    def attend(window: Any) -> Tensor:
+        return flash_attn_func(**given, window_size=window)
+
+    for odd, plain in (
+        ((-5, -7), (-1, -1)),
+        ((-5, 2), (-1, 2)),
+        ((2, -(2**31)), (2, -1)),
+        ((None, 0), (-1, 0)),
+        ((3, None), (3, -1)),
+        ([1, 1], (1, 1)),
+        (torch.tensor([2, 0]), (2, 0)),
+        ((2**31 - 1, 2**31 - 1), (-1, -1)),
+        ((2**31 - 1, 0), (-1, 0)),
+    ):
+        assert torch.equal(bits(attend(odd)), bits(attend(plain))), odd
+
+
+def test_packed_forms_name_their_own_arguments() -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^qkv: "):
+        flash_attn_qkvpacked_func(normal(2, 6, 2, 4, 64))
+    with pytest.raises((ValueError, TypeError), match=r"^kv: "):
+        flash_attn_kvpacked_func(normal(2, 6, 4, 64), normal(2, 6, 3, 2, 64))
+    cu_seqlens = int32((0, 4, 6))
+    with pytest.raises((ValueError, TypeError), match=r"^qkv: "):
+        flash_attn_varlen_qkvpacked_func(normal(6, 2, 4, 64), cu_seqlens, 4)
+    with pytest.raises((ValueError, TypeError), match=r"^kv: "):
+        flash_attn_varlen_kvpacked_func(
+            normal(6, 4, 64), normal(6, 3, 2, 64), cu_seqlens, cu_seqlens, 4, 4
+        )
+    with pytest.raises((ValueError, TypeError), match=r"^cu_seqlens: "):
+        flash_attn_varlen_qkvpacked_func(normal(6, 3, 4, 64), cu_seqlens.long(), 4)

@@ -1,0 +1,449 @@
+"""flash_attn_cuda._C itself: its errors, its handling of tensors, its autograd node, its plans."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info, flash_attn_func
+from flash_attn_cuda.call import AttentionCall
+from tests.cases import binding
+from tests.cases.harness import make_case, skip_without_row
+
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda_only]
+
+BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 40, 4, 64
+
+
+@pytest.fixture
+def extension() -> Any:
+    skip_without_row(make_case(head_dim=HEAD_DIM, causal=True))
+    return build_info.extension
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape or (BATCH, SEQLEN, HEADS, HEAD_DIM), device="cuda").to(dtype)
+
+
+def forward(extension: Any, q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> list[Tensor]:
+    options = {
+        "out": None,
+        "alibi_slopes": None,
+        "p_dropout": 0.0,
+        "softmax_scale": 0.125,
+        "is_causal": True,
+        "window_left": -1,
+        "window_right": -1,
+        "softcap": 0.0,
+        "return_softmax": False,
+        "unused_generator": None,
+    }
+    return extension.fwd(q, k, v, **{**options, **changes})
+
+
+def backward(extension: Any, dout: Tensor, *saved: Tensor, **changes: Any) -> list[Tensor]:
+    """bwd, or, with a dlse, which FlashAttention-2's function does not take, backward."""
+    if "dlse" in changes:
+        q, k, v, out, lse = saved
+        options = {"softmax_scale": 0.125, "causal": True, "incoming": changes}
+        return binding.backward(extension, q, k, v, dout=dout, results=(out, lse), **options)
+    options = {
+        **dict.fromkeys(("dq", "dk", "dv", "alibi_slopes", "unused_generator", "rng_state")),
+        "p_dropout": 0.0,
+        "softmax_scale": 0.125,
+        "is_causal": True,
+        "window_left": -1,
+        "window_right": -1,
+        "softcap": 0.0,
+        "deterministic": False,
+    }
+    return extension.bwd(dout, *saved, **{**options, **changes})
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+BAD_INPUTS = {
+    "q on the CPU": (ValueError, "q: must be a CUDA tensor, got one on cpu", {"q": torch.zeros(1)}),
+    "k on the CPU": (ValueError, "k: must be a CUDA tensor, got one on cpu", {"k": torch.zeros(1)}),
+    "fp32": (TypeError, "q: dtype must be float16 or bfloat16, got Float", {"q": torch.float32}),
+    "mixed": (TypeError, r"v: must have the dtype of q \(BFloat16\), got Half", {"v": torch.half}),
+    "3-D": (ValueError, "k: must have 4 dimensions", {"k": (SEQLEN, HEADS, HEAD_DIM)}),
+    "head_dim 59": (ValueError, "must be a multiple of 8, got 59", {"q": (2, 40, 4, 59)}),
+    "head_dim 264": (ValueError, "must be from 1 to 256, got 264", {"q": (2, 40, 4, 264)}),
+    "no query head": (ValueError, "q: must have at least one head", {"q": (2, 40, 0, 64)}),
+    "no key head": (ValueError, "k: must have at least one head", {"k": (2, 40, 0, 64)}),
+    "heads": (
+        ValueError,
+        r"k: number of heads must divide that of q \(4\), got 3",
+        {"k": (2, 40, 3, 64)},
+    ),
+    "batch": (ValueError, r"k: batch must be that of q \(2\), got 3", {"k": (3, 40, 4, 64)}),
+    "k head_dim": (
+        ValueError,
+        r"k: last dimension .* that of q \(64\), got 32",
+        {"k": (2, 40, 4, 32)},
+    ),
+    "v": (
+        ValueError,
+        r"v: must have the shape of k but for the last dimension, \[2, 40, 4, 64\], got",
+        {"v": (2, 41, 4, 64)},
+    ),
+    "v head_dim 60": (
+        ValueError,
+        r"v: last dimension \(head_dim_v\) must be a multiple of 8, got 60",
+        {"v": (2, 40, 4, 60)},
+    ),
+    "v head_dim 264": (
+        ValueError,
+        r"v: last dimension \(head_dim_v\) must be from 1 to 256, got 264",
+        {"v": (2, 40, 4, 264)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs(extension: Any, name: str) -> None:
+    """Argument, rule and value are named. A change is a shape, a dtype or the tensor itself."""
+    error, message, changes = BAD_INPUTS[name]
+    tensors = {"q": tensor(), "k": tensor(), "v": tensor()}
+    for argument, change in changes.items():
+        if isinstance(change, torch.dtype):
+            tensors[argument] = tensor(dtype=change)
+        else:
+            tensors[argument] = tensor(*change) if isinstance(change, tuple) else change
+    with pytest.raises(error, match=message):
+        extension.attention(*tensors.values(), None, False)
+    with pytest.raises(error, match=message):
+        forward(extension, **tensors)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39])
+def test_a_scale_that_is_not_finite(extension: Any, scale: float) -> None:
+    with pytest.raises(ValueError, match=r"softmax_scale: must be finite in float32, got"):
+        extension.attention(tensor(), tensor(), tensor(), scale, False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("p_dropout", -0.1, ValueError),
+        ("p_dropout", 1.0, ValueError),
+        ("p_dropout", math.nan, ValueError),
+        ("softcap", math.inf, ValueError),
+        ("softcap", math.nan, ValueError),
+        ("softcap", 1e-40, ValueError),
+        ("alibi_slopes", torch.zeros(HEADS), ValueError),  # on the CPU
+        ("alibi_slopes", torch.half, TypeError),
+        ("alibi_slopes", (HEADS + 1,), ValueError),
+        ("alibi_slopes", (BATCH + 1, HEADS), ValueError),
+        ("unused_generator", torch.Generator(), NotImplementedError),
+    ],
+)
+def test_bad_options(extension: Any, argument: str, value: Any, error: type[Exception]) -> None:
+    if isinstance(value, torch.dtype):
+        value = tensor(HEADS, dtype=value)
+    elif isinstance(value, tuple):
+        value = tensor(*value, dtype=torch.float32)
+    with pytest.raises(error, match=f"^{argument}: .*must (be|have)"):
+        forward(extension, tensor(), tensor(), tensor(), **{argument: value})
+
+
+def test_window_arguments(extension: Any) -> None:
+    q, k, v = tensor(), tensor(), tensor()
+    causal = forward(extension, q, k, v)[0]
+    assert torch.equal(forward(extension, q, k, v, is_causal=False, window_right=0)[0], causal)
+    assert torch.equal(forward(extension, q, k, v, window_right=7)[0], causal)  # causal wins
+    assert not torch.equal(forward(extension, q, k, v, is_causal=False, window_right=7)[0], causal)
+
+
+@pytest.mark.parametrize("right", [-1, 7])
+def test_negative_and_huge_window_bounds_are_none(extension: Any, right: int) -> None:
+    q, k, v = tensor(), tensor(), tensor()
+
+    def attend(left: int, right: int) -> Tensor:
+        return forward(extension, q, k, v, is_causal=False, window_left=left, window_right=right)[0]
+
+    for left in (-5, -(2**31), 2**31 - 1, 2**40):
+        assert torch.equal(attend(left, right), attend(-1, right)), left
+        if right == -1:
+            assert torch.equal(attend(-1, left), attend(-1, -1)), left
+
+
+@pytest.mark.parametrize("return_softmax", [False, True])
+def test_what_dropout_returns(extension: Any, return_softmax: bool) -> None:
+    """rng_state, and probabilities on demand; without dropout both are empty."""
+    skip_without_row(make_case(head_dim=HEAD_DIM, causal=True, dropout_p=0.5), backward=False)
+    q, k, v = tensor(), tensor(), tensor()[:, :-1]
+    k = k[:, :-1]
+    for p in (0.0, 0.5):
+        *_, s_dmask, rng_state = forward(
+            extension, q, k, v, p_dropout=p, return_softmax=return_softmax
+        )
+        shape = (BATCH, HEADS, SEQLEN, SEQLEN - 1) if return_softmax and p > 0.0 else (0,)
+        assert s_dmask.shape == shape and s_dmask.dtype == q.dtype
+        assert torch.signbit(s_dmask).any() == (s_dmask.numel() > 0)
+        assert rng_state.dtype == torch.int64 and rng_state.numel() == (2 if p > 0.0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("dout", (2, 40, 4, 32), ValueError),
+        ("out", torch.half, TypeError),
+        ("softmax_lse", torch.half, TypeError),
+        ("softmax_lse", (2, 4, 41), ValueError),
+        ("dlse", (2, 4), ValueError),
+        ("dk", (2, 41, 4, 64), ValueError),
+        ("dv", torch.zeros(BATCH, SEQLEN, HEADS, HEAD_DIM, dtype=torch.bfloat16), ValueError),
+    ],
+)
+def test_bad_gradients(extension: Any, argument: str, value: Any, error: type[Exception]) -> None:
+    q, k, v = tensor(), tensor(), tensor()
+    out, lse, *_ = forward(extension, q, k, v)
+    named = {"dout": tensor(), "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    if isinstance(value, torch.dtype):
+        value = named[argument].to(value)
+    elif isinstance(value, tuple):
+        value = tensor(*value, dtype=torch.float32 if "lse" in argument else torch.bfloat16)
+    if argument in named:
+        named[argument], changes = value, {}
+    else:
+        changes = {argument: value}
+    with pytest.raises(error, match=f"^{argument}: "):
+        backward(extension, *named.values(), **changes)
+
+
+# -- tensors as they come --------------------------------------------------------------------------
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    """The same values, contiguous, two bytes past a 16-byte boundary."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """The same values with head_dim not contiguous."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """The same values in rows whose stride is no multiple of 16 bytes."""
+    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 3))
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def shared(x: Tensor) -> Tensor:
+    """The first batch for every batch, without a copy."""
+    return x[:1].expand_as(x)
+
+
+LAYOUTS = pytest.mark.parametrize("layout", [off_by_one, heads_last, odd_rows, shared])
+
+
+@LAYOUTS
+def test_inputs_kernels_cannot_address_are_copied(extension: Any, layout: Any) -> None:
+    """The same bits; of expanded tensors, which other kernels than TMA's may read, about them."""
+    odd = [layout(tensor()) for _ in range(4)]
+    plain = [x.clone(memory_format=torch.contiguous_format) for x in odd]
+    results = []
+    for q, k, v, dout in (odd, plain):
+        out, lse, *_ = forward(extension, q, k, v)
+        results.append((out, lse, *backward(extension, dout, q, k, v, out, lse)[1:]))
+    for name, actual, expected in zip(
+        ("out", "lse", "dk", "dv", "softmax_d"), *results, strict=True
+    ):
+        if layout is shared:
+            torch.testing.assert_close(actual, expected, rtol=2.0**-5, atol=2.0**-5)
+        else:
+            assert torch.equal(actual, expected), name
+
+
+@pytest.mark.parametrize("layout", [off_by_one, heads_last, odd_rows])
+def test_outputs_kernels_cannot_address_are_filled(extension: Any, layout: Any) -> None:
+    q, k, v, dout = (tensor() for _ in range(4))
+    expected, lse, *_ = forward(extension, q, k, v)
+    given = layout(torch.zeros_like(q))
+    assert forward(extension, q, k, v, out=given)[0] is given
+    assert torch.equal(given, expected)
+
+    _, dk, dv, _ = backward(extension, dout, q, k, v, expected, lse)
+    targets = [layout(torch.zeros_like(q)) for _ in range(2)]
+    backward(extension, dout, q, k, v, expected, lse, dk=targets[0], dv=targets[1])
+    assert torch.equal(targets[0], dk) and torch.equal(targets[1], dv)
+
+
+def test_an_output_that_names_memory_twice_is_refused(extension: Any) -> None:
+    with pytest.raises(RuntimeError, match="single memory location"):
+        forward(extension, tensor(), tensor(), tensor(), out=shared(tensor()))
+
+
+def test_writing_a_given_output_counts_as_a_change(extension: Any) -> None:
+    """Autograd elsewhere must see that a tensor it saved was overwritten."""
+    out = tensor()
+    before = out._version
+    forward(extension, tensor(), tensor(), tensor(), out=out)
+    assert out._version == before + 1
+
+
+@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
+def test_empty_calls(extension: Any, empty: str) -> None:
+    size = {"batch": BATCH, "seqlen_q": SEQLEN, "seqlen_k": SEQLEN, empty: 0}
+    q = tensor(size["batch"], size["seqlen_q"], HEADS, HEAD_DIM).requires_grad_()
+    k, v = (tensor(size["batch"], size["seqlen_k"], 1, HEAD_DIM).requires_grad_() for _ in range(2))
+    out, lse = extension.attention(q, k, v, None, True)
+    assert out.shape == q.shape and lse.shape == (size["batch"], HEADS, size["seqlen_q"])
+    assert not out.any() and (lse == -math.inf).all()
+    gradients = torch.autograd.grad(
+        (out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))
+    )
+    for gradient, x in zip(gradients, (q, k, v), strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+# -- the autograd node -----------------------------------------------------------------------------
+
+
+def leaves() -> list[Tensor]:
+    return [tensor().requires_grad_() for _ in range(3)]
+
+
+def test_no_graph_without_a_need_for_one(extension: Any) -> None:
+    assert extension.attention(tensor(), tensor(), tensor(), None, True)[0].grad_fn is None
+    with torch.no_grad():
+        assert extension.attention(*leaves(), None, True)[0].grad_fn is None
+    with torch.inference_mode():
+        assert extension.attention(*leaves(), None, True)[0].is_inference()
+
+
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+def test_gradients_are_those_of_bwd(extension: Any, through: str) -> None:
+    q, k, v = leaves()
+    out, lse = extension.attention(q, k, v, 0.125, True)
+    dout = tensor() if through != "lse" else None
+    dlse = torch.randn_like(lse) if through != "out" else None
+    pairs = [pair for pair in ((out, dout), (lse, dlse)) if pair[1] is not None]
+    actual = torch.autograd.grad([x for x, _ in pairs], (q, k, v), [x for _, x in pairs])
+    zeros = torch.zeros_like(out)
+    saved = [x.detach() for x in (q, k, v, out, lse)]
+    expected = backward(extension, zeros if dout is None else dout, *saved, dlse=dlse)
+    assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
+    torch.testing.assert_close(actual[0], expected[0])  # dq sums in any order
+
+
+@pytest.mark.parametrize("function", ["attention", "forward"])
+def test_a_graph_without_softmax_lse_has_the_same_gradients(extension: Any, function: str) -> None:
+    q, k, v = leaves()
+    dout = tensor()
+
+    def run(returns_lse: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        if function == "attention":
+            out, lse = extension.attention(q, k, v, 0.125, True, returns_lse)
+        else:
+            call = AttentionCall(q, k, v, softmax_scale=0.125, causal=True)
+            out, lse, *_ = extension.forward(call, returns_lse)
+        return out, lse, torch.autograd.grad(out, (q, k, v), dout)
+
+    out, lse, expected = run(True)
+    alone, none, actual = run(False)
+    assert lse is not None and none is None
+    assert torch.equal(alone, out)
+    assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
+    torch.testing.assert_close(actual[0], expected[0])  # dq sums in any order
+
+
+def test_gradients_of_a_bias_and_a_sink_without_softmax_lse() -> None:
+    q, k, v = leaves()
+    bias = tensor(1, 1, SEQLEN, SEQLEN).requires_grad_()
+    sink = torch.randn(HEADS, device="cuda", requires_grad=True)
+    masks = {"attn_mask": bias, "sink": sink}
+    dout = tensor()
+    alone = flash_attn_func(q, k, v, **masks)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **masks)
+    assert torch.equal(alone, out) and lse.requires_grad
+    expected = torch.autograd.grad(out, (bias, sink, k), dout)
+    actual = torch.autograd.grad(alone, (bias, sink, k), dout)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_only_wanted_gradients_are_returned(extension: Any) -> None:
+    q, k, v = tensor(), tensor().requires_grad_(), tensor()
+    extension.attention(q, k, v, None, False)[0].sum().backward()
+    assert q.grad is None and v.grad is None and k.grad is not None
+
+
+def test_the_rules_of_autograd_hold(extension: Any) -> None:
+    q, k, v = leaves()
+    out, _ = extension.attention(q, k, v, None, False)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        out.sum().backward()
+
+    changed = k * 1
+    out, _ = extension.attention(q, changed, v, None, False)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+    out, _ = extension.attention(q, k, v, None, False)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        gradient.sum().backward()
+
+
+def test_dual_tensors_are_refused(extension: Any) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensor(), tensor())
+        with pytest.raises(NotImplementedError, match=r"k: must not carry a forward-mode gradient"):
+            extension.attention(tensor(), dual, tensor(), None, False)
+        out, lse = extension.attention(tensor().requires_grad_(), tensor(), tensor(), None, False)
+        for name, x in (("dout", out), ("dlse", lse)):
+            dual = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
+            with pytest.raises(
+                NotImplementedError, match=rf"{name}: must not carry a forward-mode"
+            ):
+                x.backward(dual, retain_graph=True)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def test_explain_names_a_compiled_instance(extension: Any) -> None:
+    shapes = {
+        "dtype": "bf16",
+        "head_dim": HEAD_DIM,
+        "batch_size": 1,
+        "seqlen_q": 2048,
+        "seqlen_k": 1024,
+        "num_heads_q": 8,
+        "num_heads_k": 2,
+        "causal": True,
+    }
+    plan = extension.explain_forward(**shapes)
+    assert plan["instance"] in extension.forward_instances()
+    tiles = -(-2048 // plan["config"]["block_m"])
+    assert plan["grid"] == 8 * tiles and plan["schedule"]["num_tiles"] == tiles
+    assert plan["config"]["mask"] == "windowed" and plan["workspace_bytes"] == 0
+
+    plan = extension.explain_backward(**shapes, device=torch.cuda.current_device())
+    assert plan["instance"] in extension.backward_instances()
+    tiles = -(-1024 // plan["config"]["block_n"])
+    assert plan["grid"] == 2 * plan["dkdv_splits"] * tiles
+    assert plan["workspace_bytes"] >= 8 * 2048 * (HEAD_DIM + 1) * 4
+
+    with pytest.raises(ValueError, match="dtype: must be 'fp16' or 'bf16', got 'fp64'"):
+        extension.explain_forward(**{**shapes, "dtype": "fp64"})
+    with pytest.raises(RuntimeError, match=r"no compiled forward kernel covers .* head_dim 512"):
+        extension.explain_forward(**{**shapes, "head_dim": 512})
+
+
+def test_build_record_lists_the_instances_in_order(extension: Any) -> None:
+    record = json.loads(extension.build_record())
+    for kernel_pass in ("forward", "backward"):
+        names = [row["name"] for row in record["instances"] if row["pass"] == kernel_pass]
+        assert names == getattr(extension, f"{kernel_pass}_instances")()

@@ -1,0 +1,451 @@
+"""forward and backward of flash_attn_cuda._C with masks, biases and sinks: their errors, and what
+they do with tensors as they come.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info
+from tests.cases import binding
+from tests.cases.harness import make_case, skip_without_row
+from tests.cases.masked import OWN, MaskedCase, RandomBias
+
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda_only]
+
+BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_K, HEAD_DIM = 2, 200, 300, 4, 2, 64
+TILES_Q, TILES_K = 2, 3  # of 128
+ALL_BY_BITS = 0xAA  # of a tile's four pieces
+
+Change = Any  # what a test gives: a shape, a dtype, or the argument itself
+
+
+@pytest.fixture
+def extension() -> Any:
+    skip_without_row(make_case(head_dim=HEAD_DIM))
+    return build_info.extension
+
+
+def skip_without_features(*features: str) -> None:
+    """Skip where the build has no kernels with these features for either pass."""
+    for pass_name in ("forward", "backward"):
+        if not any(
+            row.pass_name == pass_name
+            and row.dtype == "bf16"
+            and row.head_dim >= HEAD_DIM
+            and set(features) <= set(row.features)
+            for row in build_info.compiled_rows()
+        ):
+            pytest.skip(f"no compiled {pass_name} row with {' and '.join(features)}")
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def inputs() -> dict[str, Tensor]:
+    keys = (BATCH, SEQLEN_K, HEADS_K, HEAD_DIM)
+    return {"q": tensor(BATCH, SEQLEN_Q, HEADS, HEAD_DIM), "k": tensor(*keys), "v": tensor(*keys)}
+
+
+def packed() -> dict[str, Any]:
+    """The same as packed sequences, of which the middle one is empty."""
+    lengths = {
+        f"cu_seqlens_{name}": torch.tensor([0, seqlen, seqlen, 2 * seqlen]).int().cuda()
+        for name, seqlen in (("q", SEQLEN_Q), ("k", SEQLEN_K))
+    }
+    most = {"max_seqlen_q": SEQLEN_Q, "max_seqlen_k": SEQLEN_K}
+    return {**{name: x.flatten(0, 1) for name, x in inputs().items()}, **lengths, **most}
+
+
+SCALE = {"softmax_scale": 0.125}
+OF_BACKWARD = ("dlse", "rng_state", "wants_dbias", "wants_softmax_d")
+
+
+def forward(extension: Any, **given: Any) -> list[Any]:
+    return binding.forward(extension, **{**SCALE, **given})
+
+
+def backward(extension: Any, **given: Any) -> list[Any]:
+    """Where `given` lacks them, gradients and results of the forward are made up."""
+    q = given["q"]
+    own = {
+        "dout": torch.ones_like(q),
+        "out": torch.ones_like(q),
+        "softmax_lse": q.new_ones((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32),
+    }
+    given = {**SCALE, **own, **given}
+    results = given.pop("out"), given.pop("softmax_lse")
+    incoming = {name: given.pop(name) for name in OF_BACKWARD if name in given}
+    return binding.backward(extension, **given, results=results, incoming=incoming)
+
+
+def made(argument: str, change: Change) -> Any:
+    """The tensor that a shape or a dtype stands for, of the dtype that the argument should have."""
+    shapes = {
+        "block_rows": (1, 1, TILES_Q, 2 + TILES_K),
+        "block_columns": (1, 1, TILES_K, 2 + TILES_Q),
+        "mask_bits": (1, 1, SEQLEN_Q, 4 * TILES_K),
+        "bias": (1, 1, 1, SEQLEN_K),
+        "sink": (HEADS,),
+    }
+    own = torch.float32 if argument in ("bias", "sink") else torch.int32
+    if isinstance(change, torch.dtype):
+        return torch.zeros(shapes[argument], dtype=change, device="cuda")
+    return torch.zeros(change, dtype=own, device="cuda") if isinstance(change, tuple) else change
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+# argument, change, error, what the message says after the argument's name
+SHARED_ERRORS = [
+    ("mask_bits", torch.int64, TypeError, "dtype must be Int, got Long"),
+    (
+        "mask_bits",
+        (1, 1, SEQLEN_Q - 1, 12),
+        ValueError,
+        "must have shape (2 or 1, 4 or 1, 200 or more, 12), got [1, 1, 199, 12]",
+    ),
+    ("mask_bits", (1, 1, SEQLEN_Q, 11), ValueError, "must have shape"),
+    ("mask_bits", (1, 3, SEQLEN_Q, 12), ValueError, "must have shape"),
+    ("mask_bits", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
+    ("bias", torch.float16, TypeError, "dtype must be that of q (BFloat16) or Float, got Half"),
+    (
+        "bias",
+        (1, 1, SEQLEN_Q, SEQLEN_K - 1),
+        ValueError,
+        "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got [1, 1, 200, 299]",
+    ),
+    ("bias", (1, 1, SEQLEN_Q, 1), ValueError, "must have shape"),
+    ("bias", (1, 1, SEQLEN_Q + 1, SEQLEN_K), ValueError, "must have shape"),
+    ("bias", (1, HEADS_K, 1, SEQLEN_K), ValueError, "must have shape"),
+    ("bias", (3, 1, 1, SEQLEN_K), ValueError, "must have shape"),
+    ("bias", (SEQLEN_Q, SEQLEN_K), ValueError, "must have shape"),
+    ("bias", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
+    ("bias", torch.zeros(2, 2).to_sparse(), TypeError, "must be a dense tensor, got layout Sparse"),
+]
+LIST_ERRORS = [
+    (torch.int64, TypeError, "dtype must be Int, got Long"),
+    ((3, 1, 2, 5), ValueError, "must have shape (2 or 1, 4 or 1, "),
+    ((1, HEADS_K, 2, 5), ValueError, "must have shape"),
+    ((1, 1, 4, 5), ValueError, "must have shape"),
+    ((1, 1, 2, 6), ValueError, "must have shape"),
+    ((1, 1, 2, 1), ValueError, "must have shape"),
+    ((2, 5), ValueError, "must have shape"),
+    (torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
+]
+SINK_ERRORS = [
+    (torch.bfloat16, TypeError, "dtype must be Float, got BFloat16"),
+    ((HEADS + 1,), ValueError, "must have shape [4], got [5]"),
+    ((1, HEADS), ValueError, "must have shape [4], got [1, 4]"),
+    (torch.zeros(HEADS), ValueError, "must be on the device of q (cuda:0), got cpu"),
+]
+
+
+def said(argument: str, message: str) -> str:
+    return "^" + re.escape(f"{argument}: {message}")
+
+
+@pytest.mark.parametrize("function", [forward, backward])
+@pytest.mark.parametrize(("argument", "change", "error", "message"), SHARED_ERRORS)
+def test_bad_masks(
+    extension: Any, function: Any, argument: str, change: Change, error: Any, message: str
+) -> None:
+    """Argument, rule and value are named, in that order."""
+    lists = "block_rows" if function is forward else "block_columns"
+    given = {lists: made(lists, torch.int32)} if argument == "mask_bits" else {}
+    with pytest.raises(error, match=said(argument, message)):
+        function(extension, **inputs(), **given, **{argument: made(argument, change)})
+
+
+@pytest.mark.parametrize(("change", "error", "message"), LIST_ERRORS)
+@pytest.mark.parametrize("argument", ["block_rows", "block_columns"])
+def test_bad_lists(extension: Any, argument: str, change: Change, error: Any, message: str) -> None:
+    function = forward if argument == "block_rows" else backward
+    with pytest.raises(error, match=said(argument, message)):
+        function(extension, **inputs(), **{argument: made(argument, change)})
+
+
+def test_lists_of_the_other_pass(extension: Any) -> None:
+    with pytest.raises(
+        ValueError, match=said("block_rows", "must have shape (2 or 1, 4 or 1, 2, 5), got [1, 1, 3")
+    ):
+        forward(extension, **inputs(), block_rows=made("block_columns", torch.int32))
+    with pytest.raises(
+        ValueError, match=said("block_columns", "must have shape (2 or 1, 4 or 1, 3, 4), got")
+    ):
+        backward(extension, **inputs(), block_columns=made("block_rows", torch.int32))
+
+
+@pytest.mark.parametrize("function", [forward, backward])
+def test_bits_without_lists(extension: Any, function: Any) -> None:
+    with pytest.raises(ValueError, match=said("mask_bits", "must be None without lists of blocks")):
+        function(extension, **inputs(), mask_bits=made("mask_bits", torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape", "rule"),
+    [
+        ("block_rows", (1, 1, 1, 5), "3 or 1, 4 or 1, 2 or more, 5 or more"),
+        ("block_rows", (1, 1, 2, 4), "3 or 1, 4 or 1, 2 or more, 5 or more"),
+        ("block_rows", (2, 1, 2, 5), "3 or 1, 4 or 1, 2 or more, 5 or more"),
+        ("block_columns", (1, 1, 2, 5), "3 or 1, 4 or 1, 3 or more, 4 or more"),
+        ("mask_bits", (1, 1, SEQLEN_Q - 1, 12), "3 or 1, 4 or 1, 200 or more, 12"),
+        ("bias", (1, 1, SEQLEN_Q - 1, SEQLEN_K), "3 or 1, 4 or 1, 200 or more or 1, 300 or more"),
+        ("bias", (1, 1, 1, SEQLEN_K - 1), "3 or 1, 4 or 1, 200 or more or 1, 300 or more"),
+    ],
+)
+def test_bad_masks_of_packed_sequences(
+    extension: Any, argument: str, shape: tuple[int, ...], rule: str
+) -> None:
+    """Made for three sequences, of the longest lengths that the call names or longer ones."""
+    function = backward if argument == "block_columns" else forward
+    given = {argument: made(argument, shape)}
+    if argument == "mask_bits":
+        given["block_rows"] = made("block_rows", torch.int32)
+    with pytest.raises(
+        ValueError, match=said(argument, f"must have shape ({rule}), got {list(shape)}")
+    ):
+        function(extension, **packed(), **given)
+
+
+def test_bits_must_serve_their_lists(extension: Any) -> None:
+    """Lists that are made for more queries than any sequence has need as many rows of bits."""
+    given = {**packed(), "block_rows": made("block_rows", (1, 1, 4, 6))}
+    with pytest.raises(
+        ValueError, match=said("mask_bits", "must have shape (3 or 1, 4 or 1, 385 or more, 16)")
+    ):
+        forward(extension, **given, mask_bits=made("mask_bits", (1, 1, 384, 16)))
+
+
+@pytest.mark.parametrize(("change", "error", "message"), SINK_ERRORS)
+def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> None:
+    sink = made("sink", change)
+    for function, make in (
+        (forward, inputs),
+        (forward, packed),
+        (backward, inputs),
+        (over_cache, inputs),
+    ):
+        with pytest.raises(error, match=said("sink", message)):
+            function(extension, **make(), sink=sink)
+    strided = torch.zeros(2 * HEADS, device="cuda")[::2]
+    with pytest.raises(ValueError, match=said("sink", "must be contiguous, got strides [2]")):
+        forward(extension, **inputs(), sink=strided)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"wants_dbias": True}, ValueError, "wants_dbias: must be False without a bias, got True"),
+        (
+            {"wants_dbias": True, "bias": torch.float32, "softcap": 5.0},
+            NotImplementedError,
+            "wants_dbias: must be False with softcap (5), got True",
+        ),
+        (
+            {"deterministic": True, "block_columns": torch.int32},
+            NotImplementedError,
+            "deterministic: must be False with block_columns, got True",
+        ),
+        ({"dropout_p": 0.5}, ValueError, "rng_state: must be that of the forward"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p: must be at least 0 and below 1, got 1"),
+        ({"dout": torch.zeros(1)}, ValueError, "dout: must be on the device of q"),
+        ({"softmax_lse": torch.zeros(1)}, ValueError, "softmax_lse: must be on the device of q"),
+        ({"dlse": torch.zeros(1)}, ValueError, "dlse: must be on the device of q"),
+        ({"cu_seqlens_k": torch.zeros(1)}, ValueError, "cu_seqlens_q: must be given where"),
+    ],
+)
+def test_bad_backwards(
+    extension: Any, changes: dict[str, Change], error: Any, message: str
+) -> None:
+    given = {name: made(name, change) for name, change in changes.items()}
+    with pytest.raises(error, match="^" + re.escape(message)):
+        backward(extension, **inputs(), **given)
+
+
+# -- sinks -----------------------------------------------------------------------------------------
+
+
+def over_cache(extension: Any, **given: Any) -> list[Any]:
+    return forward(extension, over_cache=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("function", "make"), [(forward, inputs), (forward, packed), (over_cache, inputs)]
+)
+def test_a_sink_joins_the_denominator(extension: Any, function: Any, make: Any) -> None:
+    given = make()
+    sink = torch.tensor([0.0, 6.0, -3.0, -math.inf], device="cuda")
+    out, lse, *_ = function(extension, **given)
+    with_sink, lse_with_sink, *_ = function(extension, **given, sink=sink)
+    by_head = sink[:, None]  # lse is (.., heads, queries)
+    torch.testing.assert_close(lse_with_sink, torch.logaddexp(lse, by_head), rtol=1e-5, atol=1e-4)
+    share = (lse - lse_with_sink).exp().transpose(-1, -2)[..., None]
+    torch.testing.assert_close(with_sink.float(), out.float() * share, rtol=2.0**-6, atol=2.0**-8)
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, softmax_d: Tensor) -> tuple[Tensor, Tensor]:
+    """By definition, in fp64, and the sum of its terms' sizes. Rows with lse -inf, and those that
+    the sink has no part in, give 0 whatever softmax_d is.
+    """
+    lse = lse.double()
+    share = (sink.double()[:, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
+    of_rows = torch.where(share == 0.0, 0.0, share * softmax_d[..., : lse.shape[-1]].double())
+    by_head = of_rows.transpose(0, -2).flatten(1)
+    return -by_head.sum(1), by_head.abs().sum(1)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("make", [inputs, packed])
+def test_the_gradient_of_a_sink(extension: Any, make: Any, with_dlse: bool) -> None:
+    """Whatever dout, out and softmax_lse are, and with lse as it comes."""
+    given = make()
+    q = given["q"]
+    sink = torch.tensor([0.5, -3.0, 2.0, -math.inf], device="cuda")
+    rows = (*q.shape[:-3], HEADS, q.shape[-3])
+    lse = torch.randn(rows, device="cuda")
+    chance = torch.rand(rows, device="cuda")
+    lse[chance < 0.1] = -math.inf
+    lse[chance > 0.9] = math.inf
+    saved = {"dout": tensor(*q.shape), "out": tensor(*q.shape)}
+    saved["out"][..., -1, :] = math.nan  # of the head whose sink is none
+    if with_dlse:
+        saved["dlse"] = torch.randn(rows, device="cuda")
+    results = backward(extension, **given, **saved, softmax_lse=lse, sink=sink)
+    dsink = results[5]
+    expected, terms = sink_gradient(sink, lse, results[3])
+    assert dsink.shape == (HEADS,) and dsink[-1] == 0.0
+    assert (dsink - expected).abs().le(1e-5 * terms).all(), (dsink, expected)
+    other = backward(extension, **given, **saved, softmax_lse=strided(lse), sink=sink)
+    assert torch.equal(other[5], dsink)
+    saved["softmax_lse"] = lse
+    unseen = backward(extension, **given, **saved, sink=sink, wants_softmax_d=False)
+    assert unseen[3] is None and torch.equal(unseen[5], dsink)
+    without = backward(extension, **given, **saved)
+    assert without[5] is None
+    # dk, but of the key head whose gradients are nan
+    assert torch.equal(without[1][..., :-1, :], results[1][..., :-1, :])
+
+
+@pytest.mark.parametrize("rows", ["none", "no_sequence"])
+def test_the_gradient_of_a_sink_without_queries(extension: Any, rows: str) -> None:
+    given = packed()
+    if rows == "none":
+        given["q"] = given["q"][:0]
+    given |= {"cu_seqlens_q": torch.zeros_like(given["cu_seqlens_q"]), "max_seqlen_q": 0}
+    sink = torch.zeros(HEADS, device="cuda")
+    dsink = backward(extension, **given, sink=sink)[-1]
+    assert dsink.shape == (HEADS,) and not dsink.any()
+
+
+# -- tensors as they come --------------------------------------------------------------------------
+
+
+def masks() -> dict[str, Tensor]:
+    """Lists of all tiles, random bits, and a bias as large as can be."""
+
+    def lists(tiles: int, others: int) -> Tensor:
+        row = [others, 0, *(256 * other + ALL_BY_BITS for other in range(others))]
+        table = torch.tensor([[row] * tiles] * HEADS, dtype=torch.int32)[None]
+        table[..., 1] = torch.arange(tiles)
+        return table.repeat(BATCH, 1, 1, 1).cuda()
+
+    shape = (BATCH, HEADS, SEQLEN_Q, 4 * TILES_K)
+    return {
+        "block_rows": lists(TILES_Q, TILES_K),
+        "block_columns": lists(TILES_K, TILES_Q),
+        "mask_bits": torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda"),
+        "bias": tensor(BATCH, HEADS, SEQLEN_Q, SEQLEN_K),
+    }
+
+
+def both_passes(
+    extension: Any, tensors: dict[str, Tensor], dout: Tensor, given: dict[str, Tensor], **more: Any
+) -> dict[str, Tensor]:
+    """All results but dq, which sums in any order."""
+    given = dict(given)
+    columns = given.pop("block_columns")
+    out, lse, _, rng_state = forward(extension, **tensors, **given)
+    assert rng_state is None
+    del given["block_rows"]
+    saved = {"dout": dout, "out": out, "softmax_lse": lse, "block_columns": columns}
+    _, dk, dv, softmax_d, dbias, _ = backward(extension, **tensors, **given, **saved, **more)
+    return {"out": out, "lse": lse, "dk": dk, "dv": dv, "softmax_d": softmax_d, "dbias": dbias}
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, every other element of memory."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def test_masks_kernels_cannot_address_are_copied(extension: Any) -> None:
+    skip_without_features("block_sparse", "bias")
+    tensors, dout, given = inputs(), tensor(BATCH, SEQLEN_Q, HEADS, HEAD_DIM), masks()
+    wanted = both_passes(extension, tensors, dout, given, wants_dbias=True)
+    odd = {name: strided(x) for name, x in given.items()}
+    for name, x in both_passes(extension, tensors, dout, odd, wants_dbias=True).items():
+        assert torch.equal(x, wanted[name]), name
+    assert wanted["dbias"].shape == given["bias"].shape and wanted["dbias"].any()
+
+
+@pytest.mark.parametrize("seqlen_k", [SEQLEN_K, SEQLEN_K + 4])
+@pytest.mark.parametrize("own", OWN)
+def test_dtype_of_dbias(extension: Any, own: str, seqlen_k: int) -> None:
+    """fp32 where it is a sum, else the bias's; the values are those for the same bias in fp32."""
+    skip_without_features("bias")
+    of = make_case(seqlen_q=SEQLEN_Q, seqlen_k=seqlen_k, num_heads_k=HEADS_K)
+    drawn = MaskedCase(of, None, RandomBias(own)).make_inputs()
+    tensors = {name: getattr(drawn.of, name) for name in "qkv"}
+    results = []
+    for bias in (drawn.bias, drawn.bias.float()):
+        out, lse, *_ = forward(extension, **tensors, bias=bias)
+        saved = {"dout": drawn.of.dout, "out": out, "softmax_lse": lse}
+        results.append(backward(extension, **tensors, bias=bias, wants_dbias=True, **saved)[4])
+    dbias, of_fp32 = results
+    assert dbias.shape == of_fp32.shape == drawn.bias.shape
+    assert dbias.dtype == (torch.bfloat16 if own == "bhq" else torch.float32)
+    assert of_fp32.dtype == torch.float32
+    error = (dbias.float() - of_fp32).abs().max()
+    assert error <= 0.03 * of_fp32.abs().max(), f"off by {error}"
+
+
+def test_expanded_masks_are_those_of_one(extension: Any) -> None:
+    """Batch and heads of 1, as they are and expanded; the bias by rows as well."""
+    skip_without_features("block_sparse", "bias")
+    tensors, dout, given = inputs(), tensor(BATCH, SEQLEN_Q, HEADS, HEAD_DIM), masks()
+    one = {name: x[:1, :1] for name, x in given.items()}
+    one["bias"] = one["bias"][:, :, :1].float()  # whose gradient is fp32 where it is no sum, too
+    whole = {name: one[name].expand_as(x) for name, x in given.items()}
+    expanded = both_passes(extension, tensors, dout, whole, wants_dbias=True)
+    shared = both_passes(extension, tensors, dout, one, wants_dbias=True)
+    for name in ("out", "lse", "dk", "dv", "softmax_d"):
+        assert torch.equal(shared[name], expanded[name]), name
+    assert shared["dbias"].shape == one["bias"].shape
+    summed = expanded["dbias"].sum((0, 1, 2), keepdim=True)
+    torch.testing.assert_close(shared["dbias"], summed, rtol=1e-4, atol=1e-4)
+
+
+def test_no_dbias_where_none_is_wanted(extension: Any) -> None:
+    skip_without_features("bias")
+    tensors = inputs()
+    given = {"bias": tensor(1, HEADS, SEQLEN_Q, SEQLEN_K, dtype=torch.float32)}
+    out = torch.empty_like(tensors["q"])
+    results = forward(extension, **tensors, **given, out=out)
+    assert results[0] is out
+    saved = {"out": out, "softmax_lse": results[1]}
+    assert backward(extension, **tensors, **given, **saved)[4] is None
+
+
+@pytest.mark.parametrize("features", [("block_sparse",), ("bias",), ("block_sparse", "bias")])
+def test_explained_kernels_have_the_features(extension: Any, features: tuple[str, ...]) -> None:
+    skip_without_features(*features)
+    for explain in (extension.explain_forward, extension.explain_backward):
+        plan = explain("bf16", HEAD_DIM, 1, 2048, 1024, 8, 2, True, **dict.fromkeys(features, True))
+        assert all(feature in plan["config"]["feature_names"] for feature in features)

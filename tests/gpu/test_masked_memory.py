@@ -1,0 +1,336 @@
+"""What calls with masks touch: nothing that no list names, whatever lists hold. No waiting, CUDA
+graphs, the same bits run after run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import BlockSparsity, build_info, flash_attn_func, flash_attn_varlen_func
+from tests.cases import binding
+from tests.cases.attention import VarlenCase
+from tests.cases.bad_input import Guard
+from tests.cases.harness import (
+    DEVICE,
+    assert_same_bits,
+    assert_same_up_to_one_rounding,
+    bits,
+    captured,
+    make_case,
+    make_varlen_case,
+    no_host_sync,
+    scaled,
+)
+from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
+from tests.cases.masked_harness import masked_reference, run_masked, skip_without_masked_row
+from tests.cases.operators import arguments, gradients_arguments
+from tests.reference import AttentionResult
+from tests.reference.tolerance import assert_close
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 96, 128])
+OPS = torch.ops.flash_attn_cuda
+
+
+# -- what is not visited ---------------------------------------------------------------------------
+
+
+@HEAD_DIM
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_tiles_that_nobody_visits_are_not_read(head_dim: int, causal: bool) -> None:
+    """Keys and values of the second tile are NaN for one sequence and key head, those of the last
+    one for a sequence; queries and dout of a tile that visits no others than these see NaN alone.
+    """
+    of = make_case(seqlen_q=500, seqlen_k=500, num_heads_k=2, head_dim=head_dim, causal=causal)
+    case = MaskedCase(of, RandomMask(1.0, 128, "bhq", "blocks"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    inputs.blocks[0, :2, :, 1] = False  # of the query heads of key head 0
+    inputs.blocks[1, :, :, 3] = False
+    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 500, 500))
+    expected, naive = masked_reference(case, inputs)
+    for x in (inputs.of.k, inputs.of.v):
+        x[0, 128:256, 0] = torch.nan
+        x[1, 384:] = torch.nan
+    assert_close(run_masked(case, inputs), expected, naive)
+
+
+@HEAD_DIM
+def test_queries_that_visit_no_tile_are_not_read_for_it(head_dim: int) -> None:
+    """NaN in the last queries, which see the first tile of keys alone: it is the only one whose
+    gradients they reach.
+    """
+    of = make_case(seqlen_q=400, seqlen_k=400, num_heads_k=2, head_dim=head_dim)
+    case = MaskedCase(of, RandomMask(1.0, 128, "q", "blocks"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    inputs.blocks[..., 3, 1:] = False
+    inputs.blocks[..., :3, 0] = False
+    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 400, 400))
+    expected, naive = masked_reference(case, inputs)
+    for x in (inputs.of.q, inputs.of.dout):
+        x[:, 384:] = torch.nan
+    results = (run_masked(case, inputs), expected, naive)
+    for result in results:  # what NaN reaches does not count
+        for x in (result.out, result.dq, result.lse.mT):
+            x[:, 384:] = 0.0
+        for x in (result.dk, result.dv):
+            x[:, :128] = 0.0
+    assert_close(*results)
+
+
+def test_what_bits_say_of_other_pieces_does_not_matter() -> None:
+    """They are looked at where a list says so, and lists may share them."""
+    of = make_case(seqlen_q=300, seqlen_k=400, num_heads_k=2)
+    case = MaskedCase(of, RandomMask(0.5, 64, "hq", "sparsity"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    made = BlockSparsity.from_mask(inputs.mask)
+    results = []
+    for noise in (made.bits, torch.zeros_like(made.bits), torch.full_like(made.bits, -1), None):
+        sparsity = replace(made, bits=noise)
+        leaves = [x.detach().requires_grad_() for x in (inputs.of.q, inputs.of.k, inputs.of.v)]
+        out, lse, _ = flash_attn_func(*leaves, block_mask=sparsity, return_attn_probs=True)
+        gradients = torch.autograd.grad(out, leaves, inputs.of.dout)
+        results.append(AttentionResult(out.detach(), lse.detach(), *gradients))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+# -- lists that are wrong --------------------------------------------------------------------------
+
+
+def random_like(x: Tensor, least: int, most: int) -> Tensor:
+    return torch.randint(least, most, x.shape, device=x.device).to(x.dtype)
+
+
+def forward_into(out: Tensor, case: MaskedCase, inputs: MaskedInputs, lists: BlockSparsity) -> None:
+    """The extension's forward: the public functions make their output themselves."""
+    lengths: dict[str, Any] = {}
+    if isinstance(case.of, VarlenCase):
+        lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), case.seqlens, strict=True))
+        lengths |= inputs.of.lengths()
+    binding.forward(
+        *(build_info.extension, inputs.of.q, inputs.of.k, inputs.of.v),
+        **lengths,
+        causal=case.of.causal,
+        block_rows=lists.rows,
+        mask_bits=lists.bits,
+        out=out,
+    )
+
+
+@HEAD_DIM
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "values", [(-(2**31), 2**31), (-3, 300), (0, 5000), (2**30, 2**31)], ids=str
+)
+def test_corrupt_lists_are_harmless(values: tuple[int, int], packed: bool, head_dim: int) -> None:
+    """Counts, orders, tiles and pieces at random, forward and backward: nothing is read or written
+    outside of the tensors, and the next call is right.
+    """
+    if packed:
+        of: Any = make_varlen_case(
+            lengths_q=(200, 0, 300), num_heads_k=2, head_dim=head_dim, causal=True
+        )
+    else:
+        of = make_case(seqlen_q=300, seqlen_k=300, num_heads_k=2, head_dim=head_dim)
+    case = MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    good = BlockSparsity.from_mask(inputs.mask)
+    for given in (good.bits, None):
+        bad = replace(
+            good,
+            rows=random_like(good.rows, *values),
+            columns=random_like(good.columns, *values),
+            bits=given,
+        )
+        leaves = [x.detach().requires_grad_() for x in (inputs.of.q, inputs.of.k, inputs.of.v)]
+        if packed:
+            out = flash_attn_varlen_func(
+                *leaves, **inputs.of.lengths(), max_seqlen_q=300, max_seqlen_k=300, block_mask=bad
+            )
+        else:
+            out = flash_attn_func(*leaves, block_mask=bad)
+        torch.autograd.grad(out, leaves, inputs.of.dout)
+        if DEVICE == "cuda":
+            guard = Guard("out", torch.full_like(inputs.of.q, torch.nan), 200 if packed else 1)
+            forward_into(guard.tensor, case, inputs, bad)
+            guard.check()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert_close(run_masked(case, inputs), *masked_reference(case, inputs))
+
+
+@pytest.mark.cuda_only
+def test_sequences_longer_than_the_mask_see_nothing_beyond_it() -> None:
+    """Whatever max_seqlen says: the host does not know that lengths on the device do not fit.
+    Nothing faults, and what the mask covers is right.
+    """
+    of = make_varlen_case(lengths_q=(100, 300), num_heads_k=2)
+    case = MaskedCase(of, RandomMask(0.5, 1, "q", "sparsity"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    mask = inputs.mask[..., :128, :128]
+    sparsity = BlockSparsity.from_mask(mask)
+    tensors = [getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"]
+    bounds = {"max_seqlen_q": 128, "max_seqlen_k": 128}
+    out = flash_attn_varlen_func(*tensors, **inputs.of.lengths(), **bounds, block_mask=sparsity)
+    torch.autograd.grad(out, tensors, inputs.of.dout)
+    torch.cuda.synchronize()
+    first = [x[:100] for x in tensors]
+    expected = flash_attn_func(
+        *(x[None] for x in first), block_mask=BlockSparsity.from_mask(mask[..., :100, :100])
+    )
+    torch.testing.assert_close(out[:100], expected[0], rtol=2e-2, atol=2e-2)
+
+
+# -- no waiting, graphs ----------------------------------------------------------------------------
+
+
+def masked_step(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """Forward and backward with whatever of mask, bias and sink there is."""
+    names = [name for name in ("q", "k", "v", "bias", "sink") if name in tensors]
+    leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+    masks: dict[str, Any] = {"sink": leaves.get("sink"), "attn_mask": leaves.get("bias")}
+    if "mask" in tensors and "bias" in tensors:
+        masks["block_mask"] = BlockSparsity.from_mask(tensors["mask"])
+    elif "mask" in tensors:
+        masks["attn_mask"] = tensors["mask"]
+    out, lse, _ = flash_attn_func(
+        *(leaves[name] for name in "qkv"), return_attn_probs=True, **masks, **options
+    )
+    gradients = torch.autograd.grad([out, lse], list(leaves.values()), [tensors["dout"], lse.sin()])
+    results = {"out": out.detach(), "lse": lse.detach()}
+    return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def tensors_of(case: MaskedCase, seed: int) -> dict[str, Tensor]:
+    inputs = case.make_inputs(seed)
+    made = {name: getattr(inputs.of, name) for name in ("q", "k", "v", "dout")}
+    for name in ("mask", "bias", "sink"):
+        if getattr(inputs, name) is not None:
+            made[name] = getattr(inputs, name)
+    if "mask" in made:  # no row without a key, whose lse.sin() would be no number
+        made["mask"][..., 0] = True
+    return made
+
+
+STEPS = {
+    "mask": (RandomMask(0.3, 1, "hq"), None, None),
+    "tiles": (RandomMask(0.3, 128, "bhq"), None, torch.float32),
+    "bias": (None, RandomBias("bhq"), None),
+    "all": (RandomMask(0.3, 64, "bhq"), RandomBias("bhq", fp32=True), torch.bfloat16),
+}
+
+
+def step_case(name: str) -> MaskedCase:
+    of = make_case(seqlen_q=300, seqlen_k=400, num_heads_k=2, causal=True)
+    case = MaskedCase(replace(of, seqlen_q=400), *STEPS[name])
+    skip_without_masked_row(case)
+    return case
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """Making a BlockSparsity included."""
+    tensors = tensors_of(step_case(name), 0)
+    masked_step(tensors)
+    with no_host_sync():
+        masked_step(tensors)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_graphs_replay_with_other_masks(name: str) -> None:
+    """A mask is made of what its tensor holds when the graph is replayed."""
+    case = step_case(name)
+    static = tensors_of(case, 0)
+    replay = captured(lambda: masked_step(static))
+    for seed in (1, 2):
+        fresh = tensors_of(case, seed)
+        for key, x in fresh.items():
+            static[key].copy_(x)
+        actual, expected = replay(), masked_step(fresh)
+        for key, y in expected.items():
+            if key == "dq":
+                assert_same_up_to_one_rounding(actual[key], y, f"replay {seed}: dq")
+            else:
+                assert torch.equal(bits(actual[key]), bits(y)), f"replay {seed}: {key}"
+
+
+def test_graphs_replay_with_other_lists() -> None:
+    """A prepared BlockSparsity whose contents are replaced between replays."""
+    of = make_case(seqlen_q=400, seqlen_k=400, num_heads_k=2)
+    case = MaskedCase(of, RandomMask(0.3, 1, "hq", "sparsity"))
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    static = BlockSparsity.from_mask(inputs.mask)
+    tensors = (inputs.of.q, inputs.of.k, inputs.of.v)
+    replay = captured(lambda: flash_attn_func(*tensors, block_mask=static))
+    for density in (0.05, 0.9):
+        other = replace(case, mask=replace(case.mask, density=density)).make_inputs(1)
+        fresh = BlockSparsity.from_mask(other.mask)
+        for name in ("rows", "columns", "bits"):
+            getattr(static, name).copy_(getattr(fresh, name))
+        expected = flash_attn_func(*tensors, block_mask=fresh)
+        assert torch.equal(bits(replay()), bits(expected)), density
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@HEAD_DIM
+def test_results_repeat(head_dim: int) -> None:
+    of = make_case(
+        seqlen_q=scaled(1500, 300), seqlen_k=scaled(1500, 300), num_heads_k=2, head_dim=head_dim
+    )
+    for mask, bias in (
+        (RandomMask(0.2, 128, "hq", "sparsity"), None),
+        (RandomMask(0.2, 1, "q", "sparsity"), RandomBias("bhq")),
+    ):
+        case = MaskedCase(of, mask, bias, torch.float32)
+        skip_without_masked_row(case)
+        inputs = case.make_inputs()
+        expected = run_masked(case, inputs)
+        for _ in range(3):
+            assert_same_bits(run_masked(case, inputs), expected)
+
+
+# -- opcheck ---------------------------------------------------------------------------------------
+
+
+def test_opcheck() -> None:
+    """dq is summed by atomic adds: two runs may differ by one rounding."""
+    of = make_case(seqlen_q=140, seqlen_k=150, num_heads_k=2, causal=True)
+    case = MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"), RandomBias("bhq"), torch.float32)
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    made = BlockSparsity.from_mask(inputs.mask)
+    q, k, v, bias, sink = (
+        x.detach().requires_grad_()
+        for x in (inputs.of.q, inputs.of.k, inputs.of.v, inputs.bias, inputs.sink)
+    )
+    described = {
+        "softmax_scale": 0.125,
+        "causal": True,
+        "block_rows": made.rows,
+        "block_columns": made.columns,
+        "mask_bits": made.bits,
+    }
+    forward = arguments(q, k, v, bias=bias, sink=sink, **described)
+    close = {"atol": 1e-2, "rtol": 1e-2}
+    torch.library.opcheck(OPS.attention.default, forward, **close)
+    detached = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
+    detached = {name: x.detach() for name, x in detached.items()}
+    out, lse, _, state = OPS.attention(*arguments(**detached, **described))
+    incoming = {"dout": inputs.of.dout, "dlse": inputs.of.dlse, "wants_dbias": True}
+    incoming |= {"out": out, "softmax_lse": lse, "rng_state": state}
+    backward = gradients_arguments(**detached, **described, **incoming)
+    torch.library.opcheck(OPS.attention_gradients.default, backward, **close)

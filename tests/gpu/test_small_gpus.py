@@ -1,0 +1,46 @@
+"""The rows for GPUs with less shared memory or without wgmma, run on whatever GPU is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu.limits import run_limited
+
+A100_BYTES = 166_912  # 163 KiB a block
+GEFORCE_BYTES = 101_376  # 99 KiB a block: compute capability 8.6, 8.9 and 12.0
+SHARES = 4  # of several hundred calls, for as many workers
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"smem_bytes": A100_BYTES}, {"smem_bytes": GEFORCE_BYTES}, {"capability": 80}],
+    ids=["a100", "geforce", "capability80"],
+)
+@pytest.mark.parametrize("share", range(1, SHARES + 1))
+def test_results_are_right_on_less(limits: dict[str, Any], share: int) -> None:
+    arguments = ("--share", f"{share}/{SHARES}", "--references-on-gpu")
+    result = run_limited("-m", "tests.sanitizer.sanitize", *arguments, **limits)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("smem_bytes", "head_dim", "variant"),
+    [(A100_BYTES, 128, "windowed"), (A100_BYTES, 256, "smem163k"), (GEFORCE_BYTES, 64, "smem99k")],
+)
+def test_the_row_that_fits_is_chosen(smem_bytes: int, head_dim: int, variant: str) -> None:
+    call = f"explain_backward('bf16', {head_dim}, 1, 128, 128, 1, 1, True)"
+    program = (
+        f"from flash_attn_cuda import build_info\nplan = build_info.extension.{call}\n"
+        "print(plan['instance'], plan['smem_bytes'])"
+    )
+    result = run_limited("-c", program, smem_bytes=smem_bytes)
+    if "no compiled backward kernel" in result.stderr:
+        pytest.skip(f"head_dim {head_dim} is not in this build")
+    assert result.returncode == 0, result.stderr
+    instance, used_bytes = result.stdout.split()
+    assert instance.endswith(variant)
+    assert int(used_bytes) <= smem_bytes

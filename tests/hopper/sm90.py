@@ -1,0 +1,148 @@
+"""What the tests of the Hopper kernels share: where they run, and what they go over."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info
+from tests.cases import families
+from tests.cases.attention import AttentionCase, VarlenCase
+from tests.cases.harness import DEVICE, ON_CPU, make_case, make_varlen_case
+
+LIMITS = ("FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT")
+HEAD_DIMS = families.HEAD_DIMS
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+EVERY_HEAD_DIM = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    *({"window": window} for window in ((0, 0), (5, -1), (-1, 7), (100, 50), (64, 0))),
+)
+
+
+@pytest.fixture(autouse=True)
+def runs_sm90_kernels() -> None:
+    if ON_CPU:
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        pytest.skip(f"needs compute capability 9.0, this is {capability[0]}.{capability[1]}")
+    for variable in LIMITS:
+        if variable in os.environ:
+            pytest.skip(f"{variable} is set")
+    if not any(row.family == "sm90" for row in build_info.compiled_rows()):
+        pytest.skip("this build has no sm90 rows")
+
+
+def row_name(
+    head_dim: int,
+    variant: str = "",
+    family: str = "sm90",
+    dtype: str = "bf16",
+    kernel_pass: str = "fwd",
+) -> str:
+    parts = [kernel_pass, family, dtype, f"hd{head_dim}", "windowed", variant]
+    return "_".join(filter(None, parts))
+
+
+def most_short_seqlen(head_dim: int = 64, variant: str = "short", *, causal: bool) -> int:
+    """Of a row for short sequences."""
+    rows = {row.name: row for row in build_info.compiled_rows()}
+    field = "most_causal_seqlen" if causal else "most_full_seqlen"
+    return rows[row_name(head_dim, variant)].config[field]
+
+
+def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:
+    """The rows whose kernels `function` runs, one after the other, by the names that a profiler
+    sees.
+    """
+    rows = {row.name for row in build_info.compiled_rows() if row.pass_name == pass_name}
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    if not events:
+        pytest.skip("the profiler sees no kernels here")
+    # The kernel that ends a backward carries the same row in its name.
+    names = [event.name for event in events if "convert_dq" not in event.name]
+    words = (word for name in names for word in re.findall(r"(?:fwd|bwd)_[a-z0-9_]+", name))
+    return [word for word in words if word in rows]
+
+
+def fill_free_memory(value: float) -> None:
+    """What torch allocates next holds `value`: 1 GiB of large tensors, 64 MiB of small ones."""
+    if ON_CPU:
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    small = [torch.full((1 << 18,), value, device=DEVICE) for _ in range(64)]
+    large = torch.full((1 << 28,), value, device=DEVICE)
+    del small, large
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def shaped_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> AttentionCase:
+    """A case of one combination of values, as `pairwise` gives them."""
+    return make_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
+
+
+def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
+    """Many short ones, some long ones, some empty."""
+    generator = random.Random(seed)
+    return tuple(
+        generator.choice((0, generator.randint(1, 70), generator.randint(1, most)))
+        for _ in range(count)
+    )
+
+
+def many_sequences(
+    head_dim: int, count: int, most: int, heads: tuple[int, int], *, causal: bool
+) -> VarlenCase:
+    """Packed, `count` of random_lengths up to `most`; `heads` of queries and keys."""
+    return make_varlen_case(
+        lengths_q=random_lengths(head_dim, count, most),
+        lengths_k=random_lengths(head_dim + 1, count, most),
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        head_dim=head_dim,
+        causal=causal,
+    )
+
+
+def far_apart(case: AttentionCase, names: Sequence[str], far: str) -> dict[str, Tensor]:
+    """Tensors of the case's query_shape, interleaved in one buffer of 4 GiB, with more than 2^31
+    elements from the first to the last of a dimension: batch, row or head. Skips where there is no
+    room.
+    """
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    batch, seqlen, heads, head_dim = case.query_shape
+    near = {"batch": seqlen * heads, "row": heads, "head": 1}
+    if far == "row":
+        near["batch"] = heads
+        near["row"] = batch * heads
+    if far == "head":
+        near |= {"batch": seqlen, "row": 1, "head": batch * seqlen}
+    strides = {dim: step * head_dim * len(names) for dim, step in near.items()}
+    sizes = {"batch": batch, "row": seqlen, "head": heads}
+    strides[far] = -(-(1 << 31) // (sizes[far] - 1) // 8) * 8 + 8
+    last = sum((sizes[dim] - 1) * strides[dim] for dim in sizes)
+    assert (sizes[far] - 1) * strides[far] > 1 << 31 and last < 3 << 30
+    buffer = torch.empty(last + (len(names) + 1) * head_dim, dtype=case.dtype, device=DEVICE)
+    steps = (strides["batch"], strides["row"], strides["head"], 1)
+    return {
+        name: buffer.as_strided(case.query_shape, steps, index * head_dim)
+        for index, name in enumerate(names)
+    }

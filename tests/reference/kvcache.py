@@ -1,0 +1,208 @@
+"""The reference for attention over a KV cache: append, rotate, gather, attend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.reference.dense import attention_with_gradients, low_precision
+from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.varlen import dense_keys
+
+
+@dataclass
+class KvCacheResult:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), or (total_q, Hq, Dv) and (Hq, total_q) of packed
+    queries, in fp64 and naively, and what the caches hold afterwards.
+
+    What is rotated counts as rounded to its dtype, as the cache stores it and products take it.
+    """
+
+    expected: AttentionResult
+    naive: AttentionResult  # in the dtype of q: the yardstick of tolerance.py
+    k_cache: Tensor  # like the argument; appended rows rotated in fp64, then rounded
+    v_cache: Tensor
+    appended: Tensor  # booleans like the first two dimensions of k_cache: rows that were written
+
+
+def rotate(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, interleaved: bool
+) -> Tensor:
+    """Rotary embedding of x (S, H, D) at `positions` (S) in x's dtype; Su et al., "RoFormer", 2021.
+
+    cos and sin are (seqlen_rotary, rotary_dim / 2), or None for no rotation. The first rotary_dim
+    columns turn in pairs: neighbours if `interleaved`, else one of each half.
+    """
+    if cos is None or sin is None:
+        return x
+    cos, sin = (table.to(x.dtype)[positions][:, None] for table in (cos, sin))
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (
+        (turned[..., ::2], turned[..., 1::2])
+        if interleaved
+        else (turned[..., :half], turned[..., half:])
+    )
+    pair = (first * cos - second * sin, first * sin + second * cos)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([turned, rest], -1)
+
+
+def kvcache_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    options: AttentionOptions = PLAIN,
+    **features: Any,
+) -> KvCacheResult:
+    """What flash_attn_with_kvcache computes; changes none of its arguments.
+
+    Sequence b has its keys in batch entry (or row of block_table) cache_batch_idx[b], b by default,
+    from row cache_leftpad[b] to cache_seqlens[b] (default: the capacity). k and v are appended
+    there: (B, Snew, Hk, D), or packed like q by cu_seqlens_k_new, by default cu_seqlens_q. Rotary
+    positions are absolute rows of the cache: those of the new keys, and for queries those from
+    cache_seqlens[b] on if there is a mask, else all cache_seqlens[b].
+    """
+    options = replace(options, **features)
+    masked = options.causal or any(bound is not None and bound >= 0 for bound in options.window)
+    tables = (rotary_cos, rotary_sin)
+    result = KvCacheResult(
+        expected=_empty(q, v_cache, torch.float64),
+        naive=_empty(q, v_cache, q.dtype),
+        k_cache=k_cache.clone(),
+        v_cache=v_cache.clone(),
+        appended=torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=k_cache.device),
+    )
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    for sequence in _sequences(
+        *(q, k, v, cache_seqlens, cache_batch_idx, cache_leftpad),
+        *(cu_seqlens_q, cu_seqlens_k_new, capacity, k_cache, v_cache),
+    ):
+        begin, used = sequence.leftpad, sequence.used
+        queries = q[sequence.queries]
+        if queries.dim() == 4:
+            queries = queries[0]
+        new_k, new_v = sequence.new_k, sequence.new_v
+        appended_at = used + torch.arange(len(new_k), device=q.device)
+        queries_at = torch.full((len(queries),), used, device=q.device)
+        if masked:
+            queries_at += torch.arange(len(queries), device=q.device)
+
+        exact = [
+            rotate(x.double(), *tables, positions, rotary_interleaved).to(x.dtype)
+            for x, positions in ((queries, queries_at), (new_k, appended_at))
+        ]
+        for step, position in enumerate(appended_at.tolist()):
+            place = _place(position, sequence.entry, k_cache.shape[1], block_table)
+            result.k_cache[place] = exact[1][step]
+            result.v_cache[place] = new_v[step]
+            result.appended[place] = True
+
+        part = options.of_sequence(sequence.index, len(queries), used + len(new_k) - begin)
+        old = [dense_keys(x, sequence.entry, begin, used, block_table) for x in (k_cache, v_cache)]
+        naive = [
+            rotate(x, *tables, positions, rotary_interleaved)
+            for x, positions in ((queries, queries_at), (new_k, appended_at))
+        ]
+        for run, target, (turned, new) in (
+            (attention_with_gradients, result.expected, exact),
+            (low_precision, result.naive, naive),
+        ):
+            keys = torch.cat([old[0], new])[None]
+            values = torch.cat([old[1], new_v])[None]
+            dout = turned.new_zeros(1, *turned.shape[:-1], values.shape[-1])
+            attended = run(turned[None], keys, values, dout, options=part)
+            target.out[sequence.queries] = attended.out.view(target.out[sequence.queries].shape)
+            target.lse[sequence.rows] = attended.lse.view(target.lse[sequence.rows].shape)
+            for name, value in attended.noise.items():
+                target.noise[name] = max(target.noise.get(name, 0.0), value)
+            if rotary_cos is not None and turned.numel() > 0 and keys.numel() > 0:
+                # Rotated in fp32, an element near the middle of two numbers may round to the other.
+                other = torch.finfo(q.dtype).eps * turned.abs().max() * keys.abs().max()
+                noise = abs(part.scale(q.shape[-1])) * other.item()
+                target.noise["lse"] = max(target.noise.get("lse", 0.0), noise)
+    return result
+
+
+@dataclass
+class _Sequence:
+    index: int
+    queries: slice  # along the first dimension of q
+    rows: tuple[slice, slice]  # along the first two dimensions of lse
+    new_k: Tensor  # (Snew, Hk, D)
+    new_v: Tensor  # (Snew, Hk, Dv)
+    entry: int  # batch entry of the cache or row of the block table
+    used: int  # rows of the cache before the append
+    leftpad: int
+
+
+def _sequences(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    capacity: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Iterator[_Sequence]:
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    empty = tuple(x.new_zeros(0, *x.shape[2:]) for x in (k_cache, v_cache))
+    starts_new = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
+
+    def value(of: int | Tensor | None, index: int, default: int) -> int:
+        if isinstance(of, Tensor):
+            return int(of[index])
+        return default if of is None else of
+
+    for index in range(batch):
+        queries, rows = slice(index, index + 1), (slice(index, index + 1), slice(None))
+        if cu_seqlens_q is not None:
+            queries = slice(*cu_seqlens_q[index : index + 2].tolist())
+            rows = (slice(None), queries)
+        new_k, new_v = empty
+        if k is not None and v is not None:
+            at = index if starts_new is None else slice(*starts_new[index : index + 2].tolist())
+            new_k, new_v = k[at], v[at]
+        yield _Sequence(
+            index=index,
+            queries=queries,
+            rows=rows,
+            new_k=new_k,
+            new_v=new_v,
+            entry=value(cache_batch_idx, index, index),
+            used=value(cache_seqlens, index, capacity),
+            leftpad=value(cache_leftpad, index, 0),
+        )
+
+
+def _empty(q: Tensor, v: Tensor, dtype: torch.dtype) -> AttentionResult:
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    lse = torch.full_like(out[..., 0].transpose(-1, -2), -torch.inf)
+    return AttentionResult(out=out, lse=lse)
+
+
+def _place(position: int, entry: int, rows: int, block_table: Tensor | None) -> tuple[int, int]:
+    """First two indices into the cache of a sequence's row `position`."""
+    if block_table is None:
+        return entry, position
+    return int(block_table[entry, position // rows]), position % rows

@@ -1,0 +1,150 @@
+"""The reference for packed sequences (see __init__.py): every sequence on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.reference.dense import attention_with_gradients, low_precision
+from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult, of_sequence
+
+Lengths = Tensor | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where a sequence lies: its queries and its keys, as rows of the packed tensors."""
+
+    index: int
+    queries: slice
+    keys: slice
+
+
+def _sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Lengths,
+    seqused_k: Lengths,
+    leftpad_k: Lengths,
+) -> Iterator[_Rows]:
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for index in range(len(starts_q) - 1):
+        begin_q, end_q = starts_q[index : index + 2]
+        begin_k, end_k = starts_k[index : index + 2]
+        if seqused_q is not None:
+            end_q = begin_q + int(seqused_q[index])
+        if seqused_k is not None:
+            end_k = begin_k + int(seqused_k[index])
+        if leftpad_k is not None:
+            begin_k += int(leftpad_k[index])
+        yield _Rows(index, slice(begin_q, end_q), slice(begin_k, end_k))
+
+
+def varlen_attention_with_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Lengths = None,
+    seqused_k: Lengths = None,
+    leftpad_k: Lengths = None,
+    options: AttentionOptions = PLAIN,
+    compute_dtype: torch.dtype = torch.float64,
+    **features: Any,
+) -> AttentionResult:
+    """reference_dense.attention_with_gradients of every sequence; dlse is (Hq, total_q).
+
+    options.keep_mask is (B, Hq, longest Sq, longest Sk) or larger. Tensors of the result have the
+    shapes of dout, q, k, v and (Hq, total_q).
+    """
+
+    def run(*tensors: Tensor | None, options: AttentionOptions) -> AttentionResult:
+        return attention_with_gradients(*tensors, options=options, compute_dtype=compute_dtype)
+
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    options = replace(options, **features)
+    return _each(sequences, run, (q, k, v, dout, dlse), compute_dtype, options)
+
+
+def varlen_low_precision(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Lengths = None,
+    seqused_k: Lengths = None,
+    leftpad_k: Lengths = None,
+    options: AttentionOptions = PLAIN,
+    **features: Any,
+) -> AttentionResult:
+    """reference_dense.low_precision of every sequence."""
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    options = replace(options, **features)
+    return _each(sequences, low_precision, (q, k, v, dout, dlse), q.dtype, options)
+
+
+def _each(
+    sequences: Iterator[_Rows],
+    run: Callable[..., AttentionResult],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    dtype: torch.dtype,
+    options: AttentionOptions,
+) -> AttentionResult:
+    q, k, v, dout, dlse = tensors
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (dout, q, k, v))
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
+    dbias, dsink = (
+        None if x is None else torch.zeros_like(x, dtype=dtype)
+        for x in (options.bias, options.sink)
+    )
+    noise: dict[str, float] = {}
+    for rows in sequences:
+        at_q, at_k = rows.queries, rows.keys
+        part = options.of_sequence(rows.index, at_q.stop - at_q.start, at_k.stop - at_k.start)
+        result = run(
+            q[None, at_q],
+            k[None, at_k],
+            v[None, at_k],
+            dout[None, at_q],
+            None if dlse is None else dlse[None, :, at_q],
+            options=part,
+        )
+        out[at_q], lse[:, at_q], dq[at_q] = result.out[0], result.lse[0], result.dq[0]
+        dk[at_k], dv[at_k] = result.dk[0], result.dv[0]
+        if dbias is not None:
+            seqlens = (at_q.stop - at_q.start, at_k.stop - at_k.start)
+            of_sequence(dbias, rows.index, *seqlens).add_(result.dbias)
+        if dsink is not None:
+            dsink += result.dsink
+        for name, value in result.noise.items():
+            noise[name] = max(noise.get(name, 0.0), value)
+    return AttentionResult(
+        out=out, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias, dsink=dsink, noise=noise
+    )
+
+
+def dense_keys(
+    cache: Tensor, entry: int, begin: int, end: int, block_table: Tensor | None = None
+) -> Tensor:
+    """Rows begin to end of sequence `entry` as a new (end - begin, Hk, D).
+
+    `entry` is a batch entry of `cache` (B, capacity, Hk, D) or, with `block_table` (B, max_pages),
+    a row of the table, and `cache` the pages (num_pages, page_size, Hk, D).
+    """
+    if block_table is None:
+        return cache[entry, begin:end].clone()
+    page_size, pages = cache.shape[1], block_table[entry].tolist()
+    rows = [cache[pages[at // page_size], at % page_size] for at in range(begin, end)]
+    return torch.stack(rows) if rows else cache.new_zeros(0, *cache.shape[2:])

@@ -1,0 +1,520 @@
+"""What sanitize.py runs: cases by the rows that a build has, odd ones, and lists no mask has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import BlockSparsity, build_info, masks
+from flash_attn_cuda.masks.lists import TILE
+from tests.cases import families
+from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
+from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
+from tests.cases.harness import ON_CPU, Case
+from tests.cases.masked import MaskedCase, RandomBias, RandomMask
+from tests.cases.rotary import RotaryCase, rotary_cases
+
+# With which rows other than those of the GPU are planned.
+LIMITS = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT"}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+EVERYTHING: dict[str, Any] = {"softcap": 5.0, "alibi": Alibi.per_batch, "window": (40, 10)}
+TRAINING: dict[str, Any] = {**EVERYTHING, "dropout_p": 0.2, "deterministic": True}
+WITH_LISTS: dict[str, Any] = {**TRAINING, "deterministic": False}  # dq has no fixed order there
+
+# How a mask is made of a random one, and lists of good ones.
+MaskChange = Callable[[Tensor], Tensor]
+ListChange = Callable[[BlockSparsity], BlockSparsity]
+
+
+def row_kinds(feature: str | None = None) -> list[tuple[torch.dtype, int]]:
+    """(dtype, head_dim) of the compiled rows, or of those that have a feature."""
+    if ON_CPU:
+        return [(torch.bfloat16, 32)]
+    rows = build_info.compiled_rows()
+    kinds = {(x.dtype, x.head_dim) for x in rows if feature is None or feature in x.features}
+    return [(DTYPES[dtype], head_dim) for dtype, head_dim in sorted(kinds)]
+
+
+def each_head_dim(head_dims: list[int]) -> Iterator[dict[str, Any]]:
+    """Fields of a case for each, in either dtype by turns."""
+    for head_dim, dtype in zip(head_dims, cycle((torch.bfloat16, torch.float16)), strict=False):
+        yield {"dtype": dtype, "head_dim": head_dim}
+
+
+# -- calls without a mask --------------------------------------------------------------------------
+
+
+def row_cases() -> Iterator[Case]:
+    """For every dtype and head dim that has rows: plain ones, ones with every feature, dense,
+    packed, over caches; ragged, with shared key heads and partly used head dims.
+    """
+    for dtype, head_dim in row_kinds():
+        common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "num_heads_q": 2}
+        dense = AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=70, num_heads_k=1)
+        yield dense
+        yield replace(
+            dense, seqlen_q=70, seqlen_k=150, num_heads_k=2, head_dim=head_dim - 8, causal=True
+        )
+        yield replace(dense, seqlen_q=70, seqlen_k=150, **TRAINING)
+        # A softcap has rows of its own in some backwards.
+        yield replace(dense, dropout_p=0.2, alibi=Alibi.per_head, causal=True)
+        yield replace(dense, seqlen_q=300, seqlen_k=300, alibi=Alibi.per_head)
+        packed = VarlenCase(
+            **common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1, causal=True
+        )
+        yield packed
+        yield replace(packed, **TRAINING, causal=False, used_k=(30, 0, 140), leftpad=(0, 0, 9))
+        yield replace(packed, deterministic=True, used_q=(60, 0, 0))
+        decode = KvCacheCase(**{**common, "num_heads_q": 6}, cached=(150, 0, 37), seqlens_new=1)
+        yield decode
+        yield replace(decode, page_size=16, **EVERYTHING)
+        prefill = replace(decode, seqlens_q=20, seqlens_new=20, causal=True)
+        yield replace(prefill, head_dim=head_dim - 5, rotary_dim=16, leftpad=(9, 0, 37))
+        yield replace(prefill, page_size=7, **EVERYTHING, rotary_dim=16, rotary_interleaved=False)
+        yield replace(decode, sink=torch.float32)
+        yield replace(prefill, page_size=7, **EVERYTHING, sink=torch.bfloat16)
+
+
+def spare_row_cases() -> Iterator[VarlenCase]:
+    """With slopes for each sequence, of which those rows have none."""
+    for dtype, head_dim in row_kinds():
+        yield VarlenCase(
+            dtype=dtype,
+            head_dim=head_dim,
+            lengths_q=(70, 0, 1),
+            lengths_k=(33, 5, 140),
+            num_heads_q=2,
+            num_heads_k=1,
+            causal=True,
+            alibi=Alibi.per_batch,
+        )
+
+
+def part_cases() -> Iterator[VarlenCase]:
+    """For every dtype and head dim that has rows: documents to be cut into parts."""
+    for dtype, head_dim in row_kinds():
+        case = VarlenCase(
+            dtype=dtype,
+            head_dim=head_dim,
+            num_heads_q=2,
+            num_heads_k=1,
+            lengths_q=(70, 1, 40),
+            lengths_k=(90, 5, 40),
+            causal=True,
+        )
+        yield case
+        yield replace(case, **TRAINING, causal=False)
+
+
+def sanitized_sum_cases(device: str) -> Iterator[SumCase]:
+    """Those of one head dim after the other, by turns, without the long one."""
+    of_each = len(WHATS)
+    every = list(sum_cases(device))
+    for index in range(of_each):
+        case = every[index % len(HEAD_DIMS) * of_each + index]
+        if max(case.lengths_q) <= 600:
+            yield case
+
+
+def many_tile_cases() -> Iterator[Case]:
+    """For the kernels whose CTAs stay for many tiles: more tiles than any GPU has SMs, in one key
+    block or several, with tiles that see no key between others, packed, with features; the rows for
+    longer sequences, and a cache with enough queries.
+    """
+    rows = [row for row in build_info.compiled_rows() if row.family == "sm90"]
+    longest, longest_full = (
+        max((row.config.get(field, 0) for row in rows), default=0)
+        for field in ("most_causal_seqlen", "most_full_seqlen")
+    )
+    for common in each_head_dim([32] if ON_CPU else sorted({row.head_dim for row in rows})):
+        many = AttentionCase(
+            **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
+        )
+        yield many
+        yield replace(many, window=(20, -1), seqlen_k=60)
+        yield replace(many, causal=True, seqlen_q=150, seqlen_k=20)
+        yield replace(many, **TRAINING)
+        yield replace(
+            many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
+        )
+        yield replace(many, seqlen_q=longest_full + 10, num_heads_q=100, num_heads_k=100)
+        # The plain row at head_dim 64 as well, of whose steps these leave nothing empty.
+        yield replace(many, seqlen_q=380, seqlen_k=256, num_heads_q=100, num_heads_k=100)
+        # Backward: idle warps finish dq, and CTAs share the last tiles.
+        yield replace(many, seqlen_q=400, seqlen_k=800, num_heads_q=40, num_heads_k=20)
+        # Backward: a CTA takes all key tiles of a head, and then of another.
+        heads = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+        swept = replace(many, batch=2, num_heads_q=heads, num_heads_k=heads, seqlen_k=300)
+        yield swept
+        yield replace(swept, window=(90, 0))
+        # The same of packed sequences, beside longer ones of which it takes a tile.
+        yield VarlenCase(
+            **common,
+            lengths_q=(150, 140, 130, 0, 145) * 16 + (300,),
+            lengths_k=(150, 130, 140, 20, 145) * 16 + (300,),
+            num_heads_q=12,
+            num_heads_k=12,
+            causal=True,
+        )
+        packed = many_packed(common)
+        yield packed
+        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10)
+        yield replace(packed, **TRAINING, leftpad=(1, 5, 0, 130) * 10)
+        yield KvCacheCase(
+            **common, num_heads_q=6, cached=(150, 0, 37), seqlens_q=40, seqlens_new=20, causal=True
+        )
+
+
+def long_cases() -> Iterator[Case]:
+    """For the rows that are for queries which see many keys: few queries with so many; in a forward
+    of so many heads that lower tiles would need another round of the device. On a limited GPU,
+    which plans other rows, of few heads.
+    """
+    is_limited = bool(LIMITS & os.environ.keys())
+    few_sms = ON_CPU or is_limited
+    sms = 4 if few_sms else torch.cuda.get_device_properties("cuda").multi_processor_count
+    rows = [row for row in build_info.compiled_rows() if row.config.get("least_keys_full")]
+    for row in rows:
+        forward = row.pass_name == "forward"
+        case = AttentionCase(
+            dtype=DTYPES[row.dtype],
+            head_dim=row.head_dim,
+            batch=1,
+            seqlen_q=150 if forward else 100,
+            seqlen_k=row.config["least_keys_full"] + 70,
+            num_heads_q=sms + 2 if forward else 4,
+            num_heads_k=1 if forward else 2,
+            softcap=30.0 if "softcap" in row.features else 0.0,
+        )
+        windowed = row.config["least_keys_windowed"] + 330
+        causal = replace(case, seqlen_k=windowed, causal=True, head_dim=row.head_dim - 8)
+        if "alibi" in row.features:
+            causal = replace(causal, softcap=0.0, alibi=Alibi.per_batch)
+        for each in (case, causal):
+            if not is_limited:
+                assert families.planned(each, row.pass_name)["instance"] == row.name, str(each)
+            yield each
+        if not forward:
+            packed = VarlenCase(
+                dtype=case.dtype,
+                head_dim=case.head_dim,
+                num_heads_q=2,
+                num_heads_k=1,
+                lengths_q=(70, 0, 130),
+                lengths_k=(windowed, windowed + 64, windowed - 129),
+                causal=True,
+            )
+            yield packed
+            yield replace(packed, used_k=(windowed, 1, 900), leftpad=(5, 0, 129))
+
+
+def with_most_heads(case: Case, most: int | None) -> Case:
+    """The case with about `most` query heads, or one group, where it has more."""
+    if most is None or case.num_heads_q <= most:
+        return case
+    group = case.num_heads_q // case.num_heads_k
+    heads_k = max(1, most // group)
+    return replace(case, num_heads_q=heads_k * group, num_heads_k=heads_k)
+
+
+def many_packed(common: dict[str, Any]) -> VarlenCase:
+    return VarlenCase(
+        **common,
+        lengths_q=(20, 0, 9, 150) * 10,
+        lengths_k=(33, 5, 0, 140) * 10,
+        num_heads_q=6,
+        num_heads_k=2,
+    )
+
+
+def value_cases() -> Iterator[Case]:
+    """Values narrower than the row by some columns and by whole boxes of TMA, and wider ones."""
+    for head_dim, head_dim_v in ((192, 128), (160, 72), (128, 64), (96, 32), (64, 128)):
+        dense = AttentionCase(
+            batch=1,
+            seqlen_q=70,
+            seqlen_k=150,
+            num_heads_q=280,
+            num_heads_k=140,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
+        yield dense
+        yield replace(dense, causal=True, num_heads_q=6, num_heads_k=2, **TRAINING)
+        packed = many_packed({"head_dim": head_dim, "head_dim_v": head_dim_v})
+        yield replace(packed, causal=True, used_q=(19, 0, 9, 40) * 10, leftpad=(1, 5, 0, 130) * 10)
+    cache = KvCacheCase(cached=(100, 0, 37), seqlens_q=3, seqlens_new=3, causal=True)
+    yield replace(cache, head_dim=192, head_dim_v=128, rotary_dim=64, page_size=16)
+    yield replace(cache, head_dim=59, head_dim_v=33)
+
+
+def odd_cases() -> Iterator[Case]:
+    """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
+    at all.
+    """
+    base = AttentionCase(
+        batch=1, seqlen_q=40, seqlen_k=40, num_heads_q=2, num_heads_k=2, causal=True
+    )
+    yield replace(base, seqlen_q=200, seqlen_k=60)
+    yield replace(base, seqlen_q=1, seqlen_k=1, head_dim=8)
+    yield replace(base, seqlen_q=1, seqlen_k=300)
+    yield replace(base, num_heads_q=8, num_heads_k=1, head_dim=128)
+    yield replace(base, batch=3, head_dim=59)
+    yield replace(base, layout=Layout.surrounded, head_dim=40, causal=False)
+    yield replace(base, layout=Layout.misaligned)
+    yield VarlenCase(lengths_q=(0, 0), lengths_k=(3, 0))
+    yield VarlenCase(lengths_q=(1,) * 70, causal=True)
+    yield VarlenCase(lengths_q=(), lengths_k=())
+    cache = KvCacheCase(cached=(100, 0, 37), seqlens_new=1)
+    yield replace(cache, head_dim=1, page_size=1)
+    yield replace(cache, head_dim=111, page_size=300)
+    # More rows than decoding takes, few tiles: TMA loads pages, smaller than a tile, larger and
+    # neither, and CTAs share keys.
+    yield replace(
+        cache, cached=(1900, 0, 37), seqlens_q=(80, 3, 1), seqlens_new=None, capacity=2048
+    )
+    for head_dim, page_size in ((64, 8), (128, 48), (104, 256), (256, 16)):
+        yield replace(
+            cache,
+            cached=(700, 0, 37),
+            seqlens_q=(80, 3, 1),
+            seqlens_new=(80, 3, 1),
+            capacity=800,
+            head_dim=head_dim,
+            page_size=page_size,
+            causal=True,
+        )
+    yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
+    yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
+    yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
+
+
+def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:
+    """Those of every dtype, and positions without a row, which the CPU refuses."""
+    yield from rotary_cases(device)
+    if not ON_CPU:
+        short: dict[str, Any] = {"packed": True, "index_dtype": torch.int64, "device": device}
+        for head_dim in (59, 64):
+            yield RotaryCase(lengths=(5, 5, 5), offsets=(38, -3, 2**62), head_dim=head_dim, **short)
+            yield RotaryCase(lengths=(5, 5), offsets=(38, 40), head_dim=head_dim, device=device)
+
+
+# -- masks, biases and sinks -----------------------------------------------------------------------
+
+
+def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
+    """(what, case, change of its mask): those of the rows with lists and a bias, sinks of all rows;
+    masks that the call makes lists of, for a single query, and that hide everything.
+    """
+    for dtype, head_dim in row_kinds("bias"):
+        for case in bias_cases(dtype, head_dim):
+            yield "bias", case, None
+    for dtype, head_dim in row_kinds("block_sparse"):
+        for case in sparse_cases(dtype, head_dim):
+            yield "mask", case, None
+        common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+        heads = {"num_heads_q": 4, "num_heads_k": 2}
+        square = AttentionCase(**common, **heads, batch=1, seqlen_q=330, seqlen_k=330)
+        blocks = RandomMask(0.7, 64, "hq", "sparsity")
+        yield "empty tiles", MaskedCase(square, blocks), without_second_tiles
+        causal = MaskedCase(replace(square, causal=True), blocks, None, torch.float32)
+        yield "empty tiles", causal, without_second_tiles
+        packed = VarlenCase(**common, **heads, lengths_q=(70, 0, 150), lengths_k=(33, 5, 300))
+        pairs = RandomMask(given="sparsity")
+        yield "documents", MaskedCase(replace(packed, causal=True), pairs), documents
+        padded = replace(packed, used_q=(60, 0, 150), used_k=(30, 0, 290), leftpad=(0, 0, 9))
+        yield "documents", MaskedCase(padded, pairs), documents
+    for dtype, head_dim in row_kinds():
+        for case in sink_cases(dtype, head_dim):
+            yield "sink", case, None
+    base = AttentionCase(batch=2, seqlen_q=150, seqlen_k=201, num_heads_k=2)
+    yield "mask", MaskedCase(base, RandomMask(0.5, 1, "hq", "attn_mask")), None
+    keys = MaskedCase(replace(base, head_dim=59, causal=True), RandomMask(0.5, 1, "b", "attn_mask"))
+    yield "mask", keys, None
+    yield "mask", MaskedCase(replace(base, seqlen_q=1), RandomMask(0.5, 64, "bhq", "blocks")), None
+    hidden = MaskedCase(base, RandomMask(0.0, 64, "q", "sparsity"), None, torch.float16)
+    yield "mask", hidden, None
+
+
+def sparse_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Lists of half of the tiles, without bits and with them, and with what only some rows have."""
+    dense = AttentionCase(
+        batch=1,
+        seqlen_q=150,
+        seqlen_k=330,
+        num_heads_q=4,
+        num_heads_k=2,
+        dtype=dtype,
+        head_dim=head_dim,
+    )
+    yield MaskedCase(dense, RandomMask(0.5, 64, "hq", "blocks"))
+    tall = replace(dense, batch=2, seqlen_q=330, seqlen_k=150, causal=True)
+    yield MaskedCase(tall, RandomMask(0.5, 64, "bhq", "blocks"))
+    yield MaskedCase(replace(dense, head_dim=head_dim - 8), RandomMask(0.5, 1, "hq", "sparsity"))
+    yield MaskedCase(tall, RandomMask(0.5, 1, "q", "sparsity"), None, torch.bfloat16)
+    yield MaskedCase(replace(dense, **WITH_LISTS), RandomMask(0.5, 1, "hq", "sparsity"))
+
+
+def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Rows of a bias that start on no boundary and, for all rows that there are, on one; a gradient
+    of its own and sums over sequences, heads and queries.
+    """
+    common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+    dense = AttentionCase(
+        **common, batch=2, seqlen_q=70, seqlen_k=151, num_heads_q=4, num_heads_k=2
+    )
+    aligned = replace(dense, batch=1, seqlen_q=150, seqlen_k=136, causal=True)
+    ragged = replace(dense, seqlen_q=149, seqlen_k=200)
+    yield MaskedCase(dense, None, RandomBias("hq"))
+    yield MaskedCase(aligned, None, RandomBias("hq"))
+    yield MaskedCase(aligned, None, RandomBias("hq", fp32=True))
+    yield MaskedCase(ragged, None, RandomBias("bhq"))
+    yield MaskedCase(ragged, None, RandomBias("hq", hidden=0.3), torch.float32)
+    yield MaskedCase(replace(ragged, causal=True, num_heads_k=1), None, RandomBias("q"))
+    short = replace(ragged, seqlen_q=1, seqlen_k=8, head_dim=head_dim - 8)
+    yield MaskedCase(short, None, RandomBias("bhq"))
+    yield MaskedCase(replace(ragged, window=(40, 10)), None, RandomBias("bq", requires_grad=False))
+    yield MaskedCase(replace(dense, causal=True), None, RandomBias("bhq", fp32=True))
+    yield MaskedCase(dense, None, RandomBias("h"))
+    yield MaskedCase(replace(dense, causal=True), None, RandomBias("b", fp32=True, hidden=0.3))
+    capped = replace(dense, softcap=5.0)
+    yield MaskedCase(capped, None, RandomBias("hq", requires_grad=False))
+    yield MaskedCase(
+        replace(aligned, dropout_p=0.2), RandomMask(0.5, 64, "hq", "sparsity"), RandomBias("hq")
+    )
+    packed = VarlenCase(
+        **common,
+        lengths_q=(70, 0, 130),
+        lengths_k=(33, 5, 140),
+        used_q=(60, 0, 130),
+        used_k=(33, 5, 137),
+        num_heads_q=4,
+        num_heads_k=2,
+        causal=True,
+    )
+    yield MaskedCase(packed, None, RandomBias("hq"), torch.float32)
+    even = replace(packed, lengths_k=(33, 5, 144), leftpad=(3, 0, 130))
+    yield MaskedCase(even, None, RandomBias("bhq"), torch.float32)
+    yield MaskedCase(replace(even, causal=False), None, RandomBias("hq"))
+
+
+def sink_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Queries that see the sink alone, and every feature with one; packed."""
+    common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "num_heads_q": 2}
+    dense = AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=70, num_heads_k=1, causal=True)
+    yield MaskedCase(dense, sink=torch.float32)
+    packed = VarlenCase(**common, lengths_q=(70, 0, 1), lengths_k=(33, 5, 140), num_heads_k=1)
+    yield MaskedCase(replace(packed, **TRAINING, used_q=(60, 0, 1)), sink=dtype)
+
+
+def many_tile_masked_cases() -> Iterator[tuple[MaskedCase, MaskChange | None]]:
+    """As many_tile_cases, for rows with lists and a bias: lists of any length, empty ones between
+    others; packed; a sink.
+    """
+    head_dims = sorted({head_dim for _, head_dim in row_kinds("block_sparse")})
+    for common in each_head_dim(head_dims):
+        many = AttentionCase(
+            **common, batch=1, seqlen_q=150, seqlen_k=270, num_heads_q=180, num_heads_k=90
+        )
+        yield MaskedCase(many, RandomMask(0.3, 128, "hq", "blocks")), None
+        causal = replace(many, causal=True)
+        yield MaskedCase(causal, RandomMask(0.5, 64, "hq", "sparsity"), sink=torch.float32), None
+        packed = MaskedCase(many_packed(common), RandomMask(given="sparsity"))
+        yield packed, documents
+        long = replace(many, seqlen_q=4200, seqlen_k=300, num_heads_q=2, num_heads_k=2)
+        yield MaskedCase(long, RandomMask(0.02, 64, "hq", "sparsity")), keys_that_all_queries_see
+        yield MaskedCase(causal, sink=torch.float32), None
+        yield MaskedCase(replace(many, seqlen_q=70, seqlen_k=151), None, RandomBias("hq")), None
+        even = replace(many, seqlen_q=71, seqlen_k=152)
+        yield MaskedCase(even, None, RandomBias("hq")), None
+        yield MaskedCase(replace(even, causal=True), None, RandomBias("q")), None
+
+
+def without_second_tiles(mask: Tensor) -> Tensor:
+    """The second tile of queries sees nothing, and nobody the second tile of keys."""
+    mask = mask.clone()
+    mask[..., TILE : 2 * TILE, :] = False
+    mask[..., TILE : 2 * TILE] = False
+    return mask
+
+
+def keys_that_all_queries_see(mask: Tensor) -> Tensor:
+    """In the second tile of keys, whose steps are then shared by CTAs."""
+    mask = mask.clone()
+    mask[..., TILE : TILE + 70] = True
+    return mask
+
+
+def documents(mask: Tensor) -> Tensor:
+    """Documents of 50 queries and of 70 keys; the third one has queries and no keys."""
+    ids, ids_k = torch.arange(mask.shape[-2]) // 50, torch.arange(mask.shape[-1]) // 70
+    return masks.document(ids, ids_k.masked_fill(ids_k == 2, -1)).to_mask()
+
+
+# -- lists that no mask has ------------------------------------------------------------------------
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+COUNTS, ORDERS, VISITS = slice(0, 1), slice(1, 2), slice(2, None)
+
+
+def bad_list_cases() -> Iterator[tuple[str, MaskedCase, ListChange]]:
+    """(what, case, change of its lists): each field out of its range, and all at random."""
+    fields: dict[str, tuple[slice, int]] = {
+        "counts too large": (COUNTS, INT_MAX),
+        "counts negative": (COUNTS, INT_MIN),
+        "orders too large": (ORDERS, INT_MAX),
+        "orders negative": (ORDERS, -1),
+        "tiles just behind the last": (VISITS, 3 << 8 | 0b10_01_10_01),
+        "tiles too large": (VISITS, INT_MAX),
+        "tiles negative": (VISITS, INT_MIN),
+        "pieces of no state": (VISITS, 0xFF),
+    }
+    ranges = {"small numbers": (-3, 1000), "any numbers": (INT_MIN, INT_MAX)}
+    for common in each_head_dim(sorted({head_dim for _, head_dim in row_kinds("block_sparse")})):
+        common |= {"num_heads_q": 4, "num_heads_k": 2}
+        mask = RandomMask(0.5, 1, "hq", "sparsity")
+        dense = MaskedCase(AttentionCase(**common, batch=1, seqlen_q=150, seqlen_k=330), mask)
+        of_packed = VarlenCase(**common, lengths_q=(150, 0, 70), lengths_k=(330, 5, 0), causal=True)
+        packed = MaskedCase(of_packed, mask)
+        for name, (part, value) in fields.items():
+            yield name, dense, of_both_lists(filled(part, value))
+        for name, bounds in ranges.items():
+            for case in (dense, packed):
+                yield name, case, of_both_lists(random_numbers(*bounds))
+        yield "no bits", packed, lambda lists: replace(lists, bits=None)
+
+
+def outgrown_cases() -> Iterator[MaskedCase]:
+    """Short sequences whose masks and biases longer ones shall meet."""
+    of = AttentionCase(batch=1, seqlen_q=100, seqlen_k=100, num_heads_k=2)
+    yield MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"))
+    yield MaskedCase(of, None, RandomBias("hq"))
+    yield MaskedCase(of, None, RandomBias("h", fp32=True))
+    yield MaskedCase(replace(of, seqlen_q=104, seqlen_k=104), None, RandomBias("hq"))
+
+
+def of_both_lists(change: Callable[[Tensor], Tensor]) -> ListChange:
+    return lambda lists: replace(lists, rows=change(lists.rows), columns=change(lists.columns))
+
+
+def filled(part: slice, value: int) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., part] = value
+        return x
+
+    return change
+
+
+def random_numbers(least: int, most: int) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(x.numel())
+        return torch.randint(least, most, x.shape, generator=generator, dtype=x.dtype)
+
+    return change

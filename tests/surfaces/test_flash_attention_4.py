@@ -1,0 +1,493 @@
+"""flash_attn.cute, FlashAttention-4's module, on this package."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash_attn_cuda as ours
+from flash_attn_cuda import compat
+from flash_attn_cuda.surfaces import flash_attention_4 as fa4
+from flash_attn_cuda.surfaces.flash_attention_4 import BlockSparseTensorsTorch
+from tests.cases.harness import DEVICE, no_host_sync
+from tests.surfaces.signatures import (
+    ON_EVERY_DEVICE,
+    assert_compiles,
+    assert_near,
+    assert_same,
+    dense,
+    expected_of,
+    int32,
+    normal,
+    signature_of,
+)
+
+SCORES = "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None"
+SCHEDULE = "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False"
+MODS = "score_mod=None, score_mod_bwd=None, mask_mod=None"
+GATHER = "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+
+# flash_attn/cute/interface.py of flash-attn-4, 4.0.0b36.
+SIGNATURES = {
+    "flash_attn_func": (
+        f"q, k, v, qv=None, gather_kv_indices=None, {SCORES}, {SCHEDULE}, {MODS}, "
+        "aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+        f"block_sparse_tensors_bwd=None, return_lse=False, {GATHER}"
+    ),
+    "flash_attn_varlen_func": (
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, "
+        f"gather_kv_indices=None, page_table=None, {SCORES}, {SCHEDULE}, {MODS}, "
+        "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        f"{GATHER}"
+    ),
+    "flash_attn_combine": (
+        "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
+        "virtual_batch_idx=None, return_lse=True"
+    ),
+}
+FIELDS = (
+    "mask_block_cnt mask_block_idx full_block_cnt full_block_idx cu_total_m_blocks "
+    "cu_block_idx_offsets block_size dq_write_order dq_write_order_full spt"
+)
+
+HINTS: dict[str, Any] = {"pack_gqa": False, "num_splits": 0}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    assert sorted((*SIGNATURES, "BlockSparseTensorsTorch")) == sorted(fa4.__all__)
+    assert signature_of(getattr(fa4, name)) == SIGNATURES[name]
+
+
+def test_fields_of_block_sparse_tensors() -> None:
+    assert BlockSparseTensorsTorch._fields == tuple(FIELDS.split())
+    assert BlockSparseTensorsTorch._field_defaults == dict.fromkeys(FIELDS.split()[2:])
+
+
+def together(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The first rows of every sequence, one behind the other."""
+    return torch.cat([x[b, :n] for b, n in enumerate(lengths)])
+
+
+def cumulated(lengths: tuple[int, ...]) -> Tensor:
+    return int32("cpu", *accumulate(lengths, initial=0))
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@ON_EVERY_DEVICE
+def test_dense(device: str) -> None:
+    """A pair, whose second is None unless it is asked for or a gradient may need it."""
+    inputs = dense(device)
+    sink = torch.randn(4, device=device)
+    for window, ours_window in (((4, None), (4, -1)), ((None, 2), (-1, 2)), ((3, 1), (3, 1))):
+        options: dict[str, Any] = {"softmax_scale": 0.4, "softcap": 5.0}
+        out, lse = fa4.flash_attn_func(
+            *inputs, **options, window_size=window, learnable_sink=sink, return_lse=True, **HINTS
+        )
+        expected = ours.flash_attn_func(
+            *inputs, **options, window_size=ours_window, sink=sink, return_attn_probs=True
+        )[:2]
+        assert_same((out, lse), expected)
+        features = {**options, "window": window, "sink": sink.double()}
+        assert_near((out, lse), expected_of(*inputs, [(7, 9)] * 2, **features))
+    out, lse = fa4.flash_attn_func(*inputs, causal=True)
+    assert lse is None
+    assert_same(out, ours.flash_attn_func(*inputs, causal=True))
+    leaves = [*(x.requires_grad_() for x in inputs), sink.requires_grad_()]
+    out, lse = fa4.flash_attn_func(*leaves[:3], causal=True, learnable_sink=sink)
+    assert lse is not None
+    gradients = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves)
+    out, lse, _ = ours.flash_attn_func(*leaves[:3], causal=True, sink=sink, return_attn_probs=True)
+    assert_near(gradients, torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("packed_q", [False, True], ids=["q", "packed-q"])
+@pytest.mark.parametrize("packed_k", [False, True], ids=["k", "packed-k"])
+def test_any_layout(packed_q: bool, packed_k: bool, device: str) -> None:
+    q, k, v = dense(device)
+    for used in (None, [(7, 5), (3, 9)]):
+        lengths = used or [(7, 9)] * 2
+        out, lse = expected_of(q, k, v, lengths, causal=True)
+        inputs = {"q": q, "k": k, "v": v}
+        if packed_q:
+            inputs |= {"q": q.flatten(0, 1), "cu_seqlens_q": int32(device, 0, 7, 14)}
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        if packed_k:
+            inputs |= {name: inputs[name].flatten(0, 1) for name in "kv"}
+            inputs["cu_seqlens_k"] = int32(device, 0, 9, 18)
+        if used:
+            used_q, used_k = zip(*used, strict=True)
+            inputs |= {"seqused_q": int32(device, *used_q), "seqused_k": int32(device, *used_k)}
+        results = fa4.flash_attn_varlen_func(
+            **inputs, causal=True, return_lse=True, min_seqlen_k=1, seqlen_k_per_split=256,
+            scheduler_metadata=(), disable_scheduler_metadata=True,
+        )  # fmt: skip
+        assert_near(results, (out, lse))
+        assert fa4.flash_attn_varlen_func(**inputs, causal=True)[1] is None
+
+
+USED = st.tuples(st.integers(0, 6), st.integers(0, 8))
+
+
+@settings(max_examples=25, deadline=None)
+@given(used=st.lists(USED, min_size=1, max_size=3), layout=st.tuples(st.booleans(), st.booleans()))
+def test_any_lengths_in_any_layout(used: list[tuple[int, int]], layout: tuple[bool, bool]) -> None:
+    """Of sequences that are packed, the rows alone that are used."""
+    q, k, v = dense("cpu", 6, 8, len(used))
+    out, lse = expected_of(q, k, v, used, window=(3, 1))
+    used_q, used_k = zip(*used, strict=True)
+    call: dict[str, Any] = {"q": q, "k": k, "v": v}
+    call |= {"seqused_q": int32("cpu", *used_q), "seqused_k": int32("cpu", *used_k)}
+    if layout[0]:
+        call |= {"q": together(q, used_q), "cu_seqlens_q": cumulated(used_q), "seqused_q": None}
+        out = together(out, used_q)
+        lse = torch.cat([lse[b, :, :n] for b, n in enumerate(used_q)], 1)
+    if layout[1]:
+        call |= {name: together(call[name], used_k) for name in "kv"}
+        call |= {"cu_seqlens_k": cumulated(used_k), "seqused_k": None}
+    results = fa4.flash_attn_varlen_func(**call, window_size=(3, 1), return_lse=True)
+    assert_near(results, (out, lse))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("packed", [False, True])
+def test_pages(packed: bool, device: str) -> None:
+    """All rows of a sequence's pages where nobody says how many are used."""
+    q, k, v = dense(device, 7, 12)
+    table = int32(device, 3, 0, 5, 1, 4, 2).view(2, 3)
+    order = table.flatten().long().argsort()
+    pages = [x.reshape(6, 4, *x.shape[2:])[order] for x in (k, v)]
+    for used in (None, [12, 9]):
+        more: dict[str, Any] = {} if used is None else {"seqused_k": int32(device, *used)}
+        expected = expected_of(q, k, v, [(7, n) for n in used or (12, 12)], causal=True)
+        rows = q
+        if packed:
+            rows, more["cu_seqlens_q"] = q.flatten(0, 1), int32(device, 0, 7, 14)
+            expected = expected[0].flatten(0, 1), expected[1].transpose(0, 1).flatten(1)
+        results = fa4.flash_attn_varlen_func(
+            rows, *pages, page_table=table, causal=True, return_lse=True, **more
+        )
+        assert_near(results, expected)
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def of_everything(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Keys up to 3 + 2 * b behind its own position, but every fifth, another for each head."""
+    return (key <= query + 3 + 2 * b) & ((key + h) % 5 != 0)
+
+
+def pairs_of(
+    mask_mod: Callable[..., Any], batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: str
+) -> Tensor:
+    index = [torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k)]
+    b, h, i, j = (x.view(*(-1 if k == n else 1 for k in range(4))) for n, x in enumerate(index))
+    return mask_mod(b, h, i, j)
+
+
+@ON_EVERY_DEVICE
+def test_mask_mod(device: str) -> None:
+    """It alone decides, whatever causal and window_size say."""
+    inputs = dense(device, 140, 150)
+    mask = pairs_of(of_everything, 2, 4, 140, 150, device)
+    expected = expected_of(*inputs, [(140, 150)] * 2, mask=mask)
+    for ignored in ({}, {"causal": True}, {"window_size": (3, 0)}):
+        results = fa4.flash_attn_func(*inputs, mask_mod=of_everything, return_lse=True, **ignored)
+        assert_near(results, expected)
+        results = fa4.flash_attn_varlen_func(
+            *inputs, mask_mod=of_everything, return_lse=True, **ignored
+        )
+        assert_near(results, expected)
+
+
+@ON_EVERY_DEVICE
+def test_mask_mod_counts_from_a_sequences_first(device: str) -> None:
+    q, k, v = dense(device, 70, 80)
+    lengths = [(70, 50), (20, 80)]
+    mask = pairs_of(of_everything, 2, 4, 70, 80, device)
+    out, lse = expected_of(q, k, v, lengths, mask=mask)
+    used = {"seqused_q": int32(device, 70, 20), "seqused_k": int32(device, 50, 80)}
+    options = {"mask_mod": of_everything, "return_lse": True}
+    assert_near(fa4.flash_attn_varlen_func(q, k, v, **used, **options), (out, lse))
+    rows = {"cu_seqlens_q": int32(device, 0, 70, 90), "cu_seqlens_k": int32(device, 0, 50, 130)}
+    packed = [
+        torch.cat([x[b, : used[b]] for b in range(2)])
+        for x, used in ((q, (70, 20)), (k, (50, 80)), (v, (50, 80)))
+    ]
+    for most in ({}, {"max_seqlen_q": 70, "max_seqlen_k": 80}):
+        results = fa4.flash_attn_varlen_func(*packed, **rows, **most, **options)
+        expected = (
+            torch.cat([out[0], out[1, :20]]),
+            torch.cat([lse[0], lse[1, :, :20]], 1),
+        )
+        assert_near(results, expected)
+
+
+def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and indices of blocks (B, H, M, N) that are True."""
+    indices = (~blocks).int().argsort(dim=-1, stable=True).int()
+    return blocks.sum(-1, dtype=torch.int32), indices
+
+
+def seen(blocks: Tensor, size: tuple[int, int], seqlen_q: int, seqlen_k: int) -> Tensor:
+    by_pair = blocks.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)
+    return by_pair[..., :seqlen_q, :seqlen_k]
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("size", [None, (256, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("has_mod", [False, True], ids=["blocks", "mask_mod"])
+@pytest.mark.parametrize("of_heads", [1, 4])
+def test_block_sparse_tensors(
+    of_heads: int, has_mod: bool, size: tuple[int, int] | None, device: str
+) -> None:
+    """Listed as partial, a block is as mask_mod says, without one visible where causal is."""
+    inputs = dense(device, 260, 200)
+    extent = size or (128, 128)
+    shape = (2, of_heads, -(-260 // extent[0]), -(-200 // extent[1]))
+    full = torch.rand(shape, device=device) < 0.4
+    partial = ~full & (torch.rand(shape, device=device) < 0.5)
+    tensors = BlockSparseTensorsTorch(*lists_of(partial), *lists_of(full), block_size=size)
+    mod = of_everything if has_mod else None
+    visible = seen(partial, extent, 260, 200)
+    if has_mod:
+        visible = visible & pairs_of(of_everything, 2, 4, 260, 200, device)
+    mask = visible | seen(full, extent, 260, 200)
+    options = {"causal": not has_mod, "mask": mask}
+    expected = expected_of(*inputs, [(260, 200)] * 2, **options)
+    call = {"mask_mod": mod, "block_sparse_tensors": tensors, "causal": True, "return_lse": True}
+    assert_near(fa4.flash_attn_func(*inputs, **call, block_sparse_tensors_bwd=tensors), expected)
+    if not has_mod:  # whose lists may lack the full blocks
+        tensors = BlockSparseTensorsTorch(*lists_of(partial | full), block_size=size)
+    assert_near(
+        fa4.flash_attn_varlen_func(*inputs, **call | {"block_sparse_tensors": tensors}), expected
+    )
+
+
+def test_number_of_lists_tells_the_size() -> None:
+    inputs = dense("cpu", 300, 130)
+    for lists, size in ((3, (128, 128)), (2, (256, 128))):
+        blocks = torch.rand(1, 1, lists, 2) < 0.6
+        tensors = BlockSparseTensorsTorch(*lists_of(blocks))
+        mask = seen(blocks, size, 300, 130)
+        out = fa4.flash_attn_func(*inputs, block_sparse_tensors=tensors)[0]
+        assert_near((out,), expected_of(*inputs, [(300, 130)] * 2, mask=mask)[:1])
+    tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 4, 2, dtype=torch.bool)))
+    with pytest.raises(ValueError, match=r"^block_sparse_tensors.block_size: must be given where"):
+        fa4.flash_attn_func(*inputs, block_sparse_tensors=tensors)
+
+
+@ON_EVERY_DEVICE
+def test_gradients_through_masks(device: str) -> None:
+    inputs = [x.requires_grad_() for x in dense(device, 140, 150)]
+    mask = pairs_of(of_everything, 2, 4, 140, 150, device)
+    out, lse = fa4.flash_attn_func(*inputs, mask_mod=of_everything)
+    assert lse is not None
+    gradients = torch.autograd.grad(out.sin().sum(), inputs)
+    out = ours.flash_attn_func(*inputs, attn_mask=mask)
+    assert_near(gradients, torch.autograd.grad(out.sin().sum(), inputs))
+
+
+def test_full_graphs() -> None:
+    q, k, v = dense("cpu")
+    used = int32("cpu", 5, 9)
+    tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+    lse = {"return_lse": True}
+    for mask in ({}, {"mask_mod": of_everything}, {"block_sparse_tensors": tensors}):
+        assert_compiles(lambda q, mask=mask: fa4.flash_attn_func(q, k, v, **mask, **lse), q)
+    assert_compiles(
+        lambda q: fa4.flash_attn_varlen_func(
+            q, k, v, mask_mod=of_everything, seqused_k=used, **lse
+        ),
+        q,
+    )
+    partials = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+    assert_compiles(lambda *x: fa4.flash_attn_combine(*x, out_dtype=torch.bfloat16), *partials)
+
+
+# -- partial results -------------------------------------------------------------------------------
+
+
+@ON_EVERY_DEVICE
+def test_combine(device: str) -> None:
+    out_partial = torch.randn(3, 2, 5, 4, 16, device=device)
+    lse_partial = torch.randn(3, 2, 5, 4, device=device)
+    expected = ours.flash_attn_combine(out_partial, lse_partial)
+    assert_same(fa4.flash_attn_combine(out_partial, lse_partial), expected)
+    out, lse = fa4.flash_attn_combine(out_partial, lse_partial, return_lse=False)
+    assert lse is None and torch.equal(out, expected[0])
+    order = int32(device, 1, 0)
+    results = fa4.flash_attn_combine(
+        out_partial, lse_partial, seqused=order, virtual_batch_idx=order
+    )
+    assert_same(results, expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        out, _ = fa4.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
+        assert_same(out, ours.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)[0])
+        partial = out_partial.to(dtype)
+        out, lse = fa4.flash_attn_combine(partial, lse_partial)
+        wide = ours.flash_attn_combine(partial.float(), lse_partial, out_dtype=dtype)
+        assert_same((out, lse), wide)
+        assert fa4.flash_attn_combine(partial, lse_partial, out_dtype=torch.float32)[0].dtype == (
+            torch.float32
+        )
+        target = torch.zeros(2, 5, 4, 16, dtype=dtype, device=device)
+        assert fa4.flash_attn_combine(partial, lse_partial, target)[0] is target
+        assert torch.equal(target, out)
+
+
+@ON_EVERY_DEVICE
+def test_combine_of_packed_sequences(device: str) -> None:
+    out_partial = torch.randn(3, 9, 4, 16, device=device)
+    lse_partial = torch.randn(3, 9, 4, device=device)
+    expected = ours.flash_attn_combine(out_partial[:, None], lse_partial[:, None])
+    expected = expected[0][0], expected[1][0]
+    cu_seqlens = int32(device, 0, 4, 9)
+    results = fa4.flash_attn_combine(out_partial, lse_partial, cu_seqlens=cu_seqlens)
+    assert_same(results, expected)
+    out = torch.zeros(9, 4, 16, dtype=torch.float16, device=device)
+    results = fa4.flash_attn_combine(out_partial, lse_partial, out, cu_seqlens=cu_seqlens)
+    assert results[0] is out
+    assert_same(out, expected[0].half())
+    with pytest.raises(NotImplementedError, match=r"^seqused: must be None, as every row of an"):
+        fa4.flash_attn_combine(out_partial, lse_partial, out, seqused=int32(device, 1, 1))
+    with pytest.raises(ValueError, match=r"^out_partial: must have 5 dimensions"):
+        fa4.flash_attn_combine(out_partial[0], lse_partial[0])
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def of_the_dsl(b: Any, h: Any, query: Any, key: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+    raise AssertionError("is not called")
+
+
+NAMES: dict[str, tuple[Any, str]] = {
+    "score_mod": (lambda *x: x[0], "functions of scores are not implemented"),
+    "score_mod_bwd": (lambda *x: x[0], "functions of scores are not implemented"),
+    "aux_tensors": ([torch.zeros(1)], "a mask_mod takes four arguments"),
+    "aux_scalars": ((1,), "a mask_mod takes four arguments"),
+    "qv": (torch.zeros(1), "scores have one product"),
+    "gather_kv_indices": (torch.zeros(1), "keys chosen by indices"),
+    "gather_bwd_recompute_p": (True, "keys chosen by indices"),
+    "gather_bwd_token_chunk": (8, "keys chosen by indices"),
+}
+
+
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_refused(name: str, function: str) -> None:
+    value, reason = NAMES[name]
+    with pytest.raises(NotImplementedError, match=f"^{name}: must be None, as {reason}"):
+        getattr(fa4, function)(*dense("cpu"), **{name: value})
+
+
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_masks_and_tensors_that_are_refused(function: str) -> None:
+    attend = getattr(fa4, function)
+    q, k, v = dense("cpu")
+    for mod in (of_the_dsl, lambda query, key: query >= key, 3):
+        with pytest.raises(NotImplementedError, match=r"^mask_mod: must be a function of \(batch"):
+            attend(q, k, v, mask_mod=mod)
+    with pytest.raises(NotImplementedError, match=r"^v: must not be of FP8"):
+        attend(q, k, v.to(torch.float8_e4m3fn))
+    lists = lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    for size in ((128, 32), (0, 128)):
+        tensors = BlockSparseTensorsTorch(*lists, block_size=size)
+        message = r"^block_sparse_tensors.block_size: must be positive multiples of 64, got"
+        with pytest.raises(NotImplementedError, match=message):
+            attend(q, k, v, block_sparse_tensors=tensors)
+    many = lists_of(torch.ones(1, 1, 1, 3, dtype=torch.bool))
+    other_heads = lists_of(torch.ones(1, 3, 1, 1, dtype=torch.bool))
+    for name, bad in (
+        ("mask_block_idx", (lists[0], many[1])),
+        ("mask_block_cnt", other_heads),
+        ("full_block_cnt", (*lists, *other_heads)),
+    ):
+        message = rf"^block_sparse_tensors.{name}: must have shape \(2 or 1, 4 or 1, 1"
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, v, block_sparse_tensors=BlockSparseTensorsTorch(*bad))
+    with pytest.raises(TypeError, match=r"^block_sparse_tensors.mask_block_cnt: must be a torch.T"):
+        attend(q, k, v, block_sparse_tensors=(1, 2))
+
+
+def test_errors_have_their_names() -> None:
+    q, k, v = dense("cpu")
+    for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func):
+        with pytest.raises(
+            ValueError, match=r"^learnable_sink: must have shape \(4,\), got \(3,\)"
+        ):
+            function(q, k, v, learnable_sink=torch.zeros(3, dtype=torch.float64))
+    for table, more, kind in (
+        (int32("cpu", 0), {}, ValueError),
+        (int32("cpu", 0, 1, 2).view(3, 1), {}, ValueError),
+        (torch.zeros(2, 1), {"seqused_k": int32("cpu", 1, 1)}, TypeError),
+        ("table", {}, TypeError),
+    ):
+        with pytest.raises(kind, match=r"^page_table: "):
+            fa4.flash_attn_varlen_func(q, k, v, page_table=table, **more)
+
+
+def test_masks_of_pages_and_of_packed_queries() -> None:
+    q, k, v = dense("cpu")
+    tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+    table = int32("cpu", 0, 1).view(2, 1)
+    for name, mask in (("mask_mod", of_everything), ("block_sparse_tensors", tensors)):
+        with pytest.raises(NotImplementedError, match=f"^{name}: must be None, as masks over pag"):
+            fa4.flash_attn_varlen_func(q, k, v, page_table=table, **{name: mask})
+    with pytest.raises(NotImplementedError, match=r"^block_sparse_tensors: must be None, as lists"):
+        fa4.flash_attn_varlen_func(
+            *(q.flatten(0, 1), k, v),
+            cu_seqlens_q=int32("cpu", 0, 7, 14),
+            block_sparse_tensors=tensors,
+        )
+    with pytest.raises(ValueError, match=r"^q: must have 4 dimensions"):
+        fa4.flash_attn_varlen_func(q[0], k, v, mask_mod=of_everything)
+    with pytest.raises(ValueError, match=r"^q: must have 4 dimensions"):
+        fa4.flash_attn_func(q[0], k, v, mask_mod=of_everything)
+
+
+# -- installed -------------------------------------------------------------------------------------
+
+
+def test_install_serves_it() -> None:
+    compat.install()
+    try:
+        package = importlib.import_module("flash_attn.cute")
+        interface = importlib.import_module("flash_attn.cute.interface")
+        sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
+        for name in SIGNATURES:
+            assert getattr(package, name) is getattr(interface, name) is getattr(fa4, name)
+        assert sparsity.BlockSparseTensorsTorch is BlockSparseTensorsTorch
+        assert importlib.import_module("flash_attn").cute is package
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("flash_attn.cute.flash_fwd")
+    finally:
+        compat.uninstall()
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    q, k, v = dense(DEVICE)
+    used = int32(DEVICE, 5, 9)
+    pool = [normal(DEVICE, 6, 4, 2, d) for d in (16, 24)]
+    table = int32(DEVICE, 3, 0, 5, 1, 4, 2).view(2, 3)
+    with no_host_sync():
+        fa4.flash_attn_func(q, k, v, mask_mod=of_everything)
+        fa4.flash_attn_varlen_func(q, k, v, seqused_k=used, causal=True)
+        fa4.flash_attn_varlen_func(q, *pool, page_table=table)

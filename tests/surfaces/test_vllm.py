@@ -1,0 +1,259 @@
+"""vLLM's attention functions on this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_cuda as ours
+from flash_attn_cuda.integrations import vllm
+from tests.cases.harness import DEVICE, captured, no_host_sync
+from tests.surfaces.signatures import (
+    ON_EVERY_DEVICE,
+    assert_near,
+    assert_same,
+    dense,
+    expected_of,
+    int32,
+    normal,
+    signature_of,
+)
+
+# vllm/vllm_flash_attn/flash_attn_interface.py of vllm-project/vllm, commit 01420e0.
+SIGNATURES = {
+    "flash_attn_varlen_func": (
+        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, "
+        "q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, "
+        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+        "block_table=None, return_softmax_lse=False, out=None, scheduler_metadata=None, "
+        "q_descale=None, k_descale=None, v_descale=None, num_splits=0, output_scale=None, "
+        "fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, "
+        "mask_mod=None, block_sparse_tensors=None, aux_tensors=None, "
+        "aux_tensor_leading_dims=None, dynamic_causal=None"
+    ),
+    "get_scheduler_metadata": (
+        "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+        "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
+        "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
+        "causal=False, window_size=(-1, -1), has_softcap=False, num_splits=0, pack_gqa=None, "
+        "sm_margin=0"
+    ),
+}
+LENGTHS = [(5, 9), (1, 12), (0, 3)]  # queries of a prompt and of a token, keys with what is cached
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    assert sorted(SIGNATURES) == sorted(vllm.__all__)
+    assert signature_of(getattr(vllm, name)) == SIGNATURES[name]
+
+
+def a_batch(device: str, padding: int = 3) -> tuple[dict[str, Any], list[Tensor]]:
+    """vLLM's call over pages of 4 rows, with `padding` rows of queries that are no sequence's, and
+    q, k, v with a dimension for the batch.
+    """
+    q, k, v = dense(device, 5, 12, 3)
+    rows = torch.cat([q[b, :used] for b, (used, _) in enumerate(LENGTHS)])
+    rows = torch.cat([rows, rows.new_full((padding, 4, 16), torch.nan)])
+    table = torch.randperm(9, device=device).int().view(3, 3)
+    order = table.flatten().long().argsort()
+    pages = [x.reshape(9, 4, *x.shape[2:])[order] for x in (k, v)]
+    call = {
+        "q": rows, "k": pages[0], "v": pages[1], "max_seqlen_q": 5, "max_seqlen_k": 12,
+        "cu_seqlens_q": int32(device, 0, 5, 6, 6), "seqused_k": int32(device, 9, 12, 3),
+        "block_table": table,
+    }  # fmt: skip
+    return call, [q, k, v]
+
+
+def rows_of(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch's (out, lse) with the queries of LENGTHS packed."""
+    used = [n for n, _ in LENGTHS]
+    outs = [out[b, :n] for b, n in enumerate(used)]
+    return torch.cat(outs), torch.cat([lse[b, :, :n] for b, n in enumerate(used)], 1)
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("fa_version", [2, 3, 4])
+def test_a_step_of_serving(fa_version: int, device: str) -> None:
+    """Into the buffer of the engine, whose rows behind the last query are 0 afterwards."""
+    call, given = a_batch(device)
+    sink = torch.randn(4, device=device)
+    metadata = vllm.get_scheduler_metadata(
+        batch_size=3, max_seqlen_q=5, max_seqlen_k=12, num_heads_q=4, num_heads_kv=2, headdim=16,
+        cache_seqlens=call["seqused_k"], qkv_dtype=torch.bfloat16, page_size=4, causal=True,
+    )  # fmt: skip
+    assert metadata.shape == (0,) and metadata.dtype == torch.int32
+    kept = torch.zeros(8, dtype=torch.int32, device=device)  # as engines do for captured graphs
+    kept[: metadata.shape[0]] = metadata
+    out = torch.full((9, 4, 24), 7.0, dtype=given[0].dtype, device=device)
+    scale = torch.ones(3, 2, device=device)
+    result, lse = vllm.flash_attn_varlen_func(
+        **call,
+        out=out,
+        softmax_scale=0.4,
+        causal=True,
+        window_size=[7, 0],
+        softcap=5.0,
+        s_aux=sink,
+        scheduler_metadata=kept[: metadata.shape[0]],
+        fa_version=fa_version,
+        q_descale=scale,
+        k_descale=scale,
+        v_descale=scale,
+        return_softmax_lse=True,
+        return_attn_probs=True,
+    )
+    assert result is out
+    features = {"softmax_scale": 0.4, "softcap": 5.0, "window": (7, 0), "sink": sink.double()}
+    expected = rows_of(*expected_of(*given, LENGTHS, causal=True, **features))
+    assert_near((out[:6], lse[:, :6]), expected)
+    assert not out[6:].any()
+    call |= {"causal": True, "softmax_scale": 0.4, "window_size": (7, 0), "softcap": 5.0}
+    assert_same(vllm.flash_attn_varlen_func(**call, s_aux=sink), out)
+    assert_same(ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, sink=sink), out)
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("num_splits", [-1, 0, 1, 3])
+def test_splits_and_slopes(num_splits: int, device: str) -> None:
+    call, given = a_batch(device, padding=0)
+    slopes = torch.rand(4, device=device)
+    out, lse = vllm.flash_attn_varlen_func(
+        **call, causal=True, alibi_slopes=slopes, num_splits=num_splits, return_softmax_lse=True
+    )
+    features = {"causal": True, "alibi_slopes": slopes.double()}
+    assert_near((out, lse), rows_of(*expected_of(*given, LENGTHS, **features)))
+
+
+@ON_EVERY_DEVICE
+def test_without_pages(device: str) -> None:
+    """Keys that are packed, and keys that are not."""
+    q, k, v = dense(device)
+    rows = q.flatten(0, 1)
+    cu_q = int32(device, 0, 7, 14)
+    lengths = {"max_seqlen_q": 7, "cu_seqlens_q": cu_q, "max_seqlen_k": 9, "causal": True}
+    packed = vllm.flash_attn_varlen_func(
+        rows, *(x.flatten(0, 1) for x in (k, v)), **lengths, cu_seqlens_k=int32(device, 0, 9, 18),
+        return_softmax_lse=True,
+    )  # fmt: skip
+    out, lse = expected_of(q, k, v, [(7, 9)] * 2, causal=True)
+    expected = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    assert_near(packed, expected)
+    used = int32(device, 9, 9)
+    target = torch.empty_like(packed[0])
+    result = vllm.flash_attn_varlen_func(rows, k, v, **lengths, seqused_k=used, out=target)
+    assert result is target
+    assert_near((target,), expected[:1])
+
+
+@ON_EVERY_DEVICE
+def test_dropout(device: str) -> None:
+    """Of the same mask whether softmax_lse is returned or not, and that of ours."""
+    q, k, v = dense(device)
+    given = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    lengths = {"cu_seqlens_q": int32(device, 0, 7, 14), "cu_seqlens_k": int32(device, 0, 9, 18)}
+    lengths |= {"max_seqlen_q": 7, "max_seqlen_k": 9}
+    results = []
+    for function, more in (
+        (ours.flash_attn_varlen_func, {}),
+        (vllm.flash_attn_varlen_func, {}),
+        (vllm.flash_attn_varlen_func, {"return_softmax_lse": True}),
+    ):
+        torch.manual_seed(3)
+        results.append(function(*given, **lengths, dropout_p=0.4, **more))
+    assert_same(results[1], results[0])
+    assert_same(results[2][0], results[0])
+    with pytest.raises(NotImplementedError, match=r"^return_softmax_lse: must be False where"):
+        vllm.flash_attn_varlen_func(
+            *given, **lengths, dropout_p=0.4, s_aux=torch.zeros(4, device=device),
+            return_softmax_lse=True,
+        )  # fmt: skip
+
+
+def test_under_compile() -> None:
+    call, _ = a_batch("cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q: Tensor, out: Tensor) -> Tensor:
+        return vllm.flash_attn_varlen_func(**call | {"q": q + 0}, causal=True, out=out)
+
+    out = torch.zeros(9, 4, 24, dtype=torch.float64)
+    step(call["q"], out)
+    assert_same(out, vllm.flash_attn_varlen_func(**call, causal=True))
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+REFUSED = {
+    "q_v": (torch.zeros(1), "must be None, as scores have one product"),
+    "output_scale": (torch.ones(1), "must be None, as FP8 is not implemented"),
+    "cp_world_size": (2, "must be 1, as context parallelism is not implemented, got 2"),
+    "cp_tot_seqused_k": (torch.zeros(1), "must be None, as context parallelism"),
+    "mask_mod": (lambda b, h, i, j: i >= j, "must be None, as masks of vLLM"),
+    "block_sparse_tensors": ((), "must be None, as masks of vLLM"),
+    "aux_tensors": ([], "must be None, as masks of vLLM"),
+    "aux_tensor_leading_dims": ([], "must be None, as masks of vLLM"),
+    "dynamic_causal": (torch.zeros(1), "must be None, as masks of vLLM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    value, message = REFUSED[name]
+    call, _ = a_batch("cpu")
+    with pytest.raises(NotImplementedError, match=f"^{name}: {message}"):
+        vllm.flash_attn_varlen_func(**call, **{name: value})
+
+
+def test_fp8_is_refused() -> None:
+    call, _ = a_batch("cpu")
+    for name in ("q", "k", "v", "out"):
+        given = call | {name: torch.zeros(9, 4, 24).to(torch.float8_e4m3fn)}
+        with pytest.raises(NotImplementedError, match=f"^{name}: must not be of FP8"):
+            vllm.flash_attn_varlen_func(**given)
+
+
+def test_lengths_and_versions() -> None:
+    call, _ = a_batch("cpu")
+    for version in (1, 5, None):
+        with pytest.raises(ValueError, match=r"^fa_version: must be 2, 3 or 4, got"):
+            vllm.flash_attn_varlen_func(**call, fa_version=version)
+    cu_k = int32("cpu", 0, 9, 12, 24)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k, seqused_k: one of them .* got both"):
+        vllm.flash_attn_varlen_func(**call, cu_seqlens_k=cu_k)
+    used = call.pop("seqused_k")
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k, seqused_k: one of them .* got neither"):
+        vllm.flash_attn_varlen_func(**call)
+    with pytest.raises(ValueError, match=r"^seqused_k: must be given with a block_table, got None"):
+        vllm.flash_attn_varlen_func(**call, cu_seqlens_k=cu_k)
+    with pytest.raises(ValueError, match=r"^s_aux: must have shape \(4,\), got \(3,\)"):
+        vllm.flash_attn_varlen_func(
+            **call, seqused_k=used, s_aux=torch.zeros(3, dtype=torch.float64)
+        )
+    call["q"].requires_grad_()
+    out = torch.zeros(9, 4, 24, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"^out: must be None in a call whose gradients"):
+        vllm.flash_attn_varlen_func(**call, seqused_k=used, out=out)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    call, _ = a_batch(DEVICE)
+    out = normal(DEVICE, 9, 4, 24)
+    with no_host_sync():
+        vllm.flash_attn_varlen_func(**call, out=out, causal=True)
+
+
+@pytest.mark.gpu
+def test_a_captured_step() -> None:
+    """A replay writes the same buffer, by the lengths of then."""
+    call, _ = a_batch(DEVICE)
+    out = normal(DEVICE, 9, 4, 24)
+    replay = captured(lambda: vllm.flash_attn_varlen_func(**call, out=out, causal=True))
+    call["seqused_k"].copy_(int32(DEVICE, 12, 5, 0))
+    assert replay() is out
+    assert_same(out, vllm.flash_attn_varlen_func(**call, causal=True))
