@@ -1,10 +1,13 @@
 # The two commands of the README, and what developers repeat. Each does its own set-up.
 #   make demo DEMO_ARGS="--preset small"    make test TEST_ARGS="-k forward"    make demo TORCH=torch==2.11.0
 SHELL := /bin/bash
-PYTHON ?= $(shell python3 build_tools/choose_python.py)
+PYTHON ?= $(shell python3 build_tools/install.py choose)
 TORCH ?= torch
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Processes that share the tests, and the cores.
+CORES := $(shell nproc)
+TEST_WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 GPU_TEST_WORKERS ?= 4
 
 .PHONY: demo test gpu-test sanitize kernels resource-report wheel lint format environment install-demo install-test lint-tools clean
@@ -13,7 +16,7 @@ demo: install-demo
 	"$(PYTHON)" examples/train_gpt.py $(DEMO_ARGS)
 
 test: install-test
-	"$(PYTHON)" -m pytest $(TEST_ARGS)
+	OMP_NUM_THREADS=$$(( $(CORES) / $(TEST_WORKERS) )) "$(PYTHON)" -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
 
 # On a GPU: the summary in tests/gpu_results. The workers share the cores, of which torch would give all to each. More
 # than four of them hold each other up on a GPU. Few tests are given out at once, as slow ones stand side by side.
@@ -44,7 +47,7 @@ format: lint-tools
 	"$(PYTHON)" -m build_tools.lint --fix
 
 environment:
-	build_tools/set_up.sh "$(PYTHON)" '$(TORCH)'
+	python3 build_tools/install.py environment "$(PYTHON)" '$(TORCH)'
 
 # For this machine alone: build_tools/install.py says what that is.
 install-demo install-test: install-%: environment

@@ -26,7 +26,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 # A PEP 517 front end does not put the project on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build_tools import build_extension, supported_torch, wheel_metadata
+from build_tools import build_extension, torch_versions
 from build_tools.build_extension import Backend, Choice
 
 EXTENSION = Extension("flash_attn_cuda._C", sources=[])
@@ -80,8 +80,8 @@ class ForOneTorch:
     def finalize_options(self) -> None:
         if choice().backend is not Backend.cpu:
             with errors_of_setuptools():
-                torch = wheel_metadata.present_torch()
-                if wheel_metadata.bind_to_torch(self.distribution, torch):
+                torch = torch_versions.present_torch()
+                if torch_versions.bind_to_torch(self.distribution, torch):
                     self.reinitialize_command("egg_info")  # an sdist of this run has the plain name
         super().finalize_options()
 
@@ -99,7 +99,7 @@ class Wheel(ForOneTorch, bdist_wheel):
 
 
 setup(
-    install_requires=[supported_torch.requirement()],
+    install_requires=[torch_versions.requirement()],
     ext_modules=[EXTENSION],
     cmdclass={"build_ext": BuildWithNinja, "dist_info": Metadata, "bdist_wheel": Wheel},
 )

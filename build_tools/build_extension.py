@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from build_tools import build_kernels, ninja_build, supported_torch, toolchain
+from build_tools import build_kernels, ninja_build, toolchain, torch_versions
 from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO, ToolchainError
 
@@ -74,7 +74,7 @@ def _torch_version() -> str:
         )
     import torch
 
-    supported_torch.check(str(torch.__version__))
+    torch_versions.check(str(torch.__version__))
     return str(torch.__version__)
 
 
@@ -205,7 +205,7 @@ def compile_binding(build: ninja_build.Build) -> None:
     try:
         build.compile()
     except ninja_build.BuildError as error:
-        if advice := supported_torch.advice(str(torch.__version__)):
+        if advice := torch_versions.advice(str(torch.__version__)):
             raise ToolchainError(f"the binding does not compile: {advice} ({error})") from error
         raise
 

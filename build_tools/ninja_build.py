@@ -17,10 +17,10 @@ from pathlib import Path
 
 from build_tools import toolchain
 from build_tools.generate_units import write_if_changed
-from build_tools.run_job import LAUNCHER_VARIABLE
+from build_tools.jobs import LAUNCHER_VARIABLE
 
 REPO = Path(__file__).resolve().parent.parent
-RUN_JOB = Path(__file__).with_name("run_job.py")
+RUN_JOB = Path(__file__).with_name("jobs.py")
 # The Python that starts compiles. By a variable, as ninja runs again what has another command: a
 # second environment is to compile nothing.
 PYTHON_VARIABLE = "FLASH_ATTN_CUDA_BUILD_PYTHON"
@@ -68,7 +68,7 @@ class Cost:
 
 
 def write_ninja_file(path: Path, compiles: Sequence[Compile], link: Link) -> None:
-    """Writes ``path``; every compile goes through run_job."""
+    """Writes ``path``; every compile goes through jobs.py."""
     from ninja import ninja_syntax  # not above: an install without extension needs no ninja
 
     with io.StringIO() as text:

@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -46,7 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker(worker, visible_gpus()))
 
 
+# Rooms whose tests start other programs come first, so that no worker ends on a long one.
+FIRST_ROOMS = ("examples", "building", "context_parallel", "benchmarks", "surfaces")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     reason = _no_gpu_reason()
     for item in items:
         if item.get_closest_marker("gpu") is None:
@@ -55,6 +61,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
         elif ON_CPU and item.get_closest_marker("cuda_only") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a real CUDA device"))
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a test's room has its turn."""
+    room = item.path.parent.name
+    return FIRST_ROOMS.index(room) if room in FIRST_ROOMS else len(FIRST_ROOMS)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """A skipped test is counted and leaves no letter: without a GPU there are thousands."""
+    return ("skipped", "", "SKIPPED") if report.skipped and not hasattr(report, "wasxfail") else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were skipped, in a line a reason. Failures follow, in pytest's own summary."""
+    skipped = terminalreporter.getreports("skipped")
+    for reason, count in Counter(map(gpu_summary.skip_reason, skipped)).most_common():
+        terminalreporter.write_line(f"skipped {count:5}: {reason}")
 
 
 def _no_gpu_reason() -> str | None:

@@ -25,8 +25,8 @@ from build_tools import (
     ninja_build,
     resource_report,
     spill_allowances,
-    supported_torch,
     toolchain,
+    torch_versions,
 )
 from build_tools.archs import ArchError
 from build_tools.build_extension import Backend
@@ -256,14 +256,14 @@ def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
 def test_torchs_outside_of_the_range(monkeypatch) -> None:
     """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
     torch = pytest.importorskip("torch")
-    supported_torch.check("2.14.1+cu130")
-    monkeypatch.setattr(supported_torch, "OLDEST", (2, 8))
-    monkeypatch.setattr(supported_torch, "NEWEST_TRIED", (2, 14))
-    supported_torch.check("2.8.0")
+    torch_versions.check("2.14.1+cu130")
+    monkeypatch.setattr(torch_versions, "OLDEST", (2, 8))
+    monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 14))
+    torch_versions.check("2.8.0")
     with pytest.raises(ToolchainError, match=r"torch 2\.7\.1.* is older .*: 2\.8 to 2\.14 work"):
-        supported_torch.check("2.7.1+cu126")
-    assert supported_torch.advice("2.14.3+cu132") is None
-    assert "pip install 'torch==2.14.*'" in str(supported_torch.advice("3.0.0.dev20270101"))
+        torch_versions.check("2.7.1+cu126")
+    assert torch_versions.advice("2.14.3+cu132") is None
+    assert "pip install 'torch==2.14.*'" in str(torch_versions.advice("3.0.0.dev20270101"))
 
     def compile(build: ninja_build.Build) -> None:
         raise ninja_build.BuildError(Path("build.ninja"), 1)

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from build_tools import build_kernels, ninja_build, run_job, toolchain
+from build_tools import build_kernels, jobs, ninja_build, toolchain
 from tests.building.folders import cutlass_headers
 from tests.building.kernel_rows import ROW
 
@@ -32,7 +32,7 @@ def compiler_of(script: str, target: Path) -> list[str]:
 def test_a_job_keeps_its_log_and_its_cost(tmp_path, capsys) -> None:
     target = tmp_path / "unit.o"
     script = "print('ptxas info : x'); print('a warning'); sum(range(3_000_000))"
-    assert run_job.main(target, compiler_of(script, target)) == 0
+    assert jobs.run_job(target, compiler_of(script, target)) == 0
     assert capsys.readouterr().out == "a warning\n"
     assert (tmp_path / "unit.o.log").read_text() == "ptxas info : x\na warning\n"
     figures = json.loads((tmp_path / "unit.o.json").read_text())
@@ -46,19 +46,19 @@ def test_a_job_answered_by_ccache_keeps_the_figures_of_the_real_one(tmp_path) ->
     target = tmp_path / "unit.o"
     record = tmp_path / "unit.o.json"
     hit = "import os; open(os.environ['CCACHE_STATSLOG'], 'w').write('direct_cache_hit')"
-    assert run_job.main(target, compiler_of(hit, target)) == 0
+    assert jobs.run_job(target, compiler_of(hit, target)) == 0
     assert json.loads(record.read_text())["cached"] is True
-    assert run_job.main(target, compiler_of("pass", target)) == 0
+    assert jobs.run_job(target, compiler_of("pass", target)) == 0
     real = record.read_text()
     assert json.loads(real)["cached"] is False
-    assert run_job.main(target, compiler_of(hit, target)) == 0
+    assert jobs.run_job(target, compiler_of(hit, target)) == 0
     assert record.read_text() == real
 
 
 def test_a_failed_job_fails_and_shows_everything(tmp_path, capsys) -> None:
     target = tmp_path / "unit.o"
     script = "import sys; print('error: no'); open(sys.argv[-1], 'w').write('u'); sys.exit(3)"
-    assert run_job.main(target, compiler_of(script, target)) == 3
+    assert jobs.run_job(target, compiler_of(script, target)) == 3
     assert "error: no" in capsys.readouterr().out
     assert not (tmp_path / "unit.o.json").exists()
     assert not target.exists()  # of a compiler that leaves what it has
@@ -69,7 +69,7 @@ def test_a_job_that_cannot_write_says_so_in_a_line(tmp_path) -> None:
     target = tmp_path / "absent" / "unit.o"
     command = [
         sys.executable,
-        REPO / "build_tools/run_job.py",
+        REPO / "build_tools/jobs.py",
         target,
         "--",
         sys.executable,

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from build_tools import supported_torch, wheel_metadata
-from build_tools.wheel_metadata import TorchBuild
+from build_tools import torch_versions
+from build_tools.torch_versions import TorchBuild
 from flash_attn_cuda import __version__
 from tests.building import project_tree
 
@@ -24,7 +24,7 @@ LICENCES = ("LICENSE", "THIRD_PARTY_NOTICES.md")
 # Not importlib.util.find_spec: to be asked for pip, setuptools gives up its distutils for good, and
 # the compiler behind torch.compile then cannot import setuptools.
 needs_pip = pytest.mark.skipif(not list(distributions(name="pip")), reason="needs pip")
-PLAIN_TORCH = supported_torch.requirement()
+PLAIN_TORCH = torch_versions.requirement()
 # A front end calls each in a process of its own; the last line printed is the name of the result.
 HOOK = """
 import sys
@@ -137,16 +137,16 @@ def test_the_requirement_is_met_by_one_minor(built_for, runs, does_not_run) -> N
 
 
 def test_the_present_torch_is_read() -> None:
-    present = wheel_metadata.present_torch()
+    present = torch_versions.present_torch()
     assert (present.version, present.cuda) == (torch.__version__, torch.version.cuda)
     minor = ".".join(torch.__version__.split(".")[:2])
     assert present.local_version.startswith(f"torch{minor}")
 
 
 def test_supported_torch_is_a_range() -> None:
-    assert supported_torch.OLDEST < supported_torch.NEWEST_TRIED
-    major, minor = supported_torch.OLDEST
-    assert supported_torch.requirement() == f"torch>={major}.{minor}"
+    assert torch_versions.OLDEST < torch_versions.NEWEST_TRIED
+    major, minor = torch_versions.OLDEST
+    assert torch_versions.requirement() == f"torch>={major}.{minor}"
 
 
 # Wheels
@@ -320,7 +320,7 @@ def pip_install(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 @needs_pip
 def test_pip_takes_a_wheel_for_the_torch_that_is_there(tree: Path, tmp_path: Path) -> None:
-    present = wheel_metadata.present_torch()
+    present = torch_versions.present_torch()
     project_tree.pretend_to_compile(tree)
     result = pip_install(tmp_path, str(build_wheel(tree)))
     assert result.returncode == 0, result.stderr

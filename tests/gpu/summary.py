@@ -75,7 +75,7 @@ class SummaryPlugin:
                 at = f" ({report.when})" if is_error else ""
                 self.failures.append(report.nodeid + at)
             if report.skipped:
-                self.skip_reasons[_skip_reason(report)] += 1
+                self.skip_reasons[skip_reason(report)] += 1
         if report.when == "call":
             for name, comparison in report.user_properties:
                 if name == _PROPERTY:
@@ -176,7 +176,7 @@ def _output(command: list[str]) -> str | None:
     return done.stdout.strip() or None
 
 
-def _skip_reason(report: pytest.TestReport) -> str:
+def skip_reason(report: pytest.TestReport) -> str:
     is_location = isinstance(report.longrepr, tuple | list)  # (file, line, reason)
     text = report.longrepr[2] if is_location else str(report.longrepr)
     return text.removeprefix("Skipped: ")
