@@ -7,6 +7,7 @@ list of ``field=value|value`` patterns that must all match:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import Enum, Flag
 
@@ -20,6 +21,7 @@ class RowFilterError(ValueError):
     """A filter that cannot be read, or that chooses nothing."""
 
 
+@functools.cache
 def _field_texts(row: KernelRow) -> dict[str, str]:
     """A row as the filter sees it: field name to text. An empty ``variant`` is ``plain``."""
     texts = {
@@ -32,15 +34,16 @@ def _field_texts(row: KernelRow) -> dict[str, str]:
 
 def _parse_clause(clause: str, rows: Sequence[KernelRow]) -> dict[str, set[str]]:
     patterns: dict[str, set[str]] = {}
+    texts = [_field_texts(row) for row in rows]
     for pattern in clause.split(","):
         name, equals, values = (part.strip() for part in pattern.partition("="))
         if not equals or not values:
             raise RowFilterError(
                 f"{VARIABLE}: expected field=value|value, got {pattern.strip()!r} in {clause!r}"
             )
-        known = {_field_texts(row)[name] for row in rows if name in _field_texts(row)}
+        known = {text[name] for text in texts if name in text}
         if not known:
-            choices = sorted({field for row in rows for field in _field_texts(row)})
+            choices = sorted({field for text in texts for field in text})
             raise RowFilterError(f"{VARIABLE}: no field {name!r}; rows have {', '.join(choices)}")
         wanted = {value.strip() for value in values.split("|")}
         if unknown := sorted(wanted - known):
