@@ -191,7 +191,7 @@ def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None
     """
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
-    model = model_of(causal(parallel))
+    model = model_of(causal(parallel), layers=1)  # a compile takes seconds a layer
     fast = torch.compile(model, backend=backend, fullgraph=IS_TRACED)
     for seqlen in (16, 32, 16):
         x, _ = whole_input()

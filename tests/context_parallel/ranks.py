@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 # A server imports these once and forks a process for each rank, which then starts in no time.
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),

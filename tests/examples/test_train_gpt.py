@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +24,8 @@ import train_gpt
 from agreement import compare_curves, compare_step
 from model import GPT, GPTConfig
 from training import PRESETS, Corpus, Curve, Preset, learning_rate_factor, manual_text, train
+
+from tests.context_parallel.ranks import forking_context
 
 CPU = torch.device("cpu")
 TINY = Preset(GPTConfig(layers=2, width=64, heads=2, seqlen=32), 4, 30, 1e-2)
@@ -119,8 +123,8 @@ def test_sizes_must_be_positive(option, capsys):
 # Sequences over several processes
 
 
-def run_program(folder: Path, options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """train_gpt.py in a process of its own, or by torchrun in several."""
+def run_program(folder: Path, options: str, processes: int) -> str:
+    """What train_gpt.py prints in a process of its own, or by torchrun in several."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable]
     if processes > 1:
@@ -133,7 +137,38 @@ def run_program(folder: Path, options: str, processes: int = 1) -> subprocess.Co
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_rank(folder: Path, options: str, rank: int, variables: dict[str, str]) -> None:
+    """train_gpt.py as torchrun would start it; what it prints goes to a file of its own."""
+    os.environ |= {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    with (folder / f"printed-{rank}").open("w") as out, contextlib.redirect_stdout(out):
+        sys.exit(train_gpt.main(["--out", str(folder), *options.split()]))
+
+
+def run_forked(folder: Path, options: str, processes: int) -> str:
+    """What all ranks printed; they are forked where torch has been imported already."""
+    context = forking_context()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    variables |= {"WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        context.Process(target=run_rank, args=(folder, options, rank, variables))
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+    printed = [(folder / f"printed-{rank}").read_text() for rank in range(processes)]
+    assert [rank.exitcode for rank in ranks] == [0] * processes, printed
+    return "".join(printed)
 
 
 def losses_in(folder: Path) -> list[float]:
@@ -153,20 +188,19 @@ def losses_of_one_process(tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"),
+    ("processes", "options", "run"),
     [
-        (1, "--context-parallel 2"),
-        (1, "--context-parallel 2 --cp-scheme ulysses"),
-        (4, "--context-parallel 2 --cp-scheme ring"),
-        (2, ""),
+        (1, "--context-parallel 2", run_program),  # it starts two itself
+        (2, "--context-parallel 2 --cp-scheme ulysses", run_forked),
+        (4, "--context-parallel 2 --cp-scheme ring", run_forked),
+        (2, "", run_program),  # torchrun starts two
     ],
     ids=["two", "ulysses", "two-of-four", "data-alone"],
 )
-def test_several_processes_train_alike(tmp_path, losses_of_one_process, processes, options):
-    done = run_program(tmp_path, f"{SHORT} {options}", processes)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 6/6") == 1  # rank 0 alone speaks
-    assert "one step, ours and torch SDPA agree: loss" in done.stdout
+def test_several_processes_train_alike(tmp_path, losses_of_one_process, processes, options, run):
+    printed = run(tmp_path, f"{SHORT} {options}", processes)
+    assert printed.count("step 6/6") == 1  # rank 0 alone speaks
+    assert "one step, ours and torch SDPA agree: loss" in printed
     assert losses_in(tmp_path) == pytest.approx(losses_of_one_process, abs=1e-4)
 
 
