@@ -3,13 +3,14 @@
 Most of a compile is CuTe's arithmetic on the layouts of a tile, which the compiler does once for
 all dtypes, masks, stages and features of a unit: the four kinds of rows of the sm80 backward at
 head dim 64 took 183 CPU seconds in units of their own, and take 66 in one, the time of the slowest
-of them. CuTe's headers alone take twelve, so tiles of few rows share a unit with their neighbours.
+of them. CuTe's headers alone take twelve, so tiles of few rows share a unit with their neighbours,
+but for those of the sm80 backward, of which two share little and one takes a minute.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, Flag
 from pathlib import Path
@@ -24,16 +25,27 @@ CPP_ENUMS = {Family: "KernelFamily", Dtype: "Dtype", Mask: "MaskKind", Kind: "Fo
 # With it CuTe has wgmma of any multiple of eight columns, which takes six seconds more to compile.
 EXTENDED_SHAPES = "CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 # Rows of one dtype up to which tiles are put together, for the headers are read, and much of the
-# layouts is worked out, once a unit; a build of one dtype has the same units.
-ROWS_OF_SEVERAL_TILES = 8
+# layouts is worked out, once a unit; a build of one dtype has the same units. With so many no unit
+# takes much longer than a build of all on sixteen cores.
+ROWS_OF_SEVERAL_TILES = {
+    Kernel.sm80_forward: 6,
+    Kernel.sm80_decode: 3,
+    Kernel.sm80_backward: 1,
+    Kernel.sm90_forward: 8,
+    Kernel.sm90_backward: 8,
+}
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One generated .cu: the rows of a tile, or of several of one kernel; named after the first."""
+    """One generated .cu: the rows of a tile, or of several of one kernel; named after the first.
+
+    ``for_hopper``: Hopper GPUs run one of them at least.
+    """
 
     rows: tuple[KernelRow, ...]
+    for_hopper: bool = True
 
     @property
     def family(self) -> Family:
@@ -61,20 +73,25 @@ class Unit:
         """Whether the other's tiles compile as well beside its own."""
         return (
             self.rows[0].kernel is other.rows[0].kernel
+            and self.for_hopper == other.for_hopper
             and self.wants_extended_shapes == other.wants_extended_shapes
-            and len(self.kinds | other.kinds) <= ROWS_OF_SEVERAL_TILES
+            and len(self.kinds | other.kinds) <= ROWS_OF_SEVERAL_TILES[self.rows[0].kernel]
         )
 
 
-def units_of(rows: Iterable[KernelRow]) -> list[Unit]:
-    """Groups rows into units, both in the order in which the rows come."""
+def units_of(rows: Iterable[KernelRow], for_others: Collection[KernelRow] = ()) -> list[Unit]:
+    """Groups rows into units, both in the order in which the rows come. ``for_others``: rows that
+    no Hopper GPU runs, which are compiled for others alone where they share no tile with one that
+    it runs.
+    """
     tiles: dict[tuple[Pass, tuple[Any, ...]], list[KernelRow]] = {}
     for row in rows:
         tiles.setdefault((row.kernel_pass, row.tile), []).append(row)
     units: list[Unit] = []
-    for unit in map(Unit, map(tuple, tiles.values())):
+    for of_tile in tiles.values():
+        unit = Unit(tuple(of_tile), not all(row in for_others for row in of_tile))
         if units and units[-1].has_room_for(unit):
-            unit = Unit(units.pop().rows + unit.rows)
+            unit = Unit(units.pop().rows + unit.rows, unit.for_hopper)
         units.append(unit)
     return units
 
@@ -187,9 +204,14 @@ def write_if_changed(path: Path, text: str) -> bool:
     return True
 
 
-def generate(rows: Sequence[KernelRow], record: dict[str, Any], folder: Path) -> list[Path]:
+def generate(
+    rows: Sequence[KernelRow],
+    record: dict[str, Any],
+    folder: Path,
+    for_others: Collection[KernelRow] = (),
+) -> list[Path]:
     """Writes every unit, registry.cpp and build_record.cpp into ``folder``; returns all of them."""
-    texts = {f"{unit.name}.cu": unit_text(unit) for unit in units_of(rows)}
+    texts = {f"{unit.name}.cu": unit_text(unit) for unit in units_of(rows, for_others)}
     texts["registry.cpp"] = registry_text(rows)
     texts["build_record.cpp"] = build_record_text(record)
     for name, text in texts.items():
