@@ -70,10 +70,9 @@ class DeviceCode:
     rows: list[KernelRow]
     for_others: frozenset[KernelRow]  # that no Hopper GPU runs
 
-    @property
-    def units(self) -> list[generate_units.Unit]:
+    def units(self, jobs: int) -> list[generate_units.Unit]:
         """Those of backward kernels first, for they take longest."""
-        units = generate_units.units_of(self.rows, self.for_others)
+        units = generate_units.units_of(self.rows, self.for_others, jobs)
         return sorted(units, key=lambda unit: unit.rows[0].kernel_pass is not Pass.backward)
 
 
@@ -155,7 +154,7 @@ def _device_compiles(plan: Plan, device: DeviceCode, generated: Path) -> list[Co
 
     units = [
         compile_of(generated / f"{unit.name}.cu", unit.family, unit.for_hopper)
-        for unit in device.units
+        for unit in device.units(options.jobs)
     ]
     auxiliary = sorted(options.source_dir.glob("auxiliary/*.cu"))
     return units + [compile_of(source, Family.sm80) for source in auxiliary]
@@ -176,7 +175,7 @@ def _compiles(plan: Plan) -> list[Compile]:
     options = plan.options
     generated = options.build_dir / "generated"
     for_others = plan.device.for_others if plan.device else ()
-    generate_units.generate(plan.rows, plan.record(), generated, for_others)
+    generate_units.generate(plan.rows, plan.record(), generated, for_others, options.jobs)
     host_sources = [generated / "registry.cpp", generated / "build_record.cpp"]
     host_sources += sorted(options.source_dir.glob("host/*.cpp"))
     if plan.device is None:

@@ -28,15 +28,7 @@ from kernel_rows import (
 
 from build_tools import archs, generate_units, jobs, toolchain
 from build_tools.archs import Arch, ArchError
-from build_tools.kernel_row import (
-    BackwardRow,
-    Dtype,
-    Family,
-    Feature,
-    ForwardRow,
-    Kernel,
-    KernelRow,
-)
+from build_tools.kernel_row import BackwardRow, Dtype, Family, Feature, ForwardRow, KernelRow
 from build_tools.kernel_table import ALL_ROWS
 
 REPO = Path(__file__).resolve().parents[1]
@@ -199,7 +191,6 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
 
 @pytest.mark.parametrize("table", [TABLE, ALL_ROWS], ids=["small", "whole"])
 def test_all_rows_of_a_tile_are_in_one_unit(table: Sequence[KernelRow]) -> None:
-    most = generate_units.ROWS_OF_SEVERAL_TILES
     units = generate_units.units_of(table)
     assert len({unit.name for unit in units}) == len(units)
     assert sorted(row.name for unit in units for row in unit.rows) == sorted(
@@ -210,7 +201,7 @@ def test_all_rows_of_a_tile_are_in_one_unit(table: Sequence[KernelRow]) -> None:
     for unit in units:
         assert len({(row.kernel, row.launch_header) for row in unit.rows}) == 1
         tiles = {row.tile for row in unit.rows}
-        assert len(tiles) == 1 or len(unit.kinds) <= most[unit.rows[0].kernel]
+        assert len(tiles) == 1 or len(unit.kinds) <= generate_units.ROWS_OF_SEVERAL_TILES
 
 
 @pytest.mark.parametrize("dtype", Dtype)
@@ -224,7 +215,7 @@ def test_a_build_of_one_dtype_has_the_units_of_both(dtype: Dtype) -> None:
 
 
 def test_tiles_of_few_rows_share_a_unit_with_their_neighbours() -> None:
-    most = generate_units.ROWS_OF_SEVERAL_TILES[Kernel.sm80_decode]
+    most = generate_units.ROWS_OF_SEVERAL_TILES
     decode = [
         replace(DECODE_ROW, head_dim=32 * (tile + 1), dtype=dtype)
         for tile in range(most + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,23 @@ from pathlib import Path
 import pytest
 from kernel_rows import FEATURES_ROW, ROW, SHORT_ROW
 
-from build_tools import archs, build_kernels, generate_units, hopper_rows, toolchain
-from build_tools.kernel_row import BackwardRow, Family, Feature
+from build_tools import (
+    archs,
+    build_kernels,
+    generate_units,
+    hopper_rows,
+    toolchain,
+    unused_headers,
+)
+from build_tools.kernel_row import (
+    BackwardRow,
+    Dtype,
+    Family,
+    Feature,
+    Kernel,
+    KernelRow,
+    Pass,
+)
 from build_tools.kernel_table import ALL_ROWS
 
 REPO = Path(__file__).resolve().parents[1]
@@ -193,3 +209,60 @@ def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
     assert archs.family_gencode(Family.sm80, archs.parse_archs("90a+PTX"), for_hopper=False) == [
         "-gencode=arch=compute_90,code=compute_90"
     ]
+
+
+# Units for many compiles at once, which a Hopper machine's build is
+
+
+@pytest.mark.parametrize("jobs", [1, generate_units.MANY_JOBS - 1, generate_units.MANY_JOBS, 16])
+def test_units_are_smaller_where_many_compiles_run_at_once(jobs: int) -> None:
+    units = generate_units.units_of(ALL_ROWS, jobs=jobs)
+    assert len({unit.name for unit in units}) == len(units)
+    rows = [row.name for unit in units for row in unit.rows]
+    assert sorted(rows) == sorted(row.name for row in ALL_ROWS)
+    if jobs < generate_units.MANY_JOBS:
+        assert units == generate_units.units_of(ALL_ROWS)
+        return
+    for unit in units:
+        kernel = unit.rows[0].kernel
+        is_of_a_tile = len({row.tile for row in unit.rows}) == 1
+        is_whole_tile = is_of_a_tile and kernel not in generate_units.SPLIT_TILES
+        assert is_whole_tile or len(unit.kinds) <= generate_units.ROWS_OF_SMALL_UNITS[kernel]
+    for kernel in Kernel:
+        of_kernel = [unit for unit in units if unit.rows[0].kernel is kernel]
+        tiles = {row.tile for unit in of_kernel for row in unit.rows}
+        places = {(row.tile, unit.name) for unit in of_kernel for row in unit.rows}
+        assert kernel in generate_units.SPLIT_TILES or len(places) == len(tiles)
+
+
+def test_small_units_of_one_dtype_are_those_of_both() -> None:
+    def kinds(rows: list[KernelRow]) -> list[set[KernelRow]]:
+        return [unit.kinds for unit in generate_units.units_of(rows, jobs=16)]
+
+    assert kinds([row for row in ALL_ROWS if row.dtype is Dtype.bf16]) == kinds(list(ALL_ROWS))
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_the_longest_compiles_start_first() -> None:
+    plan = build_kernels.make_plan(build_kernels.BuildOptions(archs="90", rows="", jobs=16))
+    assert plan.device is not None
+    passes = [unit.rows[0].kernel_pass for unit in plan.device.units(16)]
+    assert passes == sorted(passes, key=lambda each: each is not Pass.backward)
+
+
+def test_headers_are_empty_only_where_no_kernel_asks_for_them(tmp_path: Path) -> None:
+    """Written once: a newer one would have every unit compiled again."""
+    folders = unused_headers.write(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.hpp")}
+    assert unused_headers.write(tmp_path) == folders
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.hpp")} == before
+    for family, folder in folders.items():
+        included = {
+            name
+            for part in (family.value, "shared")
+            for source in (REPO / "csrc" / part).rglob("*.h")
+            for name in re.findall(r"#include <(cut\S+)>", source.read_text())
+        }
+        empty = {str(path.relative_to(folder)) for path in folder.rglob("*.hpp")}
+        assert included and empty == set(unused_headers.UNUSED[family])
+        assert not included & empty
