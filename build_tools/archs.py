@@ -12,7 +12,7 @@ from build_tools.kernel_row import Family
 
 VARIABLE = "FLASH_ATTN_CUDA_ARCHS"
 TORCH_VARIABLE = "TORCH_CUDA_ARCH_LIST"  # what torch's own extension builder reads
-WITHOUT_A_GPU = "80;90a"
+WITHOUT_A_GPU = "80+PTX;90a"  # each family, and PTX for GPUs that come after them
 MINIMUM = 80
 HOPPER = 90  # its kernels use instructions of 90a alone, so 90 stands for that
 FIRST_WITH_SUFFIX = {"": MINIMUM, "a": HOPPER, "f": 100}
@@ -149,28 +149,31 @@ def usable_capabilities() -> list[int]:
 
 
 def default_archs() -> str:
-    """The archs of the GPUs present that the kernels can run on, else one of each family."""
+    """The archs of the GPUs present that the kernels can run on, else of all."""
     return ";".join("90a" if c == HOPPER else str(c) for c in usable_capabilities()) or (
         WITHOUT_A_GPU
     )
 
 
-def plain_gencode(archs: list[Arch]) -> list[str]:
+def plain_gencode(archs: list[Arch], for_hopper: bool = True) -> list[str]:
     """Flags for code that runs on every listed arch, and for PTX of the highest one.
 
-    The PTX serves GPUs that come later. An entry's ``+PTX`` asks for its PTX instead.
+    The PTX serves GPUs that come later. An entry's ``+PTX`` asks for its PTX instead. Not
+    ``for_hopper``: what no Hopper GPU runs (hopper_rows.py) is compiled for the others alone.
     """
-    capabilities = sorted({arch.capability for arch in archs})
+    capabilities = sorted(
+        {arch.capability for arch in archs if for_hopper or arch.capability != HOPPER}
+    )
     with_ptx = sorted({arch.capability for arch in archs if arch.ptx}) or capabilities[-1:]
     flags = [f"-gencode=arch=compute_{c},code=sm_{c}" for c in capabilities]
     return flags + [f"-gencode=arch=compute_{c},code=compute_{c}" for c in with_ptx]
 
 
-def family_gencode(family: Family, archs: list[Arch]) -> list[str]:
-    """Flags for one family's units; empty when none of ``archs`` can run the family."""
+def family_gencode(family: Family, archs: list[Arch], for_hopper: bool = True) -> list[str]:
+    """Flags for one family's units; empty when none of ``archs`` runs them."""
     match family:
         case Family.sm80:
-            return plain_gencode(archs)
+            return plain_gencode(archs, for_hopper)
         case Family.sm90:
             wanted = any(arch.capability == HOPPER for arch in archs)
             return ["-gencode=arch=compute_90a,code=sm_90a"] if wanted else []

@@ -16,8 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from build_tools import archs, generate_units, jobs, ninja_build, row_filter, toolchain
-from build_tools.kernel_row import KernelRow
+from build_tools import (
+    archs,
+    generate_units,
+    hopper_rows,
+    jobs,
+    ninja_build,
+    row_filter,
+    toolchain,
+    unused_headers,
+)
+from build_tools.kernel_row import Family, KernelRow, Pass
 from build_tools.kernel_table import ALL_ROWS
 from build_tools.ninja_build import Compile
 from build_tools.toolchain import REPO, Nvcc, ToolchainError
@@ -59,6 +68,12 @@ class DeviceCode:
     cutlass: Path
     archs: list[archs.Arch]
     rows: list[KernelRow]
+    for_others: frozenset[KernelRow]  # that no Hopper GPU runs
+
+    def units(self, jobs: int) -> list[generate_units.Unit]:
+        """Those of backward kernels first, for they take longest."""
+        units = generate_units.units_of(self.rows, self.for_others, jobs)
+        return sorted(units, key=lambda unit: unit.rows[0].kernel_pass is not Pass.backward)
 
 
 @dataclass(frozen=True)
@@ -97,9 +112,12 @@ def make_plan(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> P
     toolchain.check_nvcc_version(nvcc)
     wanted = archs.parse_archs(options.archs)
     archs.check_compilable(wanted, toolchain.nvcc_capabilities(nvcc), f"nvcc {nvcc.version}")
-    runnable = [row for row in table if archs.family_gencode(row.family, wanted)]
+    for_others = frozenset(table) - hopper_rows.needed(table)
+    runnable = [
+        row for row in table if archs.family_gencode(row.family, wanted, row not in for_others)
+    ]
     rows = row_filter.select_rows(options.rows, runnable)
-    device = DeviceCode(nvcc, toolchain.find_cutlass(), wanted, rows)
+    device = DeviceCode(nvcc, toolchain.find_cutlass(), wanted, rows, for_others)
     return Plan(options, nvcc.include_dirs, device)
 
 
@@ -125,18 +143,21 @@ def _device_compiles(plan: Plan, device: DeviceCode, generated: Path) -> list[Co
         *options.extra_nvcc_flags,
         *toolchain.nvcc_host_compiler_flags(),
         f"-I{options.source_dir}",
-        *(f"-isystem={folder}" for folder in (device.cutlass, *plan.cuda_headers)),
     )
+    unused = unused_headers.write(generated / "unused_headers")
 
-    def compile_of(source: Path, gencode: list[str]) -> Compile:
-        return Compile(source, _object_of(plan, source), (*command, *gencode))
+    def compile_of(source: Path, family: Family, for_hopper: bool = True) -> Compile:
+        headers = (unused[family], device.cutlass, *plan.cuda_headers)
+        includes = (f"-isystem={folder}" for folder in headers)
+        gencode = archs.family_gencode(family, device.archs, for_hopper)
+        return Compile(source, _object_of(plan, source), (*command, *includes, *gencode))
 
     units = [
-        compile_of(generated / f"{unit.name}.cu", archs.family_gencode(unit.family, device.archs))
-        for unit in generate_units.units_of(device.rows)
+        compile_of(generated / f"{unit.name}.cu", unit.family, unit.for_hopper)
+        for unit in device.units(options.jobs)
     ]
     auxiliary = sorted(options.source_dir.glob("auxiliary/*.cu"))
-    return units + [compile_of(source, archs.plain_gencode(device.archs)) for source in auxiliary]
+    return units + [compile_of(source, Family.sm80) for source in auxiliary]
 
 
 def _host_compiles(plan: Plan, sources: Sequence[Path]) -> list[Compile]:
@@ -153,7 +174,8 @@ def _compiles(plan: Plan) -> list[Compile]:
     """What can fail quickly comes first: the host's part."""
     options = plan.options
     generated = options.build_dir / "generated"
-    generate_units.generate(plan.rows, plan.record(), generated)
+    for_others = plan.device.for_others if plan.device else ()
+    generate_units.generate(plan.rows, plan.record(), generated, for_others, options.jobs)
     host_sources = [generated / "registry.cpp", generated / "build_record.cpp"]
     host_sources += sorted(options.source_dir.glob("host/*.cpp"))
     if plan.device is None:

@@ -4,12 +4,13 @@ Most of a compile is CuTe's arithmetic on the layouts of a tile, which the compi
 all dtypes, masks, stages and features of a unit: the four kinds of rows of the sm80 backward at
 head dim 64 took 183 CPU seconds in units of their own, and take 66 in one, the time of the slowest
 of them. CuTe's headers alone take twelve, so tiles of few rows share a unit with their neighbours.
+Where many compiles run at once, a build takes as long as its longest unit: there units are smaller.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, Flag
 from pathlib import Path
@@ -26,14 +27,31 @@ EXTENDED_SHAPES = "CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 # Rows of one dtype up to which tiles are put together, for the headers are read, and much of the
 # layouts is worked out, once a unit; a build of one dtype has the same units.
 ROWS_OF_SEVERAL_TILES = 8
+# The same where more compiles run at once than there are of the largest units. Tiles of the sm80
+# backward take so long that each is a unit.
+MANY_JOBS = 9
+ROWS_OF_SMALL_UNITS = {
+    Kernel.sm80_forward: 4,
+    Kernel.sm80_decode: 3,
+    Kernel.sm80_backward: 1,
+    Kernel.sm90_forward: 5,
+    Kernel.sm90_backward: 5,
+}
+# Of these kernels it is the rows that take long, not what they share of a tile: their small units
+# have so many rows whether those are of a tile or of several.
+SPLIT_TILES = (Kernel.sm90_forward, Kernel.sm90_backward)
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One generated .cu: the rows of a tile, or of several of one kernel; named after the first."""
+    """One generated .cu: the rows of a tile, or of several of one kernel; named after the first.
+
+    ``for_hopper``: Hopper GPUs run one of them at least.
+    """
 
     rows: tuple[KernelRow, ...]
+    for_hopper: bool = True
 
     @property
     def family(self) -> Family:
@@ -57,26 +75,57 @@ class Unit:
         """Its rows but for their dtype."""
         return {replace(row, dtype=Dtype.bf16) for row in self.rows}
 
-    def has_room_for(self, other: Unit) -> bool:
+    def has_room_for(self, other: Unit, most_rows: int) -> bool:
         """Whether the other's tiles compile as well beside its own."""
         return (
             self.rows[0].kernel is other.rows[0].kernel
+            and self.for_hopper == other.for_hopper
             and self.wants_extended_shapes == other.wants_extended_shapes
-            and len(self.kinds | other.kinds) <= ROWS_OF_SEVERAL_TILES
+            and len(self.kinds | other.kinds) <= most_rows
         )
 
 
-def units_of(rows: Iterable[KernelRow]) -> list[Unit]:
-    """Groups rows into units, both in the order in which the rows come."""
+def units_of(
+    rows: Iterable[KernelRow], for_others: Collection[KernelRow] = (), jobs: int = 1
+) -> list[Unit]:
+    """Groups rows into units for so many compiles at once, in the order in which the rows come,
+    those that Hopper GPUs run first. ``for_others``: rows that none of those runs, which are
+    compiled for others alone where they share no tile with one that it runs.
+    """
     tiles: dict[tuple[Pass, tuple[Any, ...]], list[KernelRow]] = {}
     for row in rows:
         tiles.setdefault((row.kernel_pass, row.tile), []).append(row)
+    has_many_jobs = jobs >= MANY_JOBS
+    of_tiles = [
+        Unit(part, not all(row in for_others for row in of_tile))
+        for of_tile in tiles.values()
+        for part in (_parts_of_tile(of_tile) if has_many_jobs else [tuple(of_tile)])
+    ]
     units: list[Unit] = []
-    for unit in map(Unit, map(tuple, tiles.values())):
-        if units and units[-1].has_room_for(unit):
-            unit = Unit(units.pop().rows + unit.rows)
+    for unit in sorted(of_tiles, key=lambda unit: not unit.for_hopper):
+        kernel = unit.rows[0].kernel
+        most_rows = ROWS_OF_SMALL_UNITS[kernel] if has_many_jobs else ROWS_OF_SEVERAL_TILES
+        if units and units[-1].has_room_for(unit, most_rows):
+            unit = Unit(units.pop().rows + unit.rows, unit.for_hopper)
         units.append(unit)
     return units
+
+
+def _parts_of_tile(rows: Sequence[KernelRow]) -> list[tuple[KernelRow, ...]]:
+    """As few parts as have no more rows than a small unit, about equal ones; of other kernels than
+    those of SPLIT_TILES one.
+    """
+    kernel = rows[0].kernel
+    if kernel not in SPLIT_TILES:
+        return [tuple(rows)]
+    kinds = list(dict.fromkeys(replace(row, dtype=Dtype.bf16) for row in rows))
+    parts = -(-len(kinds) // ROWS_OF_SMALL_UNITS[kernel])
+    most = -(-len(kinds) // parts)
+    place = {kind: index // most for index, kind in enumerate(kinds)}
+    return [
+        tuple(row for row in rows if place[replace(row, dtype=Dtype.bf16)] == part)
+        for part in range(parts)
+    ]
 
 
 def _flag_names(value: Flag) -> list[str]:
@@ -187,9 +236,15 @@ def write_if_changed(path: Path, text: str) -> bool:
     return True
 
 
-def generate(rows: Sequence[KernelRow], record: dict[str, Any], folder: Path) -> list[Path]:
+def generate(
+    rows: Sequence[KernelRow],
+    record: dict[str, Any],
+    folder: Path,
+    for_others: Collection[KernelRow] = (),
+    jobs: int = 1,
+) -> list[Path]:
     """Writes every unit, registry.cpp and build_record.cpp into ``folder``; returns all of them."""
-    texts = {f"{unit.name}.cu": unit_text(unit) for unit in units_of(rows)}
+    texts = {f"{unit.name}.cu": unit_text(unit) for unit in units_of(rows, for_others, jobs)}
     texts["registry.cpp"] = registry_text(rows)
     texts["build_record.cpp"] = build_record_text(record)
     for name, text in texts.items():

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -151,20 +152,48 @@ def compiled_archs() -> tuple[str, ...]:
     return tuple(str(arch) for arch in build_record().get("archs", ()))
 
 
-def archs_run_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether kernels built for these FLASH_ATTN_CUDA_ARCHS run on a device of this capability.
+class CodeKind(Enum):
+    """What a device has of a build."""
+
+    binary = "binary"  # machine code
+    ptx = "PTX"  # which the driver compiles when a kernel first runs, and keeps
+    none = "none"
+
+
+@dataclass(frozen=True)
+class Code:
+    kind: CodeKind
+    arch: str = ""  # the entry of FLASH_ATTN_CUDA_ARCHS that brings it
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of {self.arch}" if self.arch else self.kind.value
+
+
+def code_for(archs: Sequence[str], capability: tuple[int, int]) -> Code:
+    """What a device of this capability runs of kernels built for these FLASH_ATTN_CUDA_ARCHS.
 
     Machine code runs on its own major version, from its minor one up; PTX on anything as new as it.
     The entries with +PTX bring PTX, or the highest one where no entry asks for it.
     """
-    built = {
-        divmod(int(arch.removesuffix("+PTX").rstrip("af")), 10): arch.endswith("+PTX")
-        for arch in archs
-    }
-    with_ptx = [version for version, ptx in built.items() if ptx] or [max(built, default=(99, 0))]
-    return capability >= min(with_ptx) or any(
-        major == capability[0] and minor <= capability[1] for major, minor in built
-    )
+    names = [arch.removesuffix("+PTX") for arch in archs]
+    versions = {name: divmod(int(name.rstrip("af")), 10) for name in names}
+    asked = [arch.removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")]
+    highest = [max(versions, key=lambda name: versions[name])] if versions else []
+    binaries = [
+        name
+        for name, (major, minor) in versions.items()
+        if major == capability[0] and minor <= capability[1]
+    ]
+    texts = [name for name in asked or highest if versions[name] <= capability]
+    for kind, found in ((CodeKind.binary, binaries), (CodeKind.ptx, texts)):
+        if found:
+            return Code(kind, max(found, key=lambda name: versions[name]))
+    return Code(CodeKind.none)
+
+
+def archs_run_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether kernels built for these FLASH_ATTN_CUDA_ARCHS run on a device of this capability."""
+    return code_for(archs, capability).kind is not CodeKind.none
 
 
 def cuda_unavailable_reason(device: torch.device | int | None = None) -> str | None:
@@ -201,6 +230,7 @@ def describe() -> str:
     if record:
         facts = {key: value for key, value in record.items() if key not in ("instances", "archs")}
         lines.append(f"compiled for     {', '.join(compiled_archs())}")
+        lines.append(f"code for GPUs    {_code_of_gpus(compiled_archs())}")
         lines += [f"  {key}: {value}" for key, value in facts.items() if value]
     lines += _describe_devices()
     lines += _describe_rows()
@@ -214,8 +244,21 @@ def _describe_devices() -> list[str]:
     for index in range(torch.cuda.device_count()):
         reason = cuda_unavailable_reason(index)
         name = torch.cuda.get_device_name(index)
-        lines.append(f"cuda:{index}           {name}: {reason or 'ready'}")
+        code = code_for(compiled_archs(), torch.cuda.get_device_capability(index))
+        lines.append(f"cuda:{index}           {name}: {reason or f'ready, runs {code}'}")
     return lines
+
+
+# Compute capabilities of GPUs that there are.
+_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+def _code_of_gpus(archs: Sequence[str]) -> str:
+    """For people who have another GPU than the one that a wheel or an image was made on."""
+    groups: dict[str, list[str]] = {}
+    for major, minor in _CAPABILITIES:
+        groups.setdefault(str(code_for(archs, (major, minor))), []).append(f"{major}.{minor}")
+    return "; ".join(f"{', '.join(gpus)}: {code}" for code, gpus in groups.items())
 
 
 def _describe_rows() -> list[str]:

@@ -90,7 +90,9 @@ template <class Instance>
               names_of(request.features), request.fp32_results ? ", fp32 results" : "",
               " on a device of compute capability ", capability / 10, ".", capability % 10,
               " with ", device.smem_per_block,
-              " bytes of shared memory per block; compiled: ", names);
+              " bytes of shared memory per block; a build with FLASH_ATTN_CUDA_ARCHS=80;90 and no "
+              "FLASH_ATTN_CUDA_ROWS has all kernels; compiled: ",
+              names);
 }
 
 template <class Instance>

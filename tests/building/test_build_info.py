@@ -249,3 +249,38 @@ def test_cuda_without_a_device_says_why() -> None:
 )
 def test_archs_run_on(archs: tuple[str, ...], capability: tuple[int, int], runs: bool) -> None:
     assert build_info.archs_run_on(archs, capability) is runs
+
+
+@pytest.mark.parametrize(
+    ("archs", "text"),
+    [
+        (
+            ("80+PTX", "90a"),
+            "8.0, 8.6, 8.9: binary of 80; 9.0: binary of 90a; 10.0, 12.0: PTX of 80",
+        ),
+        (("90a",), "8.0, 8.6, 8.9: none; 9.0: binary of 90a; 10.0, 12.0: PTX of 90a"),
+        (("80", "86", "90a"), "8.0: binary of 80; 8.6, 8.9: binary of 86; 9.0: binary of 90a; "
+         "10.0, 12.0: PTX of 90a"),
+        (("80+PTX",), "8.0, 8.6, 8.9: binary of 80; 9.0, 10.0, 12.0: PTX of 80"),
+        ((), "8.0, 8.6, 8.9, 9.0, 10.0, 12.0: none"),
+    ],
+)  # fmt: skip
+def test_which_code_gpus_run(monkeypatch, archs: tuple[str, ...], text: str) -> None:
+    record = {"archs": list(archs), "nvcc": "13.0"}
+    monkeypatch.setattr(build_info, "build_record", lambda: record)
+    monkeypatch.setattr(build_info, "compiled_rows", lambda: ())
+    assert f"\ncode for GPUs    {text}\n" in build_info.describe()
+
+
+def test_which_code_a_device_runs(monkeypatch) -> None:
+    monkeypatch.setattr(build_info, "build_record", lambda: {"archs": ["80+PTX", "90a"]})
+    monkeypatch.setattr(build_info, "cuda_unavailable_reason", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    capabilities = [(9, 0), (10, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+    assert [line.split(": ")[1] for line in build_info._describe_devices()] == [
+        "ready, runs binary of 90a",
+        "ready, runs PTX of 80",
+    ]

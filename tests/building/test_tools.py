@@ -367,7 +367,7 @@ def test_sm90_units_are_for_hopper_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "expected"), [([], "80;90a"), ([90, 90], "90a"), ([75, 120, 80], "80;120")]
+    ("present", "expected"), [([], "80+PTX;90a"), ([90, 90], "90a"), ([75, 120, 80], "80;120")]
 )
 def test_archs_are_those_of_the_gpus_present(monkeypatch, present, expected) -> None:
     monkeypatch.setattr(archs, "_capabilities_from_torch", lambda: [])

@@ -1,0 +1,268 @@
+"""Which rows a build for Hopper GPUs alone has: those that some call finds there, no more."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from build_tools import (
+    archs,
+    build_kernels,
+    generate_units,
+    hopper_rows,
+    toolchain,
+    unused_headers,
+)
+from build_tools.kernel_row import (
+    BackwardRow,
+    Dtype,
+    Family,
+    Feature,
+    Kernel,
+    KernelRow,
+    Pass,
+)
+from build_tools.kernel_table import ALL_ROWS
+from tests.building.kernel_rows import FEATURES_ROW, ROW, SHORT_ROW
+
+REPO = Path(__file__).resolve().parents[2]
+NEEDED = hopper_rows.needed(ALL_ROWS)
+
+# In place of the launch headers: what only keeps a row. All fit the shared memory of a Hopper GPU.
+LAUNCH_HEADER = """
+#pragma once
+#include "flash_attn/instance.h"
+namespace flash_attn_cuda::{family} {{
+template <class Tag>
+constexpr {kind}Instance make_{name}_instance(const char* name) {{
+  return {{.name = name, .config = Tag::config, .smem_bytes = 0}};
+}}
+}}
+"""
+
+# Every request that a Hopper GPU may get, as one and as what FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80
+# makes of it. Prints the sm80 rows that are chosen, and fails where the rows of a build for Hopper
+# alone choose otherwise.
+PROGRAM = """
+#include <cstdio>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "host/select_instance.h"
+
+using namespace flash_attn_cuda;
+
+const std::set<std::string> needed{NEEDED};
+
+template <class Instance>
+const Instance* chosen(const std::vector<const Instance*>& rows, const KernelRequest& request,
+                       const DeviceInfo& device) {
+  if constexpr (std::is_same_v<Instance, ForwardInstance>) {
+    return find_instance(rows, request, device);
+  } else {
+    try {
+      return &select_instance(rows, request, device);
+    } catch (const Error&) {
+      return nullptr;
+    }
+  }
+}
+
+template <class Instance>
+void check(std::span<const Instance* const> table, const std::vector<KernelRequest>& requests) {
+  std::vector<const Instance*> all(table.begin(), table.end()), built;
+  for (const Instance* instance : all)
+    if (needed.contains(instance->name)) built.push_back(instance);
+  std::set<std::string> names;
+  for (const int capability : {90, 80}) {
+    const DeviceInfo device{.compute_capability = capability,
+                            .num_sms = 132,
+                            .smem_per_block = 232448,
+                            .l2_bytes = 50 << 20};
+    for (const KernelRequest& request : requests) {
+      const Instance* row = chosen(all, request, device);
+      if (row != chosen(built, request, device)) {
+        std::printf("error: not the same row without %s\\n", row ? row->name : "any");
+        std::exit(1);
+      }
+      if (row != nullptr && row->config.family == KernelFamily::sm80) names.insert(row->name);
+    }
+  }
+  for (const std::string& name : names) std::puts(name.c_str());
+}
+
+std::vector<KernelRequest> requests(bool of_forward) {
+  const auto kinds = of_forward ? std::vector{ForwardKind::tiles, ForwardKind::decode}
+                                : std::vector{ForwardKind::tiles};
+  const auto lengths = of_forward ? std::vector{1, 300, 1 << 20} : std::vector{0};
+  std::vector<KernelRequest> all;
+  for (const int head_dim : {8, 32, 40, 64, 96, 128, 192, 256})
+    for (const int head_dim_v : {head_dim, 64, 256})
+      for (const MaskKind mask : {MaskKind::full, MaskKind::windowed})
+        for (const ForwardKind kind : kinds)
+          for (FeatureSet features = 0; features < {ALL_FEATURES}; ++features)
+            for (const int seqlen : lengths)
+              for (const int keys : {0, 1 << 20})
+                for (const bool is_causal : {false, true})
+                  for (const bool fp32_results : {false, true})
+                    for (const bool suits_sm90 : {false, true})
+                      all.push_back({.dtype = Dtype::bf16,
+                                     .mask = mask,
+                                     .head_dim = head_dim,
+                                     .head_dim_v = head_dim_v,
+                                     .kind = kind,
+                                     .features = features,
+                                     .seqlen = seqlen,
+                                     .keys_per_query = keys,
+                                     .is_causal = is_causal,
+                                     .fp32_results = fp32_results,
+                                     .suits_sm90 = suits_sm90});
+  return all;
+}
+
+int main() {
+  check(forward_instances(), requests(true));
+  check(backward_instances(), requests(false));
+}
+"""
+
+
+def _write_headers(folder: Path) -> None:
+    kinds = {"forward": "Forward", "decode": "Forward", "backward": "Backward"}
+    for family, header in {(row.family.value, row.launch_header) for row in ALL_ROWS}:
+        (folder / family).mkdir(exist_ok=True)
+        name = header.removesuffix("_launch")
+        text = LAUNCH_HEADER.format(family=family, name=name, kind=kinds[name])
+        (folder / f"{family}/{header}.h").write_text(text)
+
+
+def test_hopper_gpus_find_the_same_rows_in_a_build_for_them_alone(tmp_path: Path) -> None:
+    """By the planner's own choice, over all requests; and of sm80 rows no other is built."""
+    of_dtype = [row for row in ALL_ROWS if row.dtype.value == "bf16"]
+    _write_headers(tmp_path)
+    names = ", ".join(f'"{row.name}"' for row in of_dtype if row in NEEDED)
+    program = PROGRAM.replace("{NEEDED}", f"{{{names}}}")
+    program = program.replace("{ALL_FEATURES}", str(1 << len(Feature)))
+    units = "".join(generate_units.unit_text(unit) for unit in generate_units.units_of(of_dtype))
+    source = tmp_path / "choices.cpp"
+    source.write_text(f"{units}{generate_units.registry_text(of_dtype)}{program}")
+    includes = (f"-I{tmp_path}", f"-I{REPO / 'csrc'}")
+    sources = (source, REPO / "csrc/host/select_instance.cpp")
+    command = [toolchain.host_compiler(), "-std=c++20", "-O2", *includes, *sources]
+    subprocess.run([*command, "-o", tmp_path / "choices"], check=True)
+    result = subprocess.run([tmp_path / "choices"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    chosen = set(result.stdout.split())
+    assert chosen == {row.name for row in of_dtype if row in NEEDED and row.family is Family.sm80}
+
+
+def test_what_is_left_out_is_for_less_shared_memory() -> None:
+    left_out = set(ALL_ROWS) - NEEDED
+    assert left_out and all("smem" in row.variant for row in left_out)
+
+
+def test_a_row_behind_one_that_serves_more_is_not_needed() -> None:
+    behind = replace(ROW, block_n=32, variant="behind")
+    masked = replace(behind, features=Feature.bias)
+    wider = replace(behind, head_dim=192)
+    assert hopper_rows.needed([ROW, behind, wider, FEATURES_ROW]) == {ROW, wider, FEATURES_ROW}
+    assert hopper_rows.needed([FEATURES_ROW, behind]) == {FEATURES_ROW}
+    # fp32 results are for rows without masks and biases.
+    assert hopper_rows.needed([masked, behind]) == {masked, behind}
+    # sm90 rows are for tensors that suit them, and others may be for some lengths.
+    short = replace(SHORT_ROW, most_causal_seqlen=0)
+    assert hopper_rows.needed([short, SHORT_ROW]) == {short, SHORT_ROW}
+    limited = replace(ROW, most_full_seqlen=100)
+    assert hopper_rows.needed([limited, behind]) == {limited, behind}
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("text", "has_all"),
+    [("90", False), ("90+PTX", True), ("80;90", True), ("80+PTX;90a", True), ("90;120", True)],
+)
+def test_naming_another_arch_asks_for_the_rows_of_other_gpus(text: str, has_all: bool) -> None:
+    plan = build_kernels.make_plan(build_kernels.BuildOptions(archs=text, rows="", jobs=1))
+    assert set(plan.rows) == (set(ALL_ROWS) if has_all else NEEDED)
+
+
+def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
+    """But share a unit with a tile that it runs."""
+    for_others = frozenset(ALL_ROWS) - NEEDED
+    units = generate_units.units_of(ALL_ROWS, for_others)
+    assert {unit.for_hopper for unit in units} == {False, True}
+    for unit in units:
+        assert unit.for_hopper == any(row in NEEDED for row in unit.rows)
+        if not unit.for_hopper:
+            assert all(isinstance(row, BackwardRow) or "smem" in row.variant for row in unit.rows)
+    wanted = archs.parse_archs("80+PTX;90a")
+    assert archs.family_gencode(Family.sm80, wanted, for_hopper=False) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
+    ]
+    assert archs.family_gencode(Family.sm80, archs.parse_archs("90a"), for_hopper=False) == []
+    assert archs.family_gencode(Family.sm80, archs.parse_archs("90a+PTX"), for_hopper=False) == [
+        "-gencode=arch=compute_90,code=compute_90"
+    ]
+
+
+# Units for many compiles at once, which a Hopper machine's build is
+
+
+@pytest.mark.parametrize("jobs", [1, generate_units.MANY_JOBS - 1, generate_units.MANY_JOBS, 16])
+def test_units_are_smaller_where_many_compiles_run_at_once(jobs: int) -> None:
+    units = generate_units.units_of(ALL_ROWS, jobs=jobs)
+    assert len({unit.name for unit in units}) == len(units)
+    rows = [row.name for unit in units for row in unit.rows]
+    assert sorted(rows) == sorted(row.name for row in ALL_ROWS)
+    if jobs < generate_units.MANY_JOBS:
+        assert units == generate_units.units_of(ALL_ROWS)
+        return
+    for unit in units:
+        kernel = unit.rows[0].kernel
+        is_of_a_tile = len({row.tile for row in unit.rows}) == 1
+        is_whole_tile = is_of_a_tile and kernel not in generate_units.SPLIT_TILES
+        assert is_whole_tile or len(unit.kinds) <= generate_units.ROWS_OF_SMALL_UNITS[kernel]
+    for kernel in Kernel:
+        of_kernel = [unit for unit in units if unit.rows[0].kernel is kernel]
+        tiles = {row.tile for unit in of_kernel for row in unit.rows}
+        places = {(row.tile, unit.name) for unit in of_kernel for row in unit.rows}
+        assert kernel in generate_units.SPLIT_TILES or len(places) == len(tiles)
+
+
+def test_small_units_of_one_dtype_are_those_of_both() -> None:
+    def kinds(rows: list[KernelRow]) -> list[set[KernelRow]]:
+        return [unit.kinds for unit in generate_units.units_of(rows, jobs=16)]
+
+    assert kinds([row for row in ALL_ROWS if row.dtype is Dtype.bf16]) == kinds(list(ALL_ROWS))
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
+def test_the_longest_compiles_start_first() -> None:
+    plan = build_kernels.make_plan(build_kernels.BuildOptions(archs="90", rows="", jobs=16))
+    assert plan.device is not None
+    passes = [unit.rows[0].kernel_pass for unit in plan.device.units(16)]
+    assert passes == sorted(passes, key=lambda each: each is not Pass.backward)
+
+
+def test_headers_are_empty_only_where_no_kernel_asks_for_them(tmp_path: Path) -> None:
+    """Written once: a newer one would have every unit compiled again."""
+    folders = unused_headers.write(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.hpp")}
+    assert unused_headers.write(tmp_path) == folders
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.hpp")} == before
+    for family, folder in folders.items():
+        included = {
+            name
+            for part in (family.value, "shared")
+            for source in (REPO / "csrc" / part).rglob("*.h")
+            for name in re.findall(r"#include <(cut\S+)>", source.read_text())
+        }
+        empty = {str(path.relative_to(folder)) for path in folder.rglob("*.hpp")}
+        assert included and empty == set(unused_headers.UNUSED[family])
+        assert not included & empty
