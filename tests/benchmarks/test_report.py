@@ -286,7 +286,7 @@ def test_a_document_without_times_names_no_turns():
 
 PROGRAMS = (
     *("suites.grid", "suites.features", "suites.host_overhead", "suites.limits", "suites.masks"),
-    *("core.figures", "core.report", "suites.rotary"),
+    *("core.figures", "core.performance", "core.report", "suites.rotary"),
 )
 ALL_HELP = """
 import runpy, sys, traceback
