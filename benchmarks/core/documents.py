@@ -187,6 +187,19 @@ def unique(values: Iterable) -> list:
     return list(dict.fromkeys(values))
 
 
+def json_text(document: Row) -> str:
+    """JSON with a line for each fact of a document and for each of its rows."""
+    facts = ",\n".join(f" {json.dumps(key)}: {value_text(x)}" for key, x in document.items())
+    return f"{{\n{facts}\n}}\n"
+
+
+def value_text(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
+    return f"[\n{rows}\n ]"
+
+
 def write_outputs(
     document: Row, *, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
 ) -> None:
@@ -194,7 +207,7 @@ def write_outputs(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+        json_path.write_text(json_text(document))
     if csv_path is not None:
         write_csv(document, csv_path)
     if plot_path is not None:

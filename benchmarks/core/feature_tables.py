@@ -111,15 +111,22 @@ def cells_of(row: Row, columns: Sequence[Column]) -> list[Cell]:
 
 def facts(document: Row) -> str:
     environment = document["environment"]
-    how = describe_protocol(document.get("protocol"))
+    of_run = (
+        environment["device"],
+        *how_made(document),
+        f"torch {environment['torch']}",
+        f"commit {(environment['commit'] or 'unknown')[:12]}",
+    )
+    return f"{', '.join(of_run)}: `{document['command']}`"
+
+
+def how_made(document: Row) -> Iterator[str]:
+    """How times were taken or simulated; nothing of a document without times."""
     if "simulated" in document:
         constants = (f"{name} {value:g}" for name, value in document["simulated"].items())
-        how = f"simulated with {', '.join(constants)}"
-    return (
-        f"{environment['device']}, {how}, "
-        f"torch {environment['torch']}, commit "
-        f"{(environment['commit'] or 'unknown')[:12]}: `{document['command']}`"
-    )
+        yield f"simulated with {', '.join(constants)}"
+    elif "protocol" in document:
+        yield describe_protocol(document["protocol"])
 
 
 def target_lines(document: Row) -> Iterator[str]:

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.core.documents import json_text
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
 
@@ -138,7 +140,7 @@ def run(figure: Figure, device: str, out: Path, seconds: float) -> int | None:
     if path.is_file():
         document = json.loads(path.read_text().replace(f"{out}/", f"{RESULTS}/"))
         document["command"] = with_variables(figure, document["command"])
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.write_text(json_text(document))
     return status
 
 

@@ -71,7 +71,7 @@ def summary_lines(document: Row) -> list[str]:
 
 def head_dims_of(row: Row) -> str:
     """128, or 192x128 where values have another head dim."""
-    of_values = row.get("head_dim_v", row["head_dim"])  # older results have one
+    of_values = row["head_dim_v"]
     return (
         f"{row['head_dim']}" if of_values == row["head_dim"] else f"{row['head_dim']}x{of_values}"
     )
@@ -107,7 +107,7 @@ def markdown(document: Row) -> str:
     facts = document["environment"]
     origin = (
         f"TFLOP/s (SM clock, power) on {facts['device']}, "
-        f"{describe_protocol(document.get('protocol'))}, torch {facts['torch']}, commit "
+        f"{describe_protocol(document['protocol'])}, torch {facts['torch']}, commit "
         f"{(facts['commit'] or 'unknown')[:12]}: `{document['command']}`"
     )
     summary = "\n".join(f"- {line}" for line in summary_lines(document))

@@ -31,8 +31,7 @@ import torch
 
 Call = Callable[[], object]
 
-PROTOCOL, VERSION = "long turns", 3  # results without a protocol are of samples of OLD_SAMPLE_MS
-OLD_SAMPLE_MS = 0.5
+PROTOCOL, VERSION = "long turns", 3
 
 TURN_MS = 100.0
 LEAD_IN = 0.25  # of a turn's length, and not counted
@@ -73,10 +72,8 @@ class Protocol:
         }
 
 
-def describe_protocol(facts: dict[str, Any] | None) -> str:
-    """Of a document's protocol, which older ones do not have."""
-    if facts is None:
-        return f"samples of {OLD_SAMPLE_MS:g} ms"
+def describe_protocol(facts: dict[str, Any]) -> str:
+    """Of a document's protocol."""
     return f"turns of {facts['turn_ms']:g} ms"
 
 

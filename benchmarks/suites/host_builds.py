@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.core.documents import COMMIT_VARIABLE
+from benchmarks.core.documents import COMMIT_VARIABLE, json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = "benchmarks.suites.host_overhead"
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             document = as_document(shlex.join(command), documents, results)
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            options.json.write_text(json_text(document))
     for entry in sorted(results, key=lambda x: (x["mode"], x["backend"])):
         print(
             f"{entry['mode']:10} {entry['backend']:12} {entry['build']:10} "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shlex
 import sys
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.core.documents import environment
+from benchmarks.core.documents import environment, json_text
 from benchmarks.core.metrics import Timing
 from benchmarks.core.runner import Call, Measurement, Status, failure
 from benchmarks.core.turns import even, order_of_turns
@@ -194,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             "environment": environment(options.device),
             "results": results,
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json_text(document))
     failed = [f"{e['mode']} {e['backend']}" for e in results if e["status"] == Status.failed.value]
     if failed:
         print(f"failed: {'; '.join(failed)}", file=sys.stderr)

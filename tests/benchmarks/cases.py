@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.core.turns import Protocol
 from benchmarks.peers.backends import Backend, TensorOrder
 from tests.cases.attention import AttentionCase
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+RESULT_FILES = sorted(RESULTS.glob("*.json"))
+needs_results = pytest.mark.skipif(not RESULT_FILES, reason="an sdist has no benchmarks/results")
 
 SMALL = AttentionCase(
     batch=2,

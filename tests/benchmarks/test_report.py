@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.core import documents, grid_tables, report
+from benchmarks.core import documents, feature_tables, grid_tables, report
 from benchmarks.suites import grid as bench
 from flash_attn_cuda import build_info
-from tests.benchmarks.cases import TINY_GRID
+from tests.benchmarks.cases import RESULT_FILES, TINY_GRID, needs_results
 from tests.cases.cpu_harness import one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results"
 
 
 def make_row(case: str, which: str, backend: str, median_ms: float | None) -> grid_tables.Row:
@@ -144,20 +143,33 @@ def test_report_prints_ratios_to_the_baseline(outputs, capsys):
     assert line.endswith(f"{grid_tables.three_digits(ours['tflops'])} / {ours['ratio']:.2f} |")
 
 
-def test_every_result_file_is_described():
-    described = (RESULTS / "README.md").read_text()
-    names = [path.name for path in RESULTS.glob("*.json")]
-    assert names
-    for name in names:
-        stem = "`_" + name.rpartition("_")[2]  # a row's second file is named by its end
-        assert f"`{name}`" in described or f"{stem}`" in described, name
+def test_json_has_a_line_for_each_fact_and_row():
+    document = {
+        "command": "c",
+        "facts": {"a": [1, 2]},
+        "results": [{"x": 1.5}, {"x": None}],
+        "no": [],
+    }
+    text = documents.json_text(document)
+    assert json.loads(text) == document
+    assert text.splitlines()[3:7] == [' "results": [', '  {"x": 1.5},', '  {"x": null}', " ],"]
+    assert text.count("\n") == 9
+
+
+@needs_results
+@pytest.mark.parametrize("path", RESULT_FILES, ids=lambda path: path.stem)
+def test_result_files_are_as_programs_write_them(path):
+    document = json.loads(path.read_text())
+    assert document["schema"] == report.SCHEMA
+    assert path.read_text() == documents.json_text(document)
 
 
 # Whose programs print them, and which no table here is made of.
 OWN_TABLES = ("host_", "train_")
-PRINTED = [x for x in sorted(RESULTS.glob("*.json")) if not any(y in x.name for y in OWN_TABLES)]
+PRINTED = [path for path in RESULT_FILES if not any(name in path.name for name in OWN_TABLES)]
 
 
+@needs_results
 @pytest.mark.parametrize("path", PRINTED, ids=lambda path: path.stem)
 def test_report_prints_every_result_file(path, capsys):
     assert report.main([str(path), "--markdown"]) == 0
@@ -261,29 +273,20 @@ def test_report_prints_ratios_and_peers(powered, tmp_path, capsys):
     assert "500 / 0.80 |" in text and "| forward | fa3 | 2 | 1.00 | 0.80 | S512 |" in text
 
 
-# Results of before there was a protocol
-
-
-@pytest.mark.parametrize("options", [[], ["--markdown"], ["--ratios"], ["--peers"]])
-def test_old_results_of_the_grid_can_be_read(options, capsys):
-    assert report.main([str(RESULTS / "h200_peers.json"), *options]) == 0
-    text = capsys.readouterr().out
-    assert text
-    if "--markdown" in options:
-        assert "samples of 0.5 ms" in text and " MHz" not in text
-
-
-@pytest.mark.parametrize("name", ["h200_features", "h200_varlen"])
-@pytest.mark.parametrize("options", [[], ["--markdown"]])
-def test_old_results_of_features_can_be_read(name, options, capsys):
-    assert report.main([str(RESULTS / f"{name}.json"), *options]) == 0
-    text = capsys.readouterr().out
-    assert "samples of 0.5 ms" in text and "MHz" not in text
+def test_a_document_without_times_names_no_turns():
+    document = {
+        "command": "c",
+        "environment": {"device": "d", "torch": "t", "commit": "a" * 40},
+        "results": [],
+    }
+    assert feature_tables.facts(document) == "d, torch t, commit aaaaaaaaaaaa: `c`"
+    timed = document | {"protocol": {"turn_ms": 300.0}}
+    assert feature_tables.facts(timed).startswith("d, turns of 300 ms, torch t")
 
 
 PROGRAMS = (
     *("suites.grid", "suites.features", "suites.host_overhead", "suites.limits", "suites.masks"),
-    *("core.report", "suites.rotary"),
+    *("core.figures", "core.performance", "core.report", "suites.rotary"),
 )
 ALL_HELP = """
 import runpy, sys, traceback

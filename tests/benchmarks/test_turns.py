@@ -309,7 +309,6 @@ def test_the_protocol_is_an_option():
     facts = turns.protocol_of(parser.parse_args(["--turn-ms", "250"])).facts()
     assert (facts["turn_ms"], facts["lead_in_ms"], facts["order"]) == (250.0, 62.5, "A B B A")
     assert turns.describe_protocol(facts) == "turns of 250 ms"
-    assert turns.describe_protocol(None) == "samples of 0.5 ms"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "long"])
