@@ -135,6 +135,8 @@ _SURFACES = {
     "flash_attn.cute.block_sparsity": f"{__package__}.surfaces.flash_attention_4",
     "flash_attn.cute.interface": f"{__package__}.surfaces.flash_attention_4",
     "ring_flash_attn": f"{__package__}.surfaces.ring_flash_attn",
+    "ring_flash_attn.adapters": f"{__package__}.integrations.transformers_ring",
+    "ring_flash_attn.adapters.hf_adapter": f"{__package__}.integrations.transformers_ring",
 }
 _PACKAGES = (
     "flash_attn",
@@ -142,6 +144,8 @@ _PACKAGES = (
     "flash_attn.layers",
     "flash_attn.ops",
     "flash_attn.ops.triton",
+    "ring_flash_attn",
+    "ring_flash_attn.adapters",
 )
 
 
