@@ -71,9 +71,7 @@ def _turn(item: pytest.Item) -> int:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """A skipped test is counted and leaves no letter: without a GPU there are thousands."""
-    return (
-        ("skipped", "", "SKIPPED") if report.skipped and not hasattr(report, "wasxfail") else None
-    )
+    return ("skipped", "", "SKIPPED") if report.skipped and not hasattr(report, "wasxfail") else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -47,6 +47,7 @@ from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..context_parallel import ContextParallel, Plan
+from ..names import refused_names
 from ..surfaces.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 from ..surfaces.ring_plans import bounds_of, equal_shards, remember_plan
 from ..surfaces.sequences import refuse_given
@@ -62,6 +63,11 @@ __all__ = [
     "update_ring_flash_attn_params",
     "use_ring_attn",
 ]
+
+__getattr__ = refused_names(
+    "ring_flash_attn.adapters.hf_adapter",
+    {"RING_ATTN_SWITCH": "call use_ring_attn, which sets it"},
+)
 
 IMPLEMENTATION = "flash_attention_2"
 _NO_CACHE = "caches are not spread over ranks: use_ring_attn(False) before generation"

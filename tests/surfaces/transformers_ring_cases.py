@@ -174,7 +174,7 @@ def layer(model: Any) -> Any:
 def bidirectional_and_direct() -> None:
     """Of tensors: a layer that is not causal, and transformers' own function."""
     ring.substitute_hf_flash_attn(dist.group.WORLD, 1)
-    whole, shared = models_of(MISTRAL)
+    _, shared = models_of(MISTRAL)
     batch = Batch((10, 14))
     share = ROWS // dist.get_world_size()
     rows = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
@@ -224,7 +224,7 @@ def bidirectional_and_direct() -> None:
 def switches_and_refusals() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     share = ROWS // ranks
-    whole, shared = models_of(LLAMA)
+    _, shared = models_of(LLAMA)
     x = torch.zeros(1, 4, share, 16)
     forward, one = transformers_ring.flash_attention_forward, layer(shared)
     before = transformers_ring._state.documents
