@@ -10,9 +10,10 @@
 What resolves is in _PROVIDED: modules, and names in them, that libraries import as soon as they see
 that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4 and of
 ring-flash-attention, whose functions are imported when the module is, and whose docstrings say what
-each argument does. Any other module of
-flash_attn is not found, which code that tries the import can handle; code that asks for flash_attn
-alone and then imports such a module fails, as it does in an installation that lacks it.
+each argument does. A name of theirs that is not here is an AttributeError that says what to do
+instead, and so an ImportError of an import statement. Any other module of flash_attn is not found,
+which code that tries the import can handle; code that asks for flash_attn alone and then imports
+such a module fails, as it does in an installation that lacks it.
 torch.ops.flash_attn has our operators under FlashAttention-2's names, so that a policy of selective
 checkpointing that lists them works. Packaging metadata (importlib.metadata) knows a distribution
 flash-attn of version VERSION, because libraries decide by it whether flash_attn is there. There is
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 
 from . import build_info, interface, padding, private, rotary, rotary_layers
+from .names import refused_names
 
 __all__ = ["VERSION", "install", "is_installed", "uninstall"]
 
@@ -135,6 +137,22 @@ _SURFACES = {
     "flash_attn.cute.block_sparsity": f"{__package__}.surfaces.flash_attention_4",
     "flash_attn.cute.interface": f"{__package__}.surfaces.flash_attention_4",
     "ring_flash_attn": f"{__package__}.surfaces.ring_flash_attn",
+    "ring_flash_attn.adapters": f"{__package__}.integrations.transformers_ring",
+    "ring_flash_attn.adapters.hf_adapter": f"{__package__}.integrations.transformers_ring",
+}
+# What a module says of itself, beside its names.
+_VERSIONS = {"flash_attn.cute": "4.0.0b36"}  # of FlashAttention-4, whose interface this is
+# Names that are not here, and what to do instead; those of surfaces are in their modules.
+_REFUSED = {
+    "flash_attn.flash_attn_interface": {
+        "FlashAttnFunc": "call flash_attn_func",
+        "FlashAttnKVPackedFunc": "call flash_attn_kvpacked_func",
+        "FlashAttnQKVPackedFunc": "call flash_attn_qkvpacked_func",
+        "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
+        "FlashAttnVarlenKVPackedFunc": "call flash_attn_varlen_kvpacked_func",
+        "FlashAttnVarlenQKVPackedFunc": "call flash_attn_varlen_qkvpacked_func",
+    },
+    "flash_attn.ops.triton.rotary": {"rotary_kernel": "call apply_rotary"},
 }
 _PACKAGES = (
     "flash_attn",
@@ -142,6 +160,8 @@ _PACKAGES = (
     "flash_attn.layers",
     "flash_attn.ops",
     "flash_attn.ops.triton",
+    "ring_flash_attn",
+    "ring_flash_attn.adapters",
 )
 
 
@@ -211,6 +231,19 @@ class _Loader(Loader):
         if module.__name__ == "flash_attn.bert_padding":
             module.__dict__.update(_einops())
         module.__dict__["__all__"] = [name for name in provided if not name.startswith("_")]
+        if module.__name__ in _VERSIONS:
+            module.__dict__["__version__"] = _VERSIONS[module.__name__]
+        refusal = _refusal_of(module.__name__)
+        if refusal is not None:
+            module.__dict__["__getattr__"] = refusal
+
+
+def _refusal_of(name: str) -> Any:
+    """A module's __getattr__, for names that are not here."""
+    if name in _REFUSED:
+        return refused_names(name, _REFUSED[name])
+    surface = sys.modules.get(_SURFACES.get(name, ""))
+    return getattr(surface, "__getattr__", None)
 
 
 def _provided_by(name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 __all__ = [
     "IndexFirstAxis",
+    "IndexFirstAxisResidual",
     "IndexPutFirstAxis",
     "index_first_axis",
     "index_first_axis_residual",
@@ -130,6 +131,12 @@ class IndexFirstAxis:
     """For code that calls the apply() of FlashAttention-2's autograd function."""
 
     apply = staticmethod(index_first_axis)
+
+
+class IndexFirstAxisResidual:
+    """For code that calls the apply() of FlashAttention-2's autograd function."""
+
+    apply = staticmethod(index_first_axis_residual)
 
 
 class IndexPutFirstAxis:

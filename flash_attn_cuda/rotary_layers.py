@@ -14,10 +14,14 @@ from .rotary import apply_rotary_emb, rotate
 
 __all__ = [
     "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
     "RotaryEmbedding",
     "apply_rotary",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
 ]
 
 
@@ -103,6 +107,50 @@ def apply_rotary_emb_kv_(
         )
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
+
+
+class ApplyRotaryEmbQKV_:
+    """For code that calls the apply() of FlashAttention-2's autograd function."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """For code that calls the apply() of FlashAttention-2's autograd function."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """(-b, a) of the pairs (a, b) of x's last dimension, which lie as in apply_rotary_emb."""
+    if interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((-b, a), dim=-1).flatten(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """x (batch, seqlen, heads, head_dim) rotated, in operations of torch.
+
+    cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), a row for each of x's.
+    Raises ValueError where they are of more than head_dim, or differ in shape.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1] or cos.shape != sin.shape:
+        raise ValueError(
+            f"cos, sin: must have one shape, (..., rotary_dim / 2) of at most {x.shape[-1] // 2}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    angles = []
+    for table in (cos, sin):
+        both = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+        angles.append(both.unsqueeze(-2))
+    turned = x[..., :rotary_dim]
+    turned = turned * angles[0] + rotate_half(turned, interleaved) * angles[1]
+    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
 
 
 class RotaryEmbedding(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import UNLIMITED, WindowSize
+from ..names import refused_names
 from ..surfaces.sequences import (
     attend_sequences,
     no_scheduler_metadata,
@@ -24,7 +25,21 @@ from ..surfaces.sequences import (
     splits_of,
 )
 
-__all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
+__all__ = [
+    "fa_version_unsupported_reason",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+    "is_fa_version_supported",
+]
+
+_SPARSE = "call flash_attn_cuda.{} with block_mask, a flash_attn_cuda.BlockSparsity"
+__getattr__ = refused_names(
+    "vllm_flash_attn",
+    {
+        "sparse_attn_func": _SPARSE.format("flash_attn_func"),
+        "sparse_attn_varlen_func": _SPARSE.format("flash_attn_varlen_func"),
+    },
+)
 
 _VERSIONS = (2, 3, 4)
 _NAMES = {"sink": "s_aux", "return_attn_probs": "return_softmax_lse"}
@@ -97,8 +112,7 @@ def flash_attn_varlen_func(
         dynamic_causal.
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table)
-    if fa_version not in _VERSIONS:
-        raise ValueError(f"fa_version: must be 2, 3 or 4, got {fa_version}")
+    _check_version(fa_version)
     if out is not None:
         refuse_fp8(out=out)
     refuse_fp8(q=q, k=k, v=v)
@@ -164,6 +178,23 @@ def get_scheduler_metadata(
     plans in the call itself. Nothing else is read.
     """
     return no_scheduler_metadata(cache_seqlens)
+
+
+def is_fa_version_supported(fa_version: int) -> bool:
+    """True: each is this package. ValueError for what is not 2, 3 or 4."""
+    _check_version(fa_version)
+    return True
+
+
+def fa_version_unsupported_reason(fa_version: int) -> str | None:
+    """None: each is this package. ValueError for what is not 2, 3 or 4."""
+    _check_version(fa_version)
+    return None
+
+
+def _check_version(fa_version: int) -> None:
+    if fa_version not in _VERSIONS:
+        raise ValueError(f"fa_version: must be 2, 3 or 4, got {fa_version}")
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:

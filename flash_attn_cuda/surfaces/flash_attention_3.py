@@ -24,6 +24,7 @@ from ..checks.tensors import check_tensor
 from ..dense import flash_attn_qkvpacked_func as _qkvpacked
 from ..kvcache import flash_attn_combine
 from ..kvcache import flash_attn_with_kvcache as _with_kvcache
+from ..names import refused_names
 from ..rotary import apply_rotary_emb
 from .sequences import (
     REFUSALS,
@@ -45,6 +46,18 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+_LSE = "which returns softmax_lse with return_attn_probs"
+__getattr__ = refused_names(
+    "flash_attn_interface",
+    {
+        "FlashAttnFunc": "call flash_attn_func",
+        "FlashAttnQKVPackedFunc": "call flash_attn_qkvpacked_func",
+        "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
+        "_flash_attn_forward": f"call flash_attn_func or flash_attn_varlen_func, {_LSE}",
+        "_flash_attn_backward": "call torch.autograd.grad on the outputs of flash_attn_func",
+        "flash_attn_3_gpu": "call this module's functions",
+    },
+)
 
 _NAMES = {"block_table": "page_table"}
 

@@ -19,6 +19,7 @@ flash_attn_func and flash_attn_varlen_func share:
   (mask_block_*; all their pairs are visible without one) and those that it does not (full_block_*).
   causal and window_size hide pairs of both. block_size None is keys in blocks of 128 and queries in
   blocks of 128 or 256, whichever fits the lists.
+- get_scheduler_metadata's result is one of those hints.
 - NotImplementedError, by name: score_mod, score_mod_bwd, aux_tensors, aux_scalars; qv,
   gather_kv_indices and what belongs to it; tensors of FP8; a mask_mod that is not such a function,
   such as those of the CuTe DSL; masks with a page_table; block_sparse_tensors of packed queries, or
@@ -38,14 +39,32 @@ from ..arguments import WindowSize, rows_bound, seqlen_bound
 from ..checks.tensors import check_tensor
 from ..kvcache import flash_attn_combine as _combine
 from ..masks.lists import PIECE
+from ..names import refused_names
 from .sequences import attend_sequences, refuse_fp8, refuse_given, splits_of
 
 __all__ = [
     "BlockSparseTensorsTorch",
+    "SchedulerMetadataTensorsTorch",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "get_scheduler_metadata",
 ]
+
+_RETURNS = "which return softmax_lse with return_lse"
+_ORDER = "leave dq_write_order None: no order of a block-sparse backward is given here"
+__getattr__ = refused_names(
+    "flash_attn.cute",
+    {
+        "FlashAttnFunc": "call flash_attn_func",
+        "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
+        "_flash_attn_fwd": f"call flash_attn_func or flash_attn_varlen_func, {_RETURNS}",
+        "_flash_attn_bwd": "call torch.autograd.grad on the outputs of flash_attn_func",
+        "compute_dq_write_order": _ORDER,
+        "compute_dq_write_order_from_block_mask": _ORDER,
+        "fast_sampling": "make a flash_attn_cuda.BlockSparsity of the mask_mod once",
+    },
+)
 
 _NAMES = {"sink": "learnable_sink", "block_table": "page_table"}
 _KEYS = 128  # of a block of FlashAttention-4 whose size is not given
@@ -71,6 +90,19 @@ class BlockSparseTensorsTorch(NamedTuple):
     dq_write_order: Tensor | None = None
     dq_write_order_full: Tensor | None = None
     spt: bool | None = None
+
+
+class SchedulerMetadataTensorsTorch(NamedTuple):
+    """What a call is scheduled by there, of which nothing is read here."""
+
+    num_m_blocks_ptr: Tensor | None
+    num_splits_dynamic_ptr: Tensor | None
+    virtual_batch_idx_ptr: Tensor | None
+    num_nheads_in_l2_ptr: Tensor | None
+    tile_count_semaphore: Tensor | None
+    cu_total_m_blocks: Tensor | None = None
+    cu_total_splits_m_blocks: Tensor | None = None
+    blocks_to_batch_idx: Tensor | None = None
 
 
 def flash_attn_func(
@@ -272,6 +304,52 @@ def flash_attn_combine(
         out_partial.unsqueeze(1), lse_partial.unsqueeze(1), target, out_dtype
     )
     return found[0] if out is None else out, softmax_lse[0] if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: int | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> SchedulerMetadataTensorsTorch:
+    """For flash_attn_varlen_func's scheduler_metadata: a tuple of nothing, as FlashAttention-4's is
+    of a call that its kernels need no schedule for. This package plans in the call itself.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,), and seqused_q, seqused_k: (batch,): one of these
+            is given, and all that are agree in batch. Nothing else is looked at.
+
+    Raises:
+        ValueError: none of them is given, or they do not agree.
+    """
+    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    counts = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    batches = {}
+    for name, x in (ends | counts).items():
+        if x is not None:
+            check_tensor(name, x)
+            batches[name] = x.shape[0] - (name in ends)
+    if not batches:
+        raise ValueError(f"{', '.join(ends | counts)}: one of them must be given, got none")
+    if len(set(batches.values())) > 1:
+        raise ValueError(f"{', '.join(batches)}: must be of one batch, got {batches}")
+    return SchedulerMetadataTensorsTorch(None, None, None, None, None)
 
 
 class _Pairs(NamedTuple):

@@ -20,15 +20,17 @@ What all of them share:
   torch.inference_mode, which does not tell, at every call. The llama3 functions, which know the
   rank's own documents alone, then also ask the other ranks.
 - return_attn_probs returns (out, softmax_lse, None), through whose softmax_lse gradients flow.
-- NotImplementedError, by name: substitute_hf_flash_attn, update_ring_flash_attn_params.
+- substitute_hf_flash_attn and update_ring_flash_attn_params, for models of transformers, are those
+  of integrations.transformers_ring, which says what they do. They raise ImportError without it.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -514,20 +516,30 @@ def _llama3(
     return (out, softmax_lse, None) if probs else out
 
 
-# -- what is not there -----------------------------------------------------------------------------
+# -- models of transformers ------------------------------------------------------------------------
 
 
-def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -> NoReturn:
-    """Not implemented."""
-    raise NotImplementedError(_NO_ADAPTER.format("substitute_hf_flash_attn"))
+def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -> None:
+    """Make "flash_attention_2" of transformers attention over the ranks of process_group.
+
+    heads_k_stride: how many heads of keys a transfer brings; it divides heads_k.
+    """
+    _adapter("substitute_hf_flash_attn")(process_group, heads_k_stride)
 
 
-def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGroup) -> NoReturn:
-    """Not implemented."""
-    raise NotImplementedError(_NO_ADAPTER.format("update_ring_flash_attn_params"))
+def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGroup) -> None:
+    """Say where the documents of the batch to come are: cu_seqlens (documents + 1,) integers, of
+    the whole, on every rank the same, whose last is a multiple of the ranks.
+    """
+    _adapter("update_ring_flash_attn_params")(cu_seqlens, process_group)
 
 
-_NO_ADAPTER = (
-    "{}: functions of transformers are not replaced here; give transformers' AttentionInterface an "
-    "attention function that calls llama3_flash_attn_varlen_func"
-)
+def _adapter(name: str) -> Function:
+    """A function of the module that needs transformers."""
+    try:
+        module = importlib.import_module("flash_attn_cuda.integrations.transformers_ring")
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: needs Hugging Face transformers, `pip install -U transformers`: {error}"
+        ) from error
+    return cast(Function, getattr(module, name))

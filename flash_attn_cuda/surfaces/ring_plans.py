@@ -78,17 +78,35 @@ def plan_of_documents(
 ) -> Plan:
     """The plan of all ranks' documents, from what each knows of its own."""
     lengths = lengths_of("cu_seqlens_q", cu_seqlens_q, rows)
-    known = _plans.setdefault(cu_seqlens_q, {})
-    keeps = not cu_seqlens_q.is_inference()
-    version = cu_seqlens_q._version if keeps else 0
-    key = (version, local_k_slice.start, local_k_slice.stop, bool(causal), group)
-    if keeps and key in known:
+    key = _key_of(cu_seqlens_q, local_k_slice, causal, group)
+    known = _plans.get(cu_seqlens_q, {})
+    if key is not None and key in known:
         return known[key]
     every: list[Any] = [None] * group.size()
     mine = (lengths, local_k_slice.start, local_k_slice.stop)
     dist.all_gather_object(every, mine, group)
-    known[key] = _plan_of_slices(tuple(every), bool(causal))
-    return known[key]
+    plan = _plan_of_slices(tuple(every), bool(causal))
+    remember_plan(cu_seqlens_q, local_k_slice, causal, group, plan)
+    return plan
+
+
+def remember_plan(
+    cu_seqlens_q: Tensor, local_k_slice: slice, causal: bool, group: ProcessGroup, plan: Plan
+) -> None:
+    """Spare plan_of_documents of these its question to the other ranks."""
+    key = _key_of(cu_seqlens_q, local_k_slice, causal, group)
+    if key is not None:
+        _plans.setdefault(cu_seqlens_q, {})[key] = plan
+
+
+def _key_of(
+    cu_seqlens_q: Tensor, local_k_slice: slice, causal: bool, group: ProcessGroup
+) -> tuple[Any, ...] | None:
+    """None for a tensor of torch.inference_mode, whose changes are not counted."""
+    if cu_seqlens_q.is_inference():
+        return None
+    version = cu_seqlens_q._version
+    return version, local_k_slice.start, local_k_slice.stop, bool(causal), group
 
 
 @lru_cache(maxsize=PLANS_KEPT)
@@ -115,15 +133,24 @@ def _plan_of_slices(slices: tuple[tuple[tuple[int, ...], int, int], ...], causal
                 "llama3_flash_attn_prepare_cu_seqlens makes it of the same documents for "
                 f"causal={causal}, got slice({first}, {end})"
             )
+    return equal_shards(tuple(bounds), ranks)
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=PLANS_KEPT)
+def equal_shards(bounds: tuple[int, ...], ranks: int) -> Plan:
+    """The plan of a packed batch in equal contiguous shards, wherever its documents begin."""
+    documents = [(begin, end) for begin, end in pairwise(bounds) if begin < end]
+    rows = bounds[-1] // ranks
     pieces = [
         [
             Piece(number, max(begin, rank * rows) - begin, min(end, (rank + 1) * rows) - begin)
-            for number, (begin, end) in enumerate(pairwise(bounds))
+            for number, (begin, end) in enumerate(documents)
             if begin < (rank + 1) * rows and rank * rows < end
         ]
         for rank in range(ranks)
     ]
-    return Plan.of_pieces([end - begin for begin, end in pairwise(bounds)], pieces)
+    return Plan.of_pieces([end - begin for begin, end in documents], pieces)
 
 
 # -- lengths on the host ---------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""What the tests of other packages' signatures share."""
+"""What the tests of other packages' functions share."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +14,6 @@ from tests.cases.harness import DEVICE
 
 DEVICES = ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)]
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
-
-
-def signature_of(function: Callable[..., Any]) -> str:
-    """Names, order and defaults of parameters, every one of which may be given by position."""
-    shown = []
-    for parameter in inspect.signature(function).parameters.values():
-        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        has_default = parameter.default is not inspect.Parameter.empty
-        shown.append(f"{parameter.name}={parameter.default!r}" if has_default else parameter.name)
-    return ", ".join(shown)
 
 
 def int32(device: str, *values: int) -> Tensor:

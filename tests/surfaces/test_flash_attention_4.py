@@ -18,6 +18,7 @@ from flash_attn_cuda import compat
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
 from flash_attn_cuda.surfaces.flash_attention_4 import BlockSparseTensorsTorch
 from tests.cases.harness import DEVICE, no_host_sync
+from tests.surfaces.public_names import FLASH_ATTENTION_4_INTERFACE
 from tests.surfaces.signatures import (
     ON_EVERY_DEVICE,
     assert_compiles,
@@ -27,34 +28,9 @@ from tests.surfaces.signatures import (
     expected_of,
     int32,
     normal,
-    signature_of,
 )
 
-SCORES = "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None"
-SCHEDULE = "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False"
-MODS = "score_mod=None, score_mod_bwd=None, mask_mod=None"
-GATHER = "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
-
-# flash_attn/cute/interface.py of flash-attn-4, 4.0.0b36.
-SIGNATURES = {
-    "flash_attn_func": (
-        f"q, k, v, qv=None, gather_kv_indices=None, {SCORES}, {SCHEDULE}, {MODS}, "
-        "aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
-        f"block_sparse_tensors_bwd=None, return_lse=False, {GATHER}"
-    ),
-    "flash_attn_varlen_func": (
-        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
-        "max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, "
-        f"gather_kv_indices=None, page_table=None, {SCORES}, {SCHEDULE}, {MODS}, "
-        "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
-        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
-        f"{GATHER}"
-    ),
-    "flash_attn_combine": (
-        "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
-        "virtual_batch_idx=None, return_lse=True"
-    ),
-}
+SIGNATURES = FLASH_ATTENTION_4_INTERFACE.signatures()
 FIELDS = (
     "mask_block_cnt mask_block_idx full_block_cnt full_block_idx cu_total_m_blocks "
     "cu_block_idx_offsets block_size dq_write_order dq_write_order_full spt"
@@ -63,10 +39,9 @@ FIELDS = (
 HINTS: dict[str, Any] = {"pack_gqa": False, "num_splits": 0}
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str) -> None:
-    assert sorted((*SIGNATURES, "BlockSparseTensorsTorch")) == sorted(fa4.__all__)
-    assert signature_of(getattr(fa4, name)) == SIGNATURES[name]
+def test_names() -> None:
+    """Their signatures are in test_public_names."""
+    assert sorted(FLASH_ATTENTION_4_INTERFACE.served) == sorted(fa4.__all__)
 
 
 def test_fields_of_block_sparse_tensors() -> None:
@@ -459,6 +434,26 @@ def test_masks_of_pages_and_of_packed_queries() -> None:
         fa4.flash_attn_varlen_func(q[0], k, v, mask_mod=of_everything)
     with pytest.raises(ValueError, match=r"^q: must have 4 dimensions"):
         fa4.flash_attn_func(q[0], k, v, mask_mod=of_everything)
+
+
+def test_scheduler_metadata() -> None:
+    """A tuple of nothing, which a call takes."""
+    q, k, v = dense("cpu")
+    used = int32("cpu", 5, 9)
+    sizes = (7, 9, 4, 2, 16, 0)
+    plan = fa4.get_scheduler_metadata(*sizes, headdim_v=24, causal=True, seqused_k=used)
+    assert isinstance(plan, fa4.SchedulerMetadataTensorsTorch) and not any(plan)
+    assert plan._fields[:2] == ("num_m_blocks_ptr", "num_splits_dynamic_ptr")
+    call: dict[str, Any] = {"seqused_k": used, "causal": True, "num_splits": 0}
+    found = fa4.flash_attn_varlen_func(q, k, v, **call, scheduler_metadata=plan)
+    assert_same(found[0], fa4.flash_attn_varlen_func(q, k, v, **call)[0])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q, .* seqused_k: one of them must be given"):
+        fa4.get_scheduler_metadata(*sizes)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q, seqused_k: must be of one batch, got"):
+        cu_seqlens = int32("cpu", 0, 3, 5, 9)
+        fa4.get_scheduler_metadata(*sizes, cu_seqlens_q=cu_seqlens, seqused_k=used)
+    with pytest.raises(TypeError, match=r"^seqused_q: must be a torch\.Tensor, got list"):
+        fa4.get_scheduler_metadata(*sizes, seqused_q=[1, 2])
 
 
 # -- installed -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flash_attn_cuda.padding import (
+    IndexFirstAxisResidual,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -84,8 +85,9 @@ def test_rows_by_index() -> None:
     x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
     indices = torch.tensor([4, 0, 4])
     assert torch.equal(index_first_axis(x, indices), x[indices])
-    taken, whole = index_first_axis_residual(x, indices)
-    assert torch.equal(taken, x[indices]) and whole is x
+    for function in (index_first_axis_residual, IndexFirstAxisResidual.apply):
+        taken, whole = function(x, indices)
+        assert torch.equal(taken, x[indices]) and whole is x
     assert torch.autograd.gradcheck(lambda x: index_first_axis(x, indices), (x,))
     placed = index_put_first_axis(x, torch.tensor([6, 0, 3, 1, 2]), 7)
     assert torch.equal(placed[6], x[0]) and placed[4:6].abs().max() == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -15,38 +16,18 @@ from flash_attn_cuda.surfaces import ring_flash_attn as ring
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 from tests.surfaces import ring_flash_attn_cases as cases
+from tests.surfaces.public_names import RING_FLASH_ATTENTION
 from tests.surfaces.ring_flash_attn_cases import Call
-from tests.surfaces.signatures import signature_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-OPTIONS = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, "
-    "deterministic=False, return_attn_probs=False, group=None"
-)
-LENGTHS = "cu_seqlens, max_seqlen"
-SLICE = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice"
-FORMS = {"": "q, k, v", "kvpacked_": "q, kv", "qkvpacked_": "qkv"}
 BATCH = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 PACKED = (
     "ring_flash_attn_varlen",
     "zigzag_ring_flash_attn_varlen",
     "llama3_flash_attn_varlen",
 )
-# zhuzilin/ring-flash-attention, commits d4223db and 5e52d25.
-SIGNATURES = {
-    **{
-        f"{stem}_{form}func": f"{tensors}, {OPTIONS}"
-        for stem, (form, tensors) in itertools.product(BATCH, FORMS.items())
-    },
-    **{
-        f"{stem}_{form}func": f"{tensors}, {SLICE if 'llama3' in stem else LENGTHS}, {OPTIONS}"
-        for stem, (form, tensors) in itertools.product(PACKED, FORMS.items())
-    },
-    "llama3_flash_attn_prepare_cu_seqlens": "cu_seqlens, causal, rank, world_size",
-    "substitute_hf_flash_attn": "process_group, heads_k_stride",
-    "update_ring_flash_attn_params": "cu_seqlens, process_group",
-}
+SIGNATURES = RING_FLASH_ATTENTION.signatures()
 CASES = {
     "full": {"causal": False},
     "causal": {"heads_k": 4},
@@ -75,9 +56,9 @@ def case_of(stem: str, option: str, ranks: int) -> Case:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
+def test_named_and_described(name: str) -> None:
+    """Signatures are in test_public_names."""
     function = getattr(ring, name)
-    assert signature_of(function) == SIGNATURES[name]
     assert function.__name__ == function.__qualname__ == name and function.__doc__
 
 
@@ -161,6 +142,9 @@ def without_empty(bounds: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["substitute_hf_flash_attn", "update_ring_flash_attn_params"])
-def test_adapters_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}: .* AttentionInterface"):
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for module in [x for x in sys.modules if x.startswith("flash_attn_cuda.integrations.transf")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ImportError, match=rf"{name}: needs .* `pip install -U transformers`"):
         getattr(ring, name)(None, None)

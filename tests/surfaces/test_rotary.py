@@ -12,10 +12,14 @@ from flash_attn_cuda import build_info, rotary
 from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
 from flash_attn_cuda.rotary_layers import (
     ApplyRotaryEmb,
+    ApplyRotaryEmbKV_,
+    ApplyRotaryEmbQKV_,
     RotaryEmbedding,
     apply_rotary,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
 )
 from tests.cases.harness import DEVICE
 
@@ -277,6 +281,23 @@ def test_bare_rotation_and_its_conjugate(interleaved: bool) -> None:
     back = apply_rotary(turned, *tensors[1:], 3, None, None, interleaved, True, True)
     assert back is turned
     torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_in_operations_of_torch(interleaved: bool) -> None:
+    x = torch.randn(2, 5, 3, HEAD_DIM, dtype=torch.float64)
+    cos, sin = tables(4, positions=5)
+    expected = apply_rotary_emb(x, cos, sin, interleaved)
+    found = apply_rotary_emb_torch(x, cos, sin, interleaved)
+    torch.testing.assert_close(found, expected)
+    each = [table.expand(2, *table.shape) for table in (cos, sin)]
+    assert torch.equal(apply_rotary_emb_torch(x, *each, interleaved), found)
+    half = rotate_half(torch.arange(6.0), interleaved)
+    assert half.tolist() == ([-1, 0, -3, 2, -5, 4] if interleaved else [-3, -4, -5, 0, 1, 2])
+    assert ApplyRotaryEmbQKV_.apply is apply_rotary_emb_qkv_
+    assert ApplyRotaryEmbKV_.apply is apply_rotary_emb_kv_
+    with pytest.raises(ValueError, match=r"cos, sin: must have one shape, .* got \(5, 2\) and \(4"):
+        apply_rotary_emb_torch(x, cos, sin[:4])
 
 
 @pytest.mark.parametrize("has_tables_of_keys", [False, True])

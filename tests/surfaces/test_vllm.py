@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_attn_cuda as ours
 from flash_attn_cuda.integrations import vllm
 from tests.cases.harness import DEVICE, captured, no_host_sync
+from tests.surfaces.public_names import VLLM
 from tests.surfaces.signatures import (
     ON_EVERY_DEVICE,
     assert_near,
@@ -19,36 +20,23 @@ from tests.surfaces.signatures import (
     expected_of,
     int32,
     normal,
-    signature_of,
 )
 
-# vllm/vllm_flash_attn/flash_attn_interface.py of vllm-project/vllm, commit 01420e0.
-SIGNATURES = {
-    "flash_attn_varlen_func": (
-        "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, "
-        "q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, "
-        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, "
-        "block_table=None, return_softmax_lse=False, out=None, scheduler_metadata=None, "
-        "q_descale=None, k_descale=None, v_descale=None, num_splits=0, output_scale=None, "
-        "fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, "
-        "mask_mod=None, block_sparse_tensors=None, aux_tensors=None, "
-        "aux_tensor_leading_dims=None, dynamic_causal=None"
-    ),
-    "get_scheduler_metadata": (
-        "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
-        "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
-        "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
-        "causal=False, window_size=(-1, -1), has_softcap=False, num_splits=0, pack_gqa=None, "
-        "sm_margin=0"
-    ),
-}
 LENGTHS = [(5, 9), (1, 12), (0, 3)]  # queries of a prompt and of a token, keys with what is cached
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str) -> None:
-    assert sorted(SIGNATURES) == sorted(vllm.__all__)
-    assert signature_of(getattr(vllm, name)) == SIGNATURES[name]
+def test_names() -> None:
+    """Their signatures are in test_public_names."""
+    assert sorted(VLLM.served) == sorted(vllm.__all__)
+
+
+@pytest.mark.parametrize("fa_version", [2, 3, 4])
+def test_every_version_is_this_package(fa_version: int) -> None:
+    assert vllm.is_fa_version_supported(fa_version)
+    assert vllm.fa_version_unsupported_reason(fa_version) is None
+    for function in (vllm.is_fa_version_supported, vllm.fa_version_unsupported_reason):
+        with pytest.raises(ValueError, match=r"fa_version: must be 2, 3 or 4, got 5"):
+            function(5)
 
 
 def a_batch(device: str, padding: int = 3) -> tuple[dict[str, Any], list[Tensor]]:
