@@ -115,9 +115,7 @@ def _without(hidden: int, used: Tensor | None, rows: Tensor) -> Tensor:
     return torch.where(is_right, (used - hidden).clamp(min=0), used)
 
 
-def with_sink(
-    softmax_lse: Tensor, sink: Tensor, call: AttentionCall, seqused_q: Tensor
-) -> Tensor:
+def with_sink(softmax_lse: Tensor, sink: Tensor, call: AttentionCall, seqused_q: Tensor) -> Tensor:
     """softmax_lse (Hq, total_q) of the call with the sink in the rows of queries that it has, and
     that are beyond seqused_q.
     """

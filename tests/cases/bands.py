@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.checks.tensors import lse_dtype
+from flash_attn_cuda.operators.attention import run_operator
 from flash_attn_cuda.surfaces import flash_attention_4
 from tests import reference
-from tests.cases.attention import DTYPE_NAMES
+from tests.cases.attention import DTYPE_NAMES, AttentionCase
+from tests.cases.harness import missing_row
 from tests.reference import AttentionOptions, AttentionResult
 
 Ends = tuple[int | None, int | None]
@@ -46,9 +50,7 @@ def ends_of_flash_attention_4(causal: bool, window: Window) -> Ends:
 
 def visible(ends: Ends, seqlen_q: int, seqlen_k: int) -> Tensor:
     """(Sq, Sk) booleans."""
-    distance = (
-        torch.arange(seqlen_k)[None] - torch.arange(seqlen_q)[:, None] - seqlen_k + seqlen_q
-    )
+    distance = torch.arange(seqlen_k)[None] - torch.arange(seqlen_q)[:, None] - seqlen_k + seqlen_q
     first, last = ends
     seen = torch.ones_like(distance, dtype=torch.bool)
     if first is not None:
@@ -215,7 +217,7 @@ def expected(
     return result
 
 
-# -- FlashAttention-4's functions, in every layout -------------------------------------------------
+# -- bands, in every layout -----------------------------------------------------------------------
 
 
 def attend_dense(rows: Rows, causal: bool, window: Window, **options: Any) -> Any:
@@ -281,17 +283,55 @@ def attend_pages(
     )
 
 
+def attend_by_origin(
+    rows: Rows, causal: bool, window: Window, softcap: float = 0.0, deterministic: bool = False
+) -> Any:
+    """By AttentionCall.origin, which moves the bands of packed sequences in another way."""
+    shift, left, right = moved_window(ends_of_flash_attention_4(causal, window))
+    most = 2**30
+    origin = torch.zeros(len(rows.lengths), 4, dtype=torch.int32)
+    lengths_k, lengths_q = torch.tensor(rows.lengths_k), torch.tensor(rows.lengths_q)
+    origin[:, 3] = (lengths_k - lengths_q + shift).clamp(-most, most)
+    call = AttentionCall(
+        *(rows.q, rows.k, rows.v),
+        **rows.packed(),
+        origin=origin.to(rows.device),
+        window_size_left=left,
+        window_size_right=right,
+        softcap=softcap,
+        deterministic=deterministic,
+        sink=None if rows.sink is None else rows.sink.to(lse_dtype(rows.q.dtype)),
+    )
+    return run_operator(call)[:2]
+
+
+def moved_window(ends: Ends) -> tuple[int, int, int]:
+    """(shift, left, right), negative for unlimited: a window around i + shift."""
+    first, last = (None if x is None else max(-(2**29), min(x, 2**29)) for x in ends)
+    if first is None:
+        return (0, -1, -1) if last is None else (min(last, 0), -1, max(last, 0))
+    if last is None:
+        return max(first, 0), max(-first, 0), -1
+    if first > last:
+        return -(2**30), 0, 0
+    shift = max(first, min(last, 0))
+    return shift, shift - first, last - shift
+
+
 LAYOUTS = {
     "dense": attend_dense,
     "packed": attend_packed,
     "used": attend_used,
     "pages": attend_pages,
+    "origin": attend_by_origin,
 }
 
 
 @dataclass(frozen=True)
 class BandCase:
-    """A call of FlashAttention-4's functions; a dense one has sequences of one length."""
+    """A call of FlashAttention-4's functions, or of the operator by an origin; a dense one has
+    sequences of one length.
+    """
 
     layout: str
     lengths: Lengths
@@ -308,6 +348,19 @@ class BandCase:
 
     def has_backward(self) -> bool:
         return self.layout != "pages"
+
+    def missing_row(self) -> str | None:
+        """What the build lacks for this case, or None."""
+        of_shape = AttentionCase(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.dtype,
+            causal=True,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+        )
+        further = () if self.has_backward() else ("paged_kv",)
+        return missing_row(of_shape, backward=self.has_backward(), further=further)
 
     def rows(self, seed: int = 0) -> Rows:
         return make_rows(

@@ -20,9 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import flash_attn_cuda as ours
 from flash_attn_cuda import build_info, private
-from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.operators.attention import run_operator
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
 from flash_attn_cuda.surfaces import ring_flash_attn as ring
@@ -185,39 +183,6 @@ def test_a_band_is_a_window_of_shorter_sequences(
     assert not seen[queries:].any() and not seen[:, keys:].any()
     ends = bands.ends_of_flash_attention_2(causal, window)  # type: ignore[arg-type]
     assert torch.equal(seen[:queries, :keys], visible(ends, queries, keys))
-
-
-# window: (shift, left, right) of a call with an origin.
-WITH_ORIGIN: dict[Window, tuple[int, int, int]] = {
-    (None, -3): (-3, -1, 0),
-    (-2, None): (2, 0, -1),
-    (6, -2): (-2, 4, 0),
-    (-2, 6): (2, 0, 4),
-    (3, 1): (0, 3, 1),
-    (-4, 2): (-(2**20), 0, 0),
-}
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("window", WITH_ORIGIN)
-def test_the_same_as_an_origin(window: Window, device: str) -> None:
-    """Kernels move a band of packed sequences by AttentionCall.origin as well."""
-    rows = rows_of(OF_MANY, device)
-    shift, left, right = WITH_ORIGIN[window]
-    origin = torch.zeros(len(rows.lengths), 4, dtype=torch.int32)
-    origin[:, 3] = torch.tensor(rows.lengths_k) - torch.tensor(rows.lengths_q) + shift
-    call = AttentionCall(
-        *(rows.q, rows.k, rows.v),
-        **rows.packed(),
-        origin=origin.to(device),
-        window_size_left=left,
-        window_size_right=right,
-    )
-    out, lse = run_operator(call)[:2]
-    found = bands.attend_packed(rows, False, window)
-    limit = 1e-12 if device == "cpu" else 2e-2
-    for x, y in zip(found, (out, lse), strict=True):
-        torch.testing.assert_close(x, y, rtol=limit, atol=limit)
 
 
 # -- FlashAttention-2's rule -----------------------------------------------------------------------
