@@ -142,12 +142,11 @@ def attend_sequences(
     options |= {"num_splits": num_splits, "out": out, "return_attn_probs": wants_lse}
     try:
         if hidden == NOTHING:
-            results = flash_attn_varlen_func(*packed_call, **options)
+            found, softmax_lse = _pair(flash_attn_varlen_func(*packed_call, **options))
         else:
-            results = _without_used_rows(hidden, *packed_call, **options)
+            found, softmax_lse = _without_used_rows(hidden, *packed_call, **options)
     except REFUSALS as error:
         raise renamed(error, names) from error
-    found, softmax_lse = _pair(results)
     if batch_and_seqlen is not None:
         found = found.unflatten(0, batch_and_seqlen)
         if softmax_lse is not None:
