@@ -110,27 +110,35 @@ def plain_mask(options: Options) -> tuple[float | None, bool] | None:
 
 
 def window_bounds(window_size: WindowSize) -> tuple[int, int]:
-    """(left, right) of a sequence or tensor of two integers; -1 where it says None."""
+    """(left, right) of a sequence or tensor of two integers; -1 where it says None, or something
+    negative that no kernel could hold.
+    """
     if window_size is UNLIMITED:
         return UNLIMITED
-    if isinstance(window_size, Tensor):
-        window_size = window_size.tolist()
-    try:
-        left, right = window_size
-        left, right = _bound(left), _bound(right)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
+    left, right = window_ends(window_size)
+    left, right = -1 if left is None else left, -1 if right is None else right
     # While a compiler is tracing, a comparison would bind symbols to this call's numbers.
     if is_compiling() or (-1 <= left <= MAX_INT32 and -1 <= right <= MAX_INT32):
         return left, right
     return max(-1, min(left, MAX_INT32)), max(-1, min(right, MAX_INT32))
 
 
-def _bound(value: Any) -> int:
-    if type(value) is int:
+def window_ends(window_size: WindowSize) -> tuple[int | None, int | None]:
+    """The two entries of a window_size as they were given, for packages to which a negative one is
+    a bound like others. TypeError names the argument.
+    """
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
+    try:
+        left, right = window_size
+        return _end(left), _end(right)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
+
+
+def _end(value: Any) -> int | None:
+    if value is None or type(value) is int:
         return value
-    if value is None:
-        return -1
     if isinstance(value, (int, torch.SymInt)):
         return cast(int, value)
     if isinstance(value, Tensor) and value.numel() == 1:

@@ -58,9 +58,11 @@ def flash_attn_func(
             None for head_dim ** -0.5.
         causal: query i sees key j only if j <= i + seqlen_k - seqlen_q (bottom right alignment).
         window_size: (left, right): query i sees key j only if
-            i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right. Negative or
-            None for unlimited, each side on its own; causal sets right to 0. A tensor of two
-            integers will do; on CUDA reading it waits for the device.
+            i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right. Negative (any
+            number, not -1 alone) or None for unlimited, each side on its own; 0 for nothing beyond
+            the diagonal; a bound that reaches beyond every key hides nothing, however large.
+            causal sets right to 0, whatever it was. A tensor of two integers will do, or one for a
+            bound; on CUDA reading it waits for the device.
         softcap: scores become softcap * tanh(score / softcap); zero or negative for off.
         alibi_slopes: (heads_q,) or (batch, heads_q), fp32, without a gradient: scores become
             score - slope * |i + seqlen_k - seqlen_q - j| (Press et al., "ALiBi", 2022).

@@ -1,6 +1,8 @@
 """FlashAttention-2's private functions, which others build on: its names, arguments and order.
 
 Context parallelism, for one, calls them by keyword. They go through operators/attention.py.
+window_size_left and window_size_right are integers, each negative for unlimited, otherwise as
+flash_attn_func's window_size.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ From then on the operators of torch's flash backend run here for CUDA tensors
 (csrc/torch_binding/aten_operators.cpp), and with them F.scaled_dot_product_attention,
 torch.nn.attention.varlen and nested tensors. A call that no kernel of this installation takes goes
 on to torch's. As there, a causal mask of these operators is aligned to the bottom right corner;
-SDPA itself asks them for square ones alone.
+SDPA itself asks them for square ones alone, and has no windows. window_size of varlen_attn, and
+window_size_left and window_size_right of _flash_attention_forward, are as flash_attn_func's: any
+negative number or None for unlimited, each side on its own, 0 for nothing beyond the diagonal.
+varlen_attn takes no None, and (-1, 0) as causal.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def flash_attn_varlen_func(
         v: as k, with head_dim_v.
         cu_seqlens_k: (batch + 1,), int32; exactly one of this and seqused_k is given.
         seqused_k: (batch,), int32: keys of each sequence. Given with a block_table.
-        window_size: (left, right), negative for unlimited; None for (-1, -1).
+        window_size: (left, right) as flash_attn_cuda.flash_attn_func's: any negative number for
+            unlimited, each side on its own, with every fa_version; causal sets right to 0. None for
+            (-1, -1).
         out: (total_q, heads_q, head_dim_v) to write the result into; for inference.
         s_aux: (heads_q,): sink, with every fa_version.
         scheduler_metadata, num_splits, fa_version: choose how the call is scheduled there, and

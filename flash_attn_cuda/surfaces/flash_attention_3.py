@@ -4,6 +4,9 @@ The signatures are those of hopper/flash_attn_interface.py in Dao-AILab/flash-at
 01afd16). Options that are not described here are those of this package's functions of the same
 name. What all of them share:
 
+- window_size: (left, right) as flash_attn_cuda.flash_attn_func's: any negative number or None for
+  unlimited, each side on its own, 0 for nothing beyond the diagonal; bounds beyond a sequence hide
+  nothing, and causal sets right to 0. In get_scheduler_metadata it is not read.
 - pack_gqa, sm_margin, num_splits and scheduler_metadata choose how a call is scheduled there. They
   are accepted; num_splits counts where this package splits keys, over pages and caches.
 - NotImplementedError, by name: tensors of FP8 and their scales q_descale, k_descale, v_descale; qv.

@@ -6,7 +6,14 @@ flash_attn_func and flash_attn_varlen_func share:
 
 - They return (out, softmax_lse); softmax_lse is None unless return_lse asks for it or an input
   requires grad. Gradients flow through it.
-- window_size: (left, right), None or negative for unlimited.
+- window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to i +
+  seqlen_k - seqlen_q + right. None is unlimited, each on its own, and so are two negative numbers,
+  both. One negative number is a bound as others are: (None, -5) has keys up to i - 5, (-5, None)
+  those from i + 5 on, (6, -2) those from i - 6 to i - 2, of square sequences, and (-5, 2) none.
+  Zero: nothing beyond the diagonal. Bounds beyond a sequence hide nothing or, where they are
+  negative, all of it. causal sets right to 0, whatever it was, after that: (-5, None) with causal
+  has no key. A tensor of two integers will do, or one for a bound; on CUDA reading it waits for the
+  device.
 - learnable_sink: (heads_q,), this package's sink.
 - num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, disable_scheduler_metadata,
   seqlen_k_per_split and block_sparse_tensors_bwd choose how a call is scheduled there. They are
@@ -35,11 +42,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import WindowSize, rows_bound, seqlen_bound
+from ..arguments import WindowSize, rows_bound, seqlen_bound, window_ends
 from ..checks.tensors import check_tensor
 from ..kvcache import flash_attn_combine as _combine
 from ..masks.lists import PIECE
 from ..names import refused_names
+from .bands import Band
 from .sequences import attend_sequences, refuse_fp8, refuse_given, splits_of
 
 __all__ = [
@@ -147,13 +155,13 @@ def flash_attn_func(
         if q.dim() == 4 and k.dim() == 4:  # others are refused with their names
             pairs = _Pairs(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
             block_mask = _block_mask(mask_mod, block_sparse_tensors, pairs)
-    if mask_mod is not None:
-        causal, window_size = False, (None, None)
+    causal, window_size, hidden = _band(causal, window_size, mask_mod).as_window()
     results = attend_sequences(
         *(q, k, v, None, None, None, None),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
+        hidden=hidden,
         softcap=softcap,
         deterministic=deterministic,
         block_mask=block_mask,
@@ -235,8 +243,7 @@ def flash_attn_varlen_func(
         _, max_seqlen_k = _extent("k", k, cu_seqlens_k, max_seqlen_k)
         pairs = _Pairs(batch, q.shape[-2], max_seqlen_q, max_seqlen_k, q.device)
         block_mask = _block_mask(mask_mod, block_sparse_tensors, pairs)
-    if mask_mod is not None:
-        causal, window_size = False, (None, None)
+    causal, window_size, hidden = _band(causal, window_size, mask_mod).as_window()
     results = attend_sequences(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_q=seqused_q,
@@ -246,6 +253,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
+        hidden=hidden,
         softcap=softcap,
         deterministic=deterministic,
         block_mask=block_mask,
@@ -390,6 +398,16 @@ def _refuse(
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
     refuse_fp8(q=q, k=k, v=v)
+
+
+def _band(causal: bool, window_size: WindowSize, mask_mod: Any) -> Band:
+    """What causal and window_size say, which a mask_mod has no use for."""
+    left, right = window_ends(window_size)
+    if mask_mod is not None:
+        return Band(None, None)
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    return Band(None if left is None else -left, 0 if causal else right)
 
 
 def _results(

@@ -14,6 +14,9 @@ What all of them share:
 - causal may be False in every layout; windows, dropout and alibi_slopes, (heads,) or but for llama3
   (sequences, heads), are those of one call over the whole. Dropout takes sequences that a layout
   cuts at multiples of 16, stripes any.
+- window_size: (left, right) as flash_attn_cuda.flash_attn_func's: any negative number or None for
+  unlimited, each side on its own, 0 for nothing beyond the diagonal; bounds beyond a sequence hide
+  nothing, and causal sets right to 0.
 - Rows of stripes travel once more than those of other layouts, to contiguous pieces and back.
 - cu_seqlens and cu_seqlens_q are read on the host. A list or a CPU tensor costs nothing; a CUDA
   tensor is waited for at the first call that sees it, and again only if it was written to; one of

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import rows_bound
+from ..arguments import cast_for_autocast, packed_lengths, rows_bound
+from ..call import AttentionCall
+from ..checks.calls import check_call
 from ..checks.tensors import DENSE_LAYOUT, check_tensor
 from ..dense import flash_attn_func
 from ..varlen import flash_attn_varlen_func
+from .bands import Hidden, cut_lengths, cut_rows, with_hidden_rows, with_sink
 
+NOTHING = Hidden()
 REFUSALS = (TypeError, ValueError, NotImplementedError)  # what this package's checks raise
 
 
@@ -88,6 +92,7 @@ def attend_sequences(
     out: Tensor | None = None,
     names: dict[str, str],
     wants_lse: bool = True,
+    hidden: Hidden = NOTHING,
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """flash_attn_varlen_func, also of sequences that are not packed.
@@ -103,6 +108,8 @@ def attend_sequences(
         out: with cu_seqlens_q alone.
         names: what the caller calls arguments of this package, for errors.
         wants_lse: with dropout softmax_lse costs a matrix of probabilities.
+        hidden: rows at the end of every sequence that the call is to be without; their queries have
+            the results of those that see no key. Not with an out or without wants_lse.
         options: those of flash_attn_func and flash_attn_varlen_func.
 
     Returns:
@@ -112,7 +119,10 @@ def attend_sequences(
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if out is None and all(x is None for x in lengths):
         try:
-            return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))
+            if hidden == NOTHING:
+                return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))
+            if options.get("block_mask") is None:  # whose lengths are those of the tensors
+                return _without_rows(hidden, q, k, v, **options)
         except REFUSALS as error:
             raise renamed(error, names) from error
     batch_and_seqlen = None
@@ -127,25 +137,52 @@ def attend_sequences(
         check_tensor("cu_seqlens_q", cu_seqlens_q)
         rows = rows_bound(k, block_table)  # 0 for what is refused below
         seqused_k = torch.full_like(cu_seqlens_q[1:], rows)
+    packed_call = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options |= {"block_table": block_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    options |= {"num_splits": num_splits, "out": out, "return_attn_probs": wants_lse}
     try:
-        results = flash_attn_varlen_func(
-            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            return_attn_probs=wants_lse,
-            block_table=block_table,
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            num_splits=num_splits,
-            out=out,
-            **options,
-        )
+        if hidden == NOTHING:
+            found, softmax_lse = _pair(flash_attn_varlen_func(*packed_call, **options))
+        else:
+            found, softmax_lse = _without_used_rows(hidden, *packed_call, **options)
     except REFUSALS as error:
         raise renamed(error, names) from error
-    found, softmax_lse = _pair(results)
     if batch_and_seqlen is not None:
         found = found.unflatten(0, batch_and_seqlen)
         if softmax_lse is not None:
             softmax_lse = softmax_lse.unflatten(1, batch_and_seqlen).transpose(0, 1).contiguous()
     return found, softmax_lse
+
+
+def _without_rows(
+    hidden: Hidden, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of flash_attn_func without rows of q, k and v, which are as given."""
+    q, k, v = cast_for_autocast(q, k, v)
+    check_call(AttentionCall(q, k, v), is_padded=False)  # not what is left of them
+    rows = cut_rows(hidden, q, k, v)
+    out, softmax_lse, _ = flash_attn_func(*rows, return_attn_probs=True, **options)
+    return with_hidden_rows(out, softmax_lse, q.shape[1], options.get("sink"))
+
+
+def _without_used_rows(
+    hidden: Hidden, q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of flash_attn_varlen_func without rows of the sequences of q, k and v."""
+    q, k, v = cast_for_autocast(q, k, v)
+    table = options["block_table"]
+    used = {"seqused_q": options["seqused_q"], "seqused_k": options["seqused_k"]}
+    call = AttentionCall(
+        q, k, v, block_table=table, **used, **packed_lengths(q, k, lengths, block_table=table)
+    )
+    check_call(call, is_padded=False)  # not what is left of it
+    seqused_q, seqused_k = cut_lengths(hidden, call)
+    options |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    out, softmax_lse, _ = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    sink = options.get("sink")
+    if sink is not None and hidden.queries and seqused_q is not None:
+        softmax_lse = with_sink(softmax_lse, sink, call, seqused_q)
+    return out, softmax_lse
 
 
 def _pair(results: Any) -> tuple[Tensor, Any]:

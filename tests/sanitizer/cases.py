@@ -16,6 +16,7 @@ from flash_attn_cuda.masks.lists import TILE
 from tests.cases import families
 from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
+from tests.cases.bands import BandCase
 from tests.cases.harness import ON_CPU, Case
 from tests.cases.masked import MaskedCase, RandomBias, RandomMask
 from tests.cases.rotary import RotaryCase, rotary_cases
@@ -110,6 +111,23 @@ def part_cases() -> Iterator[VarlenCase]:
         )
         yield case
         yield replace(case, **TRAINING, causal=False)
+
+
+def band_cases() -> Iterator[BandCase]:
+    """For every dtype and head dim that has rows: bands on either side of the diagonal and empty
+    ones, in every layout.
+    """
+    many = ((70, 33), (0, 5), (1, 140), (33, 70))
+    for dtype, head_dim in row_kinds():
+        common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "heads": (2, 1)}
+        yield BandCase("dense", ((150, 70),), (None, -20), **common)
+        yield BandCase("dense", ((70, 150),), (-20, 90), has_sink=True, **common)
+        yield BandCase("packed", many, (30, -9), deterministic=True, **common)
+        yield BandCase("used", many, (-9, None), has_sink=True, **common)
+        yield BandCase("packed", many, (-9, 3), **common)
+        yield BandCase("origin", many, (-9, 40), **common)
+        yield BandCase("pages", many, (None, -9), **common)
+        yield BandCase("pages", many, (-9, 40), has_sink=True, **common)
 
 
 def sanitized_sum_cases(device: str) -> Iterator[SumCase]:

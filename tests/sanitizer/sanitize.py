@@ -46,6 +46,7 @@ from flash_attn_cuda.masks.lists import TILE
 from tests.cases import bad_input
 from tests.cases.accumulate import SumCase
 from tests.cases.attention import AttentionCase, KvCacheCase, Layout, VarlenCase, arrange
+from tests.cases.bands import BandCase
 from tests.cases.families import planned
 from tests.cases.harness import (
     DEVICE,
@@ -71,6 +72,7 @@ from tests.sanitizer.cases import (
     ListChange,
     MaskChange,
     bad_list_cases,
+    band_cases,
     long_cases,
     many_tile_cases,
     many_tile_masked_cases,
@@ -157,6 +159,23 @@ def run_parts_of(case: VarlenCase, seed: int) -> list[str]:
     )
     parts = run_parts(documents, inputs, given, **options, alibi_slopes=on_device)
     return worse_than(parts, whole, exact) + flagged()
+
+
+def run_band(case: BandCase, seed: int) -> list[str]:
+    """A band of any ends, and where there is one its backward."""
+    host_case = replace(case, device=reference_device)
+    rows = host_case.rows(seed)
+    on_device = replace(
+        rows,
+        pages={},
+        **{
+            name: x.to(DEVICE, copy=True)
+            for name, x in vars(rows).items()
+            if isinstance(x, torch.Tensor)
+        },
+    )
+    result = case.run(on_device).to(reference_device)
+    return differences(result, host_case.reference(rows)) + flagged()
 
 
 def run_case(case: Case, seed: int) -> list[str]:
@@ -405,6 +424,9 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
         case = replace(case, device=DEVICE)
         lacking = missing_row(case, backward=True)
         yield f"parts: {case}", partial(run_parts_of, case), lacking
+    for band in band_cases():
+        band = replace(band, device=DEVICE)
+        yield f"band: {band}", partial(run_band, band), band.missing_row()
     for sums in sanitized_sum_cases(DEVICE):
         lacking = missing_row(sums.row(), backward=True)
         yield f"sums: {sums}", partial(run_sums, sums), lacking

@@ -34,6 +34,8 @@ CASES = {
     "causal-mqa": {"heads_k": 1},
     "window": {"window_size": (17, -1)},
     "wide": {"window_size": (40, 21), "causal": False},
+    "signs": {"window_size": (-7, 5), "causal": False},
+    "huge": {"window_size": (2**40, 0), "causal": False},
     "alibi": {"has_alibi": True},
     "dropout": {"dropout_p": 0.3},
     "dropout-full": {"dropout_p": 0.3, "causal": False},
