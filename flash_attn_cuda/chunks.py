@@ -21,6 +21,7 @@ from .arguments import Result, cast_for_autocast
 from .attend import attend, attend_over_cache
 from .call import AttentionCall, Names
 from .checks.calls import check_call
+from .operators.dtensor_import import has_dtensor
 from .rotary import apply_rotary_emb
 
 
@@ -122,6 +123,8 @@ def attend_in_chunks(
     check_call(call, names, is_padded=False)
     if call.batch() == 0:
         return attend(call, return_attn_probs, names)
+    if has_dtensor(vars(call).values()):
+        return _in_shards(call, chunk, return_attn_probs, names)
     if call.is_packed():
         return attend(_of_packed(call, chunk), return_attn_probs, names)
     (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
@@ -140,6 +143,18 @@ def attend_in_chunks(
     else:
         softmax_lse = softmax_lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
     return out, softmax_lse, s_dmask
+
+
+def _in_shards(
+    call: AttentionCall, chunk: int, return_attn_probs: bool, names: Names | None
+) -> Result:
+    """Each rank cuts its part."""
+    from .operators.dtensor_shards import attend_in_shards
+
+    out, softmax_lse = attend_in_shards(
+        call, lambda part: attend_in_chunks(part, chunk, True, names), "attention_chunk"
+    )
+    return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
 
 
 def _refuse(call: AttentionCall, chunk: int, return_attn_probs: bool) -> None:
@@ -215,6 +230,12 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> tuple[Tensor
     check_call(call, None, is_padded=False)
     if call.batch() == 0:
         return attend_over_cache(call)
+    if has_dtensor(vars(call).values()):
+        from .operators.dtensor_shards import attend_in_shards
+
+        return attend_in_shards(
+            call, lambda part: attend_over_cache_in_chunks(part, chunk), "attention_chunk"
+        )
     if call.rotary_cos is not None and call.k_new is not None:
         call = _rotated(call)
     is_decode = not call.is_packed() and call.q.shape[1] == 1

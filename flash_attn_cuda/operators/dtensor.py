@@ -45,7 +45,7 @@ Rule = Callable[[Any, dict[str, Any]], Any]
 # -- attention -------------------------------------------------------------------------------------
 
 
-def _layouts_of(call: AttentionCall) -> dict[str, Layout]:
+def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     """Of the tensors of an AttentionCall (call.py)."""
     # The sequences of packed tensors are not a dimension, which could be cut.
     is_cut = not call.is_packed() and call.cu_seqlens_k_new is None
@@ -78,7 +78,7 @@ def _layouts_of(call: AttentionCall) -> dict[str, Layout]:
 
 
 def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    rows = _layout_of_rows(call)
+    rows = layout_of_rows(call)
     return {
         **dict.fromkeys(("dout", "out"), layouts["q"]),
         **dict.fromkeys(("dlse", "softmax_lse"), rows),
@@ -86,9 +86,9 @@ def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> 
     }
 
 
-def _layout_of_rows(call: AttentionCall) -> Layout:
+def layout_of_rows(call: AttentionCall) -> Layout:
     """Of softmax_lse and softmax_d."""
-    return (HEADS, WHOLE) if call.is_packed() else (_layouts_of(call)["q"][0], HEADS, WHOLE)
+    return (HEADS, WHOLE) if call.is_packed() else (layouts_of(call)["q"][0], HEADS, WHOLE)
 
 
 def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
@@ -99,10 +99,11 @@ def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
     return titles
 
 
-def _split_of(
-    call: AttentionCall, incoming: Incoming | None = None, names: Any = None
-) -> tuple[Split, dict[str, Layout]]:
-    layouts = _layouts_of(call)
+def split_of(call: AttentionCall, incoming: Incoming | None = None, names: Any = None) -> Split:
+    """How a call that is checked lies on the mesh; raises, in a caller's `names`, for DTensors that
+    do not fit.
+    """
+    layouts = layouts_of(call)
     tensors = {name: getattr(call, name) for name in TENSORS}
     if incoming is not None:
         layouts |= _layouts_of_incoming(call, layouts)
@@ -113,12 +114,7 @@ def _split_of(
     split = Split(given, layouts, "q", _titles_of(call, names))
     _check_appended(call, split)
     _check_dropout(call, split)
-    return split, layouts
-
-
-def check_split(call: AttentionCall, names: Any = None) -> None:
-    """Raises, in a caller's words, for DTensors that an operator refuses."""
-    _split_of(call, names=names)
+    return split
 
 
 def _check_appended(call: AttentionCall, split: Split) -> None:
@@ -126,7 +122,7 @@ def _check_appended(call: AttentionCall, split: Split) -> None:
     if call.k_new is None:
         return
     title = _titles_of(call)["k"]
-    if BATCH in split.cuts and BATCH not in _layouts_of(call)["k"]:
+    if BATCH in split.cuts and BATCH not in layouts_of(call)["k"]:
         raise ValueError(
             "q: must not be sharded over batch where new keys are appended to what ranks share, a "
             f"{title} with a block_table or cache_batch_idx: redistribute q and the new keys"
@@ -154,7 +150,7 @@ def _check_dropout(call: AttentionCall, split: Split) -> None:
             )
 
 
-def _local_call(call: AttentionCall, split: Split) -> AttentionCall:
+def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """This rank's part, of which all tensors are plain."""
     tensors = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
     local = {name: split.local(name, x) for name, x in tensors.items()}
@@ -230,8 +226,8 @@ def _forward(names: Sequence[str]) -> Rule:
     def rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
         call = AttentionCall(**given)
         check_call(call)
-        split, layouts = _split_of(call)
-        part = _local_call(call, split)
+        split, layouts = split_of(call), layouts_of(call)
+        part = local_call(call, split)
         if call.dropout_p > 0.0 and call.rng_state is None:
             part = replace(part, rng_state=_shared_rng_state(call, split))
         out, softmax_lse, s_dmask, rng_state = func(*arguments_of(part, names))
@@ -242,7 +238,7 @@ def _forward(names: Sequence[str]) -> Rule:
         probabilities = (layouts["q"][0], HEADS, WHOLE, WHOLE) if call.wants_s_dmask() else (WHOLE,)
         return (
             split.result(out, layouts["q"], output_shape(call.q, call.v)),
-            split.result(softmax_lse, _layout_of_rows(call), call.lse_shape()),
+            split.result(softmax_lse, layout_of_rows(call), call.lse_shape()),
             split.result(s_dmask, probabilities, call.s_dmask_shape()),
             split.result(rng_state, (WHOLE,), rng_state.shape),
         )
@@ -258,8 +254,8 @@ class _BackwardPart:
         incoming = Incoming(**{name: x for name, x in given.items() if name not in OF_BACKWARD})
         check_call(self.call)
         check_incoming(self.call, incoming)
-        self.split, _ = _split_of(self.call, incoming)
-        self.part = _local_call(self.call, self.split)
+        self.split = split_of(self.call, incoming)
+        self.part = local_call(self.call, self.split)
         self.is_repacked = self.part.is_packed() and not self.call.is_packed()
         names = [x for x in INCOMING_AND_TARGETS if isinstance(getattr(incoming, x), Tensor)]
         local = {name: self.split.local(name, getattr(incoming, name)) for name in names}
@@ -325,7 +321,7 @@ def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:
     if backward.is_repacked:
         softmax_d = _unpacked_rows(softmax_d, part.batch())
         softmax_d = pad(softmax_d, (0, call.softmax_d_shape()[2] - softmax_d.shape[2]))
-    return backward.split.result(softmax_d, _layout_of_rows(call), call.softmax_d_shape())
+    return backward.split.result(softmax_d, layout_of_rows(call), call.softmax_d_shape())
 
 
 def _pages_rule(func: Any, given: dict[str, Any]) -> DTensor:

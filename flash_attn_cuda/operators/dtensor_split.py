@@ -219,8 +219,10 @@ class Split:
         wanted = self.placements(name)
         if name not in TARGETS and x.placements != wanted:
             x = x.redistribute(placements=wanted)
-        local = x.to_local()
-        return local if name in (*_KEYS, *TARGETS) else local.contiguous()
+        if name in TARGETS:  # to be written
+            return x.to_local()
+        local = x.to_local(grad_placements=self.placements_of_gradient(name))
+        return local if name in ("x", *_KEYS) else local.contiguous()
 
     def whole(
         self, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]
