@@ -28,7 +28,7 @@ from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
 from .checks.calls import check_call, check_contents, check_gradients, check_out
 from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_operator
-from .operators.dtensor_import import has_dtensor
+from .operators.dtensor_import import is_dtensor
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.
@@ -154,7 +154,7 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
     if not call.over_cache:
         call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     _check(call, names)
-    if has_dtensor(vars(call).values()) and not is_compiling():
+    if not is_compiling() and any(map(is_dtensor, vars(call).values())):
         from .operators.dtensor import split_of
 
         split_of(call, names=names)  # for the words of its errors

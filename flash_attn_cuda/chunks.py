@@ -21,7 +21,7 @@ from .arguments import Result, cast_for_autocast
 from .attend import attend, attend_over_cache
 from .call import AttentionCall, Names
 from .checks.calls import check_call
-from .operators.dtensor_import import has_dtensor
+from .operators.dtensor_import import is_dtensor
 from .rotary import apply_rotary_emb
 
 
@@ -123,7 +123,7 @@ def attend_in_chunks(
     check_call(call, names, is_padded=False)
     if call.batch() == 0:
         return attend(call, return_attn_probs, names)
-    if has_dtensor(vars(call).values()):
+    if is_dtensor(call.q) or is_dtensor(call.k):
         return _in_shards(call, chunk, return_attn_probs, names)
     if call.is_packed():
         return attend(_of_packed(call, chunk), return_attn_probs, names)
@@ -229,7 +229,7 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> tuple[Tensor
     check_call(call, None, is_padded=False)
     if call.batch() == 0:
         return attend_over_cache(call)
-    if has_dtensor(vars(call).values()):
+    if is_dtensor(call.q) or is_dtensor(call.k):
         from .operators.dtensor_shards import attend_in_shards
 
         return attend_in_shards(

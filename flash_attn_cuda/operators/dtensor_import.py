@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -13,15 +13,11 @@ from types import ModuleType
 from typing import Any
 
 _MODULE = "torch.distributed.tensor"
-_types: list[type] = []  # DTensor, where there are any
+_types: tuple[type, ...] = ()  # DTensor, where there are any
 
 
 def is_dtensor(x: Any) -> bool:
-    return isinstance(x, tuple(_types))
-
-
-def has_dtensor(values: Iterable[Any]) -> bool:
-    return bool(_types) and any(map(is_dtensor, values))
+    return isinstance(x, _types)
 
 
 class _Finder(MetaPathFinder):
@@ -65,7 +61,8 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
+    global _types
     from . import dtensor
 
-    _types[:] = [dtensor.DTensor]
+    _types = (dtensor.DTensor,)
     dtensor.register()

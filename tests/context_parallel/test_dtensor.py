@@ -82,12 +82,13 @@ def test_the_demo_trains_as_one_process(two: Ranks) -> None:
 def test_importing_the_package_imports_no_dtensors() -> None:
     """Rules are registered when torch.distributed.tensor is imported, before or after."""
     program = (
-        "import sys, flash_attn_cuda\n"
-        "from flash_attn_cuda.operators.dtensor_import import _types\n"
-        "assert 'torch.distributed.tensor' not in sys.modules and not _types\n"
+        "import sys\n"
+        "finders = list(sys.meta_path)\n"
+        "import flash_attn_cuda\n"
+        "from flash_attn_cuda.operators import dtensor_import\n"
+        "assert 'torch.distributed.tensor' not in sys.modules and not dtensor_import._types\n"
         "import torch.distributed.tensor.parallel\n"
         "from torch.distributed.tensor import DTensor\n"
-        "assert _types == [DTensor] and len(sys.meta_path) == before\n"
+        "assert dtensor_import._types == (DTensor,) and sys.meta_path == finders\n"
     )
-    program = "import sys; before = len(sys.meta_path)\n" + program
     subprocess.run([sys.executable, "-c", program], check=True)
