@@ -127,7 +127,7 @@ def _local(name: str, mask: Tensor) -> Tensor:
 
 def _as_shards(call: AttentionCall, masks: Masks) -> None:
     """What was made of a DTensor's shard is a DTensor again."""
-    mask = masks.attn_mask if masks.is_dense_mask() else masks.block_mask
+    mask: Any = masks.attn_mask if masks.is_dense_mask() else masks.block_mask
     if is_dtensor(mask):
         from ..operators.dtensor_shards import like_mask
 

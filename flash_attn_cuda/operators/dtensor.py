@@ -153,7 +153,7 @@ def _check_dropout(call: AttentionCall, split: Split) -> None:
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """This rank's part, of which all tensors are plain."""
     tensors = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
-    local = {name: split.local(name, x) for name, x in tensors.items()}
+    local: dict[str, Any] = {name: split.local(name, x) for name, x in tensors.items()}
     first, count, held = split.key_heads(call.k.shape[-2])
     if count < held:
         local |= {name: local[name].narrow(-2, first, count) for name in "kv"}
@@ -194,7 +194,7 @@ def _packed(part: AttentionCall) -> AttentionCall:
     (batch, seqlen_q), seqlen_k = part.q.shape[:2], part.k.shape[1]
     entries = torch.arange(batch + 1, dtype=torch.int32, device=part.q.device)
     q, k, v = (x.flatten(0, 1) for x in (part.q, part.k, part.v))
-    lengths = {
+    lengths: dict[str, Any] = {
         "cu_seqlens_q": entries * seqlen_q,
         "cu_seqlens_k": entries * seqlen_k,
         "max_seqlen_q": seqlen_q,
@@ -258,7 +258,9 @@ class _BackwardPart:
         self.part = local_call(self.call, self.split)
         self.is_repacked = self.part.is_packed() and not self.call.is_packed()
         names = [x for x in INCOMING_AND_TARGETS if isinstance(getattr(incoming, x), Tensor)]
-        local = {name: self.split.local(name, getattr(incoming, name)) for name in names}
+        local: dict[str, Any] = {
+            name: self.split.local(name, getattr(incoming, name)) for name in names
+        }
         if self.is_repacked:
             for name in ("dout", "out"):
                 if name in local:
@@ -308,7 +310,7 @@ def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:
     """Where shards are not what the part reads, results are written by way of others."""
     backward = _BackwardPart(given)
     call, part, incoming = backward.call, backward.part, backward.incoming
-    made = {
+    made: dict[str, Any] = {
         name: torch.empty_like(x, dtype=call.result_dtype())
         for name, x in zip(TARGETS, (part.q, part.k, part.v), strict=True)
     }

@@ -6,7 +6,7 @@ Imported when DTensors are (dtensor_import.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .dtensor_split import BATCH, HEADS, WHOLE, Split
 
 
 def attend_in_shards(
-    call: AttentionCall, attend: Callable[[AttentionCall], Sequence[Tensor]], feature: str
+    call: AttentionCall, attend: Callable[[AttentionCall], Any], feature: str
 ) -> tuple[DTensor, DTensor]:
     """(out, softmax_lse) of `attend` (out, softmax_lse, ...), which takes each rank's part.
 
