@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
         self.project = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(3)  # each (B, S, H, D)
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(-2)  # each (B, S, H, D)
         q, k = (rotate(normalise(t), cos, sin).to(v.dtype) for t in (q, k))
         return self.project(self.attention(q, k, v).flatten(2))
 
