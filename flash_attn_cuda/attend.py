@@ -25,7 +25,7 @@ from .arguments import (
     pad_head_dim,
 )
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
-from .checks.calls import check_call, check_contents, check_gradients, check_out
+from .checks.calls import check_call, check_contents, check_gradients, check_out, names_of
 from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_operator
 from .operators.dtensor_import import is_dtensor
@@ -157,7 +157,7 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
     if not is_compiling() and any(map(is_dtensor, vars(call).values())):
         from .operators.dtensor import split_of
 
-        split_of(call, names=names)  # for the words of its errors
+        split_of(call, names=names_of(call) if names is None else names)  # for its errors' words
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
     try:

@@ -93,7 +93,11 @@ def layout_of_rows(call: AttentionCall) -> Layout:
 
 def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
     """What errors call the fields of a call."""
-    titles = {**(names_of(call) if names is None else names)._asdict()}
+    if names is None:
+        titles: dict[str, str] = names_of(call)._asdict()
+    else:
+        lists = dict.fromkeys(("block_rows", "block_columns", "mask_bits"), "attn_mask, block_mask")
+        titles = {**names._asdict(), **lists, "bias": "attn_mask"}
     if call.over_cache:
         titles |= {"k_new": "k", "v_new": "v"}
     return titles
@@ -167,8 +171,8 @@ def _as_part_of_dropout(call: AttentionCall, part: AttentionCall, split: Split) 
         return part
     first_head, _ = split.extent(HEADS, call.q.shape[-2])
     if part.origin is not None:
-        offset = torch.tensor([first_head, 0, 0, 0], dtype=torch.int32)
-        return replace(part, origin=part.origin + offset.to(part.q.device))
+        stream, places = part.origin.split([1, 3], dim=1)
+        return replace(part, origin=torch.cat([stream + first_head, places], 1))
     first, count = split.extent(BATCH, call.batch())
     sequence = torch.arange(first, first + count, dtype=torch.int32, device=part.q.device)
     part = part if part.is_packed() else _packed(part)

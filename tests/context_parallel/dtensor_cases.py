@@ -325,6 +325,11 @@ REFUSED: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
         {"alibi_slopes": Shard(0)},
         "^alibi_slopes: must be .*where q is sharded over batch, got .*: redistribute it",
     ),
+    "bias": (
+        (Shard(2),) * 3,
+        {"attn_mask": Shard(2)},
+        "^attn_mask: must be .*where q is sharded over heads, got .*: redistribute it",
+    ),
     "dropout-and-mask": (
         (Shard(2),) * 3,
         {"dropout_p": 0.1, "attn_mask": None},
@@ -343,7 +348,9 @@ def refused() -> None:
         if "alibi_slopes" in given:
             given["alibi_slopes"] = _at(torch.rand(heads_q), mesh, given["alibi_slopes"])
         if "attn_mask" in given:
-            given["attn_mask"] = torch.ones(8, 8, dtype=torch.bool)
+            is_whole = given["attn_mask"] is None
+            mask = torch.ones(8, 8, dtype=torch.bool) if is_whole else torch.ones(1, 1, 8, 8)
+            given["attn_mask"] = _at(mask, mesh, given["attn_mask"])
         q, k, v = (_at(x, mesh, place) for x, place in zip(tensors, places, strict=True))
         _raises(name, message, lambda q=q, k=k, v=v, given=given: flash_attn_func(q, k, v, **given))
     _refuses_groups_that_ranks_split()
@@ -447,6 +454,32 @@ def compiled() -> None:
     torch.testing.assert_close(found.full_tensor(), out)
     for x, y in zip(sharded, plain, strict=True):
         torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+
+
+def on_gpus(cut: str, dropout_p: float, is_packed: bool) -> None:
+    """Sharded calls of kernels give what replicated ones give, whose dropout has the same seed."""
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("tp",))
+    rows = (2 * 384,) if is_packed else (2, 384)
+    at = Shard(0) if cut == "batch" else Shard(len(rows))
+    torch.manual_seed(12)
+    plain = [torch.randn(*rows, n, 64, device="cuda").bfloat16() for n in (8, 2, 2, 8)]
+    bounds = torch.tensor([0, 200, 768], dtype=torch.int32, device="cuda")
+    found = []
+    for place in (REPLICATED, at):
+        q, k, v, dout = (_shard(x, mesh, place) for x in plain)
+        for x in (q, k, v):
+            x.requires_grad_()
+        torch.manual_seed(13)
+        options = {"causal": True, "dropout_p": dropout_p}
+        if is_packed:
+            out = flash_attn_varlen_func(q, k, v, bounds, bounds, 568, 568, **options)
+        else:
+            out = flash_attn_func(q, k, v, **options)
+        out.backward(dout)
+        found.append([x.full_tensor() for x in (out, q.grad, k.grad, v.grad)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
 
 
 # -- the demo's model ------------------------------------------------------------------------------
