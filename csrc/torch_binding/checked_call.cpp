@@ -137,11 +137,10 @@ AttentionCall checked_call(const CallArguments& given, Pass pass) {
   using Kv = InputLayout::Kv;
   const bool is_packed = given.cu_seqlens_q.has_value();
   const bool over_cache = given.over_cache;
-  const Kv entries = over_cache ? Kv::cache : Kv::dense;
+  const Kv entries = over_cache ? Kv::cache : (is_packed ? Kv::packed : Kv::dense);
   check_inputs(given.q, given.k, given.v,
                {.packed_q = is_packed,
-                .kv = given.block_table.has_value() ? Kv::paged
-                                                    : (is_packed && !over_cache ? Kv::packed : entries),
+                .kv = given.block_table.has_value() ? Kv::paged : entries,
                 .k_name = k_name_of(given),
                 .v_name = v_name_of(given),
                 .any_head_dim = over_cache});
