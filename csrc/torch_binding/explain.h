@@ -30,8 +30,8 @@ pybind11::dict explain_backward(const std::string& dtype, int head_dim, int batc
                                 double p_dropout, bool deterministic, bool block_sparse, bool bias,
                                 std::optional<int> head_dim_v);
 
-// What a backward is told of a call, by names of AttentionCall's (call.h) fields: [by an operator, by
-// what autograd keeps of a forward].
+// What a backward is told of a call, by names of AttentionCall's (call.h) fields: [by an operator,
+// by what autograd keeps of a forward].
 std::vector<pybind11::dict> explain_settings(const CallArguments& call);
 
 std::vector<std::string> forward_instance_names();
