@@ -104,7 +104,7 @@ class Cache:
         x is (batch, new tokens, width), or (tokens of all rows, width) where `starts` (batch + 1,)
         says where each row's new tokens begin.
         """
-        q, k, v = layer.qkv(x).unflatten(-1, layer.shape).unbind(-3)
+        q, k, v = layer.qkv(x).unflatten(-1, layer.shape).unbind(-2)
         q, k = (normalise(t).to(v.dtype) for t in (q, k))
         out = flash_attn_with_kvcache(
             *(q, self.keys[index], self.values[index], k, v, self.cos, self.sin),

@@ -75,13 +75,14 @@ class GPTConfig:
 class SelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
-        self.shape = (3, config.heads, config.head_dim)
+        # A head's q, k and v are neighbours, so that a part of the columns is a part of the heads.
+        self.shape = (config.heads, 3, config.head_dim)
         self.attention = attention
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.project = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(2)  # each (B, S, H, D)
+        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(-2)  # each (B, S, H, D)
         q, k = (rotate(normalise(t), cos, sin).to(v.dtype) for t in (q, k))
         return self.project(self.attention(q, k, v).flatten(2))
 

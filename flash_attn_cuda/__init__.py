@@ -20,6 +20,7 @@ from .interface import (
     flash_attn_with_kvcache,
 )
 from .masks.sparsity import BlockSparsity
+from .operators.dtensor_import import register_when_imported as _register_when_imported
 
 __all__ = [
     "BlockSparsity",
@@ -38,3 +39,4 @@ __all__ = [
 ]
 
 _sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")
+_register_when_imported()  # what the operators do with DTensors

@@ -28,6 +28,7 @@ from .checks.tensors import (
     check_tensor,
     refuse_gradients,
 )
+from .operators.dtensor_import import is_dtensor
 
 WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
@@ -221,7 +222,11 @@ def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:
 def pad_head_dim(x: Tensor) -> Tensor:
     """Zeros to a multiple of 8: they add nothing to a score, and their outputs are cut off."""
     padding = -x.shape[-1] % 8
-    return x if padding == 0 else pad(x, (0, padding))
+    if padding == 0:
+        return x
+    if is_dtensor(x):  # which torch 2.11 would gather to pad it
+        return torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1)
+    return pad(x, (0, padding))
 
 
 def needs_padding(q: Tensor, v: Tensor) -> bool:

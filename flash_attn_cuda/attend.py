@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_compiling
 
 from . import build_info
 from .arguments import (
@@ -24,9 +25,10 @@ from .arguments import (
     pad_head_dim,
 )
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
-from .checks.calls import check_call, check_contents, check_gradients, check_out
+from .checks.calls import check_call, check_contents, check_gradients, check_out, names_of
 from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_operator
+from .operators.dtensor_import import is_dtensor
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.
@@ -152,6 +154,10 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
     if not call.over_cache:
         call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     _check(call, names)
+    if not is_compiling() and any(map(is_dtensor, vars(call).values())):
+        from .operators.dtensor import split_of
+
+        split_of(call, names=names_of(call) if names is None else names)  # for its errors' words
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
     try:

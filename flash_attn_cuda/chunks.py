@@ -21,6 +21,7 @@ from .arguments import Result, cast_for_autocast
 from .attend import attend, attend_over_cache
 from .call import AttentionCall, Names
 from .checks.calls import check_call
+from .operators.dtensor_import import is_dtensor
 from .rotary import apply_rotary_emb
 
 
@@ -65,8 +66,8 @@ def _cut(
     chunk: int,
     count: int,
     *,
-    total_q: int,
-    total_k: int,
+    end_q: Tensor,
+    end_k: Tensor,
     before: bool,
     late: bool,
 ) -> Pieces:
@@ -97,16 +98,16 @@ def _cut(
     first_k = torch.where(has_keys, whole.first_k[owner] + begin, whole.row_k[owner])
     return Pieces(
         owner,
-        torch.where(is_one, whole.first_q[owner] + first_q, total_q),
+        torch.where(is_one, whole.first_q[owner] + first_q, end_q),
         torch.where(is_one, last_q - first_q, 0).clamp(min=0),
-        torch.where(is_one, first_k, total_k),
+        torch.where(is_one, first_k, end_k),
         torch.where(is_one & has_keys, keys, 0).clamp(min=0),
     )
 
 
-def _bounds(first: Tensor, total: int) -> Tensor:
+def _bounds(first: Tensor, end: Tensor) -> Tensor:
     """cu_seqlens."""
-    return torch.nn.functional.pad(first, (0, 1), value=total).int()
+    return torch.cat([first, end[None]]).int()
 
 
 def _rows_of(slopes: Tensor | None, owner: Tensor) -> Tensor | None:
@@ -122,6 +123,8 @@ def attend_in_chunks(
     check_call(call, names, is_padded=False)
     if call.batch() == 0:
         return attend(call, return_attn_probs, names)
+    if is_dtensor(call.q) or is_dtensor(call.k):
+        return _in_shards(call, chunk, return_attn_probs, names)
     if call.is_packed():
         return attend(_of_packed(call, chunk), return_attn_probs, names)
     (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
@@ -140,6 +143,18 @@ def attend_in_chunks(
     else:
         softmax_lse = softmax_lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
     return out, softmax_lse, s_dmask
+
+
+def _in_shards(
+    call: AttentionCall, chunk: int, return_attn_probs: bool, names: Names | None
+) -> Result:
+    """Each rank cuts its part."""
+    from .operators.dtensor_shards import attend_in_shards
+
+    out, softmax_lse = attend_in_shards(
+        call, lambda part: attend_in_chunks(part, chunk, True, names), "attention_chunk"
+    )
+    return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
 
 
 def _refuse(call: AttentionCall, chunk: int, return_attn_probs: bool) -> None:
@@ -184,20 +199,19 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
     assert cu_q is not None and cu_k is not None
     rows_q, rows_k = cu_q.diff().long(), cu_k.diff().long()
     len_q = rows_q if call.seqused_q is None else call.seqused_q.long().minimum(rows_q)
-    end_k = rows_k if call.seqused_k is None else call.seqused_k.long().minimum(rows_k)
-    pad = torch.zeros_like(end_k) if call.leftpad_k is None else call.leftpad_k.long()
+    last_k = rows_k if call.seqused_k is None else call.seqused_k.long().minimum(rows_k)
+    pad = torch.zeros_like(last_k) if call.leftpad_k is None else call.leftpad_k.long()
     row_k = cu_k[:-1].long()
-    whole = Sequences(cu_q[:-1].long(), len_q, row_k, row_k + pad, end_k - pad)
-    total_q, total_k = call.q.shape[0], call.k.shape[0]
+    whole = Sequences(cu_q[:-1].long(), len_q, row_k, row_k + pad, last_k - pad)
+    end_q, end_k = cu_q[-1].long(), cu_k[-1].long()  # rows behind are nobody's
     batch = cu_q.shape[0] - 1
-    count = total_k // chunk + (2 if before else 1) * batch
-    totals = {"total_q": total_q, "total_k": total_k}
-    cut = _cut(whole, chunk, count, **totals, before=before, late=False)
+    count = call.k.shape[0] // chunk + (2 if before else 1) * batch
+    cut = _cut(whole, chunk, count, end_q=end_q, end_k=end_k, before=before, late=False)
     has_own_lengths = call.seqused_k is not None or call.leftpad_k is not None
     return replace(
         call,
-        cu_seqlens_q=_bounds(cut.first_q, total_q),
-        cu_seqlens_k=_bounds(cut.first_k, total_k),
+        cu_seqlens_q=_bounds(cut.first_q, end_q),
+        cu_seqlens_k=_bounds(cut.first_k, end_k),
         seqused_q=None if call.seqused_q is None else cut.len_q.int(),
         seqused_k=cut.len_k.int() if has_own_lengths else None,
         leftpad_k=None,
@@ -215,6 +229,12 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> tuple[Tensor
     check_call(call, None, is_padded=False)
     if call.batch() == 0:
         return attend_over_cache(call)
+    if is_dtensor(call.q) or is_dtensor(call.k):
+        from .operators.dtensor_shards import attend_in_shards
+
+        return attend_in_shards(
+            call, lambda part: attend_over_cache_in_chunks(part, chunk), "attention_chunk"
+        )
     if call.rotary_cos is not None and call.k_new is not None:
         call = _rotated(call)
     is_decode = not call.is_packed() and call.q.shape[1] == 1
@@ -246,13 +266,15 @@ def _over_pieces(
         count = batch * ((most + chunk - 2) // chunk + 2)
     assert bounds is not None
     whole = Sequences(bounds[:-1].long(), bounds.diff().long(), pad, pad, filled - pad)
-    cut = _cut(whole, chunk, count, total_q=total_q, total_k=0, before=True, late=True)
+    end_q = bounds[-1].long()
+    nothing = torch.zeros_like(end_q)
+    cut = _cut(whole, chunk, count, end_q=end_q, end_k=nothing, before=True, late=True)
     entry = cut.owner if call.cache_batch_idx is None else call.cache_batch_idx[cut.owner]
     pieces = replace(
         call,
         q=q,
         out=call.out if is_packed else None,
-        cu_seqlens_q=_bounds(cut.first_q, total_q),
+        cu_seqlens_q=_bounds(cut.first_q, end_q),
         max_seqlen_q=most,
         seqused_k=(cut.first_k + cut.len_k).int(),
         seqlen_k=None,

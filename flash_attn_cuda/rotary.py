@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from . import build_info
 from .arguments import is_plain_cuda_call
+from .operators.dtensor_import import is_dtensor
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
 
@@ -85,6 +86,11 @@ def rotate(
     """apply_rotary_emb; with `conjugate` by the negative angles, which is its gradient."""
     if not _has_kernel(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
         _check(x, cos, sin, seqlen_offsets, cu_seqlens)
+        if is_dtensor(x) or is_dtensor(cos):
+            from .operators.dtensor_shards import rotate_in_shards
+
+            tables = (cast(Any, x), cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
+            return rotate_in_shards(rotate, *tables, conjugate)
         sin = -sin if conjugate else sin
         return _rotate_by_operators(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
     is_recorded = x.requires_grad and torch.is_grad_enabled()

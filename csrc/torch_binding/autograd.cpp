@@ -11,6 +11,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/saved_call.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -19,50 +20,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What autograd keeps beside tensors is a list of numbers; all of these are exact in a double.
-std::vector<double> to_numbers(const CallOptions& options) {
-  return {static_cast<double>(options.window.left),
-          static_cast<double>(options.window.right),
-          options.softmax_scale,
-          options.softcap,
-          options.p_dropout,
-          options.deterministic ? 1.0 : 0.0};
-}
-
-CallOptions from_numbers(const std::vector<double>& numbers) {
-  return {
-      .window = {.left = static_cast<int>(numbers.at(0)), .right = static_cast<int>(numbers.at(1))},
-      .softmax_scale = static_cast<float>(numbers.at(2)),
-      .softcap = static_cast<float>(numbers.at(3)),
-      .p_dropout = numbers.at(4),
-      .deterministic = numbers.at(5) != 0.0};
-}
-
-// What a backward needs beside q, k, v and their results, in one order for save and restore.
-template <class Call, class Visitor>
-void visit_settings(Call& call, Visitor&& visitor) {
-  visitor(call.cu_seqlens_q);
-  visitor(call.cu_seqlens_k);
-  visitor(call.seqused_q);
-  visitor(call.seqused_k);
-  visitor(call.leftpad_k);
-  visitor(call.origin);
-  visitor(call.alibi_slopes);
-  visitor(call.masks.block_columns);
-  visitor(call.masks.bits);
-  visitor(call.masks.bias);
-  visitor(call.masks.sink);
-}
-
 void save(AutogradContext* context, const AttentionCall& call, const ForwardResults& results,
           bool has_settings) {
   variable_list saved = {call.q, call.k, call.v, results.out, results.softmax_lse};
   if (has_settings) {
     saved.push_back(results.rng_state);
-    visit_settings(call, [&saved](const at::Tensor& tensor) { saved.push_back(tensor); });
+    visit_saved_tensors(call, [&saved](const at::Tensor& tensor) { saved.push_back(tensor); });
   }
   context->save_for_backward(std::move(saved));
-  context->saved_data["options"] = to_numbers(call.options);
+  context->saved_data["numbers"] = saved_numbers(call);
 }
 
 struct Saved {
@@ -83,9 +49,9 @@ Saved restore(const AutogradContext* context) {
   if (saved.size() > next) {
     if (const at::Tensor& rng_state = saved.at(next++); rng_state.defined())
       restored.incoming.rng_state = rng_state;
-    visit_settings(call, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
+    visit_saved_tensors(call, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
   }
-  call.options = from_numbers(context->saved_data.at("options").toDoubleVector());
+  restore_numbers(context->saved_data.at("numbers").toDoubleVector(), call);
   return restored;
 }
 

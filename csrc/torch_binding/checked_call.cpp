@@ -13,6 +13,9 @@ namespace {
 
 constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than any device has
 
+const char* k_name_of(const CallArguments& given) { return given.over_cache ? "k_cache" : "k"; }
+const char* v_name_of(const CallArguments& given) { return given.over_cache ? "v_cache" : "v"; }
+
 CallOptions checked_options(const CallArguments& given) {
   const std::int64_t head_dim = given.q.size(given.q.dim() - 1);
   const double scale = given.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
@@ -133,17 +136,21 @@ void check_refused(const CallArguments& given) {
 AttentionCall checked_call(const CallArguments& given, Pass pass) {
   using Kv = InputLayout::Kv;
   const bool is_packed = given.cu_seqlens_q.has_value();
-  const bool is_paged = given.block_table.has_value();
   const bool over_cache = given.over_cache;
-  const char* const k_name = over_cache ? "k_cache" : "k";
-  const char* const v_name = over_cache ? "v_cache" : "v";
-  const Kv entries = over_cache ? Kv::cache : Kv::dense;
+  const Kv entries = over_cache ? Kv::cache : (is_packed ? Kv::packed : Kv::dense);
   check_inputs(given.q, given.k, given.v,
                {.packed_q = is_packed,
-                .kv = is_paged ? Kv::paged : (is_packed && !over_cache ? Kv::packed : entries),
-                .k_name = k_name,
-                .v_name = v_name,
+                .kv = given.block_table.has_value() ? Kv::paged : entries,
+                .k_name = k_name_of(given),
+                .v_name = v_name_of(given),
                 .any_head_dim = over_cache});
+  return described_call(given, pass);
+}
+
+AttentionCall described_call(const CallArguments& given, Pass pass) {
+  const bool is_packed = given.cu_seqlens_q.has_value();
+  const bool is_paged = given.block_table.has_value();
+  const bool over_cache = given.over_cache;
   TORCH_CHECK_VALUE(is_packed || !given.cu_seqlens_k.has_value(),
                     "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
   check_refused(given);
@@ -151,8 +158,8 @@ AttentionCall checked_call(const CallArguments& given, Pass pass) {
   AttentionCall call{.q = given.q, .k = given.k, .v = given.v};
   call.cache.reads_in_place = is_paged || over_cache;
   if (call.cache.reads_in_place) {
-    check_read_in_place(k_name, given.k);
-    check_read_in_place(v_name, given.v);
+    check_read_in_place(k_name_of(given), given.k);
+    check_read_in_place(v_name_of(given), given.v);
   }
   const std::int64_t batch = is_packed ? set_packed_queries(given, call) : given.q.size(0);
   if (over_cache) {

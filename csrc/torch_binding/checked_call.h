@@ -15,6 +15,9 @@ enum class Pass { forward, backward, both };
 // biases of packed sequences must hold the max_seqlens.
 AttentionCall checked_call(const CallArguments& given, Pass pass);
 
+// The same of tensors that no kernel may be able to read, such as those on the CPU.
+AttentionCall described_call(const CallArguments& given, Pass pass);
+
 // q, k and v where kernels can address them; pages and caches stay where they are.
 void use_kernel_layout(AttentionCall& call);
 

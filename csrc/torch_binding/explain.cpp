@@ -5,6 +5,8 @@
 #include "flash_attn/instance.h"
 #include "host/names.h"
 #include "torch_binding/check.h"
+#include "torch_binding/checked_call.h"
+#include "torch_binding/saved_call.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
@@ -89,6 +91,26 @@ py::dict common_config(const Config& config) {
                   "block_n"_a = config.block_n, "num_warps"_a = config.num_warps,
                   "features"_a = config.features,
                   "feature_names"_a = flash_attn_cuda::names_of(config.features));
+}
+
+// None for an undefined tensor.
+py::dict describe(const AttentionCall& call) {
+  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, origin,
+               alibi_slopes, max_seqlen_q, max_seqlen_k, cache, masks, options] = call;
+  const auto& [block_rows, block_columns, bits, bias, sink] = masks;
+  const auto& [window, softmax_scale, softcap, p_dropout, deterministic, fp32_results, sm_margin] =
+      options;
+  return py::dict(
+      "q"_a = q, "k"_a = k, "v"_a = v, "cu_seqlens_q"_a = cu_seqlens_q,
+      "cu_seqlens_k"_a = cu_seqlens_k, "seqused_q"_a = seqused_q, "seqused_k"_a = seqused_k,
+      "leftpad_k"_a = leftpad_k, "origin"_a = origin, "alibi_slopes"_a = alibi_slopes,
+      "max_seqlen_q"_a = max_seqlen_q, "max_seqlen_k"_a = max_seqlen_k,
+      "reads_in_place"_a = cache.reads_in_place, "block_rows"_a = block_rows,
+      "block_columns"_a = block_columns, "mask_bits"_a = bits, "bias"_a = bias, "sink"_a = sink,
+      "window_left"_a = window.left, "window_right"_a = window.right,
+      "softmax_scale"_a = softmax_scale, "softcap"_a = softcap, "dropout_p"_a = p_dropout,
+      "deterministic"_a = deterministic, "fp32_results"_a = fp32_results,
+      "sm_margin"_a = sm_margin);
 }
 
 py::dict describe(const ForwardConfig& config) {
@@ -211,6 +233,17 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   result["q_tiles"] = plan.q_tiles;
   result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
   return result;
+}
+
+std::vector<py::dict> explain_settings(const CallArguments& call) {
+  const AttentionCall of_forward = described_call(call, Pass::both);
+  AttentionCall restored{.q = of_forward.q, .k = of_forward.k, .v = of_forward.v};
+  std::vector<at::Tensor> saved;
+  visit_saved_tensors(of_forward, [&](const at::Tensor& tensor) { saved.push_back(tensor); });
+  std::size_t next = 0;
+  visit_saved_tensors(restored, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
+  restore_numbers(saved_numbers(of_forward), restored);
+  return {describe(described_call(call, Pass::backward)), describe(restored)};
 }
 
 std::vector<std::string> forward_instance_names() { return instance_names(forward_instances()); }

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "torch_binding/arguments.h"
+
 namespace flash_attn_cuda::binding {
 
 // Packed: seqlen_q and seqlen_k are the totals of batch_size sequences, max_seqlen_q a bound of
@@ -27,6 +29,10 @@ pybind11::dict explain_backward(const std::string& dtype, int head_dim, int batc
                                 std::int64_t window_right, bool packed, double softcap, bool alibi,
                                 double p_dropout, bool deterministic, bool block_sparse, bool bias,
                                 std::optional<int> head_dim_v);
+
+// What a backward is told of a call, by names of AttentionCall's (call.h) fields: [by an operator,
+// by what autograd keeps of a forward].
+std::vector<pybind11::dict> explain_settings(const CallArguments& call);
 
 std::vector<std::string> forward_instance_names();
 std::vector<std::string> backward_instance_names();

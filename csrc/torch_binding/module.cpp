@@ -181,6 +181,10 @@ void define_information(py::module& module) {
              py::arg("alibi") = false, py::arg("p_dropout") = 0.0, py::arg("deterministic") = false,
              py::arg("block_sparse") = false, py::arg("bias") = false,
              py::arg("head_dim_v") = py::none());
+  module.def("explain_settings", torch::wrap_pybind_function(&binding::explain_settings),
+             "What the backward of a call is told -> [by an operator, by what autograd keeps of\n"
+             "forward], dicts of tensors or None and numbers. call: as in forward, on any device.",
+             py::arg("call"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),

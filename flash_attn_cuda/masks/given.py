@@ -4,7 +4,7 @@ bits of a BlockSparsity, a bias in four dimensions, a sink in softmax_lse's dtyp
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..call import AttentionCall
 from ..checks.calls import check_call, extent_of
 from ..checks.masks import PairExtent, check_attn_mask, check_blocks, check_sparsity
 from ..checks.tensors import refuse_forward_gradients, sink_for
+from ..operators.dtensor_import import is_dtensor
 from .sparsity import BlockSparsity
 
 
@@ -53,6 +54,7 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
     if sparsity is not None:
         call.block_rows, call.block_columns = sparsity.rows, sparsity.columns
         call.mask_bits = sparsity.bits
+        _as_shards(call, masks)
     if not masks.is_dense_mask():
         call.bias = _bias_of(masks.attn_mask, extent, call.q)
 
@@ -99,15 +101,38 @@ def _checked_sparsity(
         check_blocks(masks.block_mask, masks.block_size, extent, q)
         size = tuple(masks.block_size)
         given = BlockSparsity.from_blocks(
-            masks.block_mask, (size[0], size[1]), extent.seqlen_q, extent.seqlen_k
+            _local("block_mask", masks.block_mask),
+            (size[0], size[1]),
+            extent.seqlen_q,
+            extent.seqlen_k,
         )
     if masks.is_dense_mask():
         check_attn_mask(masks.attn_mask, extent, q)
         assert masks.attn_mask is not None
-        return BlockSparsity.from_mask(masks.attn_mask, seqlen_q=extent.seqlen_q)
+        mask = _local("attn_mask", masks.attn_mask)
+        return BlockSparsity.from_mask(mask, seqlen_q=extent.seqlen_q)
     if given is not None:
         check_sparsity(given, "block_mask", extent, q)
     return given
+
+
+def _local(name: str, mask: Tensor) -> Tensor:
+    """A mask of booleans, of a DTensor this rank's shard."""
+    if not is_dtensor(mask):
+        return mask
+    from ..operators.dtensor_shards import local_mask
+
+    return local_mask(name, cast(Any, mask))
+
+
+def _as_shards(call: AttentionCall, masks: Masks) -> None:
+    """What was made of a DTensor's shard is a DTensor again."""
+    mask: Any = masks.attn_mask if masks.is_dense_mask() else masks.block_mask
+    if is_dtensor(mask):
+        from ..operators.dtensor_shards import like_mask
+
+        for name in ("block_rows", "block_columns", "mask_bits"):
+            setattr(call, name, like_mask(mask, getattr(call, name)))
 
 
 def _bias_of(attn_mask: Any, extent: PairExtent, q: Tensor) -> Tensor | None:

@@ -217,9 +217,9 @@ _attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _
 
 # -- backward ------------------------------------------------------------------------------------
 
-_TARGETS = ("dq", "dk", "dv")
-_INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
-_INCOMING_AND_TARGETS = (*_INCOMING, *_TARGETS, "accumulate")
+TARGETS = ("dq", "dk", "dv")
+INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
+INCOMING_AND_TARGETS = (*INCOMING, *TARGETS, "accumulate")
 
 
 def _checked_backward(
@@ -258,11 +258,11 @@ def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
     schema=schema_of(
         "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
         (AttentionCall, OF_BACKWARD),
-        (Incoming, _INCOMING),
+        (Incoming, INCOMING),
     ),
 )
 def _gradients_op(*args: Any) -> Tensors5:
-    call, incoming = _checked_backward(args, _INCOMING)
+    call, incoming = _checked_backward(args, INCOMING)
     check_contents(call)
     dq, dk, dv, _, dbias, dsink = backward_on_cpu(call, incoming)
     return dq, dk, dv, dbias, dsink
@@ -270,7 +270,7 @@ def _gradients_op(*args: Any) -> Tensors5:
 
 @_gradients_op.register_kernel("cuda")
 def _(*args: Any) -> Tensors5:
-    call, incoming = _checked_backward(args, _INCOMING)
+    call, incoming = _checked_backward(args, INCOMING)
     dq, dk, dv, _, dbias, dsink = _backward_on_cuda(call, incoming)
     dtype = call.q.dtype if call.bias is None else call.bias.dtype
     dbias = call.q.new_empty((0,), dtype=dtype) if dbias is None else dbias.to(dtype)
@@ -280,7 +280,7 @@ def _(*args: Any) -> Tensors5:
 
 @_gradients_op.register_fake
 def _(*args: Any) -> Tensors5:
-    call, incoming = _checked_backward(args, _INCOMING)
+    call, incoming = _checked_backward(args, INCOMING)
     return _empty_gradients(call, incoming.wants_dbias)
 
 
@@ -289,7 +289,7 @@ def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Tensors5:
     wanted, and no sink.
     """
     op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
-    return op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, _INCOMING))
+    return op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
 
 
 _gradients_op.register_autograd(no_double_backward)
@@ -298,20 +298,20 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
 
 @torch.library.custom_op(
     "flash_attn_cuda::attention_backward",
-    mutates_args=_TARGETS,
+    mutates_args=TARGETS,
     device_types="cpu",
     schema=schema_of(
         "Tensor softmax_d",
         (AttentionCall, OF_BACKWARD),
-        (Incoming, _INCOMING_AND_TARGETS),
-        mutated=_TARGETS,
+        (Incoming, INCOMING_AND_TARGETS),
+        mutated=TARGETS,
     ),
 )
 def _backward_op(*args: Any) -> Tensor:
-    call, incoming = _checked_backward(args, _INCOMING_AND_TARGETS)
+    call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
     check_contents(call)
     dq, dk, dv, softmax_d, _, _ = backward_on_cpu(call, incoming)
-    for name, gradient in zip(_TARGETS, (dq, dk, dv), strict=True):
+    for name, gradient in zip(TARGETS, (dq, dk, dv), strict=True):
         target = getattr(incoming, name)
         if target is not None and incoming.accumulate:
             target.add_(gradient)
@@ -322,20 +322,20 @@ def _backward_op(*args: Any) -> Tensor:
 
 @_backward_op.register_kernel("cuda")
 def _(*args: Any) -> Tensor:
-    call, incoming = _checked_backward(args, _INCOMING_AND_TARGETS)
+    call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
     return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True))[3]
 
 
 @_backward_op.register_fake
 def _(*args: Any) -> Tensor:
-    call, _ = _checked_backward(args, _INCOMING_AND_TARGETS)
+    call, _ = _checked_backward(args, INCOMING_AND_TARGETS)
     return call.q.new_empty(call.softmax_d_shape(), dtype=call.lse_dtype())
 
 
 def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
     """Writes dq, dk and dv where they are given, or adds to them; returns softmax_d."""
     return _ops.attention_backward(
-        *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, _INCOMING_AND_TARGETS)
+        *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING_AND_TARGETS)
     )
 
 
@@ -387,8 +387,8 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, 
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
     size, count = info.batch_size, len(OF_BACKWARD)
     call = AttentionCall(**dict(zip(OF_BACKWARD, args[:count], strict=True)))
-    given = dict(zip(_INCOMING, args[count:], strict=True))
-    dims = dict(zip((*OF_BACKWARD, *_INCOMING), in_dims, strict=True))
+    given = dict(zip(INCOMING, args[count:], strict=True))
+    dims = dict(zip((*OF_BACKWARD, *INCOMING), in_dims, strict=True))
     # Where the forward was not mapped, batch entries are part of what decides about dropout.
     is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
     if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):

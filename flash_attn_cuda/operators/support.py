@@ -75,13 +75,13 @@ def call_extension(function: str, device: torch.device, *arguments: Any) -> list
         raise
 
 
-def draw_rng_state(dropout_p: float) -> Tensor:
-    """(seed, offset) of a call on the CPU, int64, from torch's default generator; empty without
-    dropout.
+def draw_rng_state(dropout_p: float, device: torch.device | str = "cpu") -> Tensor:
+    """(seed, offset) of a call, int64, from the device's default generator; empty without dropout.
+    The extension draws its own.
     """
     if dropout_p == 0.0:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device="cpu")
+        return torch.empty(0, dtype=torch.int64, device=device)
+    rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
     rng_state[1] = 0
     return rng_state
 

@@ -1,5 +1,6 @@
-"""Context parallelism with FSDP2, tensor parallelism, torch.compile and activation checkpoints, in
-processes over gloo, in fp64: gradients are those of one process.
+"""Context parallelism with FSDP2, tensor parallelism, torch.compile and activation checkpoints, and
+DTensors over a mesh of two dimensions, in processes over gloo, in fp64: gradients are those of one
+process.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.context_parallel import composition_cases as cases
+from tests.context_parallel import dtensor_cases
 from tests.context_parallel.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -23,6 +25,10 @@ def test_fully_shard(four: Ranks, scheme: str, over_both: bool) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tensor_parallel(four: Ranks, scheme: str, has_alibi: bool) -> None:
     four.run(cases.with_tensor_parallel, scheme, has_alibi)
+
+
+def test_dtensors_over_batch_and_heads(four: Ranks) -> None:
+    four.run(dtensor_cases.over_two_dimensions)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

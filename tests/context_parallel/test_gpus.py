@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cases.harness import ON_CPU
-from tests.context_parallel import cases
+from tests.context_parallel import cases, dtensor_cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
@@ -81,3 +81,10 @@ def test_values_repeat_bit_by_bit(two: Ranks, scheme: str, layout: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_a_cuda_graph(two: Ranks, scheme: str) -> None:
     two.run(cases.in_a_graph, replace(BASE, **SCHEMES[scheme], deterministic=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("cut", ["heads", "batch", "packed-heads"])
+def test_dtensors(two: Ranks, cut: str, dropout_p: float) -> None:
+    is_packed = cut.startswith("packed")
+    two.run(dtensor_cases.on_gpus, cut.removeprefix("packed-"), dropout_p, is_packed)

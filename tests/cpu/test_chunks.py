@@ -304,3 +304,16 @@ def test_what_chunks_do_not_go_with() -> None:
         flash_attn_varlen_func(
             q[0], q, q, bounds, bounds, 4, 4, block_table=table, attention_chunk=2
         )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_behind_the_last_sequence_are_nobodys(causal: bool) -> None:
+    q, k, v = torch.randn(3, 50, 2, 16, dtype=torch.float64)
+    bounds = torch.tensor([0, 7, 47], dtype=torch.int32)
+    given = (bounds, bounds, 40, 40)
+    options = {"causal": causal, "attention_chunk": 16, "return_attn_probs": True}
+    out, lse, _ = flash_attn_varlen_func(q, k, v, *given, **options)
+    wanted, wanted_lse, _ = flash_attn_varlen_func(q[:47], k[:47], v[:47], *given, **options)
+    torch.testing.assert_close(out[:47], wanted)
+    torch.testing.assert_close(lse[:, :47], wanted_lse)
+    assert not out[47:].any() and lse[:, 47:].isneginf().all()

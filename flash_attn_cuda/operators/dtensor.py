@@ -1,0 +1,396 @@
+"""What the operators do with DTensors: each rank computes the batch entries and heads that it has.
+
+A dimension of the mesh may cut the batch of everything, or the heads of everything, or nothing: q
+says which, and the others have to fit, as attention is independent over both. What is replicated
+where q is cut is cut here, which moves nothing between ranks: lengths, slopes and masks, which may
+also be plain tensors that hold the whole, and the key heads that a rank's query heads read, whose
+gradients are sums over ranks (Partial) then. Anything else is refused; gradients that come in alone
+are moved to where their results are. A dropout's mask is that of the whole: the seed is the first
+rank's, and a rank's sequences and heads count from where they are in the whole (AttentionCall's
+origin).
+
+Imported when DTensors are (dtensor_import.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.functional import pad
+
+from ..call import (
+    DIFFERENTIABLE,
+    FIELDS,
+    OF_BACKWARD,
+    READ,
+    TENSORS,
+    AttentionCall,
+    Incoming,
+)
+from ..checks.calls import check_call, check_incoming, names_of
+from ..checks.tensors import output_shape
+from . import attention, combine
+from .attention import INCOMING, INCOMING_AND_TARGETS, TARGETS
+from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, WHOLE, Layout, Split
+from .support import arguments_of, draw_rng_state
+
+Rule = Callable[[Any, dict[str, Any]], Any]
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def layouts_of(call: AttentionCall) -> dict[str, Layout]:
+    """Of the tensors of an AttentionCall (call.py)."""
+    # The sequences of packed tensors are not a dimension, which could be cut.
+    is_cut = not call.is_packed() and call.cu_seqlens_k_new is None
+    batch = BATCH if is_cut else WHOLE
+    q = (WHOLE, HEADS, WHOLE) if call.is_packed() else (batch, WHOLE, HEADS, WHOLE)
+    keys = (WHOLE, KEY_HEADS, WHOLE)
+    if call.block_table is not None or call.cache_batch_idx is not None:
+        entries: Layout = (WHOLE, *keys)  # which indices of the whole name
+    elif call.over_cache or not call.is_packed():
+        entries = (batch, *keys)
+    else:
+        entries = keys
+    new = keys if call.cu_seqlens_k_new is not None else (batch, *keys)
+    pairs, each = (batch, HEADS, WHOLE, WHOLE), (batch,)
+    table = (WHOLE if call.cache_batch_idx is not None else batch, WHOLE)
+    slopes = (HEADS,) if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else pairs[:2]
+    return {
+        **{"q": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
+        **dict.fromkeys(("bias", "block_rows", "block_columns", "mask_bits"), pairs),
+        **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx"), each),
+        **dict.fromkeys(
+            ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "rng_state"), (WHOLE,)
+        ),
+        **dict.fromkeys(("rotary_cos", "rotary_sin"), (WHOLE, WHOLE)),
+        "alibi_slopes": slopes,
+        "sink": (HEADS,),
+        "origin": (batch, WHOLE),
+        "block_table": table,
+    }
+
+
+def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    rows = layout_of_rows(call)
+    return {
+        **dict.fromkeys(("dout", "out"), layouts["q"]),
+        **dict.fromkeys(("dlse", "softmax_lse"), rows),
+        **{"d" + name: layouts[name] for name in "qkv"},
+    }
+
+
+def layout_of_rows(call: AttentionCall) -> Layout:
+    """Of softmax_lse and softmax_d."""
+    return (HEADS, WHOLE) if call.is_packed() else (layouts_of(call)["q"][0], HEADS, WHOLE)
+
+
+def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
+    """What errors call the fields of a call."""
+    if names is None:
+        titles: dict[str, str] = names_of(call)._asdict()
+    else:
+        lists = dict.fromkeys(("block_rows", "block_columns", "mask_bits"), "attn_mask, block_mask")
+        titles = {**names._asdict(), **lists, "bias": "attn_mask"}
+    if call.over_cache:
+        titles |= {"k_new": "k", "v_new": "v"}
+    return titles
+
+
+def split_of(call: AttentionCall, incoming: Incoming | None = None, names: Any = None) -> Split:
+    """How a call that is checked lies on the mesh; raises, in a caller's `names`, for DTensors that
+    do not fit.
+    """
+    layouts = layouts_of(call)
+    tensors = {name: getattr(call, name) for name in TENSORS}
+    if incoming is not None:
+        layouts |= _layouts_of_incoming(call, layouts)
+        tensors |= {
+            name: getattr(incoming, name) for name in INCOMING_AND_TARGETS if name in layouts
+        }
+    given = {name: x for name, x in tensors.items() if x is not None}
+    split = Split(given, layouts, "q", _titles_of(call, names))
+    _check_appended(call, split)
+    _check_dropout(call, split)
+    return split
+
+
+def _check_appended(call: AttentionCall, split: Split) -> None:
+    """A cache that ranks share would get the keys of some of them alone."""
+    if call.k_new is None:
+        return
+    title = _titles_of(call)["k"]
+    if BATCH in split.cuts and BATCH not in layouts_of(call)["k"]:
+        raise ValueError(
+            "q: must not be sharded over batch where new keys are appended to what ranks share, a "
+            f"{title} with a block_table or cache_batch_idx: redistribute q and the new keys"
+        )
+    _, count, held = split.key_heads(call.k.shape[-2])
+    if count < held:
+        raise ValueError(
+            f"{title}: must be sharded over heads as q is where new keys are appended, got "
+            "replicated heads: redistribute it"
+        )
+
+
+def _check_dropout(call: AttentionCall, split: Split) -> None:
+    if call.dropout_p == 0.0 or not any(split.cuts):
+        return
+    refused = {
+        "an attn_mask or a block_mask": call.has_masks(),
+        "return_attn_probs": call.wants_s_dmask(),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise NotImplementedError(
+                f"dropout_p: must be 0 with {what} where DTensors are sharded, got "
+                f"{call.dropout_p}: redistribute q, k and v to be replicated"
+            )
+
+
+def local_call(call: AttentionCall, split: Split) -> AttentionCall:
+    """This rank's part, of which all tensors are plain."""
+    tensors = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
+    local: dict[str, Any] = {name: split.local(name, x) for name, x in tensors.items()}
+    first, count, held = split.key_heads(call.k.shape[-2])
+    if count < held:
+        local |= {name: local[name].narrow(-2, first, count) for name in "kv"}
+    part = replace(call, **local)
+    return part if call.dropout_p == 0.0 else _as_part_of_dropout(call, part, split)
+
+
+def _as_part_of_dropout(call: AttentionCall, part: AttentionCall, split: Split) -> AttentionCall:
+    """The part, packed, with the places of its sequences and heads in the whole's dropout."""
+    if not any(split.cuts):
+        return part
+    first_head, _ = split.extent(HEADS, call.q.shape[-2])
+    if part.origin is not None:
+        stream, places = part.origin.split([1, 3], dim=1)
+        return replace(part, origin=torch.cat([stream + first_head, places], 1))
+    first, count = split.extent(BATCH, call.batch())
+    sequence = torch.arange(first, first + count, dtype=torch.int32, device=part.q.device)
+    part = part if part.is_packed() else _packed(part)
+    zero = torch.zeros_like(sequence)
+    stream = sequence * call.q.shape[-2] + first_head
+    return replace(part, origin=torch.stack([stream, zero, zero, _shift(part)], 1))
+
+
+def _shift(part: AttentionCall) -> Tensor:
+    """seqlen_k - seqlen_q of packed sequences, int32."""
+    bounds_q, bounds_k = part.cu_seqlens_q, part.cu_seqlens_k
+    assert bounds_q is not None and bounds_k is not None
+    len_q, end_k = bounds_q.diff(), bounds_k.diff()
+    if part.seqused_q is not None:
+        len_q = len_q.minimum(part.seqused_q)
+    if part.seqused_k is not None:
+        end_k = end_k.minimum(part.seqused_k)
+    return end_k - len_q if part.leftpad_k is None else end_k - part.leftpad_k - len_q
+
+
+def _packed(part: AttentionCall) -> AttentionCall:
+    """A call of equal lengths as one of packed sequences, which have an origin."""
+    (batch, seqlen_q), seqlen_k = part.q.shape[:2], part.k.shape[1]
+    entries = torch.arange(batch + 1, dtype=torch.int32, device=part.q.device)
+    q, k, v = (x.flatten(0, 1) for x in (part.q, part.k, part.v))
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": entries * seqlen_q,
+        "cu_seqlens_k": entries * seqlen_k,
+        "max_seqlen_q": seqlen_q,
+        "max_seqlen_k": seqlen_k,
+    }
+    return replace(part, q=q, k=k, v=v, **lengths)
+
+
+def _unpacked_rows(x: Tensor, batch: int) -> Tensor:
+    """(heads, total) as (batch, heads, seqlen)."""
+    return x.unflatten(1, (batch, -1) if batch > 0 else (0, 0)).transpose(0, 1).contiguous()
+
+
+def _shared_rng_state(call: AttentionCall, split: Split) -> Tensor:
+    """The rng_state of a forward: what the mesh's first rank draws."""
+    like = cast(DTensor, call.q).to_local()
+    if isinstance(like, FakeTensor) or type(like) is not Tensor:
+        raise NotImplementedError(
+            "dropout_p: must be 0 where torch.compile traces DTensors, as their ranks agree on a "
+            f"seed, got {call.dropout_p}"
+        )
+    drawn = draw_rng_state(call.dropout_p, like.device)
+    return distribute_tensor(drawn, split.mesh, [Replicate()] * split.mesh.ndim).to_local()
+
+
+def _forward(names: Sequence[str]) -> Rule:
+    """Of an operator whose arguments are these fields of a call."""
+
+    def rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
+        call = AttentionCall(**given)
+        check_call(call)
+        split, layouts = split_of(call), layouts_of(call)
+        part = local_call(call, split)
+        if call.dropout_p > 0.0 and call.rng_state is None:
+            part = replace(part, rng_state=_shared_rng_state(call, split))
+        out, softmax_lse, s_dmask, rng_state = func(*arguments_of(part, names))
+        if part.is_packed() and not call.is_packed():
+            batch = part.batch()
+            out = out.unflatten(0, (batch, call.q.shape[1]))
+            softmax_lse = _unpacked_rows(softmax_lse, batch)
+        probabilities = (layouts["q"][0], HEADS, WHOLE, WHOLE) if call.wants_s_dmask() else (WHOLE,)
+        return (
+            split.result(out, layouts["q"], output_shape(call.q, call.v)),
+            split.result(softmax_lse, layout_of_rows(call), call.lse_shape()),
+            split.result(s_dmask, probabilities, call.s_dmask_shape()),
+            split.result(rng_state, (WHOLE,), rng_state.shape),
+        )
+
+    return rule
+
+
+class _BackwardPart:
+    """A backward on a rank's shards."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.call = AttentionCall(**{name: given[name] for name in OF_BACKWARD})
+        incoming = Incoming(**{name: x for name, x in given.items() if name not in OF_BACKWARD})
+        check_call(self.call)
+        check_incoming(self.call, incoming)
+        self.split = split_of(self.call, incoming)
+        self.part = local_call(self.call, self.split)
+        self.is_repacked = self.part.is_packed() and not self.call.is_packed()
+        names = [x for x in INCOMING_AND_TARGETS if isinstance(getattr(incoming, x), Tensor)]
+        local: dict[str, Any] = {
+            name: self.split.local(name, getattr(incoming, name)) for name in names
+        }
+        if self.is_repacked:
+            for name in ("dout", "out"):
+                if name in local:
+                    local[name] = local[name].flatten(0, 1)
+            for name in ("dlse", "softmax_lse"):
+                if name in local:
+                    local[name] = local[name].transpose(0, 1).flatten(1).contiguous()
+        self.incoming = replace(incoming, **local)
+
+    def arguments(self, incoming: Incoming, names: Sequence[str]) -> tuple[Any, ...]:
+        return *arguments_of(self.part, OF_BACKWARD), *arguments_of(incoming, names)
+
+    def shards(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of what the part reads as those of the shards that this rank has."""
+        if self.is_repacked:
+            batch, call = self.part.batch(), self.call
+            dq = dq.unflatten(0, (batch, call.q.shape[1]))
+            dk, dv = (x.unflatten(0, (batch, call.k.shape[1])) for x in (dk, dv))
+        first, count, held = self.split.key_heads(self.call.k.shape[-2])
+        if count < held:
+            dk, dv = (_among_heads(x, first, held) for x in (dk, dv))
+        return dq, dk, dv
+
+    def result(self, name: str, found: Tensor) -> DTensor:
+        """The gradient of an argument; what is empty is not wanted."""
+        argument = getattr(self.call, name)
+        if argument is None or found.dim() != argument.dim():
+            return self.split.result(found, (WHOLE,), found.shape)
+        return self.split.whole(found, self.split.placements_of_gradient(name), argument.shape)
+
+
+def _among_heads(found: Tensor, first: int, held: int) -> Tensor:
+    """The gradient of `held` heads of keys, of which the call has read those from `first` on."""
+    whole = found.new_zeros((*found.shape[:-2], held, found.shape[-1]))
+    whole.narrow(-2, first, found.shape[-2]).copy_(found)
+    return whole
+
+
+def _gradients_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
+    backward = _BackwardPart(given)
+    dq, dk, dv, dbias, dsink = func(*backward.arguments(backward.incoming, INCOMING))
+    found = (*backward.shards(dq, dk, dv), dbias, dsink)
+    return tuple(map(backward.result, DIFFERENTIABLE, found))
+
+
+def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:
+    """Where shards are not what the part reads, results are written by way of others."""
+    backward = _BackwardPart(given)
+    call, part, incoming = backward.call, backward.part, backward.incoming
+    made: dict[str, Any] = {
+        name: torch.empty_like(x, dtype=call.result_dtype())
+        for name, x in zip(TARGETS, (part.q, part.k, part.v), strict=True)
+    }
+    writes = replace(incoming, **made, accumulate=False)
+    softmax_d = func(*backward.arguments(writes, INCOMING_AND_TARGETS))
+    for name, gradient in zip(TARGETS, backward.shards(*made.values()), strict=True):
+        target = getattr(incoming, name)
+        if target is not None:
+            target.add_(gradient) if incoming.accumulate else target.copy_(gradient)
+    if backward.is_repacked:
+        softmax_d = _unpacked_rows(softmax_d, part.batch())
+        softmax_d = pad(softmax_d, (0, call.softmax_d_shape()[2] - softmax_d.shape[2]))
+    return backward.split.result(softmax_d, layout_of_rows(call), call.softmax_d_shape())
+
+
+def _pages_rule(func: Any, given: dict[str, Any]) -> DTensor:
+    gradient = given["gradient"]
+    found = func(gradient.to_local(), given["sizes"], given["dtype"])
+    return DTensor.from_local(found, gradient.device_mesh, run_check=False)
+
+
+# -- partial results -------------------------------------------------------------------------------
+
+_PARTIALS = {
+    "out_partial": (WHOLE, BATCH, ROWS, HEADS, WHOLE),
+    "lse_partial": (WHOLE, BATCH, ROWS, HEADS),
+    "out": (BATCH, ROWS, HEADS, WHOLE),
+}
+
+
+def _split_of_partials(given: dict[str, Any]) -> tuple[Split, dict[str, Tensor]]:
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    split = Split(tensors, _PARTIALS, "out_partial", {})
+    return split, {name: split.local(name, x) for name, x in tensors.items()}
+
+
+def _combine_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    combine.CombineCall(**given).check()
+    split, local = _split_of_partials(given)
+    out, softmax_lse = func(*local.values(), given["out_dtype"])
+    shape = given["out_partial"].shape[1:]
+    return (
+        split.result(out, _PARTIALS["out"], shape),
+        split.result(softmax_lse, _PARTIALS["out"][:-1], shape[:-1]),
+    )
+
+
+def _combine_out_rule(func: Any, given: dict[str, Any]) -> DTensor:
+    combine.CombineOutCall(**given).check()
+    split, local = _split_of_partials(given)
+    softmax_lse = func(*local.values())
+    return split.result(softmax_lse, _PARTIALS["out"][:-1], given["out"].shape[:-1])
+
+
+# -- registration ----------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Gives every operator its rule."""
+    rules: dict[Any, Rule] = {
+        attention._attention_op: _forward(READ),
+        attention._append_op: _forward(FIELDS),
+        attention._gradients_op: _gradients_rule,
+        attention._backward_op: _backward_rule,
+        attention._gradient_over_pages_op: _pages_rule,
+        combine._combine_op: _combine_rule,
+        combine._combine_out_op: _combine_out_rule,
+    }
+    for op, rule in rules.items():
+        op.register_torch_dispatch(DTensor, _dispatching(rule))
+
+
+def _dispatching(rule: Rule) -> Callable[..., Any]:
+    def dispatch(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        names = (argument.name for argument in func._schema.arguments)
+        with torch.no_grad():
+            return rule(func, dict(zip(names, args, strict=False)) | (kwargs or {}))
+
+    return dispatch

@@ -1,0 +1,94 @@
+"""DTensors over two processes, in fp64: batch entries or heads of everything on each rank give what
+one process has, and what does not fit is refused by name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.context_parallel import dtensor_cases as cases
+from tests.context_parallel.dtensor_cases import Case
+from tests.context_parallel.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CUTS = ("heads", "batch", None)
+HEADS = [Case(heads_k=heads, cut=cut) for heads in (4, 2) for cut in CUTS]
+# Key heads that every rank has: one, as many as ranks, and more than ranks.
+SHARED = [Case(heads_q=8, heads_k=heads, keys_are_replicated=True) for heads in (1, 2, 4)]
+DENSE = (
+    *(("causal",), ("window", "slopes"), ("slopes-of-batch", "sink"), ("dropout", "causal")),
+    *(("bias", "sink"), ("shared-bias",), ("mask",), ("mask-of-heads",), ("chunks", "sink")),
+)
+PACKED = (
+    ("causal",),
+    ("sink", "slopes"),
+    ("lengths", "window", "dropout"),
+    ("dropout",),
+    ("chunks",),
+)
+
+
+def test_dense(two: Ranks) -> None:
+    two.run(cases.equals_one, [*HEADS, *SHARED, Case(8, 2, "batch")])
+
+
+@pytest.mark.parametrize("options", DENSE, ids="-".join)
+def test_options(two: Ranks, options: tuple[str, ...]) -> None:
+    two.run(cases.equals_one, [Case(cut=cut, options=options) for cut in CUTS])
+
+
+@pytest.mark.parametrize("options", PACKED, ids="-".join)
+def test_packed(two: Ranks, options: tuple[str, ...]) -> None:
+    shapes = (Case(), Case(heads_k=1, keys_are_replicated=True), Case(cut=None))
+    packed = [
+        Case(x.heads_q, x.heads_k, x.cut, x.keys_are_replicated, True, options) for x in shapes
+    ]
+    two.run(cases.equals_one, packed)
+
+
+def test_shared_keys_with_options(two: Ranks) -> None:
+    shared = {"keys_are_replicated": True, "options": ("dropout", "slopes", "causal")}
+    two.run(cases.equals_one, [Case(heads_k=heads, **shared) for heads in (1, 2)])
+
+
+def test_cache(two: Ranks) -> None:
+    two.run(cases.over_a_cache)
+
+
+def test_pages(two: Ranks) -> None:
+    two.run(cases.over_pages)
+
+
+def test_other_operators(two: Ranks) -> None:
+    two.run(cases.other_operators)
+
+
+def test_refused(two: Ranks) -> None:
+    two.run(cases.refused)
+
+
+def test_compile(two: Ranks) -> None:
+    two.run(cases.compiled)
+
+
+def test_the_demo_trains_as_one_process(two: Ranks) -> None:
+    two.run(cases.trains_as_one)
+
+
+def test_importing_the_package_imports_no_dtensors() -> None:
+    """Rules are registered when torch.distributed.tensor is imported, before or after."""
+    program = (
+        "import sys\n"
+        "finders = list(sys.meta_path)\n"
+        "import flash_attn_cuda\n"
+        "from flash_attn_cuda.operators import dtensor_import\n"
+        "assert 'torch.distributed.tensor' not in sys.modules and not dtensor_import._types\n"
+        "import torch.distributed.tensor.parallel\n"
+        "from torch.distributed.tensor import DTensor\n"
+        "assert dtensor_import._types == (DTensor,) and sys.meta_path == finders\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
