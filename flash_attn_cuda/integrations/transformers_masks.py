@@ -132,7 +132,7 @@ def attention_mask(
     mask = sdpa_mask(
         *(batch_size, q_length, kv_length, q_offset, kv_offset),
         mask_function=mask_function,
-        attention_mask=attention_mask,
+        attention_mask=None if attention_mask is None else attention_mask != 0,
         **options,
     )
     version = None if mask.is_inference() else mask._version
