@@ -183,7 +183,7 @@ def attention_written_out(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     hidden = scores.new_zeros((), dtype=torch.bool) if attention_mask is None else ~attention_mask
-    scores = scores.masked_fill(hidden, -1e9)
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if s_aux is not None:  # the sink is a key without a value
         sinks = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
