@@ -24,6 +24,7 @@ which have more features here.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -309,3 +310,8 @@ def _forget_availability() -> None:
             clear = getattr(function, "cache_clear", None)
             if clear is not None:
                 clear()
+    # What the function of that name returns, which older releases hold since they were imported.
+    mapping = getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", None)
+    if isinstance(mapping, dict):
+        mapping.clear()
+        mapping.update(importlib.metadata.packages_distributions())

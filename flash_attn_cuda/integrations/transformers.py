@@ -8,8 +8,9 @@ Runs what transformers runs with "flash_attention_2", on the CPU too: causal and
 attention, sliding windows, softcap, grouped-query attention, dropout, generation with dynamic and
 static caches, padding on either side or anywhere, and batches packed by position_ids or by
 cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
-these (a custom 4-D one, blocks of images) goes to torch's attention with that mask, or
-where there are sinks to flash_attn_func; what neither can do raises.
+these (a custom 4-D one, a prefix, blocks of images as in PaliGemma and Gemma 3) runs on the kernels
+for masks, with all of the above. What those lack, such as a deterministic backward, runs on torch's
+attention, which is said once; with a softcap or sinks, which that lacks, it raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
 flash-attention; no layer waits, unless masks are copied on their way to it, as in a model that is
@@ -28,7 +29,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import masking_utils, modeling_flash_attention_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -37,6 +37,7 @@ from ..padding import pad_input, unpad_input
 from .sequences import Sequences, for_decoding, is_decoding
 from .transformers_masks import Pattern, meaning_of, packed_by_positions, without_meaning
 from .transformers_masks import attention_mask as attention_mask_function
+from .transformers_own_masks import mask_arguments, torch_attention, what_kernels_lack
 
 __all__ = ["attention", "register"]
 
@@ -108,8 +109,9 @@ def attention(
 
     Raises:
         NotImplementedError: position_bias, a paged cache, keys chosen by indices, keys that a
-            compressor made; with a 4-D mask, softcap without sinks, or a deterministic backward
-            with them.
+            compressor made; with a 4-D mask and softcap or sinks, a deterministic backward; with
+            softcap, a gradient of a 4-D mask.
+        ValueError: a 4-D mask does not broadcast to what there is of queries and keys.
     """
     _refuse(module, kwargs)
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[2], key.shape[2]
@@ -120,26 +122,23 @@ def attention(
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         pattern = Pattern.of_layer(causal, sliding_window, _chunk_of(module))
         sequences, own_mask = _sequences_or_mask(attention_mask, seqlen_q, seqlen_k, pattern)
-    if own_mask is not None and s_aux is None:
-        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, **kwargs}
-        return _torch_attention(module, query, key, value, own_mask, options)
-    query, key, value = (x.transpose(1, 2) for x in _half_precision(module, query, key, value))
+    query, key, value = _half_precision(module, query, key, value)
     options = {
-        "causal": pattern.causal,
         "softmax_scale": scaling,
-        "window_size": pattern.window_size(max(seqlen_q, seqlen_k)),
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
         "deterministic": _deterministic(deterministic),
         "sink": s_aux,
+    }
+    if own_mask is not None:
+        return _attend_by_mask(module, query, key, value, own_mask, options, kwargs)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    options |= {
+        "causal": pattern.causal,
+        "window_size": pattern.window_size(max(seqlen_q, seqlen_k)),
         "attention_chunk": pattern.chunk,
     }
     out: Any
-    if own_mask is not None:
-        options |= {"attn_mask": own_mask, "causal": False, "window_size": (-1, -1)}
-        options["attention_chunk"] = 0
-        out = flash_attn_func(query, key, value, **options)
-        return out, None
     if sequences is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = (cu_seq_lens_q.int(), cu_seq_lens_k.int())
         sequences = Sequences(*starts, max_seqlens=(max_length_q, max_length_k))
@@ -151,6 +150,26 @@ def attention(
         out = flash_attn_with_kvcache(query, key, value, **for_decoding(options))
     else:
         out = flash_attn_func(query, key, value, **options)
+    return out, None
+
+
+def _attend_by_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention by a 4-D mask, which says all there is about what a query sees."""
+    ordered, sink = options["deterministic"], options["sink"]
+    lacking = what_kernels_lack(mask, query, key, value, sink, ordered)
+    if lacking is not None and sink is None and options["softcap"] == 0.0:
+        kwargs = {"dropout": options["dropout_p"], "scaling": options["softmax_scale"], **kwargs}
+        return torch_attention(module, query, key, value, mask, lacking, ordered, kwargs)
+    options |= mask_arguments(mask, query, key)
+    out: Any = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
     return out, None
 
 
@@ -185,22 +204,6 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     ):
         if (kwargs | of_layer).get(name) is not None:
             raise NotImplementedError(f"{name}: {what} not implemented by flash_attn_cuda")
-
-
-def _torch_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    options: dict[str, Any],
-) -> tuple[Tensor, None]:
-    if options.pop("softcap"):
-        raise NotImplementedError(
-            "softcap: not with a mask of its own for every query; the kernels compute causal, "
-            f"windowed, padded and packed masks, got a mask of shape {tuple(mask.shape)}"
-        )
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **options)
 
 
 def _half_precision(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,30 +1,32 @@
 """The mask function of transformers.py: what transformers' masks mean for the kernels.
 
 transformers describes a mask by nested functions of indices. Those of its own making are recognised
-by name; whatever else there is becomes a 4-D mask.
+by their code; whatever else there is becomes a 4-D mask, and a BlockSparsity.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
 )
 
+from ..masks.sparsity import BlockSparsity
 from .sequences import Sequences, is_contiguous
 
-# Attribute of a 2-D mask: its Meaning. A copy that lost it still says which keys are real; the rest
-# is then as the layer has it, and each layer makes its own Sequences.
+# Attribute of a mask: its Meaning. A 2-D copy that lost it still says which keys are real; the rest
+# is then as the layer has it, and each layer makes its own Sequences. A 4-D one says everything.
 _MEANING = "_flash_attn_cuda_meaning"
 
 # Of a 2-D mask whose keys are all real. A copy must say so too without being read, which would
@@ -80,6 +82,14 @@ class Meaning:
     sequences: Sequences | None  # None: every key is real, and the last query's is the last
 
 
+@dataclass(frozen=True)
+class DenseMeaning:
+    """The same of a 4-D mask, as long as nobody writes into that."""
+
+    sparsity: BlockSparsity
+    version: int | None  # of the mask; None in inference mode, where it has none
+
+
 @torch.compiler.disable(reason="it reads how transformers' mask functions are nested")
 def attention_mask(
     batch_size: int,
@@ -103,10 +113,10 @@ def attention_mask(
     Returns:
         (batch, kv_length) bool, false at keys that are padding or beyond the last query;
         (batch, kv_length) int16, all 1, where every key is real; (batch, kv_length) int32, the
-        number of the packed sequence that a token belongs to, from 1; or, where the kernels cannot
-        compute the pattern, a (batch, 1, q_length, kv_length) bool mask. All but the last carry
-        their Meaning, for which a mask is there even if every key is real: not every layer of
-        transformers knows its own causality and window.
+        number of the packed sequence that a token belongs to, from 1; or, where the kernels need
+        a bit for every pair, a (batch, 1, q_length, kv_length) bool mask with its DenseMeaning. All
+        others carry their Meaning, for which a mask is there even if every key is real: not every
+        layer of transformers knows its own causality and window.
     """
     pattern = recognise(mask_function)
     if _says_already(attention_mask, pattern, q_length, kv_length):
@@ -118,20 +128,40 @@ def attention_mask(
         result = _of_padding(pattern, sizes, attention_mask, options.get("device"))
         if result is not None:
             return result
-    else:
-        name = getattr(mask_function, "__qualname__", repr(mask_function))
-        warnings.warn(
-            f"flash_attn_cuda: the mask {name} is none that the kernels compute; these layers run "
-            "on torch's attention, or where there are sinks on ours with a dense mask",
-            stacklevel=2,
-        )
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(
+    mask = sdpa_mask(
         *(batch_size, q_length, kv_length, q_offset, kv_offset),
         mask_function=mask_function,
-        attention_mask=attention_mask,
+        attention_mask=None if attention_mask is None else attention_mask != 0,
         **options,
     )
+    version = None if mask.is_inference() else mask._version
+    sparsity = BlockSparsity.from_mask(mask, seqlen_q=q_length)
+    setattr(mask, _MEANING, DenseMeaning(sparsity, version))
+    return mask
+
+
+def _codes() -> dict[CodeType, str]:
+    """The code of transformers' nested mask functions, whatever they hold, and who makes them.
+
+    Where torch.compile makes one anew, on Python 3.10 its code is what it keeps of its name.
+    """
+    made = {
+        name: make(*held)
+        for name, held in (
+            ("sliding_window_overlay", (1,)),
+            ("sliding_window_bidirectional_overlay", (1,)),
+            ("chunked_overlay", (1, None)),
+            ("packed_sequence_mask_function", (None,)),
+            ("remap_positions_for_packed_sequence", (causal_mask_function, None)),
+            ("and_masks", (causal_mask_function,)),
+        )
+        if (make := getattr(masking_utils, name, None)) is not None  # some releases lack some
+    }
+    return {function.__code__: name for name, function in made.items()}
+
+
+_CODES = _codes()
 
 
 def recognise(mask_function: Callable) -> Pattern | None:
@@ -140,13 +170,13 @@ def recognise(mask_function: Callable) -> Pattern | None:
         return Pattern(right=0)
     if mask_function is bidirectional_mask_function:
         return Pattern()
-    if mask_function.__module__ != causal_mask_function.__module__:
+    # What else transformers makes are closures, told apart by their code and what they hold.
+    code = getattr(mask_function, "__code__", None)
+    if code not in _CODES:
         return None
-    # What else transformers makes are closures, told apart by their names and what they hold.
-    names = mask_function.__code__.co_freevars
     cells = mask_function.__closure__ or ()
-    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    match mask_function.__qualname__.split(".")[0], *sorted(held):
+    held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    match _CODES[code], *sorted(held):
         case "sliding_window_overlay", "sliding_window":
             return Pattern(left=held["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay", "sliding_window":
@@ -163,8 +193,20 @@ def recognise(mask_function: Callable) -> Pattern | None:
 
 
 def meaning_of(mask: Tensor | None) -> Meaning | None:
-    """What attention_mask() left with a mask; None for others and for copies."""
-    return getattr(mask, _MEANING, None)
+    """What attention_mask() left with a 2-D mask; None for others and for copies."""
+    meaning = getattr(mask, _MEANING, None)
+    return meaning if isinstance(meaning, Meaning) else None
+
+
+def sparsity_of(mask: Tensor) -> BlockSparsity | None:
+    """What attention_mask() left with a 4-D mask; None for others, for copies, and where the mask
+    has been written into.
+    """
+    meaning = getattr(mask, _MEANING, None)
+    if not isinstance(meaning, DenseMeaning):
+        return None
+    is_known = torch.compiler.is_compiling() or meaning.version is None
+    return meaning.sparsity if is_known or mask._version == meaning.version else None
 
 
 def _says_already(
@@ -314,7 +356,7 @@ def _of_padding(
     attention_mask: Tensor | None,
     device: Any,
 ) -> Tensor | None:
-    """The mask for the kernels; None where they cannot compute it."""
+    """The mask for the kernels; None where they need a bit for every pair."""
     batch, q_length, kv_length, q_offset, kv_offset = sizes
     has_window = pattern.has_window(max(q_length, kv_length))
     first_query = q_offset - kv_offset  # as a place among the keys

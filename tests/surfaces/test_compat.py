@@ -191,8 +191,15 @@ def test_another_flash_attn_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_transformers_sees_it() -> None:
+def test_transformers_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     utils = pytest.importorskip("transformers.utils.import_utils")
+    # As releases before 5.23 hold it from when they were imported, by another test perhaps.
+    known = dict(getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", {}))
+    monkeypatch.setattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", known, raising=False)
+    compat.uninstall()
+    assert "flash_attn" not in known
+    compat.install()
+    assert known["flash_attn"] == ["flash-attn"]
     assert utils.is_flash_attn_greater_or_equal("2.4.1")
     compat.uninstall()
     assert not utils.is_flash_attn_greater_or_equal("2.4.1")

@@ -18,10 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 from tests.surfaces.transformers_cases import (
     EXACT,
-    GEMMA,
     GPT_OSS,
     LLAMA,
-    MISTRAL,
     OURS,
     SIZES,
     WINDOW,
@@ -166,8 +164,6 @@ def test_prompt_in_parts(
     model: Model, device: str, dtype: torch.dtype, side: str, cache: str
 ) -> None:
     """A prompt of three parts and two single tokens, each over what the cache holds already."""
-    if side == "right" and model.name == "Gemma2":
-        pytest.skip("padding inside a sliding window, and softcap: refused, tested below")
     lengths = [8, 3] if side != "none" else [8, 8]
     mask = torch.cat([lengths_mask(lengths, side, device), torch.ones(2, 6).to(device).long()], 1)
     tokens = random_tokens(2, 14, device=device)
@@ -223,11 +219,11 @@ def test_greedy_generation(
     assert (logits.amax(-1) - chosen).max() <= 0.03 * logits.abs().max()
 
 
-# Masks of their own: torch's attention, or with sinks ours
+# Masks of their own for every query
 
 
 @over_places
-@pytest.mark.parametrize("model", [LLAMA, GPT_OSS], ids=lambda model: model.name)
+@over_models
 def test_a_4d_mask(model: Model, device: str, dtype: torch.dtype) -> None:
     tokens = random_tokens(2, 9, device=device)
     mask = torch.rand(2, 1, 9, 9, device=device) < 0.5
@@ -238,21 +234,14 @@ def test_a_4d_mask(model: Model, device: str, dtype: torch.dtype) -> None:
     )
 
 
-def test_padding_inside_a_window_with_softcap_is_refused() -> None:
-    model = GEMMA.make(OURS, "cpu", torch.float32)
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]])
-    with pytest.raises(
-        NotImplementedError, match=r"softcap: .* got a mask of shape \(1, 1, 8, 8\)"
-    ):
-        model(random_tokens(1, 8, device="cpu"), attention_mask=mask)
-
-
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS], ids=lambda model: model.name)
-def test_padding_in_between(model: Model) -> None:
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]])
-    tokens = random_tokens(2, 10, device="cpu")
+@over_places
+@over_models
+def test_padding_in_between(model: Model, device: str, dtype: torch.dtype) -> None:
+    rows = [[1, 1, 0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]]
+    mask = torch.tensor(rows, device=device)
+    tokens = random_tokens(2, 10, device=device)
     check(
-        *(model, "cpu", torch.float32),
+        *(model, device, dtype),
         lambda m: outputs_of(m, mask, True, input_ids=tokens, attention_mask=mask),
     )
 

@@ -21,6 +21,7 @@ from tests.cases.harness import DEVICE
 
 OURS = "flash_attn_cuda"
 EXACT = "attention_written_out"
+IMAGE = 96  # the token that stands for a part of an image
 WINDOW = 5  # shorter than every sequence here
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -44,19 +45,66 @@ class Model:
     reference: str = "sdpa"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def make(self, attention: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
+    def build(self, **options: Any) -> Any:
         config_class = getattr(transformers, f"{self.name}Config")
         model_class = getattr(transformers, f"{self.name}ForCausalLM")
-        config = config_class(**(SIZES | self.options | options))
+        return model_class(config_class(**(SIZES | self.options | options)))
+
+    def make(self, attention: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
         torch.manual_seed(0)
-        model = model_class(config).to(device=device, dtype=dtype).eval()
-        model.set_attn_implementation(attention)
-        assert model.config._attn_implementation == attention  # transformers may choose another one
+        model = self.build(**options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".sinks"):
                     parameter.mul_(10.0)  # of the size of scores
+                if name.endswith(".mm_input_projection_weight"):
+                    parameter.normal_(std=0.2)  # 0 otherwise
+                if name.endswith("k_proj.bias"):
+                    parameter.requires_grad_(False)  # a gradient of 0, of which rounding is all
+        model = model.to(device=device, dtype=dtype).eval()
+        model.set_attn_implementation(attention)
+        config = model.config.get_text_config()
+        assert config._attn_implementation == attention  # transformers may choose another one
         return model
+
+
+@dataclass(frozen=True)
+class ImageModel(Model):
+    """A family that reads an image of four tokens with text; `text`: its model of the language."""
+
+    reference: str = "eager"
+    text: str = ""
+
+    def build(self, **options: Any) -> Any:
+        config_class = getattr(transformers, f"{self.name}Config")
+        model_class = getattr(transformers, f"{self.name}ForConditionalGeneration")
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+        config = config_class(
+            text_config=SIZES | {"model_type": self.text} | self.options | options,
+            vision_config=vision
+            | {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 64},
+            image_token_index=IMAGE,
+            **({"mm_tokens_per_image": 4} if self.name == "Gemma3" else {"projection_dim": 64}),
+        )
+        return model_class(config)
+
+    def inputs(self, padded: str, device: str) -> dict[str, Tensor]:
+        """Of two rows of 12 tokens, the second one of 9 tokens and padding on one side: in
+        PaliGemma a prefix of image and text, in Gemma 3 text around an image.
+        """
+        mask = lengths_mask([12, 12 if padded == "none" else 9], padded, device)
+        first = 3 if self.name == "Gemma3" else 0
+        number = mask.cumsum(1) - 1 - 100 * (1 - mask)  # of a token in its row
+        is_image = (number >= first) & (number < first + 4)
+        tokens = random_tokens(2, 12, device=device).clamp_max(IMAGE - 1)
+        generator = torch.Generator().manual_seed(2)
+        return {
+            "input_ids": torch.where(is_image, IMAGE, tokens),
+            "pixel_values": torch.randn(2, 3, 8, 8, generator=generator).to(device),
+            "attention_mask": mask,
+            "token_type_ids": (is_image if first else number >= 7).long(),
+        }
 
 
 LLAMA = Model("Llama")
@@ -82,12 +130,27 @@ GPT_OSS = Model(
         "experts_implementation": "batched_mm",  # the default has no fp64
     },
 )
+PALIGEMMA = ImageModel("PaliGemma", text="gemma")
+PALIGEMMA_2 = ImageModel("PaliGemma", text="gemma2", options=GEMMA.options)
+GEMMA_3 = ImageModel(
+    "Gemma3",
+    text="gemma3_text",
+    options={name: GEMMA.options[name] for name in GEMMA.options if "softcap" not in name},
+)
 MODELS = [pytest.param(model, id=model.name) for model in (LLAMA, MISTRAL, GEMMA, GPT_OSS)]
 PLACES = [
     pytest.param("cpu", torch.float32, id="cpu-fp32"),
     pytest.param(DEVICE, torch.bfloat16, id="gpu-bf16", marks=pytest.mark.gpu),
     pytest.param(DEVICE, torch.float16, id="gpu-fp16", marks=pytest.mark.gpu),
 ]
+over_image_models = pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(PALIGEMMA, id="PaliGemma"),
+        pytest.param(PALIGEMMA_2, id="PaliGemma2"),
+        pytest.param(GEMMA_3, id="Gemma3"),
+    ],
+)
 over_models = pytest.mark.parametrize("model", MODELS)
 over_places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
@@ -109,7 +172,7 @@ def attention_written_out(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -119,8 +182,8 @@ def attention_written_out(
     scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    hidden = ~attention_mask
-    scores = scores.masked_fill(hidden, -1e9)
+    hidden = scores.new_zeros((), dtype=torch.bool) if attention_mask is None else ~attention_mask
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if s_aux is not None:  # the sink is a key without a value
         sinks = s_aux[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -180,7 +243,8 @@ def outputs_of(model: Any, real: Tensor | None, backward: bool, **inputs: Any) -
         result.loss.backward()
         outputs["loss"] = result.loss.detach().double()
         for name, parameter in model.named_parameters():
-            outputs[name] = parameter.grad.double()
+            if parameter.requires_grad:
+                outputs[name] = parameter.grad.double()
     return outputs
 
 
