@@ -163,7 +163,7 @@ class CodeKind(Enum):
 @dataclass(frozen=True)
 class Code:
     kind: CodeKind
-    arch: str = ""  # the entry of FLASH_ATTN_CUDA_ARCHS that brings it
+    arch: str = ""  # as FLASH_ATTN_CUDA_ARCHS names it
 
     def __str__(self) -> str:
         return f"{self.kind.value} of {self.arch}" if self.arch else self.kind.value
@@ -184,10 +184,12 @@ def code_for(archs: Sequence[str], capability: tuple[int, int]) -> Code:
         for name, (major, minor) in versions.items()
         if major == capability[0] and minor <= capability[1]
     ]
+    # PTX is of the plain architecture: that of 90a would run on Hopper alone.
     texts = [name for name in asked or highest if versions[name] <= capability]
     for kind, found in ((CodeKind.binary, binaries), (CodeKind.ptx, texts)):
         if found:
-            return Code(kind, max(found, key=lambda name: versions[name]))
+            arch = max(found, key=lambda name: versions[name])
+            return Code(kind, arch.rstrip("af") if kind is CodeKind.ptx else arch)
     return Code(CodeKind.none)
 
 

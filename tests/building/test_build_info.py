@@ -258,9 +258,9 @@ def test_archs_run_on(archs: tuple[str, ...], capability: tuple[int, int], runs:
             ("80+PTX", "90a"),
             "8.0, 8.6, 8.9: binary of 80; 9.0: binary of 90a; 10.0, 12.0: PTX of 80",
         ),
-        (("90a",), "8.0, 8.6, 8.9: none; 9.0: binary of 90a; 10.0, 12.0: PTX of 90a"),
+        (("90a",), "8.0, 8.6, 8.9: none; 9.0: binary of 90a; 10.0, 12.0: PTX of 90"),
         (("80", "86", "90a"), "8.0: binary of 80; 8.6, 8.9: binary of 86; 9.0: binary of 90a; "
-         "10.0, 12.0: PTX of 90a"),
+         "10.0, 12.0: PTX of 90"),
         (("80+PTX",), "8.0, 8.6, 8.9: binary of 80; 9.0, 10.0, 12.0: PTX of 80"),
         ((), "8.0, 8.6, 8.9, 9.0, 10.0, 12.0: none"),
     ],

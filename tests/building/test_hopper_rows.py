@@ -99,10 +99,10 @@ void check(std::span<const Instance* const> table, const std::vector<KernelReque
 std::vector<KernelRequest> requests(bool of_forward) {
   const auto kinds = of_forward ? std::vector{ForwardKind::tiles, ForwardKind::decode}
                                 : std::vector{ForwardKind::tiles};
-  const auto lengths = of_forward ? std::vector{1, 300, 1 << 20} : std::vector{0};
+  const auto lengths = of_forward ? std::vector{1, 1 << 20} : std::vector{0};
   std::vector<KernelRequest> all;
-  for (const int head_dim : {8, 32, 40, 64, 96, 128, 192, 256})
-    for (const int head_dim_v : {head_dim, 64, 256})
+  for (const int head_dim : {32, 40, 64, 96, 128, 192, 256})
+    for (const int head_dim_v : {head_dim, 256})
       for (const MaskKind mask : {MaskKind::full, MaskKind::windowed})
         for (const ForwardKind kind : kinds)
           for (FeatureSet features = 0; features < {ALL_FEATURES}; ++features)
