@@ -123,7 +123,7 @@ def attention(
         pattern = Pattern.of_layer(causal, sliding_window, _chunk_of(module))
         sequences, own_mask = _sequences_or_mask(attention_mask, seqlen_q, seqlen_k, pattern)
     query, key, value = _half_precision(module, query, key, value)
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
@@ -165,11 +165,12 @@ def _attend_by_mask(
     """Attention by a 4-D mask, which says all there is about what a query sees."""
     ordered, sink = options["deterministic"], options["sink"]
     lacking = what_kernels_lack(mask, query, key, value, sink, ordered)
-    if lacking is not None and sink is None and options["softcap"] == 0.0:
+    if lacking is not None and sink is None and options["softcap"] <= 0.0:
         kwargs = {"dropout": options["dropout_p"], "scaling": options["softmax_scale"], **kwargs}
         return torch_attention(module, query, key, value, mask, lacking, ordered, kwargs)
     options |= mask_arguments(mask, query, key)
-    out: Any = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out: Any = flash_attn_func(query, key, value, **options)
     return out, None
 
 

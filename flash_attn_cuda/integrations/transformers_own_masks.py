@@ -118,7 +118,7 @@ def _say_once(lacking: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_little_shared_memory(device: int | None) -> bool:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return bool(properties.shared_memory_per_block_optin < _ENOUGH_SHARED_MEMORY)
 
 

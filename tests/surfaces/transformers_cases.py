@@ -59,7 +59,7 @@ class Model:
                     parameter.mul_(10.0)  # of the size of scores
                 if name.endswith(".mm_input_projection_weight"):
                     parameter.normal_(std=0.2)  # 0 otherwise
-                if name.endswith("k_proj.bias"):
+                if "vision" in name and name.endswith("k_proj.bias"):
                     parameter.requires_grad_(False)  # a gradient of 0, of which rounding is all
         model = model.to(device=device, dtype=dtype).eval()
         model.set_attn_implementation(attention)
