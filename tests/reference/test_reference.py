@@ -88,7 +88,7 @@ def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, masked
     whole = attention_with_gradients(*arguments, **options)
     naive = low_precision(*arguments, **options)
     # One lane and two queries at a time.
-    monkeypatch.setattr("reference_parts.MAX_SCORES_PER_CHUNK", 30)
+    monkeypatch.setattr("tests.reference.parts.MAX_SCORES_PER_CHUNK", 30)
     for name, expected in attention_with_gradients(*arguments, **options).tensors().items():
         torch.testing.assert_close(expected, whole.tensors()[name])
     for name, expected in low_precision(*arguments, **options).tensors().items():

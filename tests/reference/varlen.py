@@ -60,7 +60,7 @@ def varlen_attention_with_gradients(
     compute_dtype: torch.dtype = torch.float64,
     **features: Any,
 ) -> AttentionResult:
-    """reference_dense.attention_with_gradients of every sequence; dlse is (Hq, total_q).
+    """dense.attention_with_gradients of every sequence; dlse is (Hq, total_q).
 
     options.keep_mask is (B, Hq, longest Sq, longest Sk) or larger. Tensors of the result have the
     shapes of dout, q, k, v and (Hq, total_q).
@@ -89,7 +89,7 @@ def varlen_low_precision(
     options: AttentionOptions = PLAIN,
     **features: Any,
 ) -> AttentionResult:
-    """reference_dense.low_precision of every sequence."""
+    """dense.low_precision of every sequence."""
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     options = replace(options, **features)
     return _each(sequences, low_precision, (q, k, v, dout, dlse), q.dtype, options)
