@@ -100,17 +100,17 @@ py::dict describe(const AttentionCall& call) {
   const auto& [block_rows, block_columns, bits, bias, sink] = masks;
   const auto& [window, softmax_scale, softcap, p_dropout, deterministic, fp32_results, sm_margin] =
       options;
-  return py::dict(
-      "q"_a = q, "k"_a = k, "v"_a = v, "cu_seqlens_q"_a = cu_seqlens_q,
-      "cu_seqlens_k"_a = cu_seqlens_k, "seqused_q"_a = seqused_q, "seqused_k"_a = seqused_k,
-      "leftpad_k"_a = leftpad_k, "origin"_a = origin, "alibi_slopes"_a = alibi_slopes,
-      "max_seqlen_q"_a = max_seqlen_q, "max_seqlen_k"_a = max_seqlen_k,
-      "reads_in_place"_a = cache.reads_in_place, "block_rows"_a = block_rows,
-      "block_columns"_a = block_columns, "mask_bits"_a = bits, "bias"_a = bias, "sink"_a = sink,
-      "window_left"_a = window.left, "window_right"_a = window.right,
-      "softmax_scale"_a = softmax_scale, "softcap"_a = softcap, "dropout_p"_a = p_dropout,
-      "deterministic"_a = deterministic, "fp32_results"_a = fp32_results,
-      "sm_margin"_a = sm_margin);
+  return py::dict("q"_a = q, "k"_a = k, "v"_a = v, "cu_seqlens_q"_a = cu_seqlens_q,
+                  "cu_seqlens_k"_a = cu_seqlens_k, "seqused_q"_a = seqused_q,
+                  "seqused_k"_a = seqused_k, "leftpad_k"_a = leftpad_k, "origin"_a = origin,
+                  "alibi_slopes"_a = alibi_slopes, "max_seqlen_q"_a = max_seqlen_q,
+                  "max_seqlen_k"_a = max_seqlen_k, "reads_in_place"_a = cache.reads_in_place,
+                  "block_rows"_a = block_rows, "block_columns"_a = block_columns,
+                  "mask_bits"_a = bits, "bias"_a = bias, "sink"_a = sink,
+                  "window_left"_a = window.left, "window_right"_a = window.right,
+                  "softmax_scale"_a = softmax_scale, "softcap"_a = softcap,
+                  "dropout_p"_a = p_dropout, "deterministic"_a = deterministic,
+                  "fp32_results"_a = fp32_results, "sm_margin"_a = sm_margin);
 }
 
 py::dict describe(const ForwardConfig& config) {
