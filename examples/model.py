@@ -180,13 +180,26 @@ class GPT(nn.Module):
         return bytes(tokens[0].tolist())
 
 
+# The order of the columns of SelfAttention.qkv; weights of another order load without a word.
+COLUMNS = "heads, qkv, head_dim"
+
+
 def save_model(model: GPT, path: Path) -> None:
-    torch.save({"config": asdict(model.config), "weights": model.state_dict()}, path)
+    weights = model.state_dict()
+    torch.save({"config": asdict(model.config), "columns": COLUMNS, "weights": weights}, path)
 
 
 def load_model(path: Path, device: torch.device) -> GPT:
-    """The model that save_model wrote; reads tensors and numbers only, no code."""
+    """The model that save_model wrote; reads tensors, numbers and texts only, no code.
+
+    ValueError: its columns are in another order, as before this order had a name.
+    """
     saved = torch.load(path, map_location=device, weights_only=True)
+    if (found := saved.get("columns")) != COLUMNS:
+        raise ValueError(
+            f"{path}: the columns of qkv must be in the order {COLUMNS!r}, got {found!r}: train it "
+            "again"
+        )
     model = GPT(GPTConfig(**saved["config"])).to(device)
     model.load_state_dict(saved["weights"])
     return model

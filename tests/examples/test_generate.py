@@ -96,6 +96,16 @@ def test_a_saved_model_is_the_same(model, tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
+def test_a_model_of_another_order_of_columns_is_refused(model, tmp_path):
+    path = tmp_path / "model.pt"
+    save_model(model, path)
+    saved = torch.load(path, weights_only=True)
+    assert saved.pop("columns") == "heads, qkv, head_dim"
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"model\.pt: the columns of qkv .* got None: train it"):
+        load_model(path, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "arguments", [["--length", "48"], ["--prompt", "x" * 48], ["--prompt", ""], ["--length", "0"]]
 )
