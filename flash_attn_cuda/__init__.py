@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 from . import masks
 from .build_info import compiled_rows, cuda_unavailable_reason
+from .dtensor_import import register_when_imported as _register_when_imported
 from .integrations import sdpa as _sdpa
 from .interface import (
     check_device_errors,
@@ -20,7 +21,6 @@ from .interface import (
     flash_attn_with_kvcache,
 )
 from .masks.sparsity import BlockSparsity
-from .operators.dtensor_import import register_when_imported as _register_when_imported
 
 __all__ = [
     "BlockSparsity",

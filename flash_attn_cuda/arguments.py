@@ -28,7 +28,7 @@ from .checks.tensors import (
     check_tensor,
     refuse_gradients,
 )
-from .operators.dtensor_import import is_dtensor
+from .dtensor_import import is_dtensor
 
 WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"

@@ -27,8 +27,8 @@ from .arguments import (
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
 from .checks.calls import check_call, check_contents, check_gradients, check_out, names_of
 from .checks.tensors import refuse_forward_gradients
+from .dtensor_import import is_dtensor
 from .operators.attention import run_operator
-from .operators.dtensor_import import is_dtensor
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.

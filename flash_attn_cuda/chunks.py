@@ -21,7 +21,7 @@ from .arguments import Result, cast_for_autocast
 from .attend import attend, attend_over_cache
 from .call import AttentionCall, Names
 from .checks.calls import check_call
-from .operators.dtensor_import import is_dtensor
+from .dtensor_import import is_dtensor
 from .rotary import apply_rotary_emb
 
 

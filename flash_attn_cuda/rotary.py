@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from . import build_info
 from .arguments import is_plain_cuda_call
-from .operators.dtensor_import import is_dtensor
+from .dtensor_import import is_dtensor
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
 

@@ -14,7 +14,7 @@ from ..call import AttentionCall
 from ..checks.calls import check_call, extent_of
 from ..checks.masks import PairExtent, check_attn_mask, check_blocks, check_sparsity
 from ..checks.tensors import refuse_forward_gradients, sink_for
-from ..operators.dtensor_import import is_dtensor
+from ..dtensor_import import is_dtensor
 from .sparsity import BlockSparsity
 
 

@@ -9,7 +9,7 @@ are moved to where their results are. A dropout's mask is that of the whole: the
 rank's, and a rank's sequences and heads count from where they are in the whole (AttentionCall's
 origin).
 
-Imported when DTensors are (dtensor_import.py).
+Imported when DTensors are (../dtensor_import.py).
 """
 
 from __future__ import annotations

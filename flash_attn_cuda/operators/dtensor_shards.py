@@ -1,7 +1,7 @@
 """What public functions do with DTensors where they are more than one operator: masks, chunks and
 rotations are made and computed on each rank's shards, in torch's operators, with their gradients.
 
-Imported when DTensors are (dtensor_import.py).
+Imported when DTensors are (../dtensor_import.py).
 """
 
 from __future__ import annotations

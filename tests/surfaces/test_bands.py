@@ -30,7 +30,7 @@ from tests.cases.bands import BandCase, Ends, Lengths, Rows, Window, make_rows, 
 from tests.cases.harness import DEVICE, no_host_sync
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
-from tests.surfaces.signatures import ON_EVERY_DEVICE, assert_compiles, assert_same, int32
+from tests.surfaces.calls import ON_EVERY_DEVICE, assert_compiles, assert_same, int32
 
 Results = tuple[Tensor, Tensor]
 GPU = [pytest.mark.gpu, pytest.mark.cuda_only]

@@ -18,8 +18,7 @@ from flash_attn_cuda import compat
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
 from tests.cases.harness import DEVICE, no_host_sync
 from tests.reference import kvcache_reference
-from tests.surfaces.public_names import FLASH_ATTENTION_3
-from tests.surfaces.signatures import (
+from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
     assert_compiles,
     assert_near,
@@ -29,6 +28,7 @@ from tests.surfaces.signatures import (
     int32,
     normal,
 )
+from tests.surfaces.public_names import FLASH_ATTENTION_3
 
 SIGNATURES = FLASH_ATTENTION_3.signatures()
 OPTIONS: dict[str, Any] = {"softmax_scale": 0.4, "window_size": (4, 2), "softcap": 5.0}

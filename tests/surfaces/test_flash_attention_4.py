@@ -18,8 +18,7 @@ from flash_attn_cuda import compat
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
 from flash_attn_cuda.surfaces.flash_attention_4 import BlockSparseTensorsTorch
 from tests.cases.harness import DEVICE, no_host_sync
-from tests.surfaces.public_names import FLASH_ATTENTION_4_INTERFACE
-from tests.surfaces.signatures import (
+from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
     assert_compiles,
     assert_near,
@@ -29,6 +28,7 @@ from tests.surfaces.signatures import (
     int32,
     normal,
 )
+from tests.surfaces.public_names import FLASH_ATTENTION_4_INTERFACE
 
 SIGNATURES = FLASH_ATTENTION_4_INTERFACE.signatures()
 FIELDS = (

@@ -11,8 +11,7 @@ from torch import Tensor
 import flash_attn_cuda as ours
 from flash_attn_cuda.integrations import vllm
 from tests.cases.harness import DEVICE, captured, no_host_sync
-from tests.surfaces.public_names import VLLM
-from tests.surfaces.signatures import (
+from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
     assert_near,
     assert_same,
@@ -21,6 +20,7 @@ from tests.surfaces.signatures import (
     int32,
     normal,
 )
+from tests.surfaces.public_names import VLLM
 
 LENGTHS = [(5, 9), (1, 12), (0, 3)]  # queries of a prompt and of a token, keys with what is cached
 

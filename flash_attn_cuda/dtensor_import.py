@@ -1,5 +1,5 @@
 """When torch.distributed.tensor is imported, the operators learn what to do with DTensors
-(dtensor.py); until then nobody has any, and importing this package does not pay for it.
+(operators/dtensor.py); until then nobody has any, and importing this package does not pay for it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def register_when_imported() -> None:
 
 def _register() -> None:
     global _types
-    from . import dtensor
+    from .operators import dtensor
 
     _types = (dtensor.DTensor,)
     dtensor.register()
