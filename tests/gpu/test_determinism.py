@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.cases.attention import Alibi
-from tests.cases.families import planned
 from tests.cases.harness import (
     ON_CPU,
     Check,
@@ -65,22 +64,6 @@ def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_features(head_dim: int, features: dict[str, Any]) -> None:
     assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}), REPEATS)
-
-
-@pytest.mark.parametrize(
-    "features",
-    [{}, {"causal": True}, {"window": (1700, 20), "num_heads_k": 1}],
-    ids=["full", "causal", "window_mqa"],
-)
-def test_two_ctas_a_tile_of_long_sequences(features: dict[str, Any]) -> None:
-    """Which take their turns as well."""
-    case = crowded_case(
-        head_dim=128, seqlen_q=scaled(1900, 100), seqlen_k=scaled(3100, 200), **features
-    )
-    skip_without_row(case)
-    if not ON_CPU:
-        assert planned(case, "backward")["instance"].endswith("_pair"), str(case)
-    assert_repeatable(case, REPEATS)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -27,7 +27,7 @@ from tests.cases.harness import (
     skip_without_row,
 )
 from tests.cases.pairwise import pairwise
-from tests.cases.repeats import assert_repeatable
+from tests.cases.repeats import REPEATS, assert_repeatable, crowded_case
 from tests.hopper.sm90 import (
     CAUSAL,
     EVERY_HEAD_DIM,
@@ -135,6 +135,19 @@ def pair_case(case: AttentionCase) -> AttentionCase:
 def test_two_ctas_a_tile_of_long_sequences(check: Check, part: int) -> None:
     for choice in pairwise(LONG_PAIRS, seed=8)[part :: 4 * scaled(1, 4)]:
         check(pair_case(shaped_case(**choice)))
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"causal": True}, {"window": (1700, 20), "num_heads_k": 1}],
+    ids=["full", "causal", "window_mqa"],
+)
+def test_two_ctas_a_tile_repeat_bits(features: dict[str, Any]) -> None:
+    """They take their turns as well."""
+    case = crowded_case(
+        head_dim=128, seqlen_q=scaled(1900, 100), seqlen_k=scaled(3100, 200), **features
+    )
+    assert_repeatable(pair_case(case), REPEATS)
 
 
 def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:

@@ -356,6 +356,8 @@ def test_ring_flash_attn(stem: str) -> None:
 def test_varlen_attn_of_torch(device: str) -> None:
     """By this package's kernels: a pair of numbers, negative for unlimited."""
     request = torch.nn.attention.varlen.AuxRequest(lse=True)
+    # Younger ones ask for it where heads are shared.
+    shares_heads = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
     def attend(rows: Rows, causal: bool, window: Window) -> Results:
         window = (window[0], 0) if causal else window
@@ -363,8 +365,8 @@ def test_varlen_attn_of_torch(device: str) -> None:
         return varlen_attn(
             *(rows.q, rows.k, rows.v, *bounds),
             window_size=window,
-            enable_gqa=True,
             return_aux=request,
+            **shares_heads,
         )
 
     torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")

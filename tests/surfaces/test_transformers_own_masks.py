@@ -431,5 +431,8 @@ def test_functions_that_lost_their_names() -> None:
         closure = function.__closure__
         again = FunctionType(function.__code__, function.__globals__, closure=closure)
         again.__qualname__ = function.__code__.co_name
-        known = transformers_masks.recognise(function)
-        assert known is not None and transformers_masks.recognise(again) == known
+        known, found = (transformers_masks.recognise(each) for each in (function, again))
+        assert known is not None and found is not None
+        assert vars(found).keys() == vars(known).keys()
+        for name, value in vars(known).items():
+            assert value is getattr(found, name) or value == getattr(found, name), name
