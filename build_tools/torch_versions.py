@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from setuptools import Distribution
 
 OLDEST = (2, 10)
-NEWEST_TRIED = (2, 14)  # newer ones are not refused
+NEWEST_TRIED = (2, 15)  # newer ones are not refused
 BEFORE_RELEASE = re.compile(r"[\d.]*\d(a|b|rc|\.dev)\d")
 
 
