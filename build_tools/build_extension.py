@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from build_tools import build_kernels, ninja_build, toolchain, torch_versions
+from build_tools import build_kernels, generate_call, ninja_build, toolchain, torch_versions
 from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO, ToolchainError
 
@@ -152,7 +152,7 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).parent
 
 
-def _compile_flags(target: TargetPython, headers: tuple[Path, ...]) -> list[str]:
+def _compile_flags(target: TargetPython, headers: tuple[Path, ...], generated: Path) -> list[str]:
     import torch
 
     torch_include = _torch_folder() / "include"
@@ -164,6 +164,7 @@ def _compile_flags(target: TargetPython, headers: tuple[Path, ...]) -> list[str]
         f"-DTORCH_EXTENSION_NAME={MODULE}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-I{REPO / 'csrc'}",
+        f"-I{generated}",
         *(part for folder in external for part in ("-isystem", str(folder))),
     ]
 
@@ -222,7 +223,8 @@ def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) ->
         plan = build_kernels.plan_without_device_code(_cuda_major())
     target = other or TargetPython()
     folder = _extension_folder(target, backend)
-    compiler = (toolchain.host_compiler(), *_compile_flags(target, plan.cuda_headers))
+    generated = folder / "generated"
+    compiler = (toolchain.host_compiler(), *_compile_flags(target, plan.cuda_headers, generated))
     compiles = [
         ninja_build.Compile(source, folder / f"{source.stem}.o", compiler)
         for source in sorted((REPO / "csrc/torch_binding").glob("*.cpp"))
@@ -232,6 +234,7 @@ def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) ->
         extension, _link_command(plan.archive, plan.cuda_headers), inputs=(plan.archive,)
     )
     with ninja_build.locked(folder):
+        generate_call.write(generated)
         binding = ninja_build.Build(folder, compiles, link, plan.options.jobs)
         compile_binding(binding)
         build_kernels.build_plan(plan)

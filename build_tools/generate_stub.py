@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Generator, Tensor, dtype
 
-from .call import AttentionCall, Incoming
+from .call import AttentionCall, Gradients, Incoming, Results
 
 '''
 
@@ -39,8 +39,7 @@ PYTHON_TYPES = {
     "void": "None",
     "at::Generator": "Generator",
     "at::ScalarType": "dtype",
-    "CallArguments": "AttentionCall",
-    "GradientArguments": "Incoming",
+    **{name: name for name in ("AttentionCall", "Incoming", "Results", "Gradients")},
     "std::string": "str",
     "char*": "str",
     "bool": "bool",
@@ -49,8 +48,6 @@ PYTHON_TYPES = {
     "double": "float",
     "pybind11::dict": "dict[str, Any]",
 }
-# Lists whose entries may be undefined tensors, which are None.
-MAY_HAVE_NONE = ("forward", "backward")
 PYTHON_VALUES = {"py::none()": "None", "false": "False", "true": "True"}
 
 
@@ -128,10 +125,7 @@ def function_of(name: str, definition: str, declared: str) -> Function:
         Argument(x, python_type(cpp, aliases), PYTHON_VALUES.get(value, value) if value else None)
         for (cpp, _, x), (_, value) in zip(split, named, strict=True)
     )
-    result = python_type(returns, aliases)
-    if name in MAY_HAVE_NONE:
-        result = result.replace("Tensor", "Tensor | None")
-    return Function(name, arguments, result)
+    return Function(name, arguments, python_type(returns, aliases))
 
 
 def functions() -> list[Function]:

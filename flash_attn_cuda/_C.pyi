@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Generator, Tensor, dtype
 
-from .call import AttentionCall, Incoming
+from .call import AttentionCall, Gradients, Incoming, Results
 
 def attention(
     q: Tensor,
@@ -17,8 +17,8 @@ def attention(
     causal: bool,
     returns_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
-def forward(call: AttentionCall, returns_lse: bool = True) -> list[Tensor | None]: ...
-def backward(call: AttentionCall, incoming: Incoming) -> list[Tensor | None]: ...
+def forward(call: AttentionCall, returns_lse: bool = True) -> Results: ...
+def backward(call: AttentionCall, incoming: Incoming) -> Gradients: ...
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -155,50 +155,12 @@ def take_aten_operators() -> None: ...
 def give_back_aten_operators() -> None: ...
 def device_errors(device: int | None = None) -> tuple[str, int, int, int] | None: ...
 def explain_forward(
-    dtype: str,
-    head_dim: int,
-    batch_size: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    num_heads_q: int,
-    num_heads_k: int,
-    causal: bool,
+    call: AttentionCall,
     device: int | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    packed: bool = False,
-    softcap: float = 0.0,
-    alibi: bool = False,
-    p_dropout: float = 0.0,
-    page_size: int = 0,
-    lengths_on_device: bool = False,
-    num_splits: int = 1,
-    batch_invariant: bool = False,
-    max_seqlen_q: int = 0,
-    block_sparse: bool = False,
-    bias: bool = False,
-    head_dim_v: int | None = None,
 ) -> dict[str, Any]: ...
 def explain_backward(
-    dtype: str,
-    head_dim: int,
-    batch_size: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    num_heads_q: int,
-    num_heads_k: int,
-    causal: bool,
+    call: AttentionCall,
     device: int | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    packed: bool = False,
-    softcap: float = 0.0,
-    alibi: bool = False,
-    p_dropout: float = 0.0,
-    deterministic: bool = False,
-    block_sparse: bool = False,
-    bias: bool = False,
-    head_dim_v: int | None = None,
 ) -> dict[str, Any]: ...
 def explain_settings(call: AttentionCall) -> list[dict[str, Any]]: ...
 def forward_instances() -> list[str]: ...

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from . import build_info, self_check
+from .explain import call_of_shapes, explain
 
 
 def run() -> int:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -
     if given.table:
         return print_table()
     if given.explain:
-        return explain(given)
+        return explain_call(given)
     print(build_info.describe())
     passed = run_self_check("cpu")
     if build_info.cuda_unavailable_reason() is None:
@@ -62,11 +63,10 @@ def print_table() -> int:
     return 0
 
 
-def explain(given: argparse.Namespace) -> int:
+def explain_call(given: argparse.Namespace) -> int:
     """Print the kernel and the plan of a call; returns the exit status."""
     reason = _reason_against(given.device)
-    extension = build_info.extension
-    if reason is not None or extension is None:
+    if reason is not None or build_info.extension is None:
         print(f"nothing to explain: {reason}", file=sys.stderr)
         return 1
     seqlen_k = given.seqlen_q if given.seqlen_k is None else given.seqlen_k
@@ -81,35 +81,29 @@ def explain(given: argparse.Namespace) -> int:
         "num_heads_q": given.heads_q,
         "num_heads_k": heads_k,
         "causal": given.causal,
-        "device": given.device,
-        "window_left": given.window[0],
-        "window_right": given.window[1],
+        "window_size_left": given.window[0],
+        "window_size_right": given.window[1],
         "packed": given.packed,
         "softcap": given.softcap,
         "alibi": given.alibi,
-        "p_dropout": given.dropout,
+        "dropout_p": given.dropout,
         "block_sparse": given.block_sparse,
         "bias": given.bias,
     }
-    has_cache = given.cache or given.page_size > 0
-    num_splits = given.num_splits
-    if num_splits is None:  # what the public functions ask for by themselves
-        num_splits = 0 if has_cache else 1
     serving = {
         "page_size": given.page_size,
         "lengths_on_device": given.cache,
-        "num_splits": num_splits,
+        "num_splits": given.num_splits or 0,
         "batch_invariant": given.batch_invariant,
     }
-    passes = [("forward", extension.explain_forward, {**call, **serving})]
-    if not has_cache:
-        training = {**call, "deterministic": given.deterministic}
-        passes.append(("backward", extension.explain_backward, training))
+    passes = {"forward": {**call, **serving}}
+    if not (given.cache or given.page_size > 0):
+        passes["backward"] = {**call, "deterministic": given.deterministic}
     status = 0
-    for name, explain_pass, arguments in passes:
+    for name, arguments in passes.items():
         print(name)
         try:
-            plan = explain_pass(**arguments)
+            plan = explain(name, call_of_shapes(**arguments), given.device)
         except (RuntimeError, ValueError) as error:
             print(f"  none: {error}")
             status = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType, NoneType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .arguments import (
     needs_padding,
     pad_head_dim,
 )
-from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names, Results
 from .checks.calls import check_call, check_contents, check_gradients, check_out, names_of
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
@@ -45,18 +45,18 @@ def attend(
             "return_attn_probs: must be False where there is dropout and an attn_mask, a "
             f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
         )
-    out, softmax_lse, s_dmask = _results(call, names, return_attn_probs)
+    results = _results(call, names, return_attn_probs)
+    out = results.out
     if not return_attn_probs:
         return out
-    assert softmax_lse is not None
-    return out, softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
+    s_dmask = out.new_empty((0,)) if results.S_dmask is None else results.S_dmask
+    return out, results.softmax_lse, s_dmask
 
 
 def attend_over_cache(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse)."""
-    out, softmax_lse, _ = _results(call, None, returns_lse=True)
-    assert softmax_lse is not None
-    return out, softmax_lse
+    results = _results(call, None, returns_lse=True)
+    return results.out, results.softmax_lse
 
 
 def attend_plainly(
@@ -88,18 +88,13 @@ def needs_gradient(call: AttentionCall) -> bool:
     )
 
 
-def _results(
-    call: AttentionCall, names: Names | None, returns_lse: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(out, softmax_lse, S_dmask), the others None where they were not wanted and nobody made
-    them.
-    """
+def _results(call: AttentionCall, names: Names | None, returns_lse: bool) -> Results:
+    """Those that were not wanted may be None."""
     if call.out is not None:
         _check_out(call, names)
     if call.return_softmax or not _is_plain(call):
         return _by_operator(call, names)
-    out, softmax_lse, *_ = _by_extension(call, names, returns_lse)
-    return out, softmax_lse, None
+    return _by_extension(call, names, returns_lse)
 
 
 def _check_out(call: AttentionCall, names: Names | None) -> None:
@@ -127,7 +122,7 @@ def _is_plain(call: AttentionCall) -> bool:
     )
 
 
-def _by_extension(call: AttentionCall, names: Names | None, returns_lse: bool) -> list[Any]:
+def _by_extension(call: AttentionCall, names: Names | None, returns_lse: bool) -> Results:
     """An input that the extension refuses is checked here for the words of the error."""
     try:
         if call.over_cache:
@@ -135,9 +130,9 @@ def _by_extension(call: AttentionCall, names: Names | None, returns_lse: bool) -
         if _is_any_autocast_enabled():
             call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
         padded = _padded(call)
-        results = cast(ModuleType, build_info.extension).forward(padded, returns_lse)
+        results: Results = cast(ModuleType, build_info.extension).forward(padded, returns_lse)
         if padded is not call:
-            results[0] = _unpadded(results[0], call)
+            results = results._replace(out=_unpadded(results.out, call))
         return results
     except Exception as error:
         _explain(call, names, error)
@@ -150,7 +145,7 @@ def _explain(call: AttentionCall, names: Names | None, error: Exception) -> None
     build_info.require_cuda(call.q.device, error)
 
 
-def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tensor, Tensor]:
+def _by_operator(call: AttentionCall, names: Names | None) -> Results:
     if not call.over_cache:
         call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     _check(call, names)
@@ -161,15 +156,15 @@ def _by_operator(call: AttentionCall, names: Names | None) -> tuple[Tensor, Tens
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
     try:
-        out, softmax_lse, s_dmask, _ = run_operator(padded)
+        results = run_operator(padded)
     except ValueError:
         # Of contents, for which the operator has names of its own.
         if call.q.device.type == "cpu" and not is_functorch_active():
             check_contents(call, names)
         raise
     if padded is not call or call.out is not None:
-        out = _unpadded(out, call)
-    return out, softmax_lse, s_dmask
+        results = results._replace(out=_unpadded(results.out, call))
+    return results
 
 
 def _check(call: AttentionCall, names: Names | None) -> None:

@@ -1,12 +1,16 @@
-"""One attention call: the description that every public function makes of its arguments, and that
-operators, both backends and the extension (csrc/torch_binding/arguments.h) read.
+"""One attention call: the declaration of its arguments and results, of which everything else that
+lists them is made.
 
-An argument is a field here and in arguments.h, a rule in checks/calls.py, and what uses it.
+A field says its type, its default and, in `argument`, what it is to others. From that come the
+operators' schemas (operators/support.py), the rules of arrays (checks/calls.py), and the
+extension's structs, with what autograd keeps and what has a gradient
+(build_tools/generate_call.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +18,32 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .checks.tensors import lse_dtype, round_up_seqlen
+
+
+class Argument(NamedTuple):
+    """What a field of a description is to those that read all of them.
+
+    part: "" for what a backward needs too, "forward" for what it does not, "cache" for what is of
+    calls over caches and pages, which have no backward, "append" for what writes into a cache.
+    shape: of an array that is checked by it alone: B sequences, Hq query heads.
+    dtype: of that array, "int32", "int64" or "lse", softmax_lse's.
+    """
+
+    part: str = ""
+    shape: str = ""
+    dtype: str = "int32"
+    name_of_cache: str = ""  # what errors of a call over a cache say, if not the field's name
+    has_gradient: bool = False
+
+    def sizes(self) -> tuple[str | int, ...]:
+        """Of the array's dimensions, such as "B" or 4."""
+        sizes = (x.strip() for x in self.shape.strip("()").split(","))
+        return tuple(int(x) if x.isdecimal() else x for x in sizes if x)
+
+
+def argument(default: Any = MISSING, **said: Any) -> Any:
+    """A field of a description; `said` is an Argument's."""
+    return field(default=default, metadata={"argument": Argument(**said)})
 
 
 @dataclass(eq=False)
@@ -25,51 +55,60 @@ class AttentionCall:
     paged; q of one length or packed.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None  # D ** -0.5
-    causal: bool = False
-    window_size_left: int = -1  # negative: none
-    window_size_right: int = -1
-    softcap: float = 0.0  # zero or negative: off
-    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq), fp32
-    bias: Tensor | None = None  # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
-    sink: Tensor | None = None  # (Hq,), of softmax_lse's dtype
-    deterministic: bool = False
-    rng_state: Tensor | None = None  # (2,), int64: a forward's seed and offset; None: drawn
-    cu_seqlens_q: Tensor | None = None  # (B + 1,); lengths and indices are int32
-    cu_seqlens_k: Tensor | None = None  # (B + 1,); of pages the lengths alone, or None
-    seqused_q: Tensor | None = None  # (B,)
-    seqused_k: Tensor | None = None  # (B,); of a cache before anything is appended
-    leftpad_k: Tensor | None = None  # (B,)
-    # (B, 4), where a sequence lies in a longer one that others compute the rest of: [stream,
-    # first_q, first_k, shift]. Dropout's stream of query head h is stream + h, and it counts
-    # queries from first_q and keys from first_k, multiples of 16; window and ALiBi have shift,
-    # clamped to +-2^30, instead of seqlen_k - seqlen_q, and window sizes from 2^29 on are none.
-    origin: Tensor | None = None
-    max_seqlen_q: int = 0  # of packed sequences, upper bounds; 0: not known
-    max_seqlen_k: int = 0
-    block_table: Tensor | None = None  # (B, max_pages)
-    block_rows: Tensor | None = None  # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
-    block_columns: Tensor | None = None  # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
-    mask_bits: Tensor | None = None  # (B|1, Hq|1, Sq, 4 * Tk)
-    return_softmax: bool = False  # S_dmask, where there is dropout
-    num_splits: int = 0  # 0: chosen, for pages and caches; others are not split
-    batch_invariant: bool = False
-    over_cache: bool = False
-    cache_batch_idx: Tensor | None = None  # (B,)
-    seqlen_k: int | None = None  # instead of seqused_k, of every sequence of a cache
-    k_new: Tensor | None = None  # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
-    v_new: Tensor | None = None
-    cu_seqlens_k_new: Tensor | None = None  # (B + 1,); None for packed ones: cu_seqlens_q
-    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
-    rotary_sin: Tensor | None = None
-    rotary_interleaved: bool = True
-    fp32_results: bool = False  # out, dq, dk and dv of softmax_lse's dtype, not q's; no masks
-    sm_margin: int = 0  # multiprocessors that the kernels of Hopper's family leave to others
-    out: Tensor | None = None  # to be written, by the extension or after an operator
+    q: Tensor = argument(has_gradient=True)
+    k: Tensor = argument(has_gradient=True)
+    v: Tensor = argument(has_gradient=True)
+    dropout_p: float = argument(0.0)
+    softmax_scale: float | None = argument(None)  # D ** -0.5
+    causal: bool = argument(False)
+    window_size_left: int = argument(-1)  # negative: none
+    window_size_right: int = argument(-1)
+    softcap: float = argument(0.0)  # zero or negative: off
+    alibi_slopes: Tensor | None = argument(None)  # (Hq,) or (B, Hq), fp32
+    # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
+    bias: Tensor | None = argument(None, has_gradient=True)
+    sink: Tensor | None = argument(None, shape="(Hq,)", dtype="lse", has_gradient=True)
+    deterministic: bool = argument(False)
+    # (2,), int64: a forward's seed and offset; None: drawn
+    rng_state: Tensor | None = argument(None, part="forward")
+    cu_seqlens_q: Tensor | None = argument(None)  # (B + 1,); lengths and indices are int32
+    cu_seqlens_k: Tensor | None = argument(None)  # (B + 1,); of pages the lengths alone, or None
+    seqused_q: Tensor | None = argument(None, shape="(B,)")
+    # of a cache before anything is appended
+    seqused_k: Tensor | None = argument(None, shape="(B,)", name_of_cache="cache_seqlens")
+    leftpad_k: Tensor | None = argument(None, shape="(B,)", name_of_cache="cache_leftpad")
+    # Where a sequence lies in a longer one that others compute the rest of: [stream, first_q,
+    # first_k, shift]. Dropout's stream of query head h is stream + h, and it counts queries from
+    # first_q and keys from first_k, multiples of 16; window and ALiBi have shift, clamped to
+    # +-2^30, instead of seqlen_k - seqlen_q, and window sizes from 2^29 on are none.
+    origin: Tensor | None = argument(None, shape="(B, 4)")
+    max_seqlen_q: int = argument(0)  # of packed sequences, upper bounds; 0: not known
+    max_seqlen_k: int = argument(0)
+    block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
+    # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
+    block_rows: Tensor | None = argument(None, part="forward")
+    block_columns: Tensor | None = argument(None)  # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
+    mask_bits: Tensor | None = argument(None)  # (B|1, Hq|1, Sq, 4 * Tk)
+    return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
+    # 0: chosen, for pages and caches; others are not split
+    num_splits: int = argument(0, part="forward")
+    batch_invariant: bool = argument(False, part="forward")
+    over_cache: bool = argument(False, part="cache")
+    cache_batch_idx: Tensor | None = argument(None, shape="(B,)", part="cache")
+    # instead of seqused_k, of every sequence of a cache
+    seqlen_k: int | None = argument(None, part="cache")
+    # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
+    k_new: Tensor | None = argument(None, part="append")
+    v_new: Tensor | None = argument(None, part="append")
+    # (B + 1,); None for packed ones: cu_seqlens_q
+    cu_seqlens_k_new: Tensor | None = argument(None, part="append")
+    rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
+    rotary_sin: Tensor | None = argument(None, part="append")
+    rotary_interleaved: bool = argument(True, part="append")
+    fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
+    sm_margin: int = argument(0)  # multiprocessors that the kernels of Hopper's family leave
+    # to be written, by the extension or after an operator
+    out: Tensor | None = argument(None, part="out")
 
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
@@ -136,19 +175,6 @@ def describe(**given: Any) -> AttentionCall:
     return call
 
 
-# The arguments of the operator that writes into a cache; an operator makes its results itself.
-FIELDS = tuple(field.name for field in fields(AttentionCall) if field.name != "out")
-# What the operator that does not write does without.
-APPENDED = ("k_new", "v_new", "cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_interleaved")
-READ = tuple(name for name in FIELDS if name not in APPENDED)
-TENSORS = tuple(
-    x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
-)
-# What a backward needs of it: its random numbers are those that the forward had (Incoming).
-OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
-
-
 @dataclass(eq=False)
 class Incoming:
     """What a backward has beyond the forward's arguments: gradients of the results, and these.
@@ -171,6 +197,49 @@ class Incoming:
     wants_softmax_d: bool = False
 
 
+class Results(NamedTuple):
+    """Of a forward, in the order in which operators and the extension return them."""
+
+    out: Tensor  # as q, of v's head dim
+    softmax_lse: Tensor  # (B, Hq, Sq), packed (Hq, total_q), natural logarithm
+    # probabilities before dropout, negative where dropped; None or empty where not wanted
+    S_dmask: Tensor | None
+    rng_state: Tensor | None  # (2,), int64: seed and offset; None or empty without dropout
+
+
+class Gradients(NamedTuple):
+    """Of a backward, likewise. What is not wanted is None or empty."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    softmax_d: Tensor | None  # rowsum(dout * out) - dlse
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
+ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(AttentionCall)}
+
+
+def _names(is_wanted: Callable[[Argument], bool]) -> tuple[str, ...]:
+    return tuple(name for name, said in ARGUMENTS.items() if is_wanted(said))
+
+
+# The arguments of the operator that writes into a cache; an operator makes its results itself.
+FIELDS = _names(lambda said: said.part != "out")
+# What the operator that does not write does without.
+APPENDED = _names(lambda said: said.part == "append")
+READ = tuple(name for name in FIELDS if name not in APPENDED)
+TENSORS = tuple(
+    x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
+)
+# What a backward's operators take: their random numbers are those that the forward had (Incoming).
+OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
+DIFFERENTIABLE = _names(lambda said: said.has_gradient)
+# (name, sizes, dtype) of what is checked by its declaration alone.
+ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+
+
 class Names(NamedTuple):
     """What a caller knows arguments as: slices of a packed tensor are errors of that tensor."""
 
@@ -188,4 +257,8 @@ class Names(NamedTuple):
 
 
 NAMES = Names()
-CACHE_NAMES = Names(k="k_cache", v="v_cache", seqused_k="cache_seqlens", leftpad_k="cache_leftpad")
+CACHE_NAMES = Names(
+    k="k_cache",
+    v="v_cache",
+    **{name: said.name_of_cache for name, said in ARGUMENTS.items() if said.name_of_cache},
+)

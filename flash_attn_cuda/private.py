@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .arguments import check_slopes_have_no_gradient, packed_lengths
-from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming, Results
 from .checks.tensors import refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
-from .operators.support import Tensors4, arguments_of, check_vmap_randomness
+from .operators.support import arguments_of, check_vmap_randomness
 
 
 def _flash_attn_forward(
@@ -29,7 +29,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
     deterministic: bool = False,
-) -> Tensors4:
+) -> Results:
     """FlashAttention-2's private forward, on q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
 
     Returns (out, softmax_lse, S_dmask, rng_state): out (B, Sq, Hq, Dv); softmax_lse (B, Hq, Sq),
@@ -108,7 +108,7 @@ def _flash_attn_varlen_forward(
     batch_invariant: bool = False,
     deterministic: bool = False,
     sink: Tensor | None = None,
-) -> Tensors4:
+) -> Results:
     """FlashAttention-2's private forward of packed sequences, q (total_q, Hq, D).
 
     Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
@@ -185,7 +185,7 @@ def _flash_attn_varlen_backward(
     return _run_backward(call, incoming)
 
 
-def _run(call: AttentionCall) -> Tensors4:
+def _run(call: AttentionCall) -> Results:
     check_slopes_have_no_gradient(call.alibi_slopes)
     refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))

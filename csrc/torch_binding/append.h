@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "flash_attn/params.h"
-#include "torch_binding/arguments.h"
 #include "torch_binding/call.h"
+#include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 
@@ -26,24 +26,24 @@ struct Rotary {
   bool interleaved = true;
 };
 
-// Keys that the cache holds before the call: on the device, or one number for every sequence.
-struct CacheLengths {
-  at::Tensor on_device;
-  std::int64_t on_host = -1;
-};
-
 // A checked one. Its tensors must live until the kernel that reads them is launched.
 struct CacheUpdate {
   NewKeys keys;
   Rotary rotary;
-  CacheLengths lengths;
-  std::int64_t capacity = 0;
+  std::int64_t capacity = 0;   // rows of the cache for a sequence
+  std::int64_t seqlen_k = -1;  // keys of every sequence before the update; -1: lengths say it
+  KeyLengths lengths;          // behind it
 };
 
-// Sets the lengths that the call's cache has with the new keys.
-CacheUpdate checked_update(const CallArguments& given, AttentionCall& call);
+CacheUpdate checked_update(const AttentionCall& call);
 
-// For run_append, if there is anything to do. The call's q becomes the rotated one.
-std::optional<AppendParams> append_params(AttentionCall& call, const CacheUpdate& update);
+// For run_append, if there is anything to do.
+struct Append {
+  std::optional<AppendParams> params;
+  at::Tensor rotated_q;  // to be attended with instead of q; undefined: q is not rotated
+};
+
+// Marks the caches as written.
+Append begin_append(const AttentionCall& call, const CacheUpdate& update);
 
 }  // namespace flash_attn_cuda::binding

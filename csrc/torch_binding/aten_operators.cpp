@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -121,10 +120,7 @@ class Arguments {
 
   bool has(int place) const { return place >= 0 && !first_[place].isNone(); }
   const at::Tensor& tensor(int place) const { return first_[place].toTensor(); }
-  OptionalTensor optional_tensor(int place) const {
-    if (!has(place) || !tensor(place).defined()) return std::nullopt;
-    return tensor(place);
-  }
+  at::Tensor optional_tensor(int place) const { return has(place) ? tensor(place) : at::Tensor(); }
   std::int64_t integer(int place, std::int64_t otherwise) const {
     return has(place) ? first_[place].toInt() : otherwise;
   }
@@ -155,10 +151,8 @@ class AtenOperator : public c10::OperatorKernel {
                  given.number(places_.dropout_p));
   }
 
-  CallArguments call_of(const Arguments& given) const {
-    const OptionalTensor cu_seqlens_q = given.optional_tensor(places_.cu_seqlens_q);
-    const bool is_packed = cu_seqlens_q.has_value();
-    CallArguments call{.q = seqlen_first(given.tensor(places_.q)),
+  AttentionCall call_of(const Arguments& given) const {
+    AttentionCall call{.q = seqlen_first(given.tensor(places_.q)),
                        .k = seqlen_first(given.tensor(places_.k)),
                        .v = seqlen_first(given.tensor(places_.v)),
                        .dropout_p = given.number(places_.dropout_p),
@@ -166,12 +160,12 @@ class AtenOperator : public c10::OperatorKernel {
                        .window_size_left = given.integer(places_.window_left, -1),
                        .window_size_right = given.integer(places_.window_right, -1),
                        .alibi_slopes = given.optional_tensor(places_.alibi_slopes),
-                       .cu_seqlens_q = cu_seqlens_q,
+                       .cu_seqlens_q = given.optional_tensor(places_.cu_seqlens_q),
                        .seqused_k = given.optional_tensor(places_.seqused_k),
                        .block_table = given.optional_tensor(places_.block_table),
                        .num_splits = given.integer(places_.num_splits, 0)};
     if (given.has(places_.scale)) call.softmax_scale = given.number(places_.scale);
-    if (is_packed) {
+    if (is_packed(call)) {
       call.cu_seqlens_k = given.optional_tensor(places_.cu_seqlens_k);
       call.max_seqlen_q = given.integer(places_.max_seqlen_q, 0);
       call.max_seqlen_k = given.integer(places_.max_seqlen_k, 0);
@@ -191,20 +185,19 @@ class ForwardOperator : public AtenOperator {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const Arguments given(places_, *stack);
     const at::Tensor query = given.tensor(places_.q);  // not a reference into what is dropped
-    const bool is_packed = given.optional_tensor(places_.cu_seqlens_q).has_value();
+    const bool is_packed = given.optional_tensor(places_.cu_seqlens_q).defined();
     const bool has_lengths = given.has(places_.seqused_k) || given.has(places_.block_table);
     const bool can_write = places_.out < 0 || given.tensor(places_.out).stride(-1) == 1;
     if ((has_lengths && !is_packed) || !can_write || !takes_call(given)) {
       before_.callBoxed(op, keys, stack);
       return;
     }
-    CallArguments call = call_of(given);
+    AttentionCall call = call_of(given);
     call.return_softmax = given.flag(places_.wants_debug_mask);
     // With the query's strides, as compilers expect.
     const at::Tensor out = places_.out >= 0 ? given.tensor(places_.out) : at::empty_like(query);
     call.out = seqlen_first(out);
-    AttentionCall checked = checked_call(call, Pass::forward);
-    ForwardResults results = run_forward_call(call, checked);
+    Results results = run_forward_call(checked_call(call, Pass::forward));
     const std::int64_t seqlen_q = call.q.size(1), seqlen_k = call.k.size(1);
     torch::jit::drop(*stack, places_.count);
     if (places_.out >= 0) {
@@ -222,7 +215,7 @@ class ForwardOperator : public AtenOperator {
     stack->emplace_back(results.rng_state.defined() ? results.rng_state.view(at::kUInt64)
                                                     : allocate({2}, at::kUInt64, query));
     stack->emplace_back(allocate({}, at::kUInt64, query));  // has no meaning any more
-    stack->emplace_back(debug_mask(results.probabilities, query));
+    stack->emplace_back(debug_mask(results.S_dmask, query));
   }
 
  private:
@@ -246,19 +239,19 @@ class BackwardOperator : public AtenOperator {
       before_.callBoxed(op, keys, stack);
       return;
     }
-    CallArguments call = call_of(given);
+    AttentionCall call = call_of(given);
     call.deterministic = at::globalContext().deterministicAlgorithms();
     const at::Tensor dq = at::empty_like(given.tensor(places_.q));
     const at::Tensor dk = at::empty_like(given.tensor(places_.k));
     const at::Tensor dv = at::empty_like(given.tensor(places_.v));
-    GradientArguments incoming{.dout = seqlen_first(given.tensor(places_.grad_out)),
-                               .out = seqlen_first(given.tensor(places_.out)),
-                               .softmax_lse = given.tensor(places_.lse),
-                               .dq = seqlen_first(dq),
-                               .dk = seqlen_first(dk),
-                               .dv = seqlen_first(dv)};
+    Incoming incoming{.dout = seqlen_first(given.tensor(places_.grad_out)),
+                      .out = seqlen_first(given.tensor(places_.out)),
+                      .softmax_lse = given.tensor(places_.lse),
+                      .dq = seqlen_first(dq),
+                      .dk = seqlen_first(dk),
+                      .dv = seqlen_first(dv)};
     if (call.dropout_p > 0.0) incoming.rng_state = given.tensor(places_.rng_state).view(at::kLong);
-    run_backward_call(incoming, checked_call(call, Pass::backward));
+    run_backward_call(checked_call(call, Pass::backward), incoming);
     torch::jit::drop(*stack, places_.count);
     stack->emplace_back(dq);
     stack->emplace_back(dk);

@@ -4,6 +4,8 @@
 #include <torch/autograd.h>
 
 #include <cmath>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torch_binding/backward.h"
@@ -11,7 +13,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/functions.h"
-#include "torch_binding/saved_call.h"
+#include "torch_binding/kept_call.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -20,39 +22,37 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void save(AutogradContext* context, const AttentionCall& call, const ForwardResults& results,
-          bool has_settings) {
-  variable_list saved = {call.q, call.k, call.v, results.out, results.softmax_lse};
-  if (has_settings) {
-    saved.push_back(results.rng_state);
-    visit_saved_tensors(call, [&saved](const at::Tensor& tensor) { saved.push_back(tensor); });
-  }
-  context->save_for_backward(std::move(saved));
-  context->saved_data["numbers"] = saved_numbers(call);
+void save(AutogradContext* context, const AttentionCall& call, const Results& results) {
+  KeptCall kept = keep(call, {results.out, results.softmax_lse, results.rng_state});
+  context->save_for_backward(std::move(kept.tensors));
+  context->saved_data["numbers"] = std::move(kept.numbers);
 }
 
-struct Saved {
-  AttentionCall call;
-  GradientArguments incoming;
-};
+void restore(const AutogradContext* context, AttentionCall& call, Incoming& incoming) {
+  const KeptCall kept{context->get_saved_variables(),
+                      context->saved_data.at("numbers").toDoubleVector()};
+  restore(kept, call, {&incoming.out, &incoming.softmax_lse, &incoming.rng_state});
+}
 
-Saved restore(const AutogradContext* context) {
-  const variable_list saved = context->get_saved_variables();
-  std::size_t next = 0;
-  Saved restored;
-  AttentionCall& call = restored.call;
-  call.q = saved.at(next++);
-  call.k = saved.at(next++);
-  call.v = saved.at(next++);
-  restored.incoming.out = saved.at(next++);
-  restored.incoming.softmax_lse = saved.at(next++);
-  if (saved.size() > next) {
-    if (const at::Tensor& rng_state = saved.at(next++); rng_state.defined())
-      restored.incoming.rng_state = rng_state;
-    visit_saved_tensors(call, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
-  }
-  restore_numbers(context->saved_data.at("numbers").toDoubleVector(), call);
-  return restored;
+// The inputs that have a gradient, as they were given: autograd's edges, in order.
+variable_list edges_of(const AttentionCall& call) {
+  variable_list edges;
+  visit_differentiable(call, {}, [&](const char* /*name*/, const at::Tensor& input, const auto&) {
+    if (input.defined()) edges.push_back(input);
+  });
+  return edges;
+}
+
+// Whether the gradient of the input of this name is wanted.
+bool is_wanted(const AutogradContext* context, const AttentionCall& call, std::string_view name) {
+  std::size_t edge = 0;
+  bool wanted = false;
+  visit_differentiable(call, {}, [&](std::string_view each, const at::Tensor& input, const auto&) {
+    if (!input.defined()) return;
+    if (each == name) wanted = context->needs_input_grad(edge);
+    ++edge;
+  });
+  return wanted;
 }
 
 OptionalTensor if_defined(const at::Tensor& tensor) {
@@ -77,9 +77,7 @@ void check_not_mapped(const char* name, const at::Tensor& tensor) {
 // Stands where the gradients' own gradient would: it can be built into a graph, and refuses to run.
 struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   static variable_list forward(AutogradContext* /*context*/, const OptionalTensor& /*dout*/,
-                               const OptionalTensor& /*dlse*/, const at::Tensor& /*q*/,
-                               const at::Tensor& /*k*/, const at::Tensor& /*v*/,
-                               const OptionalTensor& /*bias*/, const OptionalTensor& /*sink*/,
+                               const OptionalTensor& /*dlse*/, const at::TensorList& /*inputs*/,
                                const variable_list* gradients) {
     return *gradients;
   }
@@ -92,112 +90,107 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// The tensors that have a gradient -> out and, where it is wanted, softmax_lse: what hangs on the
+// The inputs that have a gradient -> out and, where it is wanted, softmax_lse: what hangs on the
 // graph costs host time. They stand apart from the call, which has them too: a Function sees the
 // tensors among its arguments, and the gradient hangs on them as they were given, while the call
 // may go on with copies.
 struct Attention : torch::autograd::Function<Attention> {
-  static constexpr int num_arguments = 10;
+  static constexpr std::size_t other_arguments = 3;
 
-  static variable_list forward(AutogradContext* context, const at::Tensor& /*q*/,
-                               const at::Tensor& /*k*/, const at::Tensor& /*v*/,
-                               const OptionalTensor& /*bias*/, const OptionalTensor& /*sink*/,
-                               const CallArguments* given, AttentionCall* call,
-                               ForwardResults* results, bool has_settings, bool returns_lse) {
+  static variable_list forward(AutogradContext* context, const at::TensorList& /*edges*/,
+                               const AttentionCall* call, Results* results, bool returns_lse) {
     context->set_materialize_grads(false);
-    *results = run_forward_call(*given, *call);
+    *results = run_forward_call(*call);
     // Where the layout asked for a copy, the copy is saved: the backward would need it again.
-    save(context, *call, *results, has_settings);
+    save(context, *call, *results);
     if (!returns_lse) return {results->out};
     return {results->out, results->softmax_lse};
   }
 
   // Either of the gradients may be undefined.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const at::Tensor& dout = gradients.at(0);
-    const at::Tensor dlse = gradients.size() > 1 ? gradients.at(1) : at::Tensor();
-    if (!dout.defined() && !dlse.defined()) return variable_list(num_arguments);
-    check_no_forward_gradient("dout", dout);
-    check_no_forward_gradient("dlse", dlse);
-    check_not_mapped("dout", dout);
-    check_not_mapped("dlse", dlse);
+    AttentionCall call;
+    Incoming incoming;
+    restore(context, call, incoming);
+    incoming.dout = gradients.at(0);
+    if (gradients.size() > 1) incoming.dlse = gradients.at(1);
+    const variable_list edges = edges_of(call);
+    if (!incoming.dout.defined() && !incoming.dlse.defined())
+      return variable_list(edges.size() + other_arguments);
+    check_no_forward_gradient("dout", incoming.dout);
+    check_no_forward_gradient("dlse", incoming.dlse);
+    check_not_mapped("dout", incoming.dout);
+    check_not_mapped("dlse", incoming.dlse);
 
-    auto [call, incoming] = restore(context);
-    incoming.dout = if_defined(dout);
-    incoming.dlse = if_defined(dlse);
-    const OptionalTensor bias = if_defined(call.masks.bias);
-    const OptionalTensor sink = if_defined(call.masks.sink);
-    // Edges are those of the arguments that were given.
-    const std::size_t bias_edge = 3;
-    const std::size_t sink_edge = bias.has_value() ? 4 : 3;
-    incoming.wants_dbias = bias.has_value() && context->needs_input_grad(bias_edge);
-    const bool wants_dsink = sink.has_value() && context->needs_input_grad(sink_edge);
-    if (!wants_dsink) call.masks.sink.reset();
+    incoming.wants_dbias = is_wanted(context, call, "bias");
+    AttentionCall asked = call;
+    if (!is_wanted(context, call, "sink")) asked.sink.reset();
     variable_list results;
     {
       const at::NoGradGuard no_grad;
-      BackwardResults found = run_backward_call(incoming, call);
-      if (found.dbias.defined()) found.dbias = found.dbias.to(bias->scalar_type());
-      results = {std::move(found.dq), std::move(found.dk), std::move(found.dv),
-                 std::move(found.dbias), std::move(found.dsink)};
+      Gradients found = run_backward_call(asked, incoming);
+      if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+      visit_differentiable(
+          call, found, [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
+            if (input.defined())
+              results.push_back(context->needs_input_grad(results.size()) ? gradient
+                                                                          : at::Tensor());
+          });
     }
     if (at::GradMode::is_enabled()) {  // create_graph=True
       variable_list made;
       for (const at::Tensor& result : results) {
         if (result.defined()) made.push_back(result);
       }
-      const variable_list marked = NoDoubleBackward::apply(incoming.dout, incoming.dlse, call.q,
-                                                           call.k, call.v, bias, sink, &made);
+      const variable_list marked = NoDoubleBackward::apply(
+          if_defined(incoming.dout), if_defined(incoming.dlse), at::TensorList(edges), &made);
       std::size_t next = 0;
       for (at::Tensor& result : results) {
         if (result.defined()) result = marked.at(next++);
       }
     }
-    for (std::size_t i = 0; i < 3; ++i) {
-      if (!context->needs_input_grad(i)) results[i].reset();
-    }
-    results.resize(num_arguments);
+    results.resize(edges.size() + other_arguments);
     return results;
   }
 };
 
-void check_no_forward_gradients(const CallArguments& given) {
-  check_no_forward_gradient("q", given.q);
-  check_no_forward_gradient("k", given.k);
-  check_no_forward_gradient("v", given.v);
-  if (given.bias.has_value()) check_no_forward_gradient("bias", *given.bias);
-  if (given.sink.has_value()) check_no_forward_gradient("sink", *given.sink);
+void check_no_forward_gradients(const AttentionCall& call) {
+  visit_differentiable(call, {}, [](const char* name, const at::Tensor& input, const auto&) {
+    check_no_forward_gradient(name, input);
+  });
 }
 
-void check_no_gradient(const char* name, const OptionalTensor& tensor) {
-  if (!tensor.has_value()) return;
-  check_no_forward_gradient(name, *tensor);
-  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !tensor->requires_grad(), name,
+void check_no_gradient(const char* name, const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  check_no_forward_gradient(name, tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled() || !tensor.requires_grad(), name,
                               ": must not require grad, as it has no gradient");
 }
 
-bool requires_grad(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->requires_grad();
+bool requires_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+bool records(const AttentionCall& call) {
+  if (!at::GradMode::is_enabled()) return false;
+  bool found = false;
+  visit_differentiable(call, {}, [&](const char* /*name*/, const at::Tensor& input, const auto&) {
+    found = found || requires_grad(input);
+  });
+  return found;
 }
 
-bool records(const CallArguments& given) {
-  return at::GradMode::is_enabled() &&
-         (given.q.requires_grad() || given.k.requires_grad() || given.v.requires_grad() ||
-          requires_grad(given.bias) || requires_grad(given.sink));
-}
-
-// returns_lse: else the results have no softmax_lse.
-ForwardResults differentiable(const CallArguments& given, AttentionCall& call, bool is_recorded,
-                              bool has_settings, bool returns_lse) {
-  ForwardResults results;
+// given: with the tensors that gradients hang on. returns_lse: else the results have no
+// softmax_lse.
+Results differentiable(const AttentionCall& given, const AttentionCall& call, bool is_recorded,
+                       bool returns_lse) {
+  Results results;
   if (is_recorded) {
-    variable_list outputs = Attention::apply(given.q, given.k, given.v, given.bias, given.sink,
-                                             &given, &call, &results, has_settings, returns_lse);
+    const variable_list edges = edges_of(given);
+    variable_list outputs = Attention::apply(at::TensorList(edges), &call, &results, returns_lse);
     results.out = std::move(outputs.at(0));
     if (returns_lse) results.softmax_lse = std::move(outputs.at(1));
   } else {
     const at::NoGradGuard no_grad;
-    results = run_forward_call(given, call);
+    results = run_forward_call(call);
   }
   if (!returns_lse) results.softmax_lse.reset();
   return results;
@@ -210,41 +203,36 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                                                  std::optional<double> softmax_scale, bool causal,
                                                  bool returns_lse) {
   check_inputs(q, k, v);
-  const CallArguments given{.q = q, .k = k, .v = v};
+  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
+  const AttentionCall given{.q = q,
+                            .k = k,
+                            .v = v,
+                            .softmax_scale = checked_softmax_scale(softmax_scale.value_or(scale)),
+                            .causal = causal};
   check_no_forward_gradients(given);
-  AttentionCall call{.q = q, .k = k, .v = v};
-  call.options.window.right = causal ? 0 : Window::unbounded;
-  call.options.softmax_scale = checked_softmax_scale(
-      softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3)))));
-  ForwardResults results =
-      differentiable(given, call, records(given), /*has_settings=*/false, returns_lse);
+  Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
   return {std::move(results.out), if_defined(results.softmax_lse)};
 }
 
-std::vector<at::Tensor> forward(const CallArguments& given, bool returns_lse) {
+Results forward(const AttentionCall& given, bool returns_lse) {
   check_no_gradient("alibi_slopes", given.alibi_slopes);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
-  TORCH_CHECK_VALUE(!is_recorded || given.block_rows.has_value() == given.block_columns.has_value(),
+  TORCH_CHECK_VALUE(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),
                     "block_rows: must be given with block_columns where gradients are wanted");
-  TORCH_CHECK_VALUE(!is_recorded || !given.out.has_value(),
+  TORCH_CHECK_VALUE(!is_recorded || !given.out.defined(),
                     "out: must be None where gradients are wanted, got a tensor");
   TORCH_CHECK_NOT_IMPLEMENTED(
       !is_recorded || !given.fp32_results,
       "fp32_results: must be False in a call whose gradients are wanted, got True");
-  AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
+  const AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
-  ForwardResults results =
-      differentiable(given, call, is_recorded, /*has_settings=*/true, returns_lse);
-  return {std::move(results.out), std::move(results.softmax_lse), std::move(results.probabilities),
-          std::move(results.rng_state)};
+  return differentiable(given, call, is_recorded, returns_lse);
 }
 
-std::vector<at::Tensor> backward(const CallArguments& given, const GradientArguments& incoming) {
+Gradients backward(const AttentionCall& call, const Incoming& incoming) {
   const at::NoGradGuard no_grad;
-  BackwardResults results = run_backward_call(incoming, checked_call(given, Pass::backward));
-  return {std::move(results.dq),        std::move(results.dk),    std::move(results.dv),
-          std::move(results.softmax_d), std::move(results.dbias), std::move(results.dsink)};
+  return run_backward_call(checked_call(call, Pass::backward), incoming);
 }
 
 }  // namespace flash_attn_cuda::binding

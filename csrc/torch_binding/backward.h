@@ -1,24 +1,15 @@
 // The backward of a checked call.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include "torch_binding/arguments.h"
 #include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
-// softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q): rowsum(dout *
-// out) - dlse, zero behind seqlen_q. What is undefined was not wanted; dbias is fp32 where pairs
-// share an element, else of the bias's dtype, dsink fp32 where the call has a sink.
-struct BackwardResults {
-  at::Tensor dq, dk, dv;
-  at::Tensor softmax_d;
-  at::Tensor dbias, dsink;
-};
-
 // Checks what is given and writes the gradients, outside autograd. `call` is what checked_call made
-// of the forward's arguments; a sink that needs no gradient is not in it.
-BackwardResults run_backward_call(const GradientArguments& given, AttentionCall call);
+// of the forward's arguments; a sink that needs no gradient is not in it. softmax_d (batch,
+// heads_q, seqlen_q rounded up to 128), packed (heads_q, total_q), is zero behind seqlen_q. What is
+// undefined was not wanted; dbias is fp32 where pairs share an element, else of the bias's dtype,
+// dsink fp32 where the call has a sink.
+Gradients run_backward_call(const AttentionCall& call, const Incoming& given);
 
 }  // namespace flash_attn_cuda::binding

@@ -104,10 +104,6 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
   return (tensor.stride(last) == 1 || tensor.size(last) == 1) && !tensor.is_neg();
 }
 
-int checked_bound(std::int64_t bound) {
-  return bound < 0 || bound > max_int ? Window::unbounded : static_cast<int>(bound);
-}
-
 }  // namespace
 
 void check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -187,17 +183,8 @@ std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlen
   return cu_seqlens.size(0) - 1;
 }
 
-at::Tensor checked_per_sequence(const char* name, const OptionalTensor& tensor,
-                                std::int64_t entries, const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  check_array(name, *tensor, {entries}, at::kInt, q);
-  return *tensor;
-}
-
-at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
-                               const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  const at::Tensor& table = *tensor;
+void check_block_table(const at::Tensor& table, std::int64_t rows, const at::Tensor& q) {
+  if (!table.defined()) return;
   check_place("block_table", table, at::kInt, q);
   TORCH_CHECK_VALUE(table.dim() == 2, "block_table: must have 2 dimensions (batch, max_pages), ",
                     "got shape ", table.sizes());
@@ -205,13 +192,10 @@ at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
                     rows, " sequences, got shape ", table.sizes());
   TORCH_CHECK_VALUE(table.stride(1) == 1 || table.size(1) <= 1,
                     "block_table: rows must be contiguous, got strides ", table.strides());
-  return table;
 }
 
-at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch,
-                                const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  const at::Tensor& slopes = *tensor;
+at::Tensor checked_alibi_slopes(const at::Tensor& slopes, std::int64_t batch, const at::Tensor& q) {
+  if (!slopes.defined()) return {};
   check_place("alibi_slopes", slopes, at::kFloat, q);
   const std::int64_t heads = q.size(q.dim() - 2);
   const bool is_shared = slopes.dim() == 1 && slopes.size(0) == heads;
@@ -222,23 +206,23 @@ at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch
   return has_contiguous_rows(slopes) ? slopes : contiguous(slopes);
 }
 
-at::Tensor checked_block_lists(const char* name, const OptionalTensor& tensor, bool by_keys,
+at::Tensor checked_block_lists(const char* name, const at::Tensor& tensor, bool by_keys,
                                const PairExtent& extent, const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  check_place(name, *tensor, at::kInt, q);
+  if (!tensor.defined()) return {};
+  check_place(name, tensor, at::kInt, q);
   const std::int64_t tiles = mask_tiles(by_keys ? extent.seqlen_k : extent.seqlen_q);
   const std::int64_t others = mask_tiles(by_keys ? extent.seqlen_q : extent.seqlen_k);
-  check_shared_shape(name, *tensor, extent, {.size = tiles, .or_more = extent.at_least},
+  check_shared_shape(name, tensor, extent, {.size = tiles, .or_more = extent.at_least},
                      {.size = 2 + others, .or_more = extent.at_least});
-  return contiguous(*tensor);
+  return contiguous(tensor);
 }
 
-at::Tensor checked_mask_bits(const OptionalTensor& tensor, const at::Tensor& lists, bool by_keys,
+at::Tensor checked_mask_bits(const at::Tensor& tensor, const at::Tensor& lists, bool by_keys,
                              const PairExtent& extent, const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
+  if (!tensor.defined()) return {};
   TORCH_CHECK_VALUE(lists.defined(), "mask_bits: must be None without lists of blocks, got shape ",
-                    tensor->sizes());
-  check_place("mask_bits", *tensor, at::kInt, q);
+                    tensor.sizes());
+  check_place("mask_bits", tensor, at::kInt, q);
   const std::int64_t tiles = lists.size(2);
   const std::int64_t others = lists.size(3) - 2;
   const std::int64_t query_tiles = by_keys ? others : tiles;
@@ -247,15 +231,13 @@ at::Tensor checked_mask_bits(const OptionalTensor& tensor, const at::Tensor& lis
   const std::int64_t least_rows =
       std::max(extent.seqlen_q, query_tiles > 0 ? (query_tiles - 1) * mask_tile + 1 : 0);
   constexpr std::int64_t words_per_tile = mask_tile / 32;
-  check_shared_shape("mask_bits", *tensor, extent, {.size = least_rows, .or_more = true},
+  check_shared_shape("mask_bits", tensor, extent, {.size = least_rows, .or_more = true},
                      {.size = words_per_tile * key_tiles});
-  return contiguous(*tensor);
+  return contiguous(tensor);
 }
 
-at::Tensor checked_bias(const OptionalTensor& tensor, const PairExtent& extent,
-                        const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  const at::Tensor& bias = *tensor;
+at::Tensor checked_bias(const at::Tensor& bias, const PairExtent& extent, const at::Tensor& q) {
+  if (!bias.defined()) return {};
   check_device("bias", bias, q);
   TORCH_CHECK_TYPE(bias.scalar_type() == q.scalar_type() || bias.scalar_type() == at::kFloat,
                    "bias: dtype must be that of q (", q.scalar_type(), ") or ", at::kFloat,
@@ -266,19 +248,12 @@ at::Tensor checked_bias(const OptionalTensor& tensor, const PairExtent& extent,
   return has_contiguous_rows(bias) ? bias : contiguous(bias);
 }
 
-at::Tensor checked_sink(const OptionalTensor& tensor, const at::Tensor& q) {
-  if (!tensor.has_value()) return {};
-  check_array("sink", *tensor, {q.size(q.dim() - 2)}, at::kFloat, q);
-  return *tensor;
-}
-
-at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q) {
-  if (p_dropout == 0.0) return {};
-  TORCH_CHECK_VALUE(tensor.has_value(),
+void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q) {
+  if (p_dropout == 0.0) return;
+  TORCH_CHECK_VALUE(rng_state.defined(),
                     "rng_state: must be that of the forward where p_dropout > 0 (", p_dropout,
                     "), got None");
-  check_array("rng_state", *tensor, {2}, at::kLong, q);
-  return *tensor;
+  check_array("rng_state", rng_state, {2}, at::kLong, q);
 }
 
 void check_max_seqlen(const char* name, std::int64_t max_seqlen) {
@@ -301,22 +276,16 @@ float checked_softcap(double softcap) {
   return cap;
 }
 
-double checked_p_dropout(const char* name, double p_dropout) {
+void check_p_dropout(const char* name, double p_dropout) {
   TORCH_CHECK_VALUE(p_dropout >= 0.0 && p_dropout < 1.0, name,
                     ": must be at least 0 and below 1, got ", p_dropout);
-  return p_dropout;
 }
 
-Window checked_window(bool is_causal, std::int64_t left, std::int64_t right) {
-  return {.left = checked_bound(left), .right = is_causal ? 0 : checked_bound(right)};
-}
-
-int checked_num_splits(std::int64_t num_splits) {
+void check_num_splits(std::int64_t num_splits) {
   constexpr std::int64_t most = 256;
   TORCH_CHECK_VALUE(num_splits >= 0 && num_splits <= most,
                     "num_splits: must be from 0 (as many as serve the device) to ", most, ", got ",
                     num_splits);
-  return static_cast<int>(num_splits);
 }
 
 void refuse_generator(bool has_generator) {

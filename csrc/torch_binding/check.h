@@ -6,10 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
-#include "flash_attn/params.h"
-#include "torch_binding/arguments.h"
+#include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
@@ -56,38 +54,28 @@ void check_read_in_place(const char* name, const at::Tensor& tensor);
 std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
                                    const at::Tensor& q);
 
-// int32 (entries), or not given.
-at::Tensor checked_per_sequence(const char* name, const OptionalTensor& tensor,
-                                std::int64_t entries, const at::Tensor& q);
-
 // int32 (rows, max_pages), rows contiguous; rows -1: any number of them.
-at::Tensor checked_block_table(const OptionalTensor& tensor, std::int64_t rows,
-                               const at::Tensor& q);
+void check_block_table(const at::Tensor& table, std::int64_t rows, const at::Tensor& q);
 
 // fp32 (heads_q) or (batch, heads_q), or not given. Rows are contiguous in the tensor returned.
-at::Tensor checked_alibi_slopes(const OptionalTensor& tensor, std::int64_t batch,
-                                const at::Tensor& q);
+at::Tensor checked_alibi_slopes(const at::Tensor& slopes, std::int64_t batch, const at::Tensor& q);
 
 // int32 (batch or 1, heads_q or 1, tiles of queries, 2 + tiles of keys), or, by_keys, with the two
 // exchanged; or not given. Contiguous in the tensor returned.
-at::Tensor checked_block_lists(const char* name, const OptionalTensor& tensor, bool by_keys,
+at::Tensor checked_block_lists(const char* name, const at::Tensor& tensor, bool by_keys,
                                const PairExtent& extent, const at::Tensor& q);
 
 // int32 (batch or 1, heads_q or 1, seqlen_q or more, 4 * tiles of keys) for these lists, or not
 // given. Contiguous in the tensor returned.
-at::Tensor checked_mask_bits(const OptionalTensor& tensor, const at::Tensor& lists, bool by_keys,
+at::Tensor checked_mask_bits(const at::Tensor& tensor, const at::Tensor& lists, bool by_keys,
                              const PairExtent& extent, const at::Tensor& q);
 
 // (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) of the dtype of q or fp32, or not given. Rows
 // are contiguous in the tensor returned.
-at::Tensor checked_bias(const OptionalTensor& tensor, const PairExtent& extent,
-                        const at::Tensor& q);
+at::Tensor checked_bias(const at::Tensor& bias, const PairExtent& extent, const at::Tensor& q);
 
-// fp32 (heads_q), or not given.
-at::Tensor checked_sink(const OptionalTensor& tensor, const at::Tensor& q);
-
-// int64 (2), needed where p_dropout > 0; undefined where not.
-at::Tensor checked_rng_state(const OptionalTensor& tensor, double p_dropout, const at::Tensor& q);
+// int64 (2), needed where p_dropout > 0.
+void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q);
 
 // Whether it is an upper bound of lengths, device memory tells alone.
 void check_max_seqlen(const char* name, std::int64_t max_seqlen);
@@ -95,12 +83,9 @@ void check_max_seqlen(const char* name, std::int64_t max_seqlen);
 // The fp32 that kernels use.
 float checked_softmax_scale(double softmax_scale);
 float checked_softcap(double softcap);
-double checked_p_dropout(const char* name, double p_dropout);
+void check_p_dropout(const char* name, double p_dropout);
 
-// The window of FlashAttention-2's three mask arguments, where negative means unlimited.
-Window checked_window(bool is_causal, std::int64_t left, std::int64_t right);
-
-int checked_num_splits(std::int64_t num_splits);
+void check_num_splits(std::int64_t num_splits);
 
 // FlashAttention-2 raises for it as well.
 void refuse_generator(bool has_generator);

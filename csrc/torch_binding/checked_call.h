@@ -1,9 +1,6 @@
-// From a call as it was described to a checked AttentionCall.
+// From a call as it was described to one that kernels can read.
 #pragma once
 
-#include <cstdint>
-
-#include "torch_binding/arguments.h"
 #include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
@@ -11,15 +8,19 @@ namespace flash_attn_cuda::binding {
 // Which lists of blocks a call needs.
 enum class Pass { forward, backward, both };
 
-// Lengths in device memory decide what is computed; max_seqlen_q may choose a kernel, and masks and
-// biases of packed sequences must hold the max_seqlens.
-AttentionCall checked_call(const CallArguments& given, Pass pass);
+// The call with numbers as kernels use them, tensors that they read as plain arrays contiguous, and
+// q, k and v where they can address them; pages and caches stay where they are. Lengths in device
+// memory decide what is computed; max_seqlen_q may choose a kernel, and masks and biases of packed
+// sequences must hold the max_seqlens. dropout_p_name: in errors.
+AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name = "dropout_p");
 
-// The same of tensors that no kernel may be able to read, such as those on the CPU.
-AttentionCall described_call(const CallArguments& given, Pass pass);
+// The same of tensors that no kernel may be able to read, such as those without memory; q, k and v
+// stay as they are.
+AttentionCall described_call(AttentionCall call, Pass pass,
+                             const char* dropout_p_name = "dropout_p");
 
-// q, k and v where kernels can address them; pages and caches stay where they are.
-void use_kernel_layout(AttentionCall& call);
+// The call with q, k and v where kernels can address them.
+AttentionCall with_kernel_layouts(AttentionCall call);
 
 // Raises where kernels have no backward for a call.
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias);

@@ -65,7 +65,8 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
   const std::int64_t heads = out_partial.size(3);
 
   const at::NoGradGuard no_grad;
-  OutputTensor output("out", out, out_partial.sizes().slice(1), dtype, out_partial);
+  OutputTensor output("out", out.value_or(at::Tensor()), out_partial.sizes().slice(1), dtype,
+                      out_partial);
   at::Tensor softmax_lse = allocate_lse(out_partial);
   if (out_partial.size(0) == 0) {  // no part, no key
     output.written().zero_();

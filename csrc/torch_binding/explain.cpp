@@ -1,83 +1,19 @@
 #include "torch_binding/explain.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include "flash_attn/instance.h"
 #include "host/names.h"
-#include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
-#include "torch_binding/saved_call.h"
+#include "torch_binding/kept_call.h"
+#include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
 namespace py = pybind11;
 using namespace pybind11::literals;
-
-// Planning asks whether there is such an array, and never reads it.
-constexpr int some_int = 0;
-constexpr float some_float = 0.0f;
-alignas(16) constexpr float some_vector[4] = {};
-
-Dtype parse_dtype(const std::string& dtype) {
-  for (const Dtype candidate : {Dtype::fp16, Dtype::bf16}) {
-    if (dtype == name_of(candidate)) return candidate;
-  }
-  TORCH_CHECK_VALUE(false, "dtype: must be 'fp16' or 'bf16', got '", dtype, "'");
-}
-
-// What both passes take.
-struct Request {
-  const std::string& dtype;
-  AttentionShape shape;
-  bool causal;
-  std::int64_t window_left;
-  std::int64_t window_right;
-  bool packed;
-  double softcap;
-  bool alibi;
-  double p_dropout;
-  bool block_sparse;
-  bool bias;
-};
-
-// Contiguous, as planning asks how tensors lie; no memory is behind it.
-TensorView contiguous_view(int seqlen, int heads, int head_dim) {
-  constexpr int elements_of_16_bytes = 8;
-  const std::int64_t columns =
-      (head_dim + elements_of_16_bytes - 1) / elements_of_16_bytes * elements_of_16_bytes;
-  return {.batch_stride = columns * seqlen * heads,
-          .row_stride = columns * heads,
-          .head_stride = columns};
-}
-
-template <class Params>
-Params params_of(const Request& request) {
-  Params params;
-  const AttentionShape& shape = request.shape;
-  params.q = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
-  params.k = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
-  params.v = contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim_v);
-  params.out = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim_v);
-  params.dtype = parse_dtype(request.dtype);
-  params.shape = request.shape;
-  params.window = checked_window(request.causal, request.window_left, request.window_right);
-  params.score.softcap = checked_softcap(request.softcap);
-  params.score.alibi_slopes = request.alibi ? &some_float : nullptr;
-  params.dropout.threshold = dropout_threshold(checked_p_dropout("p_dropout", request.p_dropout));
-  params.sparsity.lists.data = request.block_sparse ? &some_int : nullptr;
-  if (request.bias) {
-    // Of every head and query, in the call's dtype.
-    params.score.bias = {.data = &some_vector,
-                         .head_stride = std::int64_t{shape.seqlen_q} * shape.seqlen_k,
-                         .row_stride = shape.seqlen_k,
-                         .rows = shape.seqlen_q,
-                         .columns = shape.seqlen_k};
-  }
-  params.sequences.cu_seqlens_q = request.packed ? &some_int : nullptr;
-  params.sequences.cu_seqlens_k = params.sequences.cu_seqlens_q;
-  return params;
-}
 
 const DeviceInfo& device_or_current(std::optional<int> device) {
   return device_info(device.has_value() ? *device : c10::cuda::current_device());
@@ -93,24 +29,23 @@ py::dict common_config(const Config& config) {
                   "feature_names"_a = flash_attn_cuda::names_of(config.features));
 }
 
+// What autograd gives the backward of a forward of this call.
+AttentionCall kept_of(const AttentionCall& given) {
+  AttentionCall kept;
+  restore(keep(described_call(given, Pass::both), {}), kept, {});
+  return kept;
+}
+
 // None for an undefined tensor.
-py::dict describe(const AttentionCall& call) {
-  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, origin,
-               alibi_slopes, max_seqlen_q, max_seqlen_k, cache, masks, options] = call;
-  const auto& [block_rows, block_columns, bits, bias, sink] = masks;
-  const auto& [window, softmax_scale, softcap, p_dropout, deterministic, fp32_results, sm_margin] =
-      options;
-  return py::dict("q"_a = q, "k"_a = k, "v"_a = v, "cu_seqlens_q"_a = cu_seqlens_q,
-                  "cu_seqlens_k"_a = cu_seqlens_k, "seqused_q"_a = seqused_q,
-                  "seqused_k"_a = seqused_k, "leftpad_k"_a = leftpad_k, "origin"_a = origin,
-                  "alibi_slopes"_a = alibi_slopes, "max_seqlen_q"_a = max_seqlen_q,
-                  "max_seqlen_k"_a = max_seqlen_k, "reads_in_place"_a = cache.reads_in_place,
-                  "block_rows"_a = block_rows, "block_columns"_a = block_columns,
-                  "mask_bits"_a = bits, "bias"_a = bias, "sink"_a = sink,
-                  "window_left"_a = window.left, "window_right"_a = window.right,
-                  "softmax_scale"_a = softmax_scale, "softcap"_a = softcap,
-                  "dropout_p"_a = p_dropout, "deterministic"_a = deterministic,
-                  "fp32_results"_a = fp32_results, "sm_margin"_a = sm_margin);
+py::dict describe(AttentionCall call) {
+  py::dict result;
+  visit_fields(call, [&](const char* name, const auto& field, bool) { result[name] = field; });
+  return result;
+}
+
+// Of a result that a call would allocate, contiguous, without memory.
+at::Tensor like(const at::Tensor& tensor, std::int64_t columns) {
+  return at::empty(with_columns(tensor.sizes(), columns), tensor.options().device(at::kMeta));
 }
 
 py::dict describe(const ForwardConfig& config) {
@@ -167,35 +102,10 @@ std::vector<std::string> instance_names(Instances instances) {
 
 }  // namespace
 
-py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size, int seqlen_q,
-                         int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
-                         std::optional<int> device, std::int64_t window_left,
-                         std::int64_t window_right, bool packed, double softcap, bool alibi,
-                         double p_dropout, int page_size, bool lengths_on_device, int num_splits,
-                         bool batch_invariant, int max_seqlen_q, bool block_sparse, bool bias,
-                         std::optional<int> head_dim_v) {
-  const AttentionShape shape{.batch_size = batch_size,
-                             .seqlen_q = seqlen_q,
-                             .seqlen_k = seqlen_k,
-                             .num_heads_q = num_heads_q,
-                             .num_heads_k = num_heads_k,
-                             .head_dim = head_dim,
-                             .head_dim_v = head_dim_v.value_or(head_dim)};
-  auto params = params_of<ForwardParams>({dtype, shape, causal, window_left, window_right, packed,
-                                          softcap, alibi, p_dropout, block_sparse, bias});
-  TORCH_CHECK_VALUE(page_size >= 0, "page_size: must not be negative, got ", page_size);
-  if (page_size > 0) {
-    const int pages = seqlen_k / page_size + (seqlen_k % page_size != 0);
-    params.paged = {.block_table = &some_int,
-                    .table_stride = pages,
-                    .max_pages = pages,
-                    .page_size = page_size,
-                    .num_pages = pages};
-    params.sequences.cu_seqlens_k = nullptr;
-  }
-  if (lengths_on_device || page_size > 0) params.sequences.seqused_k = &some_int;
-  params.sequences.max_seqlen_q = packed ? max_seqlen_q : 0;
-  params.split = {.num_splits = checked_num_splits(num_splits), .batch_invariant = batch_invariant};
+py::dict explain_forward(const AttentionCall& given, std::optional<int> device) {
+  const AttentionCall call = described_call(given, Pass::forward);
+  ForwardParams params = forward_params(call, key_lengths(call));
+  params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
   const ForwardPlan plan = plan_forward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
   result["draws_tiles"] = plan.draws_tiles;
@@ -204,26 +114,14 @@ py::dict explain_forward(const std::string& dtype, int head_dim, int batch_size,
   return result;
 }
 
-py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size, int seqlen_q,
-                          int seqlen_k, int num_heads_q, int num_heads_k, bool causal,
-                          std::optional<int> device, std::int64_t window_left,
-                          std::int64_t window_right, bool packed, double softcap, bool alibi,
-                          double p_dropout, bool deterministic, bool block_sparse, bool bias,
-                          std::optional<int> head_dim_v) {
-  const AttentionShape shape{.batch_size = batch_size,
-                             .seqlen_q = seqlen_q,
-                             .seqlen_k = seqlen_k,
-                             .num_heads_q = num_heads_q,
-                             .num_heads_k = num_heads_k,
-                             .head_dim = head_dim,
-                             .head_dim_v = head_dim_v.value_or(head_dim)};
-  auto params = params_of<BackwardParams>({dtype, shape, causal, window_left, window_right, packed,
-                                           softcap, alibi, p_dropout, block_sparse, bias});
-  params.dq = params.q;
+py::dict explain_backward(const AttentionCall& given, std::optional<int> device) {
+  const AttentionCall call = described_call(given, Pass::backward);
+  BackwardParams params = backward_params(call);
+  params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
   params.dout = params.out;
-  params.dk = params.k;
-  params.dv = params.v;
-  params.deterministic = deterministic;
+  params.dq = output_view(like(call.q, call.q.size(call.q.dim() - 1)));
+  params.dk = output_view(like(call.k, call.k.size(call.k.dim() - 1)));
+  params.dv = output_view(like(call.v, call.v.size(call.v.dim() - 1)));
   const BackwardPlan plan = plan_backward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
@@ -231,19 +129,13 @@ py::dict explain_backward(const std::string& dtype, int head_dim, int batch_size
   result["sweeps"] = plan.sweeps;
   result["tile_parts"] = plan.shared_tiles.parts;
   result["q_tiles"] = plan.q_tiles;
-  result["seqlen_q_rounded"] = packed ? seqlen_q : round_up_seqlen(seqlen_q);
+  const int seqlen_q = params.shape.seqlen_q;
+  result["seqlen_q_rounded"] = is_packed(call) ? seqlen_q : round_up_seqlen(seqlen_q);
   return result;
 }
 
-std::vector<py::dict> explain_settings(const CallArguments& call) {
-  const AttentionCall of_forward = described_call(call, Pass::both);
-  AttentionCall restored{.q = of_forward.q, .k = of_forward.k, .v = of_forward.v};
-  std::vector<at::Tensor> saved;
-  visit_saved_tensors(of_forward, [&](const at::Tensor& tensor) { saved.push_back(tensor); });
-  std::size_t next = 0;
-  visit_saved_tensors(restored, [&](at::Tensor& tensor) { tensor = saved.at(next++); });
-  restore_numbers(saved_numbers(of_forward), restored);
-  return {describe(described_call(call, Pass::backward)), describe(restored)};
+std::vector<py::dict> explain_settings(const AttentionCall& given) {
+  return {describe(described_call(given, Pass::backward)), describe(kept_of(given))};
 }
 
 std::vector<std::string> forward_instance_names() { return instance_names(forward_instances()); }

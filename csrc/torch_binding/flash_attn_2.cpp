@@ -16,23 +16,22 @@ at::Tensor or_empty(at::Tensor tensor, at::ScalarType dtype, const at::Tensor& q
   return tensor.defined() ? tensor : allocate({0}, dtype, q);
 }
 
+at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
+
 // [out, softmax_lse, S_dmask, rng_state]
-std::vector<at::Tensor> forward_outputs(CallArguments given) {
-  given.dropout_p_name = "p_dropout";
+std::vector<at::Tensor> forward_outputs(const AttentionCall& call) {
   const at::NoGradGuard no_grad;
-  AttentionCall call = checked_call(given, Pass::forward);
-  ForwardResults results = run_forward_call(given, call);
+  Results results = run_forward_call(checked_call(call, Pass::forward, "p_dropout"));
   return {std::move(results.out), std::move(results.softmax_lse),
-          or_empty(std::move(results.probabilities), given.q.scalar_type(), given.q),
-          or_empty(std::move(results.rng_state), at::kLong, given.q)};
+          or_empty(std::move(results.S_dmask), call.q.scalar_type(), call.q),
+          or_empty(std::move(results.rng_state), at::kLong, call.q)};
 }
 
 // [dq, dk, dv, softmax_d]
-std::vector<at::Tensor> backward_outputs(CallArguments given, GradientArguments incoming) {
-  given.dropout_p_name = "p_dropout";
+std::vector<at::Tensor> backward_outputs(const AttentionCall& call, Incoming incoming) {
   incoming.wants_softmax_d = true;
   const at::NoGradGuard no_grad;
-  BackwardResults results = run_backward_call(incoming, checked_call(given, Pass::backward));
+  Gradients results = run_backward_call(checked_call(call, Pass::backward, "p_dropout"), incoming);
   return {std::move(results.dq), std::move(results.dk), std::move(results.dv),
           std::move(results.softmax_d)};
 }
@@ -54,9 +53,9 @@ std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::
                           .window_size_left = window_left,
                           .window_size_right = window_right,
                           .softcap = softcap,
-                          .alibi_slopes = alibi_slopes,
+                          .alibi_slopes = or_undefined(alibi_slopes),
                           .return_softmax = return_softmax,
-                          .out = out});
+                          .out = or_undefined(out)});
 }
 
 std::vector<at::Tensor> varlen_fwd(
@@ -78,17 +77,17 @@ std::vector<at::Tensor> varlen_fwd(
                           .window_size_left = window_left,
                           .window_size_right = window_right,
                           .softcap = softcap,
-                          .alibi_slopes = alibi_slopes,
+                          .alibi_slopes = or_undefined(alibi_slopes),
                           .cu_seqlens_q = cu_seqlens_q,
-                          .cu_seqlens_k = cu_seqlens_k,
-                          .seqused_k = seqused_k,
-                          .leftpad_k = leftpad_k,
+                          .cu_seqlens_k = or_undefined(cu_seqlens_k),
+                          .seqused_k = or_undefined(seqused_k),
+                          .leftpad_k = or_undefined(leftpad_k),
                           .max_seqlen_q = max_seqlen_q,
                           .max_seqlen_k = max_seqlen_k,
-                          .block_table = block_table,
+                          .block_table = or_undefined(block_table),
                           .return_softmax = return_softmax,
                           .num_splits = num_splits,
-                          .out = out});
+                          .out = or_undefined(out)});
 }
 
 std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
@@ -110,15 +109,15 @@ std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const a
                            .window_size_left = window_left,
                            .window_size_right = window_right,
                            .softcap = softcap,
-                           .alibi_slopes = alibi_slopes,
+                           .alibi_slopes = or_undefined(alibi_slopes),
                            .deterministic = deterministic},
                           {.dout = dout,
                            .out = out,
                            .softmax_lse = softmax_lse,
-                           .rng_state = rng_state,
-                           .dq = dq,
-                           .dk = dk,
-                           .dv = dv});
+                           .rng_state = or_undefined(rng_state),
+                           .dq = or_undefined(dq),
+                           .dk = or_undefined(dk),
+                           .dv = or_undefined(dv)});
 }
 
 std::vector<at::Tensor> varlen_bwd(
@@ -140,7 +139,7 @@ std::vector<at::Tensor> varlen_bwd(
                            .window_size_left = window_left,
                            .window_size_right = window_right,
                            .softcap = softcap,
-                           .alibi_slopes = alibi_slopes,
+                           .alibi_slopes = or_undefined(alibi_slopes),
                            .deterministic = deterministic,
                            .cu_seqlens_q = cu_seqlens_q,
                            .cu_seqlens_k = cu_seqlens_k,
@@ -149,10 +148,10 @@ std::vector<at::Tensor> varlen_bwd(
                           {.dout = dout,
                            .out = out,
                            .softmax_lse = softmax_lse,
-                           .rng_state = rng_state,
-                           .dq = dq,
-                           .dk = dk,
-                           .dv = dv});
+                           .rng_state = or_undefined(rng_state),
+                           .dq = or_undefined(dq),
+                           .dk = or_undefined(dk),
+                           .dv = or_undefined(dv)});
 }
 
 std::vector<at::Tensor> fwd_kvcache(
@@ -164,27 +163,28 @@ std::vector<at::Tensor> fwd_kvcache(
     const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
     std::int64_t window_right, double softcap, bool is_rotary_interleaved,
     std::int64_t num_splits) {
-  std::vector<at::Tensor> results = forward_outputs({.q = q,
-                                                     .k = kcache,
-                                                     .v = vcache,
-                                                     .softmax_scale = softmax_scale,
-                                                     .causal = is_causal,
-                                                     .window_size_left = window_left,
-                                                     .window_size_right = window_right,
-                                                     .softcap = softcap,
-                                                     .alibi_slopes = alibi_slopes,
-                                                     .seqused_k = seqlens_k,
-                                                     .leftpad_k = leftpad_k,
-                                                     .block_table = block_table,
-                                                     .num_splits = num_splits,
-                                                     .over_cache = true,
-                                                     .cache_batch_idx = cache_batch_idx,
-                                                     .k_new = k,
-                                                     .v_new = v,
-                                                     .rotary_cos = rotary_cos,
-                                                     .rotary_sin = rotary_sin,
-                                                     .rotary_interleaved = is_rotary_interleaved,
-                                                     .out = out});
+  std::vector<at::Tensor> results =
+      forward_outputs({.q = q,
+                       .k = kcache,
+                       .v = vcache,
+                       .softmax_scale = softmax_scale,
+                       .causal = is_causal,
+                       .window_size_left = window_left,
+                       .window_size_right = window_right,
+                       .softcap = softcap,
+                       .alibi_slopes = or_undefined(alibi_slopes),
+                       .seqused_k = or_undefined(seqlens_k),
+                       .leftpad_k = or_undefined(leftpad_k),
+                       .block_table = or_undefined(block_table),
+                       .num_splits = num_splits,
+                       .over_cache = true,
+                       .cache_batch_idx = or_undefined(cache_batch_idx),
+                       .k_new = or_undefined(k),
+                       .v_new = or_undefined(v),
+                       .rotary_cos = or_undefined(rotary_cos),
+                       .rotary_sin = or_undefined(rotary_sin),
+                       .rotary_interleaved = is_rotary_interleaved,
+                       .out = or_undefined(out)});
   results.resize(2);  // no dropout
   return results;
 }

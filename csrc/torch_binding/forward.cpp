@@ -7,7 +7,6 @@
 #include "flash_attn/api.h"
 #include "torch_binding/append.h"
 #include "torch_binding/check.h"
-#include "torch_binding/checked_call.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/rng.h"
 #include "torch_binding/to_params.h"
@@ -15,9 +14,11 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-at::Tensor probabilities_of(const ForwardParams& params, const ForwardResults& results,
-                            const AttentionCall& call, std::int64_t rows, std::int64_t columns,
-                            Stream stream) {
+// S_dmask: (batch, heads_q, rows, columns).
+at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& call,
+                            const at::Tensor& rng_state, Stream stream) {
+  const std::int64_t rows = is_packed(call) ? call.max_seqlen_q : call.q.size(1);
+  const std::int64_t columns = is_packed(call) ? call.max_seqlen_k : call.k.size(1);
   const AttentionShape& shape = params.shape;
   at::Tensor probabilities =
       at::zeros({shape.batch_size, shape.num_heads_q, rows, columns}, call.q.options());
@@ -26,78 +27,49 @@ at::Tensor probabilities_of(const ForwardParams& params, const ForwardResults& r
                                  .probabilities = probabilities.mutable_data_ptr(),
                                  .rows = static_cast<int>(rows),
                                  .columns = static_cast<int>(columns)};
-  debug.forward.dropout.rng = rng_of_state(results.rng_state);
+  debug.forward.dropout.rng = rng_of_state(rng_state);
   debug.forward.dropout.rng_state = nullptr;
   run_debug_probabilities(debug, stream);
   return probabilities;
 }
 
-// A packed batch fills the device without splits; a cache, or pages, may be long.
-SplitParams split_params(const CallArguments& given, const AttentionCall& call) {
-  const int splits = checked_num_splits(given.num_splits);
-  return {.num_splits = splits == 0 && !call.cache.reads_in_place ? 1 : splits,
-          .batch_invariant = given.batch_invariant};
-}
-
 }  // namespace
 
-ForwardResults run_forward_call(const CallArguments& given, AttentionCall& call) {
+Results run_forward_call(const AttentionCall& call) {
   const c10::DeviceIndex device = call.q.device().index();
   const c10::cuda::CUDAGuard guard(device);
   const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
-  const SplitParams split = split_params(given, call);
-  const at::Tensor given_rng =
-      given.rng_state.has_value()
-          ? checked_rng_state(given.rng_state, call.options.p_dropout, call.q)
-          : at::Tensor();
-  CacheUpdate update;
-  if (given.over_cache) update = checked_update(given, call);
-  OutputTensor output("out", given.out, output_sizes(call), call.result_dtype(), call.q);
-  use_kernel_layout(call);
-  const at::Tensor q = call.q;  // read by what rotates it
-  std::optional<AppendParams> append;
-  if (given.over_cache) append = append_params(call, update);
+  if (call.rng_state.defined()) check_rng_state(call.rng_state, call.dropout_p, call.q);
+  OutputTensor output("out", call.out, output_sizes(call), result_dtype(call), call.q);
+  const CacheUpdate update = call.over_cache ? checked_update(call) : CacheUpdate{};
+  const KeyLengths lengths = call.over_cache ? update.lengths : key_lengths(call);
+  const Append append = call.over_cache ? begin_append(call, update) : Append{};
+  const at::Tensor& q = append.rotated_q.defined() ? append.rotated_q : call.q;
 
-  const bool has_device_contents = call.has_device_contents();
-  ForwardResults results{.softmax_lse = allocate_rows(call.q, call.q.size(call.q.dim() - 3))};
-  ForwardParams params{.dtype = dtype_of(call.q),
-                       .shape = shape_of(call),
-                       .sequences = sequence_params(call),
-                       .window = call.options.window,
-                       .score = score_params(call),
-                       .dropout = {.threshold = dropout_threshold(call.options.p_dropout)},
-                       .sparsity = sparsity_params(call, /*by_keys=*/false),
-                       .paged = paged_params(call),
-                       .split = split,
-                       .q = input_view(call.q),
-                       .k = input_view(call.k),
-                       .v = input_view(call.v),
-                       .out = output.view(),
-                       .fp32_results = call.options.fp32_results,
-                       .lse = output_rows(results.softmax_lse),
-                       .errors = has_device_contents ? device_record(device) : nullptr};
+  Results results{.softmax_lse = allocate_rows(q, q.size(q.dim() - 3))};
+  ForwardParams params = forward_params(call, lengths);
+  params.q = input_view(q);
+  params.out = output.view();
+  params.lse = output_rows(results.softmax_lse);
+  params.errors = has_device_contents(call) ? device_record(device) : nullptr;
   const ForwardPlan plan = plan_forward(params, device_of_call(call));
   at::Tensor workspace;
   if (plan.workspace_bytes > 0) {
-    workspace = allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);
+    workspace = allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, q);
     params.workspace = workspace.mutable_data_ptr();
   }
-  if (call.options.p_dropout > 0.0) {
-    results.rng_state = allocate({2}, at::kLong, call.q);  // written by run_forward
-    params.dropout.rng = given_rng.defined() ? rng_of_state(given_rng) : draw_rng(device);
+  if (drops(call)) {
+    results.rng_state = allocate({2}, at::kLong, q);  // written by run_forward
+    params.dropout.rng = call.rng_state.defined() ? rng_of_state(call.rng_state) : draw_rng(device);
     params.dropout.rng_state = results.rng_state.mutable_data_ptr<std::int64_t>();
   }
-  if (append.has_value()) run_append(*append, stream);
+  if (append.params.has_value()) run_append(*append.params, stream);
   run_forward(plan, params, stream);
-  if (given.return_softmax && call.options.p_dropout > 0.0) {
-    const bool is_packed = call.is_packed();
-    const std::int64_t rows = is_packed ? given.max_seqlen_q : call.q.size(1);
-    const std::int64_t columns = is_packed ? given.max_seqlen_k : call.k.size(1);
-    results.probabilities = probabilities_of(params, results, call, rows, columns, stream);
-  }
-  if (has_device_contents) {
+  if (call.return_softmax && drops(call))
+    results.S_dmask = probabilities_of(params, call, results.rng_state, stream);
+  if (has_device_contents(call)) {
     const ContentNames of_cache{.seqused_k = "cache_seqlens", .leftpad_k = "cache_leftpad"};
-    raise_if_checking(device, stream, given.over_cache ? of_cache : ContentNames{});
+    raise_if_checking(device, stream, call.over_cache ? of_cache : ContentNames{});
   }
   results.out = output.finish();
   return results;

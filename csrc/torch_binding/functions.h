@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "torch_binding/arguments.h"
+#include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
@@ -22,9 +22,9 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                                                  std::optional<double> softmax_scale, bool causal,
                                                  bool returns_lse);
 
-std::vector<at::Tensor> forward(const CallArguments& call, bool returns_lse);
+Results forward(const AttentionCall& call, bool returns_lse);
 
-std::vector<at::Tensor> backward(const CallArguments& call, const GradientArguments& incoming);
+Gradients backward(const AttentionCall& call, const Incoming& incoming);
 
 std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const OptionalTensor& out, const OptionalTensor& alibi_slopes,

@@ -31,16 +31,16 @@ void define_calls(py::module& module) {
 
   module.def(
       "forward", torch::wrap_pybind_function_no_gil(&binding::forward),
-      "Any call -> [out, softmax_lse, S_dmask or None, rng_state or None], softmax_lse None too\n"
-      "without returns_lse.\n\n"
+      "Any call -> a flash_attn_cuda.call.Results, S_dmask and rng_state None without dropout,\n"
+      "softmax_lse None without returns_lse.\n\n"
       "call: a flash_attn_cuda.call.AttentionCall, whose docstring says what each field is.\n"
       "Differentiable in q, k, v, bias and sink through out and softmax_lse.",
       py::arg("call"), py::arg("returns_lse") = true);
 
   module.def(
       "backward", torch::wrap_pybind_function_no_gil(&binding::backward),
-      "Gradients of forward -> [dq, dk, dv, softmax_d, dbias, dsink], None for what is not\n"
-      "wanted, outside autograd.\n\n"
+      "Gradients of forward -> a flash_attn_cuda.call.Gradients, None for what is not wanted,\n"
+      "outside autograd.\n\n"
       "call: as the forward's; incoming: a flash_attn_cuda.call.Incoming. A sink that needs\n"
       "no gradient is to be None.",
       py::arg("call"), py::arg("incoming"));
@@ -158,32 +158,18 @@ void define_information(py::module& module) {
              py::arg("device") = py::none());
   module.def(
       "explain_forward", torch::wrap_pybind_function(&binding::explain_forward),
-      "What a forward of these shapes would run: a dict of instance, config, smem_bytes, grid,\n"
-      "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. dtype is 'fp16'\n"
-      "or 'bf16', device an index or None for the current one. packed: seqlen_q and seqlen_k are\n"
-      "totals. page_size 0: not paged. block_sparse and bias: with lists of blocks, with a bias.\n"
-      "head_dim_v: of values, None for head_dim.\n"
-      "RuntimeError where no compiled kernel serves the call.",
-      py::arg("dtype"), py::arg("head_dim"), py::arg("batch_size"), py::arg("seqlen_q"),
-      py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
-      py::arg("device") = py::none(), py::arg("window_left") = -1, py::arg("window_right") = -1,
-      py::arg("packed") = false, py::arg("softcap") = 0.0, py::arg("alibi") = false,
-      py::arg("p_dropout") = 0.0, py::arg("page_size") = 0, py::arg("lengths_on_device") = false,
-      py::arg("num_splits") = 1, py::arg("batch_invariant") = false, py::arg("max_seqlen_q") = 0,
-      py::arg("block_sparse") = false, py::arg("bias") = false, py::arg("head_dim_v") = py::none());
+      "What a forward of this call would run: a dict of instance, config, smem_bytes, grid,\n"
+      "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. call: as in\n"
+      "forward, of tensors on any device, without memory too. device: an index, None for the\n"
+      "current one. RuntimeError where no compiled kernel serves the call.",
+      py::arg("call"), py::arg("device") = py::none());
   module.def("explain_backward", torch::wrap_pybind_function(&binding::explain_backward),
              "As explain_forward, for the backward's main kernel, with dkdv_splits, dq_path,\n"
              "sweeps, tile_parts, q_tiles and seqlen_q_rounded.",
-             py::arg("dtype"), py::arg("head_dim"), py::arg("batch_size"), py::arg("seqlen_q"),
-             py::arg("seqlen_k"), py::arg("num_heads_q"), py::arg("num_heads_k"), py::arg("causal"),
-             py::arg("device") = py::none(), py::arg("window_left") = -1,
-             py::arg("window_right") = -1, py::arg("packed") = false, py::arg("softcap") = 0.0,
-             py::arg("alibi") = false, py::arg("p_dropout") = 0.0, py::arg("deterministic") = false,
-             py::arg("block_sparse") = false, py::arg("bias") = false,
-             py::arg("head_dim_v") = py::none());
+             py::arg("call"), py::arg("device") = py::none());
   module.def("explain_settings", torch::wrap_pybind_function(&binding::explain_settings),
              "What the backward of a call is told -> [by an operator, by what autograd keeps of\n"
-             "forward], dicts of tensors or None and numbers. call: as in forward, on any device.",
+             "forward], dicts of an AttentionCall's fields. call: as in forward, on any device.",
              py::arg("call"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");

@@ -1,5 +1,6 @@
-// How pybind11 reads CallArguments and GradientArguments: each field is the instance's attribute of
-// its name. What an instance does not have itself has its default, which is the same on both sides.
+// How pybind11 reads AttentionCall and Incoming: each field is the instance's attribute of its
+// name. What an instance does not have itself has its default, which is the same on both sides.
+// Results and Gradients become the NamedTuples of these names in flash_attn_cuda/call.py.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "torch_binding/arguments.h"
+#include "torch_binding/call.h"
 
 namespace pybind11::detail {
 
@@ -19,11 +20,12 @@ template <class T>
 struct is_optional<std::optional<T>> : std::true_type {};
 
 // The names of the fields as Python's strings, which it compares by identity.
-template <class Arguments>
+template <class Described>
 const std::vector<PyObject*>& field_names() {
   static const std::vector<PyObject*>* const names = [] {
     auto* made = new std::vector<PyObject*>;  // lives as long as the interpreter
-    Arguments().visit([made](const char* name, auto& /*field*/) {
+    Described described;
+    visit_fields(described, [made](const char* name, auto& /*field*/, bool /*is_required*/) {
       made->push_back(PyUnicode_InternFromString(name));
     });
     return made;
@@ -32,10 +34,12 @@ const std::vector<PyObject*>& field_names() {
 }
 
 template <class Field>
-void read_field(const char* name, handle given, Field& field) {
+void read_field(const char* name, handle given, Field& field, bool is_required) {
+  if (given.is_none() && !is_required) {
+    if constexpr (is_optional<Field>::value || std::is_same_v<Field, at::Tensor>) return;
+  }
   if constexpr (is_optional<Field>::value) {
-    if (given.is_none()) return;
-    read_field(name, given, field.emplace());
+    read_field(name, given, field.emplace(), is_required);
   } else {
     make_caster<Field> caster;
     // Conversions: an int for a float, numpy's numbers.
@@ -47,24 +51,23 @@ void read_field(const char* name, handle given, Field& field) {
   }
 }
 
-template <class Arguments>
-struct arguments_caster {
-  PYBIND11_TYPE_CASTER(Arguments, const_name("object"));
+template <class Described>
+struct described_caster {
+  PYBIND11_TYPE_CASTER(Described, const_name("object"));
 
   bool load(handle source, bool /*convert*/) {
     const auto given =
         reinterpret_steal<object>(PyObject_GenericGetDict(source.ptr(), /*context=*/nullptr));
     if (!given) throw error_already_set();
-    const std::vector<PyObject*>& names = field_names<Arguments>();
+    const std::vector<PyObject*>& names = field_names<Described>();
     std::size_t index = 0;
-    value.visit([&](const char* name, auto& field) {
-      using Field = std::remove_reference_t<decltype(field)>;
+    visit_fields(value, [&](const char* name, auto& field, bool is_required) {
       const handle attribute = PyDict_GetItemWithError(given.ptr(), names[index++]);
       if (attribute) {
-        read_field(name, attribute, field);
+        read_field(name, attribute, field, is_required);
       } else if (PyErr_Occurred()) {
         throw error_already_set();
-      } else if (std::is_same_v<Field, at::Tensor>) {
+      } else if (is_required) {
         throw attribute_error(std::string(name) + ": is not described");
       }
     });
@@ -73,10 +76,44 @@ struct arguments_caster {
 };
 
 template <>
-struct type_caster<flash_attn_cuda::binding::CallArguments>
-    : arguments_caster<flash_attn_cuda::binding::CallArguments> {};
+struct type_caster<flash_attn_cuda::binding::AttentionCall>
+    : described_caster<flash_attn_cuda::binding::AttentionCall> {};
 template <>
-struct type_caster<flash_attn_cuda::binding::GradientArguments>
-    : arguments_caster<flash_attn_cuda::binding::GradientArguments> {};
+struct type_caster<flash_attn_cuda::binding::Incoming>
+    : described_caster<flash_attn_cuda::binding::Incoming> {};
+
+template <class Described>
+struct named_tuple_caster {
+  static constexpr auto name = const_name("object");
+
+  static handle cast(Described results, return_value_policy /*policy*/, handle /*parent*/) {
+    list fields;
+    visit_fields(results, [&](const char* /*name*/, const at::Tensor& field, bool /*is_required*/) {
+      fields.append(field);  // None for an undefined one
+    });
+    // As tuple.__new__(type, fields): the class's own __new__ is Python's, and slower.
+    const tuple arguments = make_tuple(fields);
+    PyObject* made = PyTuple_Type.tp_new(python_type(), arguments.ptr(), /*kwds=*/nullptr);
+    if (made == nullptr) throw error_already_set();
+    return made;
+  }
+
+ private:
+  static PyTypeObject* python_type() {
+    static const auto* const type = new object(  // lives as long as the interpreter
+        module_::import("flash_attn_cuda.call")
+            .attr(python_name(static_cast<Described*>(nullptr))));
+    return reinterpret_cast<PyTypeObject*>(type->ptr());
+  }
+  static const char* python_name(flash_attn_cuda::binding::Results*) { return "Results"; }
+  static const char* python_name(flash_attn_cuda::binding::Gradients*) { return "Gradients"; }
+};
+
+template <>
+struct type_caster<flash_attn_cuda::binding::Results>
+    : named_tuple_caster<flash_attn_cuda::binding::Results> {};
+template <>
+struct type_caster<flash_attn_cuda::binding::Gradients>
+    : named_tuple_caster<flash_attn_cuda::binding::Gradients> {};
 
 }  // namespace pybind11::detail

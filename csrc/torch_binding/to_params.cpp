@@ -1,5 +1,6 @@
 #include "torch_binding/to_params.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "torch_binding/check.h"
 
@@ -14,6 +16,21 @@ namespace flash_attn_cuda::binding {
 namespace {
 
 constexpr std::int64_t vector_bytes = 16;
+
+// Planning asks where a tensor lies, and never reads it: this stands for one without memory.
+alignas(vector_bytes) constexpr float stand_in[4] = {};
+
+// The elements, null for an undefined tensor.
+const void* data_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  return tensor.is_meta() ? stand_in : tensor.const_data_ptr();
+}
+
+const int* int_data(const at::Tensor& tensor) { return static_cast<const int*>(data_of(tensor)); }
+
+const float* float_data(const at::Tensor& tensor) {
+  return static_cast<const float*>(data_of(tensor));
+}
 
 // A dimension of one entry may have any stride; 0 keeps it from looking misaligned.
 std::int64_t stride_of(const at::Tensor& tensor, int dim) {
@@ -40,15 +57,17 @@ bool has_whole_vectors(const at::Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
 }
 
+// Kernels' own, which no gradient hangs on.
 at::Tensor contiguous_copy(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 
 BiasParams bias_params(const AttentionCall& call) {
-  const at::Tensor& bias = call.masks.bias;
+  const at::Tensor& bias = call.bias;
   if (!bias.defined()) return {};
   const std::int64_t rows = bias.size(2) > 1 ? bias.size(2) : shape_of(call).seqlen_q;
-  return {.data = bias.const_data_ptr(),
+  return {.data = data_of(bias),
           .is_fp32 = bias.scalar_type() == at::kFloat,
           .batch_stride = stride_of(bias, 0),
           .head_stride = stride_of(bias, 1),
@@ -59,11 +78,62 @@ BiasParams bias_params(const AttentionCall& call) {
 
 // Whether an element of the bias is that of several pairs.
 bool shares_bias(const AttentionCall& call) {
-  const at::Tensor& bias = call.masks.bias;
+  const at::Tensor& bias = call.bias;
   const AttentionShape shape = shape_of(call);
   const auto is_shared = [&bias](int dim, int by) { return bias.size(dim) == 1 && by > 1; };
   return is_shared(0, shape.batch_size) || is_shared(1, shape.num_heads_q) ||
          is_shared(2, shape.seqlen_q);
+}
+
+ScoreParams score_params(const AttentionCall& call) {
+  const at::Tensor& slopes = call.alibi_slopes;
+  return {.softmax_scale = static_cast<float>(*call.softmax_scale),
+          .softcap = static_cast<float>(call.softcap),
+          .alibi_slopes = float_data(slopes),
+          .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0,
+          .bias = bias_params(call),
+          .sink = float_data(call.sink)};
+}
+
+// lists: by tiles of queries for a forward, by tiles of keys for a backward.
+SparsityParams sparsity_params(const AttentionCall& call, const at::Tensor& lists) {
+  const at::Tensor& bits = call.mask_bits;
+  SparsityParams params;
+  if (lists.defined()) {
+    params.lists = {.data = int_data(lists),
+                    .batch_stride = stride_of(lists, 0),
+                    .head_stride = stride_of(lists, 1),
+                    .tiles = static_cast<int>(lists.size(2)),
+                    .others = static_cast<int>(lists.size(3) - 2)};
+  }
+  if (bits.defined()) {
+    params.bits = {.data = reinterpret_cast<const std::uint32_t*>(int_data(bits)),
+                   .batch_stride = stride_of(bits, 0),
+                   .head_stride = stride_of(bits, 1),
+                   .row_stride = stride_of(bits, 2),
+                   .rows = static_cast<int>(bits.size(2)),
+                   .words = static_cast<int>(bits.size(3))};
+  }
+  return params;
+}
+
+// What both passes are told.
+template <class Params>
+Params common_params(const AttentionCall& call, const KeyLengths& lengths,
+                     const at::Tensor& lists) {
+  Params params;
+  params.dtype = dtype_of(call.q);
+  params.shape = shape_of(call);
+  params.sequences = sequence_params(call, lengths);
+  params.window = window_of(call);
+  params.score = score_params(call);
+  params.dropout.threshold = dropout_threshold(call.dropout_p);
+  params.sparsity = sparsity_params(call, lists);
+  params.q = input_view(call.q);
+  params.k = input_view(call.k);
+  params.v = input_view(call.v);
+  params.fp32_results = call.fp32_results;
+  return params;
 }
 
 }  // namespace
@@ -75,12 +145,9 @@ Dtype dtype_of(const at::Tensor& q) {
 AttentionShape shape_of(const AttentionCall& call) {
   const int q_rows = call.q.dim() - 3;
   const int k_rows = call.k.dim() - 3;
-  std::int64_t seqlen_k = call.cache.seqlen_k;
-  if (seqlen_k < 0) {
-    seqlen_k =
-        call.is_paged() ? cache_capacity(call.k, call.cache.block_table) : call.k.size(k_rows);
-  }
-  return {.batch_size = static_cast<int>(call.batch()),
+  const std::int64_t seqlen_k =
+      is_paged(call) ? cache_capacity(call.k, call.block_table) : call.k.size(k_rows);
+  return {.batch_size = static_cast<int>(batch_of(call)),
           .seqlen_q = static_cast<int>(call.q.size(q_rows)),
           .seqlen_k = static_cast<int>(seqlen_k),
           .num_heads_q = static_cast<int>(call.q.size(q_rows + 1)),
@@ -101,67 +168,55 @@ at::DimVector output_sizes(const AttentionCall& call) {
 
 DeviceInfo device_of_call(const AttentionCall& call) {
   DeviceInfo device = device_info(call.q.device().index());
-  device.num_sms = std::max(1, device.num_sms - call.options.sm_margin);
+  device.num_sms = std::max(1, device.num_sms - static_cast<int>(call.sm_margin));
   return device;
 }
 
-SequenceParams sequence_params(const AttentionCall& call) {
-  const CacheTensors& cache = call.cache;
-  const at::Tensor& entries = call.is_paged() ? cache.block_table : call.k;
+KeyLengths key_lengths(const AttentionCall& call) { return {.seqused_k = call.seqused_k}; }
+
+SequenceParams sequence_params(const AttentionCall& call, const KeyLengths& lengths) {
+  const at::Tensor& entries = is_paged(call) ? call.block_table : call.k;
+  const std::int64_t most_q = is_packed(call) ? call.q.size(0) : 0;
+  const std::int64_t most_k =
+      is_packed(call) && !call.over_cache ? std::numeric_limits<int>::max() : 0;
   return {.cu_seqlens_q = int_data(call.cu_seqlens_q),
           .cu_seqlens_k = int_data(call.cu_seqlens_k),
           .seqused_q = int_data(call.seqused_q),
-          .seqused_k = int_data(call.seqused_k),
+          .seqused_k = int_data(lengths.seqused_k),
           .leftpad_k = int_data(call.leftpad_k),
           .origin = int_data(call.origin),
-          .kv_batch_idx = int_data(cache.kv_batch_idx),
-          .cu_seqlens_k_new = int_data(cache.cu_seqlens_k_new),
-          .seqlen_k_new = cache.seqlen_k_new,
-          .max_seqlen_q = call.max_seqlen_q,
-          .num_kv_batches = cache.kv_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0,
-          .max_seqlen_k = call.max_seqlen_k};
+          .kv_batch_idx = int_data(call.cache_batch_idx),
+          .cu_seqlens_k_new = int_data(lengths.cu_seqlens_k_new),
+          .seqlen_k_new = lengths.seqlen_k_new,
+          .max_seqlen_q = static_cast<int>(std::min(call.max_seqlen_q, most_q)),
+          .num_kv_batches = call.cache_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0,
+          .max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, most_k))};
 }
 
-ScoreParams score_params(const AttentionCall& call) {
-  const at::Tensor& slopes = call.alibi_slopes;
-  const at::Tensor& sink = call.masks.sink;
-  return {.softmax_scale = call.options.softmax_scale,
-          .softcap = call.options.softcap,
-          .alibi_slopes = slopes.defined() ? slopes.const_data_ptr<float>() : nullptr,
-          .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0,
-          .bias = bias_params(call),
-          .sink = sink.defined() ? sink.const_data_ptr<float>() : nullptr};
+ForwardParams forward_params(const AttentionCall& call, const KeyLengths& lengths) {
+  auto params = common_params<ForwardParams>(call, lengths, call.block_rows);
+  if (lengths.seqlen_k >= 0) params.shape.seqlen_k = lengths.seqlen_k;
+  params.paged = paged_params(call);
+  // A packed batch fills the device without splits; a cache, or pages, may be long.
+  const bool splits = call.num_splits != 0 || reads_in_place(call);
+  params.split = {.num_splits = splits ? static_cast<int>(call.num_splits) : 1,
+                  .batch_invariant = call.batch_invariant};
+  return params;
 }
 
-SparsityParams sparsity_params(const AttentionCall& call, bool by_keys) {
-  const at::Tensor& lists = by_keys ? call.masks.block_columns : call.masks.block_rows;
-  const at::Tensor& bits = call.masks.bits;
-  SparsityParams params;
-  if (lists.defined()) {
-    params.lists = {.data = int_data(lists),
-                    .batch_stride = stride_of(lists, 0),
-                    .head_stride = stride_of(lists, 1),
-                    .tiles = static_cast<int>(lists.size(2)),
-                    .others = static_cast<int>(lists.size(3) - 2)};
-  }
-  if (bits.defined()) {
-    params.bits = {.data = reinterpret_cast<const std::uint32_t*>(int_data(bits)),
-                   .batch_stride = stride_of(bits, 0),
-                   .head_stride = stride_of(bits, 1),
-                   .row_stride = stride_of(bits, 2),
-                   .rows = static_cast<int>(bits.size(2)),
-                   .words = static_cast<int>(bits.size(3))};
-  }
+BackwardParams backward_params(const AttentionCall& call) {
+  auto params = common_params<BackwardParams>(call, key_lengths(call), call.block_columns);
+  params.deterministic = call.deterministic;
   return params;
 }
 
 at::Tensor allocate_bias_gradient(const AttentionCall& call) {
-  const at::Tensor& bias = call.masks.bias;
+  const at::Tensor& bias = call.bias;
   const AttentionShape shape = shape_of(call);
   const bool is_shared = shares_bias(call);
-  const bool visits_all = !is_shared && !call.has_device_contents() &&
-                          call.options.window.is_full() && !call.masks.block_columns.defined() &&
-                          shape.batch_size > 0 && shape.seqlen_q > 0;
+  const bool visits_all = !is_shared && !has_device_contents(call) && window_of(call).is_full() &&
+                          !call.block_columns.defined() && shape.batch_size > 0 &&
+                          shape.seqlen_q > 0;
   const at::TensorOptions options =
       bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
   return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
@@ -178,8 +233,8 @@ BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
 }
 
 PagedKvParams paged_params(const AttentionCall& call) {
-  if (!call.is_paged()) return {};
-  const at::Tensor& table = call.cache.block_table;
+  if (!is_paged(call)) return {};
+  const at::Tensor& table = call.block_table;
   return {.block_table = int_data(table),
           .table_stride = table.stride(0),
           .max_pages = static_cast<int>(table.size(1)),
@@ -251,10 +306,6 @@ RowView<const float> input_rows(const at::Tensor& tensor) {
   return rows_at(tensor.const_data_ptr<float>(), tensor);
 }
 
-const int* int_data(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<int>() : nullptr;
-}
-
 at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q) {
   return at::Tensor(at::detail::empty_cuda(shape, dtype, q.device(), std::nullopt));
 }
@@ -264,12 +315,11 @@ at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows) {
   return allocate({q.size(0), q.size(2), rows}, at::kFloat, q);
 }
 
-OutputTensor::OutputTensor(const char* name, const std::optional<at::Tensor>& given,
-                           at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q,
-                           bool is_read) {
-  if (given.has_value()) {
-    check_like(name, *given, shape, dtype, q);
-    given_ = *given;
+OutputTensor::OutputTensor(const char* name, const at::Tensor& given, at::IntArrayRef shape,
+                           at::ScalarType dtype, const at::Tensor& q, bool is_read) {
+  if (given.defined()) {
+    check_like(name, given, shape, dtype, q);
+    given_ = given;
   }
   const bool is_written = given_.defined() && is_addressable(given_) && !is_expanded(given_);
   written_ = is_written ? given_ : allocate(shape, dtype, q);

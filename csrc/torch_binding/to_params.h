@@ -4,8 +4,6 @@
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 #include "flash_attn/api.h"
 #include "torch_binding/call.h"
 
@@ -21,10 +19,23 @@ at::DimVector output_sizes(const AttentionCall& call);
 // The call's device, without the multiprocessors that are left to other kernels.
 DeviceInfo device_of_call(const AttentionCall& call);
 
-SequenceParams sequence_params(const AttentionCall& call);
-ScoreParams score_params(const AttentionCall& call);
-// by_keys: the lists of a backward.
-SparsityParams sparsity_params(const AttentionCall& call, bool by_keys);
+// Keys of each sequence as a forward reads them: those that were there, and those appended since.
+struct KeyLengths {
+  at::Tensor seqused_k;         // int32 (batch), before the appended ones
+  at::Tensor cu_seqlens_k_new;  // int32 (batch + 1), of the appended ones
+  int seqlen_k_new = 0;         // of every sequence where that is not given
+  int seqlen_k = -1;  // of every sequence, with appended ones; -1: what device memory says
+};
+
+// Of a call that appends nothing.
+KeyLengths key_lengths(const AttentionCall& call);
+
+SequenceParams sequence_params(const AttentionCall& call, const KeyLengths& lengths);
+
+// Everything that planning and kernels ask, but for what a call allocates: its results, the
+// workspace and what random numbers come from.
+ForwardParams forward_params(const AttentionCall& call, const KeyLengths& lengths);
+BackwardParams backward_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
 
 // For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,
@@ -62,9 +73,6 @@ TensorView output_view(const at::Tensor& tensor);
 RowView<float> output_rows(const at::Tensor& tensor);
 RowView<const float> input_rows(const at::Tensor& tensor);  // of an undefined one: none
 
-// The elements, null for an undefined tensor.
-const int* int_data(const at::Tensor& tensor);
-
 // Uninitialised and contiguous on the device of q. Skips the dispatcher: on a small call its cost
 // would show.
 at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q);
@@ -76,7 +84,7 @@ at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 // they write a temporary and finish() copies it over. is_read: they add to what is there.
 class OutputTensor {
  public:
-  OutputTensor(const char* name, const std::optional<at::Tensor>& given, at::IntArrayRef shape,
+  OutputTensor(const char* name, const at::Tensor& given, at::IntArrayRef shape,
                at::ScalarType dtype, const at::Tensor& q, bool is_read = false);
   const at::Tensor& written() const { return written_; }
   TensorView view() const { return output_view(written_); }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..call import CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
+from ..call import ARRAYS, CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
 from .lengths import (
     MAX_ROWS_WITH_ORIGIN,
     check_block_table,
@@ -20,7 +20,6 @@ from .lengths import (
     check_cu_seqlens_contents,
     check_max_seqlen,
     check_num_splits,
-    check_optional,
     check_origin_contents,
     check_pages,
     check_range,
@@ -39,7 +38,6 @@ from .tensors import (
     check_like,
     check_qkv,
     check_rng_state,
-    check_sink,
     check_softcap,
     check_softmax_scale,
     check_tensor,
@@ -72,7 +70,6 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     if call.over_cache:
         _check_cache(call, batch)
     check_masks(call)
-    check_sink(call.sink, call.q)
     if is_padded and not call.over_cache:
         check_cuda_head_dims(call.q, call.v)
     _check_refused(call)
@@ -98,12 +95,21 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
         _check_packed_keys(call, names, batch)
     else:
         _check_one_length(call, names)
-    check_optional("seqused_q", call.seqused_q, (batch,), q)
-    check_optional(names.seqused_k, call.seqused_k, (batch,), q)
-    check_optional("cache_batch_idx", call.cache_batch_idx, (batch,), q)
-    check_optional(names.leftpad_k, call.leftpad_k, (batch,), q)
-    check_optional("origin", call.origin, (batch, 4), q)
+    _check_arrays(call, names, batch)
     check_block_table(call.block_table, rows, k, q, names.k)
+
+
+def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
+    """Arrays whose shape and dtype the declaration says."""
+    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2]}
+    dtypes = {"int32": torch.int32, "int64": torch.int64, "lse": call.lse_dtype()}
+    for name, symbols, dtype in ARRAYS:
+        array: Any = getattr(call, name)
+        if array is not None:
+            shape: list[Any] = []
+            for symbol in symbols:
+                shape.append(sizes.get(symbol, symbol))
+            check_like(getattr(names, name, name), array, shape, dtypes[dtype], call.q)
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
@@ -190,7 +196,7 @@ def _check_new_keys(call: AttentionCall, batch: int) -> None:
         )
     if is_packed:
         check_cu_seqlens("cu_seqlens_k_new", call.cu_seqlens_k_new, q)
-        check_optional("cu_seqlens_k_new", call.cu_seqlens_k_new, (batch + 1,), q)
+        check_like("cu_seqlens_k_new", call.cu_seqlens_k_new, (batch + 1,), torch.int32, q)
     elif k.shape[0] != batch:
         raise ValueError(f"k: batch must be that of q ({batch}), got {k.shape[0]}")
     elif isinstance(k.shape[1], int) and k.shape[1] > call.capacity():

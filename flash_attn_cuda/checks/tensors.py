@@ -156,14 +156,8 @@ def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
         )
 
 
-def check_sink(sink: Any, q: Tensor) -> None:
-    """Raise unless sink is None or a tensor (Hq,) of softmax_lse's dtype on the device of q."""
-    if sink is not None:
-        check_like("sink", sink, (q.shape[-2],), lse_dtype(q.dtype), q)
-
-
 def sink_for(q: Tensor, sink: Any) -> Tensor | None:
-    """A sink as check_sink wants it, of one of the dtypes that callers may have it in."""
+    """A sink of softmax_lse's dtype, of one of the dtypes that callers may have it in."""
     if sink is None:
         return None
     check_tensor("sink", sink)

@@ -218,11 +218,11 @@ def gathered_forward(
 
 def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
     if is_plain_cuda_call(call.q, call.k, call.v):
-        _, lse, *_ = call_extension("forward", out.device, replace(call, out=out))
+        found = call_extension("forward", out.device, replace(call, out=out))
     else:
-        found, lse, *_ = run_operator(call)
-        out.copy_(found)
-    softmax_lse.copy_(lse)
+        found = run_operator(call)
+        out.copy_(found.out)
+    softmax_lse.copy_(found.softmax_lse)
 
 
 def gathered_backward(
@@ -279,10 +279,11 @@ def gradients_into(
         given = replace(incoming, **written, accumulate=accumulate)
         found = call_extension("backward", dq.device, call, given)
     else:
-        found = list(run_gradients_operator(call, incoming))
-    for (name, target), gradient in zip(targets.items(), found, strict=False):
+        found = run_gradients_operator(call, incoming)
+    for name, target in targets.items():
         if name in written:
             continue
+        gradient = getattr(found, name)
         if accumulate:
             target.add_(gradient)
         else:
@@ -347,7 +348,8 @@ def merged_forward(
     for call, keys, values, is_last in calls_with_keys(work, k, v):
         rows = slice(*call.packed.q)
         call_of_rows = work.over(call, q[rows], keys, values, every)
-        part, part_lse, *_ = run_operator(replace(call_of_rows, fp32_results=True))
+        found = run_operator(replace(call_of_rows, fp32_results=True))
+        part, part_lse = found.out, found.softmax_lse
         if merged is None:
             merged = (
                 whole_of(part, rows, q.shape[0], 0, 0.0),

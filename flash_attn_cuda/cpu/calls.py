@@ -9,25 +9,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import cpu
-from ..call import AttentionCall, Incoming
+from ..call import AttentionCall, Gradients, Incoming, Results
 from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-
-def forward_on_cpu(call: AttentionCall, rng_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask)."""
+def forward_on_cpu(call: AttentionCall, rng_state: Tensor) -> Results:
+    """With the random numbers of rng_state."""
     options = _options(call, rng_state, by_columns=False)
     q, k, v = call.q, call.k, call.v
     s_dmask = q.new_empty((0,))
     with torch.autocast("cpu", enabled=False):
         if call.over_cache:
-            return *_over_cache(call, options), s_dmask
+            return Results(*_over_cache(call, options), s_dmask, rng_state)
         if not call.is_packed():
             out, softmax_lse = cpu.attention_forward(q, k, v, options)
             if call.wants_s_dmask():
                 s_dmask = cpu.probabilities(q, k, softmax_lse, options)
-            return out, softmax_lse, s_dmask
+            return Results(out, softmax_lse, s_dmask, rng_state)
         lengths = _lengths(call) | {"block_table": call.block_table}
         out, softmax_lse = cpu.varlen_forward(
             q, k, v, options=options, origin=call.origin, **lengths
@@ -40,11 +38,11 @@ def forward_on_cpu(call: AttentionCall, rng_state: Tensor) -> tuple[Tensor, Tens
                 options=options,
                 **lengths,
             )
-        return out, softmax_lse, s_dmask
+        return Results(out, softmax_lse, s_dmask, rng_state)
 
 
 def backward_on_cpu(call: AttentionCall, incoming: Incoming) -> Gradients:
-    """(dq, dk, dv, softmax_d, dbias, dsink); dbias is empty where it is not wanted."""
+    """dbias is empty where it is not wanted."""
     options = _options(call, incoming.rng_state, by_columns=True)
     dtype = call.lse_dtype()
     sums = None
@@ -62,7 +60,8 @@ def backward_on_cpu(call: AttentionCall, incoming: Incoming) -> Gradients:
         dq, dk, dv, softmax_d = found
         of_bias = call.q.dtype if call.bias is None else call.bias.dtype
         dbias = call.q.new_empty((0,), dtype=of_bias) if sums is None else sums.to(of_bias)
-        return dq, dk, dv, softmax_d, dbias, _sink_gradient(call, incoming, softmax_d)
+        dsink = _sink_gradient(call, incoming, softmax_d)
+        return Gradients(dq, dk, dv, softmax_d, dbias, dsink)
 
 
 def _sink_gradient(call: AttentionCall, incoming: Incoming, softmax_d: Tensor) -> Tensor:

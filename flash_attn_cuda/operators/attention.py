@@ -19,14 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import DIFFERENTIABLE, FIELDS, OF_BACKWARD, READ, TENSORS, AttentionCall, Incoming
+from ..call import (
+    DIFFERENTIABLE,
+    FIELDS,
+    OF_BACKWARD,
+    READ,
+    TENSORS,
+    AttentionCall,
+    Gradients,
+    Incoming,
+    Results,
+)
 from ..checks.calls import check_call, check_contents, check_gradients, check_incoming
 from ..checks.tensors import output_shape, refuse_forward_gradients
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
 from .support import (
     RANDOM,
-    Tensors4,
-    Tensors5,
     arguments_of,
     call_extension,
     check_randomness,
@@ -42,7 +50,8 @@ from .support import (
 )
 
 _ops = torch.ops.flash_attn_cuda
-_RETURNS = "Tensor out, Tensor softmax_lse, Tensor S_dmask, Tensor rng_state"
+# Of the operator that returns gradients; softmax_d is the other one's.
+_GRADIENTS = tuple(name for name in Gradients._fields if name != "softmax_d")
 _NO_GRADIENTS_OVER_PAGES = (
     "block_table: must be None in a call whose gradients are wanted, got a tensor; gradients "
     "through the pages of a block_table are not implemented"
@@ -57,52 +66,54 @@ def _checked(args: tuple[Any, ...], names: Sequence[str] = READ) -> AttentionCal
     return call
 
 
-def _on_cpu(call: AttentionCall) -> Tensors4:
+def _on_cpu(call: AttentionCall) -> Results:
     check_contents(call)
     if call.rng_state is None or call.dropout_p == 0.0:
         rng_state = draw_rng_state(call.dropout_p)
     else:
         rng_state = call.rng_state.clone()
-    return *forward_on_cpu(call, rng_state), rng_state
+    return forward_on_cpu(call, rng_state)
 
 
-def _on_cuda(call: AttentionCall) -> Tensors4:
+def _on_cuda(call: AttentionCall) -> Results:
     with torch.no_grad():
-        out, softmax_lse, s_dmask, rng_state = call_extension("forward", call.q.device, call)
-    if s_dmask is None:
-        s_dmask = call.q.new_empty((0,))
-    if rng_state is None:
-        rng_state = empty_rng_state(call.q, 0.0)
-    return out, softmax_lse, s_dmask, rng_state
+        found: Results = call_extension("forward", call.q.device, call)
+    if found.S_dmask is None:
+        found = found._replace(S_dmask=call.q.new_empty((0,)))
+    if found.rng_state is None:
+        found = found._replace(rng_state=empty_rng_state(call.q, 0.0))
+    return found
 
 
-def _empty_results(call: AttentionCall) -> Tensors4:
+def _empty_results(call: AttentionCall) -> Results:
     q = call.q
-    out = q.new_empty(output_shape(q, call.v), dtype=call.result_dtype())
-    softmax_lse = q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
-    s_dmask = q.new_empty(call.s_dmask_shape())
-    return out, softmax_lse, s_dmask, empty_rng_state(q, call.dropout_p)
+    return Results(
+        out=q.new_empty(output_shape(q, call.v), dtype=call.result_dtype()),
+        softmax_lse=q.new_empty(call.lse_shape(), dtype=call.lse_dtype()),
+        S_dmask=q.new_empty(call.s_dmask_shape()),
+        rng_state=empty_rng_state(q, call.dropout_p),
+    )
 
 
 @torch.library.custom_op(
     "flash_attn_cuda::attention",
     mutates_args=(),
     device_types="cpu",
-    schema=schema_of(_RETURNS, (AttentionCall, READ)),
+    schema=schema_of(Results._fields, (AttentionCall, READ)),
     **RANDOM,
 )
-def _attention_op(*args: Any) -> Tensors4:
-    return _on_cpu(_checked(args))
+def _attention_op(*args: Any) -> tuple[Any, ...]:
+    return tuple(_on_cpu(_checked(args)))
 
 
 @_attention_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors4:
-    return _on_cuda(_checked(args))
+def _(*args: Any) -> tuple[Any, ...]:
+    return tuple(_on_cuda(_checked(args)))
 
 
 @_attention_op.register_fake
-def _(*args: Any) -> Tensors4:
-    return _empty_results(_checked(args))
+def _(*args: Any) -> tuple[Any, ...]:
+    return tuple(_empty_results(_checked(args)))
 
 
 def _checked_append(args: tuple[Any, ...]) -> AttentionCall:
@@ -116,28 +127,28 @@ def _checked_append(args: tuple[Any, ...]) -> AttentionCall:
     "flash_attn_cuda::attention_with_append",
     mutates_args=("k", "v"),
     device_types="cpu",
-    schema=schema_of(_RETURNS, (AttentionCall, FIELDS), mutated=("k", "v")),
+    schema=schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
 )
-def _append_op(*args: Any) -> Tensors4:
-    return _on_cpu(_checked_append(args))
+def _append_op(*args: Any) -> tuple[Any, ...]:
+    return tuple(_on_cpu(_checked_append(args)))
 
 
 @_append_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors4:
-    return _on_cuda(_checked_append(args))
+def _(*args: Any) -> tuple[Any, ...]:
+    return tuple(_on_cuda(_checked_append(args)))
 
 
 @_append_op.register_fake
-def _(*args: Any) -> Tensors4:
-    return _empty_results(_checked_append(args))
+def _(*args: Any) -> tuple[Any, ...]:
+    return tuple(_empty_results(_checked_append(args)))
 
 
-def run_operator(call: AttentionCall) -> Tensors4:
-    """(out, softmax_lse, S_dmask, rng_state) by the operator that the call is for."""
+def run_operator(call: AttentionCall) -> Results:
+    """By the operator that the call is for."""
     if call.k_new is not None:
-        return _ops.attention_with_append(*arguments_of(call, FIELDS))
+        return Results(*_ops.attention_with_append(*arguments_of(call, FIELDS)))
     op = _attention_for_transforms if is_functorch_active() else _ops.attention
-    return op(*arguments_of(call, READ))
+    return Results(*op(*arguments_of(call, READ)))
 
 
 # -- the autograd formula ------------------------------------------------------------------------
@@ -146,7 +157,7 @@ def run_operator(call: AttentionCall) -> Tensors4:
 _SAVED = tuple(name for name in TENSORS if name in OF_BACKWARD)
 
 
-def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> None:
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = AttentionCall(**dict(zip(READ, inputs, strict=True)))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -161,8 +172,9 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensors4) -> 
             "fp32_results: must be False in a call whose gradients are wanted, got True"
         )
     check_gradients(call, wants_dbias=ctx.needs_input_grad[READ.index("bias")])
-    out, softmax_lse, _, rng_state = output
-    ctx.save_for_backward(*arguments_of(call, _SAVED), out, softmax_lse, rng_state)
+    results = Results(*output)
+    kept = (results.out, results.softmax_lse, results.rng_state)
+    ctx.save_for_backward(*arguments_of(call, _SAVED), *kept)
     ctx.others = {name: getattr(call, name) for name in OF_BACKWARD if name not in TENSORS}
 
 
@@ -182,7 +194,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
     call = AttentionCall(**tensors, **ctx.others)
     incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, wants_dbias=wanted["bias"])
     found = run_gradients_operator(call, incoming)
-    made: dict[str, Any] = dict(zip(DIFFERENTIABLE, found, strict=True))
+    made: dict[str, Any] = {name: getattr(found, f"d{name}") for name in DIFFERENTIABLE}
     made["bias"] = made["bias"] if wanted["bias"] else None
     made["sink"] = made["sink"].to(sink.dtype) if wanted["sink"] and sink is not None else None
     return tuple(made.get(name) for name in READ)
@@ -232,13 +244,13 @@ def _checked_backward(
     return call, incoming
 
 
-def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> list[Any]:
+def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> Gradients:
     if call.dropout_p == 0.0:
         incoming = replace(incoming, rng_state=None)
     return call_extension("backward", call.q.device, call, incoming)
 
 
-def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
+def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> tuple[Tensor, ...]:
     q, k, v = call.q, call.k, call.v
     dbias = q.new_empty((0,))
     if wants_dbias and call.bias is not None:
@@ -256,40 +268,42 @@ def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> Tensors5:
     mutates_args=(),
     device_types="cpu",
     schema=schema_of(
-        "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink",
+        _GRADIENTS,
         (AttentionCall, OF_BACKWARD),
         (Incoming, INCOMING),
     ),
 )
-def _gradients_op(*args: Any) -> Tensors5:
+def _gradients_op(*args: Any) -> tuple[Tensor, ...]:
     call, incoming = _checked_backward(args, INCOMING)
     check_contents(call)
-    dq, dk, dv, _, dbias, dsink = backward_on_cpu(call, incoming)
-    return dq, dk, dv, dbias, dsink
+    return arguments_of(backward_on_cpu(call, incoming), _GRADIENTS)
 
 
 @_gradients_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors5:
+def _(*args: Any) -> tuple[Tensor, ...]:
     call, incoming = _checked_backward(args, INCOMING)
-    dq, dk, dv, _, dbias, dsink = _backward_on_cuda(call, incoming)
+    found = _backward_on_cuda(call, incoming)
     dtype = call.q.dtype if call.bias is None else call.bias.dtype
-    dbias = call.q.new_empty((0,), dtype=dtype) if dbias is None else dbias.to(dtype)
-    dsink = call.q.new_empty((0,), dtype=call.lse_dtype()) if dsink is None else dsink
-    return dq, dk, dv, dbias, dsink
+    dbias = call.q.new_empty((0,)) if found.dbias is None else found.dbias
+    found = found._replace(dbias=dbias.to(dtype))
+    if found.dsink is None:
+        found = found._replace(dsink=call.q.new_empty((0,), dtype=call.lse_dtype()))
+    return arguments_of(found, _GRADIENTS)
 
 
 @_gradients_op.register_fake
-def _(*args: Any) -> Tensors5:
+def _(*args: Any) -> tuple[Tensor, ...]:
     call, incoming = _checked_backward(args, INCOMING)
     return _empty_gradients(call, incoming.wants_dbias)
 
 
-def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Tensors5:
-    """(dq, dk, dv, dbias, dsink), the last two empty where the call has no bias, or none of it is
+def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients:
+    """Without softmax_d; dbias and dsink are empty where the call has no bias, or none of it is
     wanted, and no sink.
     """
     op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
-    return op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
+    found = op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
+    return Gradients(**dict(zip(_GRADIENTS, found, strict=True)), softmax_d=None)
 
 
 _gradients_op.register_autograd(no_double_backward)
@@ -307,23 +321,23 @@ _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_doubl
         mutated=TARGETS,
     ),
 )
-def _backward_op(*args: Any) -> Tensor:
+def _backward_op(*args: Any) -> Tensor | None:
     call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
     check_contents(call)
-    dq, dk, dv, softmax_d, _, _ = backward_on_cpu(call, incoming)
-    for name, gradient in zip(TARGETS, (dq, dk, dv), strict=True):
-        target = getattr(incoming, name)
+    found = backward_on_cpu(call, incoming)
+    for name in TARGETS:
+        target, gradient = getattr(incoming, name), getattr(found, name)
         if target is not None and incoming.accumulate:
             target.add_(gradient)
         elif target is not None:
             target.copy_(gradient)
-    return softmax_d
+    return found.softmax_d
 
 
 @_backward_op.register_kernel("cuda")
-def _(*args: Any) -> Tensor:
+def _(*args: Any) -> Tensor | None:
     call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
-    return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True))[3]
+    return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True)).softmax_d
 
 
 @_backward_op.register_fake

@@ -20,8 +20,6 @@ from .. import build_info
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]
-Tensors4 = tuple[Tensor, Tensor, Tensor, Tensor]
-Tensors5 = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # A dropout's seed comes from torch's generator: whoever recomputes a call must restore it first.
 # custom_op knows tags since torch 2.7.
@@ -41,12 +39,17 @@ _SCHEMA_TYPES = {
 
 
 def schema_of(
-    returns: str, *parts: tuple[type, Sequence[str]], mutated: Collection[str] = ()
+    returns: str | Sequence[str],
+    *parts: tuple[type, Sequence[str]],
+    mutated: Collection[str] = (),
 ) -> str:
     """The schema of an operator whose arguments are these fields of these dataclasses, in order.
 
-    `returns` is the schema's list of results; `mutated` names the arguments it writes into.
+    `returns` is the schema's list of results, or names of tensors; `mutated` names the arguments it
+    writes into.
     """
+    if not isinstance(returns, str):
+        returns = ", ".join(f"Tensor {name}" for name in returns)
     aliases = dict(zip(mutated, "abc", strict=False))
     arguments = []
     for described, names in parts:
@@ -66,7 +69,7 @@ def arguments_of(call: Any, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple([getattr(call, name) for name in names])
 
 
-def call_extension(function: str, device: torch.device, *arguments: Any) -> list[Any]:
+def call_extension(function: str, device: torch.device, *arguments: Any) -> Any:
     """Call a function of the extension; where it cannot run on the device, say why."""
     try:
         return getattr(build_info.extension, function)(*arguments)

@@ -18,6 +18,7 @@ from build_tools.generate_units import row_record
 from build_tools.kernel_table import ALL_ROWS, table_text
 from flash_attn_cuda import build_info, flash_attn_func
 from flash_attn_cuda.__main__ import main
+from flash_attn_cuda.call import AttentionCall
 
 BROKEN_EXTENSION = "flash_attn_cuda built with torch 1.2.3\0 but no shared object"
 IMPORT_SCRIPT = """
@@ -150,18 +151,19 @@ def test_compiled_rows_and_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The build record of the whole table, read as an extension would hand it out."""
-    calls, backward_calls = [], []
+    calls: list[AttentionCall] = []
+    backward_calls: list[AttentionCall] = []
 
     class Extension:
         def build_record(self) -> str:
             instances = [row_record(row) for row in ALL_ROWS]
             return json.dumps({"archs": ["80", "90a"], "nvcc": "13.0", "instances": instances})
 
-        def explain_forward(self, **call: Any) -> dict[str, Any]:
+        def explain_forward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
             calls.append(call)
             return {"instance": "the_forward_kernel", "grid": 12}
 
-        def explain_backward(self, **call: Any) -> dict[str, Any]:
+        def explain_backward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
             backward_calls.append(call)
             raise RuntimeError("no compiled kernel")
 
@@ -184,24 +186,25 @@ def test_compiled_rows_and_explain(
     assert main(["--explain", "--heads-q", "8", "--seqlen-q", "512", "--causal"]) == 1
     printed = capsys.readouterr().out
     assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
-    assert calls[0]["head_dim_v"] is None
-    assert calls[0]["num_splits"] == 1
-    assert calls[0]["seqlen_k"] == 512 and calls[0]["num_heads_k"] == 8 and calls[0]["causal"]
-    assert not any(calls[0][mask] or backward_calls[0][mask] for mask in ("block_sparse", "bias"))
+    assert calls[0].q.shape == calls[0].k.shape == calls[0].v.shape == (1, 512, 8, 128)
+    assert calls[0].causal and calls[0].num_splits == 0
+    assert not any(call.has_masks() for call in (calls[0], backward_calls[0]))
 
     decode = ["--cache", "--page-size", "16", "--window", "7", "0", "--num-splits", "3"]
     assert main(["--explain", *decode]) == 0
-    wanted = {"page_size": 16, "lengths_on_device": True, "window_left": 7, "num_splits": 3}
-    assert calls[1].items() >= wanted.items()
+    assert calls[1].k.shape == (256, 16, 16, 128) and calls[1].block_table.shape == (1, 256)
+    assert calls[1].seqused_k is not None and calls[1].over_cache
+    assert (calls[1].window_size_left, calls[1].num_splits) == (7, 3)
     assert "backward" not in capsys.readouterr().out
     for over_cache in (["--cache"], ["--page-size", "64"]):
         main(["--explain", *over_cache])
-        assert calls[-1]["num_splits"] == 0
+        assert calls[-1].num_splits == 0
 
-    for option, chosen in (("--block-sparse", "block_sparse"), ("--bias", "bias")):
+    for option in ("--block-sparse", "--bias"):
         main(["--explain", option])
         for call in (calls[-1], backward_calls[-1]):
-            assert [name for name in ("block_sparse", "bias") if call[name]] == [chosen]
+            assert (call.block_rows is not None) == (option == "--block-sparse")
+            assert (call.bias is not None) == (option == "--bias")
 
 
 def test_self_check_covers_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

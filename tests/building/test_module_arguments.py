@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from build_tools import generate_stub
+from build_tools import generate_call, generate_stub
 from flash_attn_cuda import build_info
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call import ARGUMENTS, DIFFERENTIABLE, OF_BACKWARD, AttentionCall, Incoming
 
 SCORES = "p_dropout softmax_scale"
 MASK = "is_causal window_left window_right softcap"
@@ -49,30 +49,41 @@ def test_flash_attention_2s_arguments(name: str) -> None:
     assert [x.name for x in FUNCTIONS[name].arguments] == POSITIONAL[name].split()
 
 
-@pytest.mark.parametrize(
-    ("struct", "described"), [("CallArguments", AttentionCall), ("GradientArguments", Incoming)]
-)
-def test_the_description_of_a_call_is_the_same_on_both_sides(struct: str, described: type) -> None:
-    """Fields of the Python class, in its order, are those that the extension reads, and what is
-    optional there may be None here.
+@pytest.mark.parametrize("described", [AttentionCall, Incoming])
+def test_the_description_of_a_call_is_the_same_on_both_sides(described: type) -> None:
+    """Fields of the Python class, in its order, are those of the extension's struct, which it
+    reads, and what a description does not set has the same default.
     """
-    text = (generate_stub.SOURCES / "arguments.h").read_text()
-    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, flags=re.DOTALL)
-    assert body is not None
+    text, name = generate_call.text(), described.__name__
+    body = re.search(rf"^struct {name} \{{\n(.*?)\n\}};", text, flags=re.DOTALL | re.MULTILINE)
+    visit = re.search(rf"visit_fields\({name}& .*?\n\}}", text, flags=re.DOTALL)
+    assert body is not None and visit is not None
     fields = dataclasses.fields(described)
-    assert re.findall(r'visitor\("(\w+)", \1\);', body[1]) == [x.name for x in fields]
-    optional = re.findall(r"(?:OptionalTensor|OptionalInt|std::optional<double>) ([^;]*);", body[1])
-    may_be_none = {name.strip() for group in optional for name in group.split(",")}
-    assert may_be_none == {x.name for x in fields if "None" in str(x.type)}
-    # What a description does not set is not read.
-    set_there = dict(re.findall(r"(?:bool|double|std::int64_t) (\w+) = ([\w.-]+);", body[1]))
-    for field in fields:
-        if field.default is dataclasses.MISSING:
-            assert field.name not in set_there
-        elif field.default is None:
-            assert field.name in may_be_none
+    declared = re.findall(r"^  (\S+) (\w+)(?: = ([\w.-]+))?;", body[1], flags=re.MULTILINE)
+    assert [x for _, x, _ in declared] == [x.name for x in fields]
+    read = re.findall(r'visitor\("(\w+)", described\.\1, (true|false)\);', visit[0])
+    assert read == [(x.name, str(x.type == "Tensor").lower()) for x in fields]
+    for field, (kind, _, default) in zip(fields, declared, strict=True):
+        is_number = "Tensor" not in str(field.type)
+        assert (kind == "at::Tensor") != is_number
+        assert kind.startswith("std::optional") == (is_number and "None" in str(field.type))
+        if field.default is dataclasses.MISSING or field.default is None:
+            assert not default
         else:
-            assert ast.literal_eval(set_there[field.name].capitalize()) == field.default
+            assert ast.literal_eval(default.capitalize()) == field.default
+
+
+def test_what_autograd_keeps() -> None:
+    """All that an operator's backward is told, but for what is the forward's, or a cache's."""
+    text = generate_call.text()
+    kept = re.search(r"void visit_kept\(.*?\n\}", text, flags=re.DOTALL)
+    assert kept is not None
+    names = re.findall(r"visitor\(call\.(\w+)\)", kept[0])
+    assert names == [x for x in OF_BACKWARD if ARGUMENTS[x].part == ""]
+    assert {"cu_seqlens_q", "max_seqlen_q", "sink", "block_columns"} < set(names)
+    assert not {"block_rows", "num_splits", "block_table"} & set(names)
+    inputs = re.findall(r'visitor\("(\w+)", call\.\1, found\.d\1\)', text)
+    assert inputs == list(DIFFERENTIABLE)
 
 
 # -- the stub --------------------------------------------------------------------------------------

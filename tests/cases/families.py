@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.explain import call_of_shapes, explain
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, VarlenCase
 from tests.cases.harness import attend, make_case, make_varlen_case, run_forward_backward
 
@@ -76,13 +76,7 @@ def planned(
     the case, block_sparse or bias.
     """
     packed = isinstance(case, VarlenCase)
-    if pass_name == "forward":
-        explain = build_info.extension.explain_forward
-        own: dict[str, Any] = {"max_seqlen_q": case.max_seqlen_q if packed else 0}
-    else:
-        explain = build_info.extension.explain_backward
-        own = {"deterministic": case.deterministic}
-    return explain(
+    call = call_of_shapes(
         dtype=DTYPE_NAMES[case.dtype],
         head_dim=case.head_dim,
         head_dim_v=case.value_dim,
@@ -92,15 +86,17 @@ def planned(
         num_heads_q=case.num_heads_q,
         num_heads_k=case.num_heads_k,
         causal=case.causal,
-        window_left=case.window[0],
-        window_right=case.window[1],
+        window_size_left=case.window[0],
+        window_size_right=case.window[1],
         packed=packed,
         softcap=case.softcap,
         alibi=case.alibi is not None,
-        p_dropout=case.dropout_p,
-        **own,
+        dropout_p=case.dropout_p,
+        deterministic=case.deterministic,
+        max_seqlen_q=case.max_seqlen_q if packed and pass_name == "forward" else 0,
         **further,
     )
+    return explain(pass_name, call)
 
 
 def kept_pairs(case: AttentionCase) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_cuda import build_info
 from flash_attn_cuda.arguments import packed_lengths
-from flash_attn_cuda.call import OF_BACKWARD, AttentionCall
+from flash_attn_cuda.call import ARGUMENTS, OF_BACKWARD, AttentionCall
 from flash_attn_cuda.masks.sparsity import BlockSparsity
 
 pytestmark = pytest.mark.skipif(
@@ -55,17 +55,10 @@ SETTINGS: dict[str, Any] = {
     "fp32_results": True,
     "sm_margin": 7,
 }
-TOLD = {  # what fields are called behind their checks
-    **{"causal": "window_right", "window_size_left": "window_left"},
-    "window_size_right": "window_right",
-}
 OF_LISTS = {"block_columns", "mask_bits"}
 # A backward has no use for these: the forward's own lists, how it split keys and what it returned,
 # and caches and pages, which have no gradients.
-OF_FORWARD = {
-    *("block_rows", "num_splits", "batch_invariant", "return_softmax"),
-    *("block_table", "over_cache", "cache_batch_idx", "seqlen_k"),
-}
+OF_FORWARD = {name for name in OF_BACKWARD if ARGUMENTS[name].part}
 
 
 def told(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,7 +89,6 @@ def test_one_setting(name: str) -> None:
     by_operator, by_autograd = told(**{name: SETTINGS[name]})
     assert_same(by_autograd, by_operator)
     before, _ = told()
-    name = TOLD.get(name, name)
     if isinstance(SETTINGS.get(name), Tensor):
         assert by_autograd[name] is SETTINGS[name]
     else:

@@ -23,7 +23,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     interface,
 )
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call import AttentionCall, Results
 from tests.reference import attention
 
 TRAINING = (
@@ -264,7 +264,7 @@ class TestExtensionRoute:
             out, lse = attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
             return out, lse if returns_lse else None
 
-        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
             self.head_dims.append(call.q.shape[-1])
             self.call = call
             out, lse = attention(
@@ -274,7 +274,7 @@ class TestExtensionRoute:
                 window=(call.window_size_left, call.window_size_right),
                 softcap=call.softcap,
             )
-            return [out, lse if returns_lse else None, None, None]
+            return Results._make((out, lse if returns_lse else None, None, None))
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

@@ -18,7 +18,7 @@ from flash_attn_cuda import (
     flash_attn_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import APPENDED, AttentionCall
+from flash_attn_cuda.call import APPENDED, AttentionCall, Results
 from tests.cases.operators import (
     append_arguments,
     arguments,
@@ -317,13 +317,13 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
             self.calls.append(call)
             if call.num_splits < 0:
                 raise RuntimeError("the extension's own words")
             batch, seqlen_q, heads_q, _ = call.q.shape
             assert returns_lse
-            return [call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None]
+            return Results._make((call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None))
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

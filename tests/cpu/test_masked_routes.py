@@ -13,7 +13,7 @@ from flash_attn_cuda import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call import AttentionCall, Results
 from flash_attn_cuda.cpu.calls import _sink_gradient, backward_on_cpu
 from tests.cases.masked_operators import backward_fields, int32, make_inputs, make_sparsity
 from tests.cases.operators import backward_call
@@ -81,10 +81,10 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
             self.calls.append(call)
             lse = torch.zeros(call.lse_shape()) if returns_lse else None
-            return [call.q.clone(), lse, None, None]
+            return Results._make((call.q.clone(), lse, None, None))
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
@@ -126,7 +126,7 @@ class TestExtensionRoute:
     def test_gradient_of_a_sink(self) -> None:
         """softmax_d comes padded to 128 rows, whatever they hold."""
         call, incoming = backward_call(**backward_fields(packed=False))
-        expected = backward_on_cpu(call, incoming)[5]
+        expected = backward_on_cpu(call, incoming).dsink
         dout_out = (incoming.dout * incoming.out).sum(-1).transpose(1, 2)
         softmax_d = torch.full((2, 4, 128), torch.nan, dtype=torch.float64)
         softmax_d[..., :7] = dout_out - incoming.dlse

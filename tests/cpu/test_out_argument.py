@@ -15,7 +15,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call import AttentionCall, Results
 from tests.cases.harness import DEVICE
 
 DEVICES = ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)]
@@ -163,11 +163,11 @@ class Extension:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
+    def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
         self.calls.append(call)
         out = torch.empty_like(call.q) if call.out is None else call.out
         lse = torch.zeros(call.lse_shape()) if returns_lse else None
-        return [out.fill_(1.0), lse, None, None]
+        return Results._make((out.fill_(1.0), lse, None, None))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call import AttentionCall, Results
 from flash_attn_cuda.interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 from tests.cases.operators import arguments, backward_arguments, gradients_arguments
 
@@ -390,12 +390,12 @@ class TestExtensionRoute:
         def __init__(self) -> None:
             self.calls: list[AttentionCall] = []
 
-        def forward(self, call: AttentionCall, returns_lse: bool) -> list[Tensor | None]:
+        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
             self.calls.append(call)
             if call.deterministic:
                 raise RuntimeError("the extension's own words")
             lse = call.q.new_empty(call.q.shape[1], call.q.shape[0]) if returns_lse else None
-            return [call.q, lse, None, None]
+            return Results._make((call.q, lse, None, None))
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_cuda import build_info, flash_attn_func
 from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.explain import call_of_shapes, explain
 from tests.cases import binding
 from tests.cases.harness import make_case, skip_without_row
 
@@ -424,22 +425,22 @@ def test_explain_names_a_compiled_instance(extension: Any) -> None:
         "num_heads_k": 2,
         "causal": True,
     }
-    plan = extension.explain_forward(**shapes)
+    plan = explain("forward", call_of_shapes(**shapes))
     assert plan["instance"] in extension.forward_instances()
     tiles = -(-2048 // plan["config"]["block_m"])
     assert plan["grid"] == 8 * tiles and plan["schedule"]["num_tiles"] == tiles
     assert plan["config"]["mask"] == "windowed" and plan["workspace_bytes"] == 0
 
-    plan = extension.explain_backward(**shapes, device=torch.cuda.current_device())
+    plan = explain("backward", call_of_shapes(**shapes), torch.cuda.current_device())
     assert plan["instance"] in extension.backward_instances()
     tiles = -(-1024 // plan["config"]["block_n"])
     assert plan["grid"] == 2 * plan["dkdv_splits"] * tiles
     assert plan["workspace_bytes"] >= 8 * 2048 * (HEAD_DIM + 1) * 4
 
     with pytest.raises(ValueError, match="dtype: must be 'fp16' or 'bf16', got 'fp64'"):
-        extension.explain_forward(**{**shapes, "dtype": "fp64"})
+        call_of_shapes(**{**shapes, "dtype": "fp64"})
     with pytest.raises(RuntimeError, match=r"no compiled forward kernel covers .* head_dim 512"):
-        extension.explain_forward(**{**shapes, "head_dim": 512})
+        explain("forward", call_of_shapes(**{**shapes, "head_dim": 512}))
 
 
 def test_build_record_lists_the_instances_in_order(extension: Any) -> None:

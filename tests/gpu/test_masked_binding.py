@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import build_info
+from flash_attn_cuda.explain import call_of_shapes, explain
 from tests.cases import binding
 from tests.cases.harness import make_case, skip_without_row
 from tests.cases.masked import OWN, MaskedCase, RandomBias
@@ -444,8 +445,19 @@ def test_no_dbias_where_none_is_wanted(extension: Any) -> None:
 
 
 @pytest.mark.parametrize("features", [("block_sparse",), ("bias",), ("block_sparse", "bias")])
-def test_explained_kernels_have_the_features(extension: Any, features: tuple[str, ...]) -> None:
+def test_explained_kernels_have_the_features(features: tuple[str, ...]) -> None:
     skip_without_features(*features)
-    for explain in (extension.explain_forward, extension.explain_backward):
-        plan = explain("bf16", HEAD_DIM, 1, 2048, 1024, 8, 2, True, **dict.fromkeys(features, True))
+    call = call_of_shapes(
+        dtype="bf16",
+        head_dim=HEAD_DIM,
+        batch_size=1,
+        seqlen_q=2048,
+        seqlen_k=1024,
+        num_heads_q=8,
+        num_heads_k=2,
+        causal=True,
+        **dict.fromkeys(features, True),
+    )
+    for kernel_pass in ("forward", "backward"):
+        plan = explain(kernel_pass, call)
         assert all(feature in plan["config"]["feature_names"] for feature in features)

@@ -43,9 +43,11 @@ def test_results_are_right_on_less(limits: dict[str, Any], share: int) -> None:
 def test_the_row_that_fits_is_chosen(smem_bytes: int, head_dim: int, variant: str) -> None:
     if "smem" in variant:
         skip_without_rows_for_less_memory()
-    call = f"explain_backward('bf16', {head_dim}, 1, 128, 128, 1, 1, True)"
+    shapes = {"batch_size": 1, "seqlen_q": 128, "seqlen_k": 128, "num_heads_q": 1}
+    shapes |= {"num_heads_k": 1, "head_dim": head_dim}
     program = (
-        f"from flash_attn_cuda import build_info\nplan = build_info.extension.{call}\n"
+        "from flash_attn_cuda.explain import call_of_shapes, explain\n"
+        f"plan = explain('backward', call_of_shapes(dtype='bf16', causal=True, **{shapes}))\n"
         "print(plan['instance'], plan['smem_bytes'])"
     )
     result = run_limited("-c", program, smem_bytes=smem_bytes)

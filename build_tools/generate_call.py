@@ -1,0 +1,171 @@
+"""Writes the extension's form of flash_attn_cuda/call.py: a C++ struct for each of its dataclasses,
+and functions over the fields that the declarations speak of. The build of the extension calls it.
+
+python -m build_tools.generate_call   # prints it
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from build_tools.toolchain import REPO
+
+SOURCE = REPO / "flash_attn_cuda/call.py"
+HEADER = "torch_binding/generated_call.h"  # as sources include it
+
+# A tensor that is None is undefined; other optional values say whether they are there.
+CPP_TYPES = {
+    "Tensor": "at::Tensor",
+    "Tensor | None": "at::Tensor",
+    "float": "double",
+    "float | None": "std::optional<double>",
+    "int": "std::int64_t",
+    "int | None": "std::optional<std::int64_t>",
+    "bool": "bool",
+}
+CPP_VALUES: dict[Any, str] = {None: "", True: " = true", False: " = false"}
+CPP_DTYPES = {"int32": "at::kInt", "int64": "at::kLong", "lse": "at::kFloat"}
+DESCRIBED = ("AttentionCall", "Incoming", "Results", "Gradients")
+KEPT = ""  # the part of a call that its backward is told
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a dataclass or NamedTuple; `said` is what its argument(...) says."""
+
+    name: str
+    type: str
+    default: Any
+    said: dict[str, Any]
+
+    @property
+    def is_required(self) -> bool:
+        return self.type == "Tensor"
+
+    @property
+    def declaration(self) -> str:
+        value = CPP_VALUES[self.default] if self.default in (None, True, False) else ""
+        if type(self.default) in (int, float):
+            value = f" = {self.default}"
+        return f"  {CPP_TYPES[self.type]} {self.name}{value};"
+
+
+def fields_of(name: str, tree: ast.Module) -> list[Field]:
+    """The annotated fields of a class."""
+    (found,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name)
+    made = []
+    for each in found.body:
+        if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
+            continue
+        default, said = None, {}
+        if isinstance(each.value, ast.Call):  # argument(...)
+            default = ast.literal_eval(each.value.args[0]) if each.value.args else None
+            said = {str(x.arg): ast.literal_eval(x.value) for x in each.value.keywords}
+        elif each.value is not None:
+            default = ast.literal_eval(each.value)
+        made.append(Field(each.target.id, ast.unparse(each.annotation), default, said))
+    return made
+
+
+def struct(name: str, fields: list[Field]) -> Iterator[str]:
+    yield f"struct {name} {{"
+    yield from (x.declaration for x in fields)
+    yield "};"
+    yield ""
+
+
+def visit_fields(name: str, fields: list[Field]) -> Iterator[str]:
+    """A function that hands all fields to a visitor, in order."""
+    yield "template <class Visitor>"
+    yield f"void visit_fields({name}& described, Visitor&& visitor) {{"
+    for x in fields:
+        yield f'  visitor("{x.name}", described.{x.name}, {str(x.is_required).lower()});'
+    yield "}"
+    yield ""
+
+
+def visit_kept(fields: list[Field]) -> Iterator[str]:
+    yield "// What autograd keeps of a call for its backward, which has no other part."
+    yield "template <class Call, class Visitor>"
+    yield "void visit_kept(Call&& call, Visitor&& visitor) {"
+    yield from (f"  visitor(call.{x.name});" for x in fields if x.said.get("part", "") == KEPT)
+    yield "}"
+    yield ""
+
+
+def visit_differentiable(fields: list[Field]) -> Iterator[str]:
+    yield "// Inputs that have a gradient: visitor(name, input, gradient)."
+    yield "template <class Visitor>"
+    yield "void visit_differentiable(const AttentionCall& call, const Gradients& found,"
+    yield "                          Visitor&& visitor) {"
+    for x in fields:
+        if x.said.get("has_gradient"):
+            yield f'  visitor("{x.name}", call.{x.name}, found.d{x.name});'
+    yield "}"
+    yield ""
+
+
+def check_arrays(fields: list[Field]) -> Iterator[str]:
+    yield "// Arrays of B sequences or Hq query heads, by check(name, tensor, shape, dtype)."
+    yield "template <class Check>"
+    yield "void check_arrays(const AttentionCall& call, std::int64_t B, std::int64_t Hq,"
+    yield "                  Check&& check) {"
+    for x in fields:
+        if shape := x.said.get("shape"):
+            name = f'"{x.name}"'
+            if of_cache := x.said.get("name_of_cache"):
+                name = f'call.over_cache ? "{of_cache}" : "{x.name}"'
+            sizes = ", ".join(filter(None, map(str.strip, shape.strip("()").split(","))))
+            dtype = CPP_DTYPES[x.said.get("dtype", "int32")]
+            yield f"  check({name}, call.{x.name}, {{{sizes}}}, {dtype});"
+    yield "}"
+    yield ""
+
+
+def lines() -> Iterator[str]:
+    tree = ast.parse(SOURCE.read_text())
+    yield "// Made of flash_attn_cuda/call.py, which says what each field is, by"
+    yield "// build_tools/generate_call.py."
+    yield "#pragma once"
+    yield ""
+    yield "#include <ATen/core/Tensor.h>"
+    yield ""
+    yield "#include <cstdint>"
+    yield "#include <initializer_list>"
+    yield "#include <optional>"
+    yield ""
+    yield "namespace flash_attn_cuda::binding {"
+    yield ""
+    described = {name: fields_of(name, tree) for name in DESCRIBED}
+    for name, fields in described.items():
+        yield from struct(name, fields)
+    yield "// visitor(name, field, is_required)"
+    for name, fields in described.items():
+        yield from visit_fields(name, fields)
+    call = described["AttentionCall"]
+    yield from visit_kept(call)
+    yield from visit_differentiable(call)
+    yield from check_arrays(call)
+    yield "}  // namespace flash_attn_cuda::binding"
+
+
+def text() -> str:
+    return "\n".join(lines()) + "\n"
+
+
+def write(folder: Path) -> None:
+    """Writes the header below ``folder``, which is to be searched for includes."""
+    from build_tools.generate_units import write_if_changed
+
+    path = folder / HEADER
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_if_changed(path, text())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())
