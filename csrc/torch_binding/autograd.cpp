@@ -208,7 +208,8 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                             .k = k,
                             .v = v,
                             .softmax_scale = checked_softmax_scale(softmax_scale.value_or(scale)),
-                            .causal = causal};
+                            .causal = causal,
+                            .num_splits = 1};
   check_no_forward_gradients(given);
   Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
   return {std::move(results.out), if_defined(results.softmax_lse)};

@@ -3,7 +3,8 @@
 // not given is undefined.
 //
 // Of a checked call (checked_call.h) numbers are those that kernels use: softmax_scale has a value,
-// softcap is 0 where it is off.
+// softcap is 0 where it is off, a window is what window_of says, and num_splits is 0 where the plan
+// is to choose.
 #pragma once
 
 #include <ATen/core/Tensor.h>

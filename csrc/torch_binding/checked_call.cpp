@@ -111,6 +111,11 @@ AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch
   call.softmax_scale = checked_softmax_scale(
       call.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim))));
   call.softcap = checked_softcap(call.softcap);
+  const Window window = window_of(call);
+  call.window_size_left = window.left;
+  call.window_size_right = window.right;
+  // A packed batch fills the device without splits; a cache, or pages, may be long.
+  if (call.num_splits == 0 && !reads_in_place(call)) call.num_splits = 1;
   call.sm_margin = std::clamp<std::int64_t>(call.sm_margin, 0, most_margin);
   // Of pages cu_seqlens_k tells lengths, which seqused_k replaces, as in FlashAttention-2.
   if (call.over_cache || (is_paged(call) && call.seqused_k.defined())) call.cu_seqlens_k.reset();

@@ -197,9 +197,7 @@ ForwardParams forward_params(const AttentionCall& call, const KeyLengths& length
   auto params = common_params<ForwardParams>(call, lengths, call.block_rows);
   if (lengths.seqlen_k >= 0) params.shape.seqlen_k = lengths.seqlen_k;
   params.paged = paged_params(call);
-  // A packed batch fills the device without splits; a cache, or pages, may be long.
-  const bool splits = call.num_splits != 0 || reads_in_place(call);
-  params.split = {.num_splits = splits ? static_cast<int>(call.num_splits) : 1,
+  params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};
   return params;
 }
