@@ -9,16 +9,18 @@ described by the extension as kernels read it (explain_settings). Parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import flash_attn_cuda as ours
 from flash_attn_cuda import attend, build_info, private
 from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Results
+from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.cpu.calls import forward_on_cpu
 from flash_attn_cuda.integrations import vllm
 from flash_attn_cuda.operators import attention as operators
@@ -316,3 +318,44 @@ def test_over_a_cache(name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyP
     road()
     (call,) = arrivals.forward
     assert_same(described(call)[0], forward)
+
+
+# -- context parallelism, of one rank --------------------------------------------------------------
+
+OF_ONE_RANK = [
+    *("softmax_scale", "window_size_left", "window_size_right", "softcap", "alibi_slopes"),
+    *("dropout_p", "deterministic", "sink", "cu_seqlens_q", "cu_seqlens_k"),
+    *("max_seqlen_q", "max_seqlen_k", "fp32_results", "sm_margin", "num_splits"),
+]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    if dist.is_initialized():
+        pytest.skip("this process is one of a group already")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in NO_MASKS])
+def test_context_parallelism(
+    name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = packed_inputs()
+    options = dict(OPTIONS[name])
+    forward, backward = eagerly(
+        lambda: ours.flash_attn_varlen_func(q, k, v, **PACKED, **options), monkeypatch
+    )
+    band = {"causal": options.get("causal", False)}
+    band["window_size"] = options.get("window_size", (-1, -1))
+    parallel = ContextParallel(scheme="all_gather", head_groups=1)
+    plan = parallel.plan(PACKED["cu_seqlens_q"], multiple=16 if name == "dropout" else 1, **band)
+    leaves = [parallel.shard(x, plan).clone().requires_grad_() for x in (q, k, v)]
+    parallel.attend(*leaves, plan, **options).float().sum().backward()
+    (call,), (of_gradients,) = arrivals.forward, arrivals.backward
+    assert_same(described(call)[0], forward, OF_ONE_RANK)
+    told, _ = described(of_gradients)
+    assert_same(told, backward, [x for x in OF_ONE_RANK if x not in ("sink", "num_splits")])
