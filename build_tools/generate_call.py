@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"
@@ -28,7 +29,6 @@ CPP_TYPES = {
     "int | None": "std::optional<std::int64_t>",
     "bool": "bool",
 }
-CPP_VALUES: dict[Any, str] = {None: "", True: " = true", False: " = false"}
 CPP_DTYPES = {"int32": "at::kInt", "int64": "at::kLong", "lse": "at::kFloat"}
 DESCRIBED = ("AttentionCall", "Incoming", "Results", "Gradients")
 KEPT = ""  # the part of a call that its backward is told
@@ -49,9 +49,8 @@ class Field:
 
     @property
     def declaration(self) -> str:
-        value = CPP_VALUES[self.default] if self.default in (None, True, False) else ""
-        if type(self.default) in (int, float):
-            value = f" = {self.default}"
+        # True and False are true and false, numbers the same in both.
+        value = "" if self.default is None else f" = {str(self.default).lower()}"
         return f"  {CPP_TYPES[self.type]} {self.name}{value};"
 
 
@@ -160,11 +159,7 @@ def text() -> str:
 
 def write(folder: Path) -> None:
     """Writes the header below ``folder``, which is to be searched for includes."""
-    from build_tools.generate_units import write_if_changed
-
-    path = folder / HEADER
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_if_changed(path, text())
+    write_if_changed(folder / HEADER, text())
 
 
 if __name__ == "__main__":
