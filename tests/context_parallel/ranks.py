@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -112,3 +113,13 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> 
             pipe.send((function(*args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    if dist.is_initialized():
+        pytest.skip("this process is one of a group already")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

@@ -9,12 +9,11 @@ described by the extension as kernels read it (explain_settings). Parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import flash_attn_cuda as ours
@@ -26,6 +25,9 @@ from flash_attn_cuda.integrations import vllm
 from flash_attn_cuda.operators import attention as operators
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
+from tests.context_parallel.ranks import alone
+
+__all__ = ["alone"]  # pytest finds it here
 
 pytestmark = pytest.mark.skipif(
     build_info.extension is None, reason="flash_attn_cuda._C is not built here"
@@ -96,11 +98,8 @@ class Extension:
         self.arrivals.forward.append(call)
         return forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
 
-    def attention(
-        self,
-        *tensors: Any,
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v, softmax_scale, causal, _ = tensors
+    def attention(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, softmax_scale, causal, _ = arguments
         call = AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal)
         results = self.forward(call)
         return results.out, results.softmax_lse
@@ -181,11 +180,15 @@ def by_fa3(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return fa3.flash_attn_func(q, k, v, **options)
 
 
+def in_words_of_fa4(options: Options) -> Options:
+    """To which a negative bound is a bound."""
+    sizes = options.pop("window_size", (-1, -1))
+    window = tuple(None if size < 0 else size for size in sizes)
+    return {"learnable_sink": options.pop("sink", None), "window_size": window, **options}
+
+
 def by_fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    sink = options.pop("sink", None)
-    left, right = options.pop("window_size", (None, None))
-    window = tuple(None if x is None or x < 0 else x for x in (left, right))
-    return fa4.flash_attn_func(q, k, v, learnable_sink=sink, window_size=window, **options)[0]
+    return fa4.flash_attn_func(q, k, v, **in_words_of_fa4(options))[0]
 
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -200,7 +203,7 @@ def with_one_tensor(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 DENSE: dict[str, tuple[Callable[..., Any], set[str]]] = {  # and the options that a road lacks
     "operator": (ours.flash_attn_func, set()),
-    "compiled": (compiled, {"mask", "bias", "sink", "all", "alibi"}),
+    "compiled": (compiled, set()),
     "kvpacked": (with_one_tensor, {"sink", "mask", "bias", "all"}),
     "private": (privately, {"sink", "mask", "bias", "all"}),
     "fa3": (by_fa3, {"alibi", "dropout", "sink", "mask", "bias", "all"}),
@@ -223,6 +226,7 @@ def test_sequences_of_one_length(
 
 
 def assert_arrived(arrivals: Arrivals, forward: Described, backward: Described) -> None:
+    """A sink whose gradient nobody wants is not told to an operator's backward."""
     (call,), (of_gradients,) = arrivals.forward, arrivals.backward
     told, _ = described(call)
     assert_same(told, forward)
@@ -240,11 +244,7 @@ def packed_inputs() -> list[Tensor]:
 
 
 def packed_by_fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    sink = options.pop("sink", None)
-    left, right = options.pop("window_size", (None, None))
-    window = tuple(None if x is None or x < 0 else x for x in (left, right))
-    given = {"learnable_sink": sink, "window_size": window, **options}
-    return fa4.flash_attn_varlen_func(q, k, v, **given)[0]
+    return fa4.flash_attn_varlen_func(q, k, v, **in_words_of_fa4(options))[0]
 
 
 def packed_by_vllm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -259,10 +259,20 @@ def packed_compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return function(q, k, v, **options)
 
 
+def check_packed(
+    road: str, given: Options, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = packed_inputs()
+    forward, backward = eagerly(lambda: ours.flash_attn_varlen_func(q, k, v, **given), monkeypatch)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    PACKED_ROADS[road][0](*leaves, **given).float().sum().backward()
+    assert_arrived(arrivals, forward, backward)
+
+
 NO_MASKS = {"mask", "bias"}
 PACKED_ROADS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "operator": (ours.flash_attn_varlen_func, set()),
-    "compiled": (packed_compiled, {"mask", "bias", "sink", "all", "alibi"}),
+    "compiled": (packed_compiled, set()),
     "fa3": (fa3.flash_attn_varlen_func, {"alibi", "dropout", "sink", "all", *NO_MASKS}),
     "fa4": (packed_by_fa4, {"alibi", "dropout", "all", *NO_MASKS}),
     "vllm": (packed_by_vllm, {"dropout", *NO_MASKS}),
@@ -281,12 +291,7 @@ PACKED_ROADS: dict[str, tuple[Callable[..., Any], set[str]]] = {
 def test_packed_sequences(
     road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v = packed_inputs()
-    given = PACKED | OPTIONS[name]
-    forward, backward = eagerly(lambda: ours.flash_attn_varlen_func(q, k, v, **given), monkeypatch)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    PACKED_ROADS[road][0](*leaves, **given).float().sum().backward()
-    assert_arrived(arrivals, forward, backward)
+    check_packed(road, PACKED | OPTIONS[name], arrivals, monkeypatch)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -294,12 +299,7 @@ def test_packed_sequences(
 def test_lengths(road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     if road == "fa3" and name == "leftpad":
         pytest.skip("it has no leftpad_k here")
-    q, k, v = packed_inputs()
-    given = PACKED | LENGTHS[name]
-    forward, backward = eagerly(lambda: ours.flash_attn_varlen_func(q, k, v, **given), monkeypatch)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    PACKED_ROADS[road][0](*leaves, **given).float().sum().backward()
-    assert_arrived(arrivals, forward, backward)
+    check_packed(road, PACKED | LENGTHS[name], arrivals, monkeypatch)
 
 
 # -- over a cache ----------------------------------------------------------------------------------
@@ -327,16 +327,6 @@ OF_ONE_RANK = [
     *("dropout_p", "deterministic", "sink", "cu_seqlens_q", "cu_seqlens_k"),
     *("max_seqlen_q", "max_seqlen_k", "fp32_results", "sm_margin", "num_splits"),
 ]
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process."""
-    if dist.is_initialized():
-        pytest.skip("this process is one of a group already")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,12 +15,13 @@ from torch import Tensor
 from flash_attn_cuda import build_info
 from tests.cases import families
 from tests.cases.attention import AttentionCase, VarlenCase
-from tests.cases.harness import DEVICE, ON_CPU, make_case, make_varlen_case
+from tests.cases.harness import DEVICE, ON_CPU, make_case, make_varlen_case, skip_without_row
 
 LIMITS = ("FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT")
 HEAD_DIMS = families.HEAD_DIMS
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 EVERY_HEAD_DIM = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+FOUR_PARTS = pytest.mark.parametrize("part", range(4))
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 MASKS: tuple[dict[str, Any], ...] = (
     {},
@@ -146,3 +147,13 @@ def far_apart(case: AttentionCase, names: Sequence[str], far: str) -> dict[str, 
         name: buffer.as_strided(case.query_shape, steps, index * head_dim)
         for index, name in enumerate(names)
     }
+
+
+def shared_case(**fields: Any) -> AttentionCase:
+    """Every CTA has a tile, and a few tiles are left over; on a CPU something like it."""
+    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    case = make_case(**{"batch": 1, "num_heads_q": sms + 2, "num_heads_k": sms + 2, **fields})
+    skip_without_row(case)
+    if not ON_CPU:
+        assert families.planned(case, "backward")["tile_parts"] > 1, str(case)
+    return case

@@ -27,15 +27,17 @@ from tests.cases.harness import (
     skip_without_row,
 )
 from tests.cases.pairwise import pairwise
-from tests.cases.repeats import REPEATS, assert_repeatable, crowded_case
+from tests.cases.repeats import assert_repeatable
 from tests.hopper.sm90 import (
     CAUSAL,
     EVERY_HEAD_DIM,
+    FOUR_PARTS,
     MASKS,
     many_sequences,
     random_lengths,
     runs_sm90_kernels,
     shaped_case,
+    shared_case,
 )
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
@@ -69,7 +71,6 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dropout_p": (0.0, 0.2),
     "deterministic": (False, True),
 }
-FOUR_PARTS = pytest.mark.parametrize("part", range(4))
 
 
 @FOUR_PARTS
@@ -83,128 +84,6 @@ def test_shapes(check: Check, part: int) -> None:
 def test_features(check: Check, part: int) -> None:
     for choice in pairwise(FEATURES, seed=6)[part :: 4 * scaled(1, 4)]:
         check(shaped_case(**choice, batch=1))
-
-
-# Of pairs of CTAs: the second one's half of a query tile or of a key tile may not exist, and the
-# boxes of K that one has of the other's keys may have no column.
-HEAD_DIMS_OF_192 = ((136, 136), (152, 152), (168, 136), (184, 184), (192, 128), (192, 72))
-HEAD_DIMS_OF_256 = ((200, 200), (232, 200), (248, 248), (256, 256))
-PAIRS: dict[str, tuple[Any, ...]] = {
-    "head_dims": (*HEAD_DIMS_OF_192, (192, 192), *HEAD_DIMS_OF_256),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": (1, 31, 32, 33, 64, 97, 160),
-    "seqlen_k": (1, 63, 64, 65, 128, 129, 192, 193, 330),
-    "heads": ((2, 2), (4, 1)),
-    "mask": MASKS,
-    "deterministic": (False, True),
-}
-
-
-@FOUR_PARTS
-def test_two_ctas_a_tile(check: Check, part: int) -> None:
-    for choice in pairwise(PAIRS, seed=7)[part :: 4 * scaled(1, 4)]:
-        head_dim, value_dim = choice.pop("head_dims")
-        check(shaped_case(**choice, head_dim=head_dim, head_dim_v=value_dim))
-
-
-# Of long sequences at head_dim 128 as well, and here each CTA has two parts of 64 keys. Few queries
-# see many keys of every case.
-LONG_PAIRS: dict[str, tuple[Any, ...]] = {
-    "head_dim": (104, 120, 128),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": (1, 31, 33, 64, 65, 97, 160, 330),
-    "seqlen_k": (2050, 2111, 2176, 2177, 2240, 2304, 2305, 2430),
-    "heads": ((2, 2), (4, 1)),
-    "mask": (
-        {},
-        {"causal": True},
-        *({"window": window} for window in ((1900, -1), (1600, 0), (-1, 7), (1600, 300))),
-    ),
-    "deterministic": (False, True),
-}
-
-
-def pair_case(case: AttentionCase) -> AttentionCase:
-    skip_without_row(case)
-    if not ON_CPU:
-        assert families.planned(case, "backward")["instance"].endswith("_pair"), str(case)
-    return case
-
-
-@FOUR_PARTS
-def test_two_ctas_a_tile_of_long_sequences(check: Check, part: int) -> None:
-    for choice in pairwise(LONG_PAIRS, seed=8)[part :: 4 * scaled(1, 4)]:
-        check(pair_case(shaped_case(**choice)))
-
-
-@pytest.mark.parametrize(
-    "features",
-    [{}, {"causal": True}, {"window": (1700, 20), "num_heads_k": 1}],
-    ids=["full", "causal", "window_mqa"],
-)
-def test_two_ctas_a_tile_repeat_bits(features: dict[str, Any]) -> None:
-    """They take their turns as well."""
-    case = crowded_case(
-        head_dim=128, seqlen_q=scaled(1900, 100), seqlen_k=scaled(3100, 200), **features
-    )
-    assert_repeatable(pair_case(case), REPEATS)
-
-
-def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:
-    case = make_varlen_case(
-        lengths_q=(70, 0, 200, 1, 64),
-        lengths_k=(2500, 2100, 2305, 1900, 2431),
-        num_heads_q=4,
-        num_heads_k=2,
-        head_dim=128,
-    )
-    check(pair_case(case))
-    check(pair_case(replace(case, causal=True)))
-    check(pair_case(replace(case, causal=True, deterministic=True)))
-    used = replace(case, used_q=(70, 0, 100, 1, 7), used_k=(2500, 1, 0, 1900, 1000))
-    check(pair_case(used))
-    check(pair_case(replace(used, leftpad=(5, 0, 0, 1000, 129))))
-
-
-@pytest.mark.parametrize("head_dims", [(128, 72), (104, 128), (128, 128)], ids=str)
-def test_pairs_of_ctas_that_share_a_key_head(check: Check, head_dims: tuple[int, int]) -> None:
-    """Partial sums of dk and dv, of values of other head dims too."""
-    case = make_case(
-        batch=1,
-        seqlen_q=700,
-        seqlen_k=1100,
-        num_heads_q=16,
-        num_heads_k=1,
-        head_dim=head_dims[0],
-        head_dim_v=head_dims[1],
-    )
-    if not ON_CPU:
-        assert families.planned(case, "backward")["dkdv_splits"] > 1, str(case)
-    check(pair_case(case))
-
-
-def test_pairs_of_ctas_take_many_tiles(check: Check) -> None:
-    """More than there are pairs, of which some see no query; and the last ones in parts."""
-    for fields in (
-        {"seqlen_q": 64, "window": (1600, -1), "seqlen_k": 2700},
-        {"seqlen_q": 400, "causal": True},
-        {"seqlen_q": 700, "num_heads_q": scaled(20, 4)},
-    ):
-        heads = scaled(20, 2)
-        sizes = {"batch": 1, "num_heads_q": heads, "num_heads_k": heads // 2, "seqlen_k": 2200}
-        check(pair_case(make_case(**{**sizes, "head_dim": 128, **fields})))
-    case = shared_case(
-        head_dim=128, seqlen_q=900, seqlen_k=2100, num_heads_q=8, num_heads_k=8, causal=False
-    )
-    check(pair_case(case))
-
-
-@CAUSAL
-def test_pairs_of_ctas_give_the_same_bits(causal: bool) -> None:
-    """Of all but dq."""
-    sizes = {"seqlen_q": scaled(600, 60), "seqlen_k": scaled(2500, 150), "head_dim": 128}
-    heads = {"num_heads_q": scaled(16, 2), "num_heads_k": scaled(8, 2)}
-    assert_repeatable(pair_case(make_case(**sizes, **heads, batch=1, causal=causal)), scaled(20, 2))
 
 
 @EVERY_HEAD_DIM
@@ -296,16 +175,6 @@ def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> Non
 
 
 # -- last tiles that CTAs share --------------------------------------------------------------------
-
-
-def shared_case(**fields: Any) -> AttentionCase:
-    """Every CTA has a tile, and a few tiles are left over; on a CPU something like it."""
-    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
-    case = make_case(**{"batch": 1, "num_heads_q": sms + 2, "num_heads_k": sms + 2, **fields})
-    skip_without_row(case)
-    if not ON_CPU:
-        assert families.planned(case, "backward")["tile_parts"] > 1, str(case)
-    return case
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128])

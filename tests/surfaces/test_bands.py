@@ -4,7 +4,7 @@ bounds, each alone and both, over sequences of more, fewer and as many queries a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from itertools import product
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,9 +27,12 @@ from flash_attn_cuda.surfaces.bands import Band
 from tests.cases import bands
 from tests.cases.bands import BandCase, Ends, Lengths, Rows, Window, make_rows, visible
 from tests.cases.harness import DEVICE, no_host_sync
+from tests.context_parallel.ranks import alone
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 from tests.surfaces.calls import ON_EVERY_DEVICE, assert_compiles, assert_same, int32
+
+__all__ = ["alone"]  # pytest finds it here
 
 Results = tuple[Tensor, Tensor]
 GPU = [pytest.mark.gpu, pytest.mark.cuda_only]
@@ -319,16 +321,6 @@ def test_vllm_has_one_rule_for_every_version(version: int) -> None:
         ends = OF_2(False, (None, None) if window is None else tuple(window))
         exact, _ = expected_of(OF_MANY, "cpu", ends, False)
         assert_right(AttentionResult(*found), exact, None, window)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process."""
-    if dist.is_initialized():
-        pytest.skip("this process is one of a group already")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
