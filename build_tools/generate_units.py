@@ -161,7 +161,7 @@ constinit const {kind} {row.name}_instance =
 def unit_text(unit: Unit) -> str:
     """The .cu of one unit: a tag type and an instance per row."""
     instances = "".join(_instance_text(row) for row in unit.rows)
-    header = f'#include "{unit.family.value}/{unit.rows[0].launch_header}.h"\n'
+    header = f'#include "{unit.rows[0].launch_header}"\n'
     shapes = f"#define {EXTENDED_SHAPES}\n" if unit.wants_extended_shapes else ""
     return f"""{BANNER}{shapes}{header}
 namespace flash_attn_cuda {{

@@ -162,8 +162,8 @@ class KernelRow:
 
     @property
     def launch_header(self) -> str:
-        """The header of the kernel's make_..._instance, without its folder and ending."""
-        return f"{self.kernel.value.split()[1]}_launch"
+        """The header of the kernel's make_..._instance, within csrc/."""
+        return f"{self.kernel.value.replace(' ', '/')}/launch.h"
 
     @property
     def make_instance(self) -> str:

@@ -20,15 +20,15 @@ class RowError(ValueError):
 
 Rules = Iterator[tuple[bool, str]]  # whether a rule is kept, and the rule
 
-# Columns of the wgmma instructions that CuTe knows unless asked for all (csrc/sm90/gemm.h).
+# Columns of the wgmma instructions that CuTe knows unless asked for all (csrc/sm90/isa/gemm.h).
 WGMMA_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
 
 def _loads(row: KernelRow, rows: int) -> Rules:
-    """csrc/sm80/copy.h: all threads copy 16 bytes each, again and again, down a tile of `rows`."""
+    """All threads copy 16 bytes each, again and again, down `rows` of a tile (sm80/isa/copy.h)."""
     chunks_per_row = 8 if row.head_dim % 64 == 0 else 4
     at_a_time = 32 * row.num_warps // chunks_per_row
-    threads = f"sm80/copy.h: {32 * row.num_warps} threads copy {at_a_time} rows at a time"
+    threads = f"sm80/isa/copy.h: {32 * row.num_warps} threads copy {at_a_time} rows at a time"
     yield at_a_time % 8 == 0, f"{threads}, not whole swizzles of 8"
     yield rows % at_a_time == 0, f"{threads}, of which a tile of {rows} is no multiple"
 
@@ -98,7 +98,7 @@ def _sm90_backward(row: Any) -> Rules:
     keys = 64 if row.separate_keys else 128
     yield row.block_n == keys * row.ctas_per_tile, "a warpgroup holds dK, dV or both of 64 keys"
     yield row.ctas_per_tile == 2 or not row.separate_keys, "a CTA alone holds dK and dV together"
-    yield not (row.separate_keys and row.shares_tiles), "only sm90/backward_keys.h joins parts"
+    yield not (row.separate_keys and row.shares_tiles), "only sm90/backward/keys.h joins parts"
     yield row.ctas_per_tile == 1 or row.block_m == 64, "in pairs of CTAs a step has 64 queries"
     in_ds = row.ctas_per_tile == 2 and not row.separate_keys
     yield (

@@ -234,9 +234,9 @@ SM80_DECODE = (
 # fmt: on
 
 # sm90 backward -----------------------------------------------------------------------------------
-# Two warpgroups hold dK and dV. A CTA of a pair holds half of a tile's keys and multiplies half of
-# dQ's columns of all of them (sm90/cta_pair.h), so that dQ is added half as often. Of wide heads
-# one of the warpgroups holds dK, the other dV of the same keys (separate_keys).
+# Two warpgroups hold dK and dV. A CTA of a pair (sm90/isa/cta_pair.h) holds half of a tile's keys
+# and multiplies half of dQ's columns of all of them, so that dQ is added half as often. Of wide
+# heads one of the warpgroups holds dK, the other dV of the same keys (separate_keys).
 #
 # Registers: of the 128 that the launch gives every thread. 96 columns of dQ, all or a CTA's half,
 # take more for dQ.

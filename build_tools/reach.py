@@ -21,7 +21,7 @@ WORDS = ("sink", "softcap", "leftpad_k")
 # Around the package's own functions: they pass arguments on.
 AROUND = ("surfaces", "integrations", "context_parallel")
 AROUND_TEXT = ", ".join(AROUND)
-LAUNCHERS = ("csrc/sm90/forward_launch.h", "csrc/sm90/backward_launch.h")
+LAUNCHERS = ("csrc/sm90/forward/launch.h", "csrc/sm90/backward/launch.h")
 
 
 def sources(*folders: str) -> list[Path]:

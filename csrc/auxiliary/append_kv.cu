@@ -8,10 +8,10 @@
 #include "auxiliary/rotary.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
-#include "shared/block_range.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
-#include "shared/paged_kv.h"
+#include "shared/mask/block_range.h"
+#include "shared/sequence/paged_kv.h"
 
 namespace flash_attn_cuda {
 namespace {

@@ -19,7 +19,8 @@ struct SequenceTableRequest {
   void* workspace;
 };
 
-// Makes the table of a packed call (shared/sequence.h) in its workspace. Nothing to do for others.
+// Makes the table of a packed call (shared/sequence/sequence.h) in its workspace. Nothing to do for
+// others.
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
                          Stream stream);
 

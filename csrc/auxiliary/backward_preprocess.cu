@@ -18,8 +18,8 @@
 #include "shared/block_sum.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
-#include "shared/tile_work.h"
-#include "shared/turns.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/schedule/turns.h"
 
 namespace flash_attn_cuda {
 namespace {

@@ -4,11 +4,11 @@
 
 #include "auxiliary/vector_types.h"
 #include "flash_attn/api.h"
-#include "shared/block_range.h"
-#include "shared/dropout.h"
+#include "shared/dropout/dropout.h"
 #include "shared/launch.h"
-#include "shared/paged_kv.h"
-#include "shared/score_modifiers.h"
+#include "shared/mask/block_range.h"
+#include "shared/scores/score_modifiers.h"
+#include "shared/sequence/paged_kv.h"
 
 namespace flash_attn_cuda {
 namespace {

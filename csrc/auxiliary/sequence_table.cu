@@ -1,4 +1,4 @@
-// From cu_seqlens to the table that packed calls read (shared/sequence.h): bounds of every
+// From cu_seqlens to the table that packed calls read (shared/sequence/sequence.h): bounds of every
 // sequence, checked and made safe, the lists of tiles, and a counter of tiles that starts at zero,
 // for kernels whose CTAs draw them. One block: a batch of a few thousand sequences is a few
 // thousand additions, and a second block would need a second launch.
@@ -11,7 +11,7 @@
 #include "auxiliary/auxiliary.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
-#include "shared/sequence.h"
+#include "shared/sequence/sequence.h"
 
 namespace flash_attn_cuda {
 namespace {

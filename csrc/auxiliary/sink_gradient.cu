@@ -1,7 +1,7 @@
 // The gradient of a sink: the sum over its head's queries of exp(sink - lse) * -softmax_d, as the
 // sink has the weight exp(sink - lse) in every row and no value. backward_preprocess has both of
 // every row and leaves the sums of its blocks; here those of a head become one, where the main
-// kernel does not do it (sm90/backward_kernel.h). A fixed order, so the same bits every run.
+// kernel does not do it (sm90/backward/kernel.h). A fixed order, so the same bits every run.
 #include "auxiliary/auxiliary.h"
 #include "shared/block_sum.h"
 #include "shared/kernel_order.h"

@@ -85,8 +85,8 @@ enum class DqPath : std::uint8_t {
   direct      // a sequence has one key tile, which writes dq; there are no sums
 };
 
-// sm90 backward: key tiles that several CTAs share (shared/tile_parts.h), `count` from number
-// `first` on in the order in which they are drawn.
+// sm90 backward: key tiles that several CTAs share (shared/schedule/tile_parts.h), `count` from
+// number `first` on in the order in which they are drawn.
 struct SharedTiles {
   int first = 0;
   int count = 0;
@@ -111,7 +111,7 @@ struct BackwardPlan {
   DqPath dq_path = DqPath::converted;
   bool sweeps = false;       // sm90: a CTA draws a head and takes all its key tiles, one after the
                              // other; of packed sequences table.swept_rows says it
-  bool takes_turns = false;  // dQ's adders wait for one another (shared/turns.h)
+  bool takes_turns = false;  // dQ's adders wait for one another (shared/schedule/turns.h)
   bool counts_additions = false;
   std::size_t lse_log2_offset = 0;
   std::size_t softmax_d_offset = 0;

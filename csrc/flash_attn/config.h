@@ -97,13 +97,13 @@ struct BackwardConfig {
   int dq_registers = 0;   // of the one that multiplies dQ
   int dq_columns = 0;     // sm90: of dQ, multiplied at a time
   // sm90: one warpgroup holds dV, another dK of the same keys, instead of each both of its own
-  // (sm90/backward_separate_keys.h, and not sm90/backward_keys.h).
+  // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).
   bool separate_keys = false;
   bool keeps_probabilities = false;  // sm90: P stays in registers for dV while dS is made
   bool rounds_differences = false;   // sm90, bf16: dP - D is rounded before P multiplies it
   bool stores_tiles = false;         // sm90: dK and dV leave through shared memory of their own
   bool shares_tiles = false;         // sm90: CTAs may share the steps of a key tile
-  // sm90: idle warps turn sums of dQ into dq (sm90/backward_finish.h), where a query sees so many
+  // sm90: idle warps turn sums of dQ into dq (sm90/backward/finish.h), where a query sees so many
   // keys, in calls without a window and with one.
   bool finishes_dq = false;
   int finish_keys_full = 0;

@@ -54,7 +54,7 @@ struct SequenceParams {
                                    // first row, left padding and what was appended not excluded
   const int* leftpad_k = nullptr;  // (batch_size): rows before the first key
   // (batch_size, 4), of packed sequences: stream, first_q, first_k and shift of each, where it is
-  // part of a longer one (Sequence, shared/sequence.h).
+  // part of a longer one (Sequence, shared/sequence/sequence.h).
   const int* origin = nullptr;
   const int* kv_batch_idx = nullptr;  // (batch_size): batch entry of k and v; null: the sequence's
   // Keys appended since seqused_k was written: of sequence b cu_seqlens_k_new[b + 1] -

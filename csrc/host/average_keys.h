@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "flash_attn/params.h"
-#include "shared/block_range.h"
+#include "shared/mask/block_range.h"
 
 namespace flash_attn_cuda {
 

@@ -6,7 +6,8 @@
 namespace flash_attn_cuda {
 
 // Where sequences have an origin: rows of a call, and bounds of a window, of which larger ones are
-// none. With shifts within most_shift (shared/sequence.h) index arithmetic on them cannot overflow.
+// none. With shifts within most_shift (shared/sequence/sequence.h) index arithmetic on them cannot
+// overflow.
 inline constexpr int max_seqlen_with_origin = 1 << 28;
 inline constexpr int most_bound_with_origin = (1 << 29) - 1;
 

@@ -10,10 +10,10 @@
 #include "host/select_instance.h"
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
-#include "shared/block_lists.h"
-#include "shared/block_range.h"
-#include "shared/finishes_dq.h"
-#include "shared/tile_parts.h"
+#include "shared/gradient/finishes_dq.h"
+#include "shared/mask/block_lists.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_parts.h"
 
 namespace flash_attn_cuda {
 namespace {

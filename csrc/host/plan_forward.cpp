@@ -9,9 +9,9 @@
 #include "host/select_instance.h"
 #include "host/tensor_map.h"
 #include "host/workspace_layout.h"
-#include "shared/block_lists.h"
-#include "shared/block_range.h"
-#include "shared/splits.h"
+#include "shared/mask/block_lists.h"
+#include "shared/mask/block_range.h"
+#include "shared/sequence/splits.h"
 
 namespace flash_attn_cuda {
 
@@ -288,7 +288,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   if (!uneven || !decodes) return fewest_splits(ctas, ctas_at_once(instance, device), steps, most);
 
   // Lengths that the host does not know: the kernel itself shares the splits out by length
-  // (sm80/decode_split.h). More of them cost memory for partial results.
+  // (sm80/decode/split.h). More of them cost memory for partial results.
   constexpr std::int64_t most_partial_bytes = 256 << 20;
   constexpr int most_useful = 32;
   const std::int64_t bytes = std::max<std::int64_t>(1, query_rows(params)) * shape.num_heads_q *

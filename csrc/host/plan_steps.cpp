@@ -5,7 +5,7 @@
 
 #include "host/error.h"
 #include "host/normalize_window.h"
-#include "shared/sequence.h"
+#include "shared/sequence/sequence.h"
 
 namespace flash_attn_cuda {
 namespace {

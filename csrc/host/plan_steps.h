@@ -38,7 +38,7 @@ int most_packed_tiles(const AttentionShape& shape, int tiles, int rows);
 int most_queries(const AttentionShape& shape, const SequenceParams& sequences);
 int most_keys(const AttentionShape& shape, const SequenceParams& sequences);
 
-// Bytes of a packed call's table (shared/sequence.h).
+// Bytes of a packed call's table (shared/sequence/sequence.h).
 std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan);
 
 // Throws Error when a grid of `ctas` for each of `splits` is larger than CUDA's.

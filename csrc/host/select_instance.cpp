@@ -35,13 +35,13 @@ bool serves(const BackwardConfig& config, const KernelRequest& request) {
   return has_enough_keys(config, request);
 }
 
-// Of the columns that TMA loads at a time (sm90/copy.h) some must exist.
+// Of the columns that TMA loads at a time (sm90/isa/copy.h) some must exist.
 bool fills_boxes(int bucket, int head_dim) {
   const int columns = bucket % 64 == 0 ? 64 : 32;
   return bucket - head_dim < columns;
 }
 
-// A forward does without the values of whole boxes (sm90/forward_producer.h); a backward's dP is a
+// A forward does without the values of whole boxes (sm90/forward/producer.h); a backward's dP is a
 // sum over them.
 bool has_values(const ForwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 bool has_values(const BackwardConfig& config, const KernelRequest& request) {

@@ -18,7 +18,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
-#include "shared/layout_views.h"
+#include "shared/fragments.h"
 
 namespace flash_attn_cuda {
 
@@ -346,5 +346,11 @@ struct OnlineSoftmax {
     }
   }
 };
+
+// The logit that only the softmax's denominator knows of (OpenAI, "gpt-oss-120b & gpt-oss-20b Model
+// Card", 2025, section 2.2); -inf for none.
+CUTE_DEVICE float sink_of(const ScoreParams& params, int head) {
+  return params.sink == nullptr ? -INFINITY : params.sink[head];
+}
 
 }  // namespace flash_attn_cuda

@@ -1,11 +1,11 @@
 // Accumulators on their way out: registers -> shared memory in the 16-bit type, from where
-// TileWriter (copy.h) takes whole rows; or, in fp32, straight to global memory.
+// TileWriter (sm80/isa/copy.h) takes whole rows; or, in fp32, straight to global memory.
 #pragma once
 
 #include "shared/fp32_results.h"
-#include "shared/layout_views.h"
-#include "sm80/copy.h"
-#include "sm80/gemm.h"
+#include "shared/fragments.h"
+#include "sm80/isa/copy.h"
+#include "sm80/isa/gemm.h"
 
 namespace flash_attn_cuda::sm80 {
 

@@ -5,8 +5,8 @@
 #include <cute/atom/copy_atom.hpp>
 
 #include "shared/fp32_results.h"
-#include "shared/layout_views.h"
-#include "sm90/copy.h"
+#include "shared/fragments.h"
+#include "sm90/isa/copy.h"
 
 namespace flash_attn_cuda::sm90 {
 

@@ -1,6 +1,6 @@
 """Which probabilities dropout keeps: a function of seed, offset, batch entry, head, query and key.
 
-The same bits as the kernels' (csrc/shared/dropout.h), in torch operations on any device. Philox4x32
+The bits of the kernels (shared/dropout/dropout.h), in torch operations on any device. Philox4x32
 with 7 rounds: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011. One
 block of 128 bits serves 4 queries, two neighbours and the two 8 further on, times 4 such keys, with
 8 bits each, below which come 8 more that the block shares; 16 x 16 probabilities take 4 x 4 blocks.

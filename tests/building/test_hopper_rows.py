@@ -134,11 +134,11 @@ int main() {
 
 def _write_headers(folder: Path) -> None:
     kinds = {"forward": "Forward", "decode": "Forward", "backward": "Backward"}
-    for family, header in {(row.family.value, row.launch_header) for row in ALL_ROWS}:
-        (folder / family).mkdir(exist_ok=True)
-        name = header.removesuffix("_launch")
+    for header in {row.launch_header for row in ALL_ROWS}:
+        family, name, _ = header.split("/")
+        (folder / header).parent.mkdir(parents=True, exist_ok=True)
         text = LAUNCH_HEADER.format(family=family, name=name, kind=kinds[name])
-        (folder / f"{family}/{header}.h").write_text(text)
+        (folder / header).write_text(text)
 
 
 def test_hopper_gpus_find_the_same_rows_in_a_build_for_them_alone(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> No
     """The whole pipeline over a source tree of two files, for two archs."""
     monkeypatch.setenv("CUTLASS_PATH", str(cutlass_headers(tmp_path / "cutlass_include")))
     sources = tmp_path / "csrc"
-    for folder in ("flash_attn", "host", "auxiliary", "sm80"):
+    for folder in ("flash_attn", "host", "auxiliary", "sm80/forward"):
         (sources / folder).mkdir(parents=True)
     for header in (REPO / "csrc/flash_attn").glob("*.h"):
         (sources / "flash_attn" / header.name).write_text(header.read_text())
@@ -149,7 +149,7 @@ def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> No
         "namespace flash_attn_cuda { const char* build_record_json(); }\n"
     )
     (sources / "auxiliary/fill.cu").write_text("__global__ void fill(float* p) { *p = 0; }\n")
-    (sources / "sm80/forward_launch.h").write_text(
+    (sources / "sm80/forward/launch.h").write_text(
         """
         #include "flash_attn/instance.h"
         namespace flash_attn_cuda::sm80 {

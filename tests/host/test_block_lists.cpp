@@ -1,6 +1,6 @@
 // Which blocks tiles visit, against the lists' definition in flash_attn/params.h, and what contents
 // that are not lists make of it.
-#include "shared/block_lists.h"
+#include "shared/mask/block_lists.h"
 
 #include <sys/mman.h>
 

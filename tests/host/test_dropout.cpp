@@ -1,6 +1,6 @@
 // Philox against known answers and an implementation of its own, and dropout's decisions against
 // their formula, pair by pair.
-#include "shared/dropout.h"
+#include "shared/dropout/dropout.h"
 
 #include <array>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "check.h"
-#include "sm90/dropout_bits.h"
+#include "sm90/scores/dropout_bits.h"
 
 using namespace flash_attn_cuda;
 

@@ -8,9 +8,9 @@
 #include "fixtures.h"
 #include "host/normalize_window.h"
 #include "host/plan_steps.h"
-#include "shared/block_range.h"
-#include "shared/sequence.h"
-#include "shared/tile_scheduler.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/sequence/sequence.h"
 
 using namespace host_tests;
 

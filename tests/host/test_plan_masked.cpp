@@ -7,7 +7,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
-#include "shared/block_lists.h"
+#include "shared/mask/block_lists.h"
 
 using namespace host_tests;
 

@@ -8,7 +8,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
-#include "shared/sequence.h"
+#include "shared/sequence/sequence.h"
 
 using namespace host_tests;
 

@@ -1,6 +1,6 @@
 // Where a sequence's rows and keys lie, against the definitions of flash_attn/params.h: lengths
 // from device memory with everything that can be wrong about them, tiles of work, and pages.
-#include "shared/sequence.h"
+#include "shared/sequence/sequence.h"
 
 #include <algorithm>
 #include <iterator>
@@ -11,9 +11,8 @@
 
 #include "check.h"
 #include "fixtures.h"
-#include "shared/page_boxes.h"
-#include "shared/paged_kv.h"
-#include "shared/tile_work.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/sequence/paged_kv.h"
 
 using namespace host_tests;
 

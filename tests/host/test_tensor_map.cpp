@@ -87,7 +87,7 @@ TensorView view_of(const TensorExtent& shape) {
   return contiguous_view(shape.rows, shape.num_heads, shape.head_dim);
 }
 
-// How sm90/copy.h loads `rows` rows from `row` on: checks that each lands where it belongs, and
+// How sm90/isa/copy.h loads `rows` rows from `row` on: checks that each lands where it belongs, and
 // that what lies beyond them, or beyond head_dim, is not read.
 void check_load(const TensorView& view, const TensorExtent& shape, const TensorBox& box, int row,
                 int rows, int head, int batch) {

@@ -9,9 +9,9 @@
 #include "check.h"
 #include "fixtures.h"
 #include "host/plan_steps.h"
-#include "shared/block_lists.h"
-#include "shared/tile_parts.h"
-#include "shared/tile_scheduler.h"
+#include "shared/mask/block_lists.h"
+#include "shared/schedule/tile_parts.h"
+#include "shared/schedule/tile_work.h"
 
 using namespace host_tests;
 

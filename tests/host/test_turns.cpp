@@ -1,6 +1,6 @@
 // The backward's fixed order of additions to dQ: that the key tiles which visit a query tile are
 // the ones that its turns count, and that nobody waits for a CTA that may not have started.
-#include "shared/turns.h"
+#include "shared/schedule/turns.h"
 
 #include <algorithm>
 #include <deque>
@@ -15,7 +15,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
-#include "shared/tile_work.h"
+#include "shared/schedule/tile_work.h"
 
 using namespace host_tests;
 

@@ -8,7 +8,7 @@ nor initcheck what TMA writes, so those two run the sm80 family, which Hopper GP
 memcheck and synccheck run both families. racecheck looks at shared memory, where CTAs of that
 family, which have a tile each, do not meet: it takes few heads of calls that have more tiles than
 the GPU has SMs. initcheck leaves out what decode kernels read on purpose (calls over a
-cache: marked_counter.h, decode_combine.h).
+cache: shared/schedule/marked_counter.h, sm80/decode/combine.h).
 """
 
 from __future__ import annotations

@@ -1,0 +1,101 @@
+// dQ in a fixed order: the key tiles that add to a query tile do so one after the other, in the
+// order in which their CTAs drew them, so that the sum has the same bits every run.
+//
+// A CTA waits for tiles that were drawn earlier only, hence always for one whose CTA runs. Key
+// tiles start together and add to the same query tiles, each a little behind the one before it.
+// Under a causal mask the last query tile is the only one that all key tiles see, so they walk
+// towards the diagonal, where each of them ends; with a left bound alone it is the other way
+// round.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/api.h"
+#include "shared/host_device.h"
+#include "shared/mask/block_range.h"
+#include "shared/sequence/sequence.h"
+
+namespace flash_attn_cuda {
+
+struct DqTurns {
+  int* counters = nullptr;     // (heads, query tiles): additions so far; null: nobody waits
+  bool tiles_descend = false;  // CTAs start with a sequence's last key tile
+
+  FAC_HOST_DEVICE constexpr bool used() const { return counters != nullptr; }
+
+  // Whose turn it is to be number `index` of `adders`.
+  FAC_HOST_DEVICE constexpr int turn_of(const BlockRange& adders, int tile) const {
+    return tiles_descend ? adders.end - 1 - tile : tile - adders.begin;
+  }
+
+#if defined(__CUDACC__)
+  // Both by all threads that add; sync() is their barrier. Where kShares CTAs add the columns of a
+  // key tile's dQ, each counts.
+  template <int kShares = 1, class Sync>
+  __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread,
+                       Sync sync) const {
+    if (thread == 0) {
+      const int additions = kShares * turn_of(adders, tile);
+      int done;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                     : "=r"(done)
+                     : "l"(counters + counter)
+                     : "memory");
+      } while (done < additions);  // the other CTA of this tile may have counted already
+    }
+    sync();
+  }
+
+  template <class Sync>
+  __device__ void pass_on(std::int64_t counter, int thread, Sync sync) const {
+    __threadfence();
+    sync();
+    if (thread == 0) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counters + counter) : "memory");
+    }
+  }
+#endif
+};
+
+// The key tiles that add to dQ of a query tile.
+template <int kBlockM, int kBlockN>
+FAC_HOST_DEVICE constexpr BlockRange adders_of(const Window& window, const Sequence& sequence,
+                                               int query_tile) {
+  const int query = query_tile * kBlockM;
+  const int last = query + kBlockM < sequence.seqlen_q ? query + kBlockM : sequence.seqlen_q;
+  return block_range(band_from_queries(window, sequence.shift), query, last - 1, sequence.seqlen_k,
+                     kBlockN);
+}
+
+// The query tiles that see any of the keys [first, last].
+template <int kBlockM>
+FAC_HOST_DEVICE constexpr BlockRange tiles_that_see(const Window& window, const Sequence& sequence,
+                                                    int first, int last) {
+  return block_range(band_from_keys(window, sequence.shift), first, last, sequence.seqlen_q,
+                     kBlockM);
+}
+
+// The query tiles that a key tile adds to; none, where the sequence has no such tile.
+template <int kBlockM, int kBlockN>
+FAC_HOST_DEVICE constexpr Reach visited_tiles(const Window& window, const Sequence& sequence,
+                                              int key_tile) {
+  if (key_tile < 0) return {.begin = 0, .end = 0};
+  const int key = key_tile * kBlockN;
+  const int end = key + kBlockN < sequence.seqlen_k ? key + kBlockN : sequence.seqlen_k;
+  const BlockRange range = tiles_that_see<kBlockM>(window, sequence, key, end - 1);
+  return {.begin = range.begin, .end = range.end};
+}
+
+// Without queries nobody zeroes the counters, and nobody adds.
+inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& params) {
+  if (!plan.counts_additions || plan.q_tiles == 0) return nullptr;
+  return reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.additions_offset);
+}
+
+inline DqTurns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
+  return {.counters = plan.takes_turns ? addition_counters(plan, params) : nullptr,
+          .tiles_descend = plan.tiles_descend};
+}
+
+}  // namespace flash_attn_cuda

@@ -1,0 +1,171 @@
+// A tensor added to the scores, and its gradient.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_attn/params.h"
+
+namespace flash_attn_cuda {
+
+// The bias of one sequence and query head, of kernels of `Element`.
+template <class Element>
+struct ScoreBias {
+  BiasParams const& bias;
+  std::int64_t offset;
+  int last_query;
+  bool has_pairs;  // neighbouring elements can be loaded together
+
+  CUTE_DEVICE static ScoreBias of(BiasParams const& bias, int sequence, int seqlen_q, int head) {
+    const std::int64_t offset = sequence * bias.batch_stride + head * bias.head_stride;
+    const int bytes = bias.is_fp32 ? 4 : 2;
+    const bool is_aligned = reinterpret_cast<std::uintptr_t>(bias.data) % (2 * bytes) == 0;
+    return {.bias = bias,
+            .offset = offset,
+            .last_query = min(seqlen_q, bias.rows) - 1,
+            .has_pairs = is_aligned && offset % 2 == 0 && bias.row_stride % 2 == 0};
+  }
+
+  // scores: this thread's (rows, columns) of a tile, in a unit of 1 / factor, of accumulators whose
+  // lanes hold neighbouring columns (j, j + 1); coords as in shared/mask/mask.h.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void add(Scores& scores, Coords const& coords, int query_begin, int key_begin,
+                       float factor) const {
+    if (bias.is_fp32) {
+      add_as<float>(scores, coords, query_begin, key_begin, factor);
+    } else {
+      add_as<Element>(scores, coords, query_begin, key_begin, factor);
+    }
+  }
+
+ private:
+  template <class Number, class Scores, class Coords>
+  CUTE_DEVICE void add_as(Scores& scores, Coords const& coords, int query_begin, int key_begin,
+                          float factor) const {
+    using namespace cute;
+    constexpr int columns = decltype(size<1>(scores))::value;
+    const Number* head = static_cast<const Number*>(bias.data) + offset;
+    const int last_key = key_begin + get<1>(coords(0, columns - 1));
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      // What lies beyond the sequence may be no numbers, and hiding it costs the keys alone.
+      const int query = min(query_begin + get<0>(coords(row, 0)), last_query);
+      const Number* source = head + query * bias.row_stride + key_begin;
+      if (has_pairs && last_key < bias.columns) {
+        add_pairs<columns>(scores, coords, row, source, factor);
+        continue;
+      }
+      CUTE_UNROLL
+      for (int col = 0; col < columns; ++col) {
+        const int column = get<1>(coords(row, col));
+        if (key_begin + column < bias.columns)
+          scores(row, col) += factor * static_cast<float>(source[column]);
+      }
+    }
+  }
+
+  // A row; all its loads are under way before the first is waited for.
+  template <int kColumns, class Number, class Scores, class Coords>
+  CUTE_DEVICE static void add_pairs(Scores& scores, Coords const& coords, int row,
+                                    const Number* source, float factor) {
+    using namespace cute;
+    struct alignas(2 * sizeof(Number)) Pair {
+      Number x, y;
+    };
+    Pair pairs[kColumns / 2];
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      pairs[i] = *reinterpret_cast<const Pair*>(source + get<1>(coords(row, 2 * i)));
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) {
+      scores(row, 2 * i) += factor * static_cast<float>(pairs[i].x);
+      scores(row, 2 * i + 1) += factor * static_cast<float>(pairs[i].y);
+    }
+  }
+};
+
+namespace detail {
+
+// dscores, times factor -> the rows of one head of the gradient, whose elements have one pair each.
+template <class Number, class Scores, class Coords>
+CUTE_DEVICE void store_bias_gradient(Number* target, std::int64_t row_stride,
+                                     BiasParams const& bias, float factor, Scores const& dscores,
+                                     Coords const& coords, int query_begin, int key_begin) {
+  using namespace cute;
+  struct alignas(2 * sizeof(Number)) Pair {
+    Number x, y;
+  };
+  constexpr int columns = decltype(size<1>(dscores))::value;
+  const int last_key = key_begin + get<1>(coords(0, columns - 1));
+  const bool has_pairs = last_key < bias.columns && row_stride % 2 == 0 &&
+                         reinterpret_cast<std::uintptr_t>(target) % sizeof(Pair) == 0;
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(dscores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    if (query >= bias.rows) continue;
+    Number* row_target = target + query * row_stride + key_begin;
+    CUTE_UNROLL
+    for (int col = 0; col < columns; col += 2) {
+      const int key = get<1>(coords(row, col));
+      const Pair pair{static_cast<Number>(factor * dscores(row, col)),
+                      static_cast<Number>(factor * dscores(row, col + 1))};
+      if (has_pairs) {
+        *reinterpret_cast<Pair*>(row_target + key) = pair;
+      } else {
+        if (key_begin + key < bias.columns) row_target[key] = pair.x;
+        if (key_begin + key + 1 < bias.columns) row_target[key + 1] = pair.y;
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// dscores, times factor the gradient of a tile's scores, added to that of the bias, of kernels of
+// `Element`. Pairs that do not exist have 0 there. coords as in ScoreBias::add.
+template <class Element, class Scores, class Coords>
+CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& bias, int sequence,
+                                   int head, float factor, Scores const& dscores,
+                                   Coords const& coords, int query_begin, int key_begin) {
+  using namespace cute;
+  const std::int64_t first = sequence * dbias.batch_stride + head * dbias.head_stride;
+  float* target = static_cast<float*>(dbias.data) + first;
+  if (!dbias.is_summed) {
+    if (dbias.is_fp32) {
+      detail::store_bias_gradient(target, dbias.row_stride, bias, factor, dscores, coords,
+                                  query_begin, key_begin);
+    } else {
+      detail::store_bias_gradient(static_cast<Element*>(dbias.data) + first, dbias.row_stride, bias,
+                                  factor, dscores, coords, query_begin, key_begin);
+    }
+    return;
+  }
+  if (dbias.row_stride == 0) {
+    // The thread's rows, then the eight lanes that hold other rows of the same columns.
+    const bool adds = threadIdx.x % 32 < 4;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(dscores); ++col) {
+      float sum = 0.0f;
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(dscores); ++row) sum += dscores(row, col);
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+      const int key = key_begin + get<1>(coords(0, col));
+      if (adds && key < bias.columns) atomicAdd(target + key, factor * sum);
+    }
+    return;
+  }
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(dscores); ++row) {
+    const int query = query_begin + get<0>(coords(row, 0));
+    if (query >= bias.rows) continue;
+    float* row_target = target + query * dbias.row_stride;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(dscores); ++col) {
+      const int key = key_begin + get<1>(coords(row, col));
+      if (key < bias.columns) atomicAdd(row_target + key, factor * dscores(row, col));
+    }
+  }
+}
+
+}  // namespace flash_attn_cuda

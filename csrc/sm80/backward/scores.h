@@ -1,0 +1,140 @@
+// What lies between the products S, dP and the products dV, dQ, dK: P from S and dS from dP, for a
+// thread's (rows, columns) of one score tile. coords: the (query, key) each element stands for,
+// counted from the tile's first pair.
+#pragma once
+
+#include "shared/dropout/dropout.h"
+#include "shared/online_softmax.h"
+#include "shared/scores/score_modifiers.h"
+
+namespace flash_attn_cuda::sm80 {
+
+using namespace cute;
+
+// S -> P. A score is scale_log2 * S in powers of two.
+template <class Scores, class Coords>
+CUTE_DEVICE void probabilities(Scores& scores, Coords const& coords, float scale_log2,
+                               float const* lse_log2) {
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(scores); ++row) {
+    const float row_lse = lse_log2[get<0>(coords(row, 0))];
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_lse);
+    }
+  }
+}
+
+// dP -> dS = P * (dP - D).
+template <class Scores, class Coords>
+CUTE_DEVICE void score_gradients(Scores const& probs, Scores& dscores, Coords const& coords,
+                                 float const* softmax_d) {
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(dscores); ++row) {
+    const float row_d = softmax_d[get<0>(coords(row, 0))];
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(dscores); ++col) {
+      dscores(row, col) = probs(row, col) * (dscores(row, col) - row_d);
+    }
+  }
+}
+
+// The same with modifiers and dropout. With keep probability k, P is kept / k where it is
+// kept, and dS = P * (dP * kept / k - D): the factor 1 / k is left to the ends of dV, dK and dQ,
+// and D is multiplied by k instead.
+template <bool kDrops>
+struct ModifiedScores {
+  ScoreModifiers modifiers;
+  bool is_modified;     // by modifiers or a bias: scores are scaled here
+  DropoutMask dropout;  // if kDrops
+  float scale_log2;
+  float keep_probability;
+  int query_begin;
+  int key_begin;
+  int first_query;  // those two as dropout counts them
+  int first_key;
+
+  // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. add_bias() adds
+  // to scores that are scaled, hide() zeroes what the mask excludes.
+  template <class Scores, class Coords, class AddBias, class Hide, class Store>
+  CUTE_DEVICE void differentiate(Scores& scores, Scores& dscores, Coords const& coords,
+                                 float const* lse_log2, float const* softmax_d, AddBias add_bias,
+                                 Hide hide, Store store_probabilities) const {
+    if (modifiers.bends()) {
+      if constexpr (kDrops) drop(dscores, coords);
+      bool lacks_d = true;  // until scores are modified, for its registers
+      const bool reaches = modifiers.scale_to_bend(scores);
+      modifiers.apply_and_differentiate(
+          scores, reaches, coords, query_begin, key_begin, [&](auto derivative) {
+            multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);
+            lacks_d = false;
+          });
+      add_bias();
+      probabilities(scores, coords, scale_log2, lse_log2);
+      hide();
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) dscores(i) *= scores(i);
+      if constexpr (kDrops) drop(scores, coords);
+      store_probabilities();
+      return;
+    }
+
+    if (is_modified) modifiers.apply(scores, coords, query_begin, key_begin);
+    add_bias();
+    probabilities(scores, coords, scale_log2, lse_log2);
+    hide();
+    if constexpr (kDrops) {
+      drop_both(scores, dscores, coords, softmax_d);
+      store_probabilities();
+    } else {
+      store_probabilities();
+      score_gradients(scores, dscores, coords, softmax_d);
+    }
+  }
+
+ private:
+  template <class Scores, class Coords>
+  CUTE_DEVICE void drop(Scores& scores, Coords const& coords) const {
+    for_each_decision(dropout, scores, coords, first_query, first_key,
+                      [](float& x, bool is_kept) { x = is_kept ? x : 0.0f; });
+  }
+
+  // P -> what is kept of it; dP -> dS. Between the two passes a negative P is a dropped one, so
+  // that the decisions are made once.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void drop_both(Scores& scores, Scores& dscores, Coords const& coords,
+                             float const* softmax_d) const {
+    for_each_decision(dropout, scores, coords, first_query, first_key,
+                      [](float& p, bool is_kept) { p = is_kept ? p : -p; });
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(dscores); ++row) {
+      const float row_d = softmax_d[get<0>(coords(row, 0))] * keep_probability;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(dscores); ++col) {
+        const float p = scores(row, col);
+        const bool is_dropped = p < 0.0f;
+        const float from_output = is_dropped ? 0.0f : dscores(row, col);
+        dscores(row, col) = fabsf(p) * (from_output - row_d);
+        scores(row, col) = is_dropped ? 0.0f : p;
+      }
+    }
+  }
+
+  // dP -> (dP - D) times the slopes at modified scores; without softmax_d it is subtracted already.
+  template <class Scores, class Coords, class Derivative>
+  CUTE_DEVICE void multiply_slopes(Scores const& modified, Scores& dscores, Coords const& coords,
+                                   float const* softmax_d, Derivative derivative) const {
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(dscores); ++row) {
+      const float row_d =
+          softmax_d == nullptr ? 0.0f : softmax_d[get<0>(coords(row, 0))] * keep_probability;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(dscores); ++col) {
+        const float slope = derivative(modified(row, col));
+        dscores(row, col) = (dscores(row, col) - row_d) * slope;
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn_cuda::sm80

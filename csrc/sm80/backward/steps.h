@@ -1,0 +1,91 @@
+// The steps of a backward CTA: the query tiles that its key tile visits, of one query head that
+// shares its key head after the other.
+#pragma once
+
+#include "shared/mask/block_lists.h"
+#include "shared/schedule/tile_work.h"
+
+namespace flash_attn_cuda::sm80 {
+
+// What a CTA walks over.
+struct StepRange {
+  BlockRange const& tiles;  // that the window leaves
+  int first_head;
+  int end_head;
+};
+
+struct Step {
+  int head;
+  int tile;
+};
+
+struct WindowSteps {
+  StepRange range;
+  bool descends;
+
+  CUTE_DEVICE int steps() const {
+    if (range.tiles.empty()) return 0;
+    return (range.end_head - range.first_head) * (range.tiles.end - range.tiles.begin);
+  }
+  CUTE_DEVICE int first_tile() const { return descends ? range.tiles.end - 1 : range.tiles.begin; }
+  CUTE_DEVICE Step first() const { return {range.first_head, first_tile()}; }
+  CUTE_DEVICE Step next(Step step) const {
+    const int last_tile = descends ? range.tiles.begin : range.tiles.end - 1;
+    if (step.tile == last_tile) return {step.head + 1, first_tile()};
+    return {step.head, descends ? step.tile - 1 : step.tile + 1};
+  }
+};
+
+struct SparseStep {
+  int head;
+  int tile;
+  Pieces pieces;
+  int position;  // in the list of the head
+  int end;
+};
+
+// Of a kernel for block-sparse masks, which a call without lists can run as well.
+template <int kBlockM, int kBlockN>
+struct ListSteps {
+  using Visits = HeadVisits<kBlockM>;
+  StepRange range;
+  Visits visits;
+
+  CUTE_DEVICE ListSteps(StepRange const& range, BlockLists const& lists, TileWork const& work)
+      : range(range),
+        visits{.lists = lists,
+               .sequence = work.sequence.index,
+               .tile = work.tile * kBlockN / list_tile,
+               .range = range.tiles,
+               .end_head = range.end_head} {}
+
+  CUTE_DEVICE bool has_lists() const { return visits.lists.data != nullptr; }
+  CUTE_DEVICE int steps() const {
+    if (has_lists()) return visits.count(range.first_head);
+    return WindowSteps{range, false}.steps();
+  }
+  CUTE_DEVICE SparseStep first() const {
+    if (has_lists()) return sparse_step(visits.first(range.first_head));
+    return of_window(range.first_head, range.tiles.begin);
+  }
+  CUTE_DEVICE SparseStep next(SparseStep const& step) const {
+    if (has_lists()) {
+      return sparse_step(visits.next({.head = step.head,
+                                      .position = step.position,
+                                      .end = step.end,
+                                      .visit = {.block = step.tile, .pieces = step.pieces}}));
+    }
+    const Step next = WindowSteps{range, false}.next({step.head, step.tile});
+    return of_window(next.head, next.tile);
+  }
+
+ private:
+  CUTE_DEVICE static SparseStep sparse_step(typename Visits::Step const& step) {
+    return {step.head, step.visit.block, step.visit.pieces, step.position, step.end};
+  }
+  CUTE_DEVICE static SparseStep of_window(int head, int tile) {
+    return {.head = head, .tile = tile, .pieces = {}, .position = 0, .end = 0};
+  }
+};
+
+}  // namespace flash_attn_cuda::sm80

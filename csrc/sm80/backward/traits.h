@@ -1,0 +1,69 @@
+// Everything a backward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
+#pragma once
+
+#include "flash_attn/api.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/scores/score_modifiers.h"
+#include "sm80/isa/copy.h"
+#include "sm80/isa/gemm.h"
+
+namespace flash_attn_cuda::sm80 {
+
+template <class Tag>
+struct BackwardTraits {
+  static constexpr BackwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int threads = config.num_warps * 32;
+  static constexpr int stages_q = config.stages_q;
+  static constexpr int stages_do = config.stages_do;
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  // Nothing but the softmax lies between the products.
+  static constexpr bool is_plain = !has(modifier_features | feature::dropout | feature::bias);
+  static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
+  static_assert(!is_plain || !is_sparse, "what hides unlisted pairs runs beside them");
+
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma =
+      WarpGridMma<Element, config.warps_m_scores, config.num_warps / config.warps_m_scores>;
+  using DkdvMma = WarpGridMma<Element, config.warps_n_dkdv, config.num_warps / config.warps_n_dkdv>;
+  using DqMma = WarpGridMma<Element, config.warps_m_dq, config.num_warps / config.warps_m_dq>;
+
+  using QueryLayout = TileLayout<block_m, head_dim>;
+  using KeyLayout = TileLayout<block_n, head_dim>;
+  using ScoresLayout = TileLayout<block_m, block_n>;
+  using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
+  using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
+  using KeyWriter = TileWriter<Element, block_n, head_dim, threads>;
+  using QueryWriter = TileWriter<Element, block_m, head_dim, threads>;
+
+  struct SharedStorage {
+    alignas(128) Element k[block_n * head_dim];  // K, then dK on its way out
+    alignas(128) Element v[block_n * head_dim];  // V, then dV on its way out
+    alignas(128) Element q[stages_q][block_m * head_dim];
+    alignas(128) Element dout[stages_do][block_m * head_dim];
+    alignas(128) Element p[block_m * block_n];
+    alignas(128) Element ds[block_m * block_n];
+    alignas(128) float lse_log2[2][block_m];
+    alignas(128) float softmax_d[2][block_m];
+    TileWork work;     // what the CTA does
+    BlockRange range;  // the query tiles that it visits
+  };
+
+  static constexpr bool warps_tile(int warps_m, int rows, int columns) {
+    return rows % (16 * warps_m) == 0 && columns % (16 * (config.num_warps / warps_m)) == 0;
+  }
+  static_assert(warps_tile(config.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
+  static_assert(warps_tile(config.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
+  static_assert(warps_tile(config.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
+  static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
+  static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");
+};
+
+}  // namespace flash_attn_cuda::sm80

@@ -1,0 +1,277 @@
+// Forward attention for a few queries and many keys (split-KV, "Flash-Decoding"): the time is that
+// of reading K and V, so everything serves loads under way.
+//
+// A tile is 16 rows: the query heads that share a key head, of as many queries as fit. The warps of
+// a CTA share the keys, not the rows. Each streams its own slices through its own stages of shared
+// memory, with its own softmax and O, so that no barrier stops the loads; they are merged once at
+// the end. With splits several CTAs share a tile's keys as well, and leave O and LSE in fp32; the
+// last of them combines them.
+#pragma once
+
+#include "shared/kernel_order.h"
+#include "shared/scores/score_modifiers.h"
+#include "sm80/decode/combine.h"
+#include "sm80/decode/loader.h"
+#include "sm80/decode/output.h"
+
+namespace flash_attn_cuda::sm80 {
+
+// What a thread needs of each of its rows to modify and hide its scores.
+template <int kRows>
+struct RowPositions {
+  RowModifiers<kRows> modifiers;
+  int centre[kRows];  // the key that windows and modifiers count from
+
+  CUTE_DEVICE void set(int i, ScoreParams const& score, Sequence const& sequence, Band const& band,
+                       PackedRow const& row) {
+    modifiers.set(i, score, row.query < sequence.seqlen_q, sequence.index, row.head);
+    centre[i] = row.query + band.shift;
+  }
+
+  // What is outside the window or the span becomes -inf.
+  template <class Scores, class Coords>
+  CUTE_DEVICE void hide(Window const& window, KeySpan const& span, Scores& scores,
+                        Coords const& coords, int key_begin) const {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      int low = span.begin;  // visible keys: [low, high)
+      int high = span.end;
+      if (window.left != Window::unbounded) low = max(low, centre[row] - window.left);
+      if (window.right != Window::unbounded) high = min(high, centre[row] + window.right + 1);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int key = key_begin + get<1>(coords(row, col));
+        if (key < low || key >= high) scores(row, col) = -INFINITY;
+      }
+    }
+  }
+};
+
+// Q straight into the fragments of the product: 16 rows are too few to be worth shared memory.
+// Rows that do not attend and columns beyond head_dim are zeros.
+template <class Traits, class Fragment, class Coords>
+CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& sequence,
+                              PackedRow const (&rows)[Traits::rows_per_thread],
+                              Coords const& coords, Fragment& fragment) {
+  using Element = typename Traits::Element;
+  constexpr std::uint32_t two_signs = 0x8000'8000;
+  const int head_dim = args.params.shape.head_dim;
+  const std::uint16_t* sources[Traits::rows_per_thread];
+  CUTE_UNROLL
+  for (int i = 0; i < Traits::rows_per_thread; ++i) {
+    const bool attends = rows[i].query < sequence.seqlen_q;
+    sources[i] =
+        attends ? row_pointer<const std::uint16_t>(args.params.q, sequence.batch_q, rows[i].head,
+                                                   sequence.row_q + rows[i].query)
+                : nullptr;
+  }
+  auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
+  static_assert(Traits::rows_per_thread == 2, "pairs of elements alternate between two rows");
+  if (args.has_vector_rows) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(fragment) / 2; ++i) {
+      const int column = get<1>(coords(2 * i));
+      const bool exists = sources[i % 2] != nullptr && column < head_dim;
+      pairs[i] = exists ? *reinterpret_cast<const std::uint32_t*>(sources[i % 2] + column) : 0u;
+    }
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < size(fragment) / 2; ++i) {
+      const int column = get<1>(coords(2 * i));
+      const bool exists = sources[i % 2] != nullptr && column < head_dim;
+      const std::uint32_t low = exists ? sources[i % 2][column] : 0u;
+      const std::uint32_t high = exists && column + 1 < head_dim ? sources[i % 2][column + 1] : 0u;
+      pairs[i] = low | high << 16;
+    }
+  }
+  if (args.negate_q) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(fragment) / 2; ++i) pairs[i] ^= two_signs;
+  }
+}
+
+// The fragments of Q in shared memory, as all warps hold them: an A operand of sm80/isa/gemm.h that
+// needs registers for two steps.
+template <class Fragment>
+struct SharedQueries {
+  const uint4* source;  // (steps, lanes)
+  int lane;
+  Fragment fragment;
+
+  CUTE_DEVICE void load(int k) { at(fragment, k) = source[k * 32 + lane]; }
+
+  // A step's part of a fragment: four registers.
+  CUTE_DEVICE static uint4& at(Fragment& fragment, int k) {
+    return reinterpret_cast<uint4*>(fragment.data())[k];
+  }
+};
+
+// One item: O and LSE of a tile over its keys, or over a split of them.
+template <class Traits>
+CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item,
+                             typename Traits::SharedStorage& smem) {
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int slice = Traits::slice;
+  constexpr int head_dim = Traits::head_dim;
+  constexpr int stages = Traits::stages;
+
+  ForwardParams const& params = args.params;
+  TileWork const& work = item.work;
+  const int split = item.split;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+
+  Sequence const& sequence = work.sequence;
+  const Band band = band_from_queries(params.window, sequence.shift);
+  const int first_query = packed_row<Traits>(args, work, 0).query;
+  const int last_query =
+      min(packed_row<Traits>(args, work, block_m - 1).query, sequence.seqlen_q - 1);
+  // In single keys: those that some row of the tile sees, and the interior that every one does.
+  const BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
+  const KeySpan span = split_span<Traits>(args, visible, item);
+  if (span.empty() && split > 0) {
+    write_unused_split<Traits>(args, work, split);
+    return;
+  }
+
+  // This warp's slices: its loads run `stages - 1` of them ahead.
+  const int slices = span.empty() ? 0 : ceil_div_positive(span.end - span.origin, slice);
+  const int first_slice = (span.begin - span.origin) / slice;
+  const int own_slice = first_slice + (warp + Traits::num_warps - first_slice % Traits::num_warps) %
+                                          Traits::num_warps;
+  SliceLoader<Traits> loader(args, work, span, lane);
+  if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
+
+  typename Traits::Mma mma;
+  auto cQ = a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<head_dim>>{}), lane);
+  auto cS = make_identity_tensor(Shape<Int<block_m>, Int<slice>>{});
+  auto tScS = rows_cols_view(accumulator_share(mma, cS, lane));  // this thread's (rows, columns)
+  PackedRow rows[Traits::rows_per_thread];
+  RowPositions<Traits::rows_per_thread> positions;
+  CUTE_UNROLL
+  for (int i = 0; i < Traits::rows_per_thread; ++i) {
+    rows[i] = packed_row<Traits>(args, work, get<0>(tScS(i, 0)));
+    positions.set(i, params.score, sequence, band, rows[i]);
+  }
+  auto tSrQ = make_tensor<Element>(shape(cQ));
+  auto* shared_queries = reinterpret_cast<uint4*>(smem.queries);
+  SharedQueries<decltype(tSrQ)> q{shared_queries, lane, {}};
+  if (!Traits::shares_queries || warp == 0) load_queries<Traits>(args, sequence, rows, cQ, tSrQ);
+  if constexpr (Traits::shares_queries) {
+    if (warp == 0) {
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(tSrQ); ++k) shared_queries[k * 32 + lane] = q.at(tSrQ, k);
+    }
+    __syncthreads();
+  }
+
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
+  clear(tOrO);
+  OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+
+  const int interior_begin = max(visible.interior_begin, span.begin);
+  const int interior_end = min(visible.interior_end, span.end);
+  int stage_to_fill = 0;
+  int stage = 0;
+  const int ahead = (stages - 1) * Traits::num_warps;
+#pragma unroll 1
+  for (int next = own_slice; next - ahead < slices; next += Traits::num_warps) {
+    if (next < slices) {
+      const int key_begin = span.origin + next * slice;
+      loader.load(key_begin, key_begin + Traits::step,
+                  smem.pipelines[warp] + stage_to_fill * Traits::stage_elements);
+    }
+    stage_to_fill = stage_to_fill + 1 == stages ? 0 : stage_to_fill + 1;
+    commit_loads();
+    const int current = next - ahead;
+    if (current < own_slice) continue;
+    cp_async_wait<stages - 1>();
+    __syncwarp();  // the lanes' loads of this slice are here
+    Element* data = smem.pipelines[warp] + stage * Traits::stage_elements;
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    const int key_begin = span.origin + current * slice;
+
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<slice>>> tSrS;
+    clear(tSrS);
+    auto k =
+        operand_b(LoadMatrix<Element>{}, mma, smem_tile<typename Traits::KeyLayout>(data), lane);
+    if constexpr (Traits::shares_queries)
+      gemm(mma, tSrS, q, k);
+    else
+      gemm_registers_a(mma, tSrS, tSrQ, k);
+
+    auto scores = rows_cols_view(tSrS);
+    if (args.scales_scores)
+      positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
+    if (key_begin < interior_begin || key_begin + slice > interior_end) {
+      positions.hide(params.window, span, scores, tScS, key_begin);
+    }
+    if (loader.misses_page()) {
+      hide_missing_keys<slice>(loader.key_rows(), scores, tScS, key_begin, sequence.seqlen_k,
+                               -INFINITY);
+    }
+    auto output = rows_cols_view(tOrO);
+    softmax.softmax_rescale_o(scores, output);
+
+    auto rP = convert_fragment<Element>(tSrS);
+    auto tOrP = a_operand_view(rP);
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::piece>>> piece;
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::pieces; ++i) {
+      auto sV =
+          smem_tile<typename Traits::ValueLayout>(data + slice * (head_dim + i * Traits::piece));
+      auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), lane);
+      auto tOrO_piece = make_tensor(tOrO.data() + i * int(size(piece)), piece.layout());
+      gemm_registers_a(mma, tOrO_piece, tOrP, v);
+    }
+    __syncwarp();  // the stage may be filled anew
+  }
+
+  leave_output<Traits>(smem, tOrO, softmax, warp, lane);
+  __syncthreads();
+  write_merged<Traits>(args, work, split, item.splits == 1, smem);
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
+    decode_kernel(const __grid_constant__ DecodeArguments args) {
+  using Traits = DecodeTraits<Tag>;
+  extern __shared__ __align__(128) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  const ItemPlace place = ItemPlace::of_cta(args);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const float steps_wanted =
+      args.lengths_decide && args.keys_per_split == 0 ? balanced_steps<Traits>(args, smem) : 0.0f;
+  DecodeItem item;
+  int items = unknown_items;
+  for (int index = blockIdx.x;
+       find_item<Traits>(args, index, place, steps_wanted, smem, item, items);
+       index = smem.next_item) {
+    const bool is_shared = item.splits > 1;
+    const bool draws = args.lengths_decide && items > gridDim.x;
+    auto arrivals = arrivals_of<Traits>(args, item.work);
+    MarkedCounter tickets(args.tickets);
+    int ticket = 0;
+    if (is_shared && threadIdx.x == 0) arrivals.look();
+    if (draws && threadIdx.x == 0) tickets.look();
+    decode_item<Traits>(args, item, smem);
+    if (draws && threadIdx.x == 0) {
+      tickets.mark(args.call_mark);
+      ticket = tickets.draw();
+    }
+    if (is_shared) {
+      if (threadIdx.x == 0) arrivals.mark(args.call_mark);
+      if (is_last_split<Traits>(arrivals, item.splits, smem)) combine_splits<Traits>(args, item);
+    }
+    if (!draws) return;
+    if (threadIdx.x == 0) {
+      if (ticket == items - 1) tickets.reset();  // a draw for each item: this is the last one
+      smem.next_item = gridDim.x + ticket;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace flash_attn_cuda::sm80

@@ -1,0 +1,203 @@
+// A warp's own copies of keys and values, slice by slice, from wherever their rows lie (cp.async,
+// 16 bytes a thread; element by element where rows are not aligned).
+#pragma once
+
+#include "shared/sequence/paged_kv.h"
+#include "sm80/decode/split.h"
+
+namespace flash_attn_cuda::sm80 {
+
+template <class Traits>
+class SliceLoader {
+ public:
+  using Element = typename Traits::Element;
+  static constexpr int slice = Traits::slice;
+
+  // For the keys of `span`; the others of a slice become zeros, unread.
+  CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
+                          int lane)
+      : params(args.params),
+        rows(KeyRows::of(args.params.paged, work.sequence)),
+        span(span),
+        head(work.head),
+        lane(lane),
+        lane_row(lane / chunks_per_row),
+        lane_column(lane % chunks_per_row * chunk),
+        k_begin(row_pointer<const Element>(params.k, 0, head, lane_row) + lane_column),
+        v_begin(row_pointer<const Element>(params.v, 0, head, lane_row) + lane_column),
+        has_vector_rows(args.has_vector_rows),
+        has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin)) {}
+
+  CUTE_DEVICE void look_up(int key_begin) {
+    next = {};
+    if (has_consecutive_rows) {
+      if (key_begin < span.end) next = rows.look_up(key_begin);
+    } else {
+      if (has_key(key_begin)) next = rows.look_up(key_begin + lane);
+    }
+  }
+
+  // The slice from key_begin on, which look_up was called for, into `stage`: K, then V. Asks for
+  // the places of the slice from key_after on.
+  CUTE_DEVICE void load(int key_begin, int key_after, Element* stage) {
+    const KeyPlace place = next;
+    look_up(key_after);
+    if (has_consecutive_rows) {
+      const KeyPlace first = rows.checked(place, params.errors);
+      misses = misses || !first.exists();
+      copy_consecutive(stage, first, key_begin);
+    } else {
+      copy_scattered(stage, place, key_begin);
+    }
+  }
+
+  // Whether some key of this warp lies in no page; the same in all lanes.
+  CUTE_DEVICE bool misses_page() const { return misses; }
+  CUTE_DEVICE KeyRows const& key_rows() const { return rows; }
+
+ private:
+  using Bits = std::uint16_t;  // an element, unread
+  static constexpr int atom_columns = decltype(size<1>(SwizzleAtom<Traits::head_dim>{}))::value;
+  static constexpr int chunk = sizeof(uint128_t) / sizeof(Element);
+  static constexpr int chunks_per_row = atom_columns / chunk;
+  static constexpr int rows_per_pass = 32 / chunks_per_row;
+  static constexpr int atom_rows = 8;
+
+  // Whether the keys of every slice lie in rows one behind the other. origin: the first key of one.
+  CUTE_DEVICE static bool are_consecutive(KeyRows const& rows, int origin) {
+    return !rows.is_paged() ||
+           (rows.page_size.divisor % slice == 0 && (rows.first_row + origin) % slice == 0);
+  }
+
+  CUTE_DEVICE bool has_key(int key_begin) const {
+    const int key = key_begin + lane;
+    return lane < slice && key >= span.begin && key < span.end;
+  }
+
+  static CUTE_DEVICE void copy_vector(const Element* source, bool exists, Element* target) {
+    SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(source),
+                                                     *reinterpret_cast<uint128_t*>(target), exists);
+  }
+
+  CUTE_DEVICE void copy_consecutive(Element* stage, KeyPlace const& first, int key_begin) const {
+    const TensorView& k = params.k;
+    const TensorView& v = params.v;
+    const Element* k_row = k_begin + first.batch * k.batch_stride + first.row * k.row_stride;
+    const Element* v_row = v_begin + first.batch * v.batch_stride + first.row * v.row_stride;
+    const int columns = first.exists() ? params.shape.head_dim - lane_column : 0;
+    const int columns_v = first.exists() ? params.shape.head_dim_v - lane_column : 0;
+    const auto keys = static_cast<unsigned>(span.end - span.begin);
+    const auto lane_key = static_cast<unsigned>(key_begin + lane_row - span.begin);
+    auto tile = smem_tile<typename Traits::KeyLayout>(stage);
+    const auto distance = get_nonswizzle_portion(typename Traits::KeyLayout{});
+    constexpr int phases =
+        atom_rows / rows_per_pass;  // rows of the swizzle atom that a lane writes
+    Element* targets[phases];
+    CUTE_UNROLL
+    for (int phase = 0; phase < phases; ++phase)
+      targets[phase] = &tile(lane_row + phase * rows_per_pass, lane_column);
+    CUTE_UNROLL
+    for (int row = 0; row < slice; row += rows_per_pass) {
+      const bool exists = lane_key + row < keys;
+      CUTE_UNROLL
+      for (int column = 0; column < Traits::head_dim; column += atom_columns) {
+        Element* target = targets[row % atom_rows / rows_per_pass] +
+                          distance(row / atom_rows * atom_rows, column);
+        copy_vector(k_row + column, exists && column < columns, target);
+        copy_vector(v_row + column, exists && column < columns_v,
+                    target + Traits::stage_elements / 2);
+      }
+      k_row += rows_per_pass * k.row_stride;
+      v_row += rows_per_pass * v.row_stride;
+    }
+  }
+
+  // place: of this lane's key.
+  CUTE_DEVICE void copy_scattered(Element* stage, KeyPlace place, int key_begin) {
+    constexpr std::int64_t none = -1;
+    std::int64_t k_offset = none;
+    std::int64_t v_offset = none;
+    bool is_missing = false;
+    if (has_key(key_begin)) {
+      place = rows.checked(place, params.errors);
+      is_missing = !place.exists();
+      if (!is_missing) {
+        k_offset = place.offset(params.k, head);
+        v_offset = place.offset(params.v, head);
+      }
+    }
+    misses = misses || __any_sync(0xffffffffu, is_missing);
+    if (has_vector_rows)
+      copy_vectors(stage, k_offset, v_offset);
+    else
+      copy_elements(stage, k_offset, v_offset);
+  }
+
+  CUTE_DEVICE void copy_vectors(Element* stage, std::int64_t k_offset,
+                                std::int64_t v_offset) const {
+    const auto* k_data = static_cast<const Element*>(params.k.data) + lane_column;
+    const auto* v_data = static_cast<const Element*>(params.v.data) + lane_column;
+    auto tile = smem_tile<typename Traits::KeyLayout>(stage);
+    const auto distance = get_nonswizzle_portion(typename Traits::KeyLayout{});
+#pragma unroll 1
+    for (int row = lane_row; row < slice; row += rows_per_pass) {
+      const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, row);
+      const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, row);
+      const int columns = k_row >= 0 ? params.shape.head_dim - lane_column : 0;
+      const int columns_v = k_row >= 0 ? params.shape.head_dim_v - lane_column : 0;
+      Element* first = &tile(row, lane_column);
+      CUTE_UNROLL
+      for (int column = 0; column < Traits::head_dim; column += atom_columns) {
+        Element* target = first + distance(0, column);
+        copy_vector(k_data + k_row + column, column < columns, target);
+        copy_vector(v_data + v_row + column, column < columns_v,
+                    target + Traits::stage_elements / 2);
+      }
+    }
+  }
+
+  CUTE_DEVICE void copy_elements(Element* stage, std::int64_t k_offset,
+                                 std::int64_t v_offset) const {
+    auto tile = smem_tile<typename Traits::KeyLayout>(reinterpret_cast<Bits*>(stage));
+    constexpr int rows_in_flight = 4;
+#pragma unroll 1
+    for (int first = 0; first < slice; first += rows_in_flight) {
+#pragma unroll 1
+      for (int column = lane; column < Traits::head_dim; column += 32) {
+        Bits k_bits[rows_in_flight];
+        Bits v_bits[rows_in_flight];
+        CUTE_UNROLL
+        for (int i = 0; i < rows_in_flight; ++i) {
+          const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, first + i);
+          const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, first + i);
+          const bool exists = k_row >= 0 && column < params.shape.head_dim;
+          const bool exists_v = k_row >= 0 && column < params.shape.head_dim_v;
+          k_bits[i] = exists ? static_cast<const Bits*>(params.k.data)[k_row + column] : Bits{0};
+          v_bits[i] = exists_v ? static_cast<const Bits*>(params.v.data)[v_row + column] : Bits{0};
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < rows_in_flight; ++i) {
+          Bits* target = &tile(first + i, column);
+          target[0] = k_bits[i];
+          target[Traits::stage_elements / 2] = v_bits[i];
+        }
+      }
+    }
+  }
+
+  ForwardParams const& params;
+  const KeyRows rows;
+  const KeySpan span;
+  const int head;
+  const int lane;
+  const int lane_row;  // this lane's first vector of a tile
+  const int lane_column;
+  const Element* const k_begin;  // of the head, from the lane's vector on
+  const Element* const v_begin;
+  const bool has_vector_rows;
+  const bool has_consecutive_rows;  // and vectors
+  KeyPlace next{};                  // of this lane's key of the slice to come, or of its first one
+  bool misses = false;
+};
+
+}  // namespace flash_attn_cuda::sm80

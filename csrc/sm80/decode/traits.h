@@ -1,0 +1,85 @@
+// Everything a decode kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
+#pragma once
+
+#include "sm80/isa/copy.h"
+#include "sm80/isa/gemm.h"
+
+namespace flash_attn_cuda::sm80 {
+
+// What one warp knows of a row of the tile, as it lies in shared memory: see OnlineSoftmax.
+struct alignas(16) RowState {
+  float max;
+  float offset;
+  float sum;
+  bool shifts;
+};
+
+// What the tiles of a call hold together, in steps of a CTA.
+struct TotalWork {
+  float steps;
+  float tiles;
+  float longest;
+};
+
+// Where an item of the list that lengths make belongs.
+struct FoundSequence {
+  int sequence;
+  int item;  // of the sequence's
+  int splits;
+};
+
+template <class Tag>
+struct DecodeTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int slice = config.block_n;  // keys that a warp takes at a time
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int num_warps = config.num_warps;
+  static constexpr int threads = num_warps * 32;
+  static constexpr int step = num_warps * slice;  // keys that the CTA takes at a time
+  static constexpr int least_steps = 2;           // worth a split
+
+  using Element = ElementOf<config.dtype>;
+  // Warps split the keys: every one holds all rows of the tile.
+  using Mma = WarpGridMma<Element, 1, 1>;
+  static constexpr int rows_per_thread = 2;
+
+  // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
+  static constexpr bool shares_queries = config.shares_queries;
+
+  // V and O are multiplied in pieces of head_dim, to keep few fragments of V alive.
+  static constexpr int piece = head_dim % 64 == 0 ? 64 : 32;
+  static constexpr int pieces = head_dim / piece;
+  using KeyLayout = TileLayout<slice, head_dim>;
+  using ValueLayout = TileLayout<slice, piece>;  // V is one such tile after the other
+
+  // A slice of K and one of V make a stage.
+  static constexpr int stage_elements = 2 * slice * head_dim;
+  static constexpr int stages = config.stages_kv;
+
+  // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
+  // the banks.
+  static constexpr int output_pitch = head_dim + 8;
+
+  struct SharedStorage {
+    alignas(128) Element pipelines[num_warps][stages * stage_elements];
+    RowState rows[num_warps][block_m];
+    TotalWork totals[num_warps];
+    int item_sums[num_warps];
+    FoundSequence found;
+    bool is_last;
+    int next_item;
+    alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
+  };
+
+  static_assert(block_m == 16, "one m16 atom");
+  static_assert(slice % 16 == 0 && slice <= 32, "a lane looks up one key of a slice");
+  static_assert(head_dim % 32 == 0);
+  static_assert(stages >= 2, "one fills while the other is read");
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
+  static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Element),
+                "O of a warp fits its stages");
+};
+
+}  // namespace flash_attn_cuda::sm80

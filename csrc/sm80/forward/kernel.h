@@ -1,0 +1,359 @@
+// Forward attention, FlashAttention-2 Algorithm 1: O = softmax(score(Q K^T)) V and LSE, for one
+// query tile a CTA.
+//
+// Threads: num_warps x 32; every warp owns block_m / num_warps query rows of S, P and O, all in
+// registers. Shared memory: Q block_m x head_dim, K and V block_n x head_dim each
+// (traits.h). One buffer each for K and V is enough: V(n) travels while S(n) multiplies,
+// K(n - 1) while softmax and P V run.
+//
+// With splits the key blocks of a tile are shared out to several CTAs, which leave O and LSE of
+// their part in fp32 for combine_splits.cu.
+#pragma once
+
+#include "shared/dropout/dropout.h"
+#include "shared/mask/block_range.h"
+#include "shared/mask/mask.h"
+#include "shared/mask/pair_mask.h"
+#include "shared/online_softmax.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/scores/score_bias.h"
+#include "shared/scores/score_modifiers.h"
+#include "shared/sequence/paged_kv.h"
+#include "sm80/epilogue.h"
+#include "sm80/forward/traits.h"
+
+namespace flash_attn_cuda::sm80 {
+
+struct ForwardArguments {
+  ForwardParams params;
+  TileSchedule schedule;
+  SequenceTable table;
+  float scale_log2;  // what turns a score into powers of two: log2(e), times |softmax_scale| unless
+                     // the kernel scales scores itself; never zero
+  bool negate_q;     // softmax_scale < 0: the sign moves into Q, so that the row maximum stays a
+                     // maximum
+  int num_splits;
+  int ctas_per_split;
+  int keys_per_split;         // 0: equal parts of what the tile sees
+  std::int64_t partial_rows;  // per split: rows of q over all sequences
+  float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
+  float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
+};
+
+// -Q in place, each thread the elements it loaded itself.
+template <class Traits, class SmemTensor>
+CUTE_DEVICE void negate_queries(SmemTensor& sQ, int thread) {
+  constexpr std::uint32_t two_signs = 0x8000'8000;
+  Traits::QueryLoader::Share::for_each(sQ, thread, [&](int, int, uint128_t& chunk) {
+    auto* pairs = reinterpret_cast<std::uint32_t*>(&chunk);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) pairs[i] ^= two_signs;
+  });
+}
+
+// The key blocks of one split of a tile: block 0 of `range` on, or, for splits of fixed length,
+// key 0 on.
+template <int kBlockN>
+CUTE_DEVICE BlockRange split_range(BlockRange range, int split, int num_splits,
+                                   int keys_per_split) {
+  const int blocks = keys_per_split > 0 ? keys_per_split / kBlockN
+                                        : (range.end - range.begin + num_splits - 1) / num_splits;
+  const int begin = (keys_per_split > 0 ? 0 : range.begin) + split * blocks;
+  range.end = min(range.end, begin + blocks);
+  range.begin = max(range.begin, begin);
+  return range;
+}
+
+// Rows that are the sequence's but do not attend, from `used` on.
+template <class Traits, class Output, class Coords>
+CUTE_DEVICE void clear_unused_rows(Output& output, float* lse, Coords const& coords, int used) {
+  CUTE_UNROLL
+  for (int row = 0; row < Traits::rows_per_thread; ++row) {
+    if (get<0>(coords(row, 0)) < used) continue;
+    lse[row] = -INFINITY;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.0f;
+  }
+}
+
+// This split's O and LSE in fp32.
+template <class Traits, class Output, class Coords>
+CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& sequence, int split,
+                               int head, int query_begin, Output const& output,
+                               Coords const& coords, float const* lse) {
+  AttentionShape const& shape = args.params.shape;
+  const std::int64_t first_row = split * args.partial_rows +
+                                 std::int64_t(sequence.batch_q) * shape.seqlen_q + sequence.row_q +
+                                 query_begin;
+  CUTE_UNROLL
+  for (int row = 0; row < Traits::rows_per_thread; ++row) {
+    const int query = get<0>(coords(row, 0));
+    if (query_begin + query >= sequence.rows_q) continue;
+    const std::int64_t index = (first_row + query) * shape.num_heads_q + head;
+    if (get<1>(coords(row, 0)) == 0) args.lse_partial[index] = lse[row];
+    if (lse[row] == -INFINITY) continue;  // will not be read
+    float* target = args.out_partial + index * shape.head_dim_v;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); col += 2) {
+      const int column = get<1>(coords(row, col));
+      if (column < shape.head_dim_v) {
+        *reinterpret_cast<float2*>(target + column) = {output(row, col), output(row, col + 1)};
+      }
+    }
+  }
+}
+
+// O and LSE of the tile: registers -> shared memory (Q's buffer) -> global memory.
+template <class Traits, class Accumulator>
+CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence, int split,
+                              int head, int query_begin, Accumulator& tOrO,
+                              OnlineSoftmax<Traits::rows_per_thread>& softmax,
+                              typename Traits::SharedStorage& smem, int thread) {
+  using Element = typename Traits::Element;
+  ForwardParams const& params = args.params;
+  const int rows = sequence.rows_q - query_begin;
+
+  float lse[Traits::rows_per_thread];
+  auto output = rows_cols_view(tOrO);
+  const float o_scale =
+      Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
+  // One split has it, and so their combination.
+  const float sink = split == 0 ? sink_of(params.score, head) : -INFINITY;
+  softmax.normalize_softmax_lse(output, lse, sink, o_scale);
+
+  typename Traits::Mma mma;
+  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
+  auto coords = rows_cols_view(accumulator_share(mma, cO, thread));
+  if (sequence.seqlen_q < sequence.rows_q) {
+    clear_unused_rows<Traits>(output, lse, coords, sequence.seqlen_q - query_begin);
+  }
+  if constexpr (Traits::has(feature::split_kv)) {
+    if (args.num_splits > 1) {
+      write_partial<Traits>(args, sequence, split, head, query_begin, output, coords, lse);
+      return;
+    }
+  }
+  float* row_lse = params.lse.data + sequence.batch_q * params.lse.batch_stride +
+                   head * params.lse.head_stride + sequence.row_q + query_begin;
+  if (get<1>(coords(0, 0)) == 0) {
+    CUTE_UNROLL
+    for (int row = 0; row < Traits::rows_per_thread; ++row) {
+      const int query = get<0>(coords(row, 0));
+      if (query < rows) row_lse[query] = lse[row];
+    }
+  }
+
+  if (Traits::writes_fp32 && params.fp32_results) {
+    fragment_to_fp32_rows<Traits::block_m, Traits::head_dim>(
+        tOrO, mma,
+        {.first =
+             row_pointer<float>(params.out, sequence.batch_q, head, sequence.row_q + query_begin),
+         .row_stride = params.out.row_stride,
+         .rows = rows,
+         .columns = params.shape.head_dim_v},
+        thread);
+    return;
+  }
+
+  // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
+  auto sO = smem_tile<typename Traits::QueryLayout>(smem.q);
+  fragment_to_shared<Element>(tOrO, mma, sO, thread);
+  __syncthreads();
+  Traits::OutputWriter::store(params.out, sequence.batch_q, head, sequence.row_q + query_begin,
+                              rows, params.shape.head_dim_v, sO, thread);
+}
+
+// What this CTA does, for all its threads.
+template <class Traits>
+CUTE_DEVICE void find_tile(ForwardArguments const& args, int split,
+                           typename Traits::SharedStorage& smem) {
+  ForwardParams const& params = args.params;
+  TileWork work;
+  if (!find_work(args.schedule, args.table, params, blockIdx.x - split * args.ctas_per_split,
+                 work)) {
+    smem.work.tile = no_tile;
+    return;
+  }
+  if constexpr (Traits::is_sparse) {
+    work.tile =
+        ranked_tile<Traits::block_m>(params, args.table, work.sequence.index, work.head, work.tile);
+  }
+  const int seqlen_q = work.sequence.seqlen_q;
+  const int seqlen_k = work.sequence.seqlen_k;
+  const int query_begin = work.tile * Traits::block_m;
+  const int query_last = min(query_begin + Traits::block_m, seqlen_q) - 1;
+  smem.work = work;
+  smem.range = block_range(band_from_queries(params.window, work.sequence.shift), query_begin,
+                           query_last, seqlen_k, Traits::block_n);
+  if constexpr (Traits::is_sparse) {
+    if (params.sparsity.lists.data != nullptr) {
+      const auto list =
+          BlockList<Traits::block_n>::of(params.sparsity.lists, work.sequence.index, work.head,
+                                         query_begin / list_tile, smem.range);
+      smem.visits = {.list = list, .window = smem.range};
+      smem.range.begin = list.begin;
+      smem.range.end = list.end;
+    }
+  }
+  if constexpr (Traits::has(feature::split_kv)) {
+    if (args.num_splits > 1) {
+      smem.range =
+          split_range<Traits::block_n>(smem.range, split, args.num_splits, args.keys_per_split);
+    }
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
+    forward_kernel(const __grid_constant__ ForwardArguments args) {
+  using Traits = ForwardTraits<Tag>;
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int block_n = Traits::block_n;
+  constexpr int head_dim = Traits::head_dim;
+
+  extern __shared__ __align__(128) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  ForwardParams const& params = args.params;
+  AttentionShape const& shape = params.shape;
+  const int thread = threadIdx.x;
+
+  if constexpr (Traits::has(feature::dropout)) publish_rng(params.dropout, blockIdx.x, thread);
+  const int split = Traits::has(feature::split_kv) ? blockIdx.x / args.ctas_per_split : 0;
+  // In shared memory, because registers are what this kernel is short of.
+  if (thread == 0) find_tile<Traits>(args, split, smem);
+  __syncthreads();
+  TileWork const& work = smem.work;
+  Sequence const& sequence = work.sequence;
+  const BlockRange range = smem.range;
+  if (work.tile == no_tile) return;
+  const int head_k = work.head / (shape.num_heads_q / shape.num_heads_k);
+  const int query_begin = work.tile * block_m;
+
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim)
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
+  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);    // (block_n, head_dim)
+
+  auto source_at = [&](TensorView const& view, int key) {
+    return Traits::KeyLoader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
+                                     sequence.seqlen_k - key, thread);
+  };
+  [[maybe_unused]] const auto first_k = source_at(params.k, 0);
+  [[maybe_unused]] const auto first_v = source_at(params.v, 0);
+  auto load_keys = [&](TensorView const& view, int columns, auto const& first, auto& tile,
+                       int block) {
+    const int key = block * block_n;
+    if (Traits::has(feature::paged_kv) && params.paged.block_table != nullptr) {
+      const KeyRows rows = KeyRows::of(params.paged, sequence);
+      Traits::KeyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
+        if (key + row >= sequence.seqlen_k) return nullptr;
+        return rows.row<const Element>(view, head_k, key + row, params.errors);
+      });
+    } else if constexpr (Traits::keeps_pointers) {
+      Traits::KeyLoader::load(view, {first.first + key * view.row_stride, first.rows - key},
+                              columns, tile, thread);
+    } else {
+      Traits::KeyLoader::load(view, source_at(view, key), columns, tile, thread);
+    }
+    commit_loads();
+  };
+
+  typename Traits::Mma mma;
+  auto q = operand_a(LoadMatrix<Element>{}, mma, sQ, thread);
+  auto k = operand_b(LoadMatrix<Element>{}, mma, sK, thread);
+  auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), thread);
+  auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
+  // This thread's (rows, columns) of S -> (query, key)
+  auto tScS = rows_cols_view(accumulator_share(mma, cS, thread));
+
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
+  clear(tOrO);
+  OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+  [[maybe_unused]] ScoreModifiers modifiers{};
+  if constexpr (Traits::modifies_scores)
+    modifiers = ScoreModifiers::of(params.score, sequence.index, work.head, sequence.shift);
+  [[maybe_unused]] DropoutMask dropout{};
+  if constexpr (Traits::has(feature::dropout)) {
+    const RngState rng = read_rng(params.dropout.rng);
+    dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, work.head);
+  }
+
+  const bool has_lists = Traits::is_sparse && params.sparsity.lists.data != nullptr;
+  // Of a position in `range`; before the first one anything.
+  auto visit_at = [&](int position) {
+    if constexpr (Traits::is_sparse) {
+      if (has_lists) return smem.visits.list.at(max(position, range.begin));
+    }
+    return Visit{.block = position, .pieces = {}};
+  };
+  auto is_in_window = [&](int block) {
+    if constexpr (Traits::is_sparse) {
+      if (has_lists) return smem.visits.window.is_interior(block);
+    }
+    return range.is_interior(block);
+  };
+
+  auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
+    const int block = visit.block;
+    wait_for_loads();  // K(block) is here; V's buffer is free
+    load_keys(params.v, shape.head_dim_v, first_v, sV, block);
+    const int key_begin = block * block_n;
+    AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
+    clear(tSrS);
+    gemm(mma, tSrS, q, k);
+
+    wait_for_loads();  // V(block) is here; K's buffer is free
+    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
+
+    auto scores = rows_cols_view(tSrS);
+    if constexpr (Traits::modifies_scores) {
+      if (modifies_scores(params.score)) modifiers.apply(scores, tScS, query_begin, key_begin);
+    }
+    if constexpr (Traits::has(feature::bias)) {
+      if (params.score.bias.data != nullptr) {
+        const auto bias =
+            ScoreBias<Element>::of(params.score.bias, sequence.index, sequence.seqlen_q, work.head);
+        bias.add(scores, tScS, query_begin, key_begin, 1.0f / score_unit(params.score));
+      }
+    }
+    if constexpr (Traits::is_sparse) {
+      if (has_lists && !visit.pieces.show_all<block_m, block_n>(query_begin, key_begin)) {
+        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
+        hide_pairs(scores, tScS, visit.pieces, bits, query_begin, key_begin, -INFINITY);
+      }
+    }
+    if (!is_in_window(block)) {
+      const ScoreMask<Traits::config.mask> mask{
+          .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
+      mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
+    }
+    auto output = rows_cols_view(tOrO);
+    softmax.softmax_rescale_o(scores, output);
+    if constexpr (Traits::has(feature::dropout)) {
+      for_each_decision(dropout, scores, tScS, sequence.first_q + query_begin,
+                        sequence.first_k + key_begin,
+                        [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+    }
+    auto rP = convert_fragment<Element>(tSrS);
+    gemm_registers_a(mma, tOrO, a_operand_view(rP), v);
+  };
+
+  if (!range.empty()) {
+    Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
+                              sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
+    Visit visit = visit_at(range.end - 1);
+    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
+    if (args.negate_q) {
+      cp_async_wait<0>();
+      negate_queries<Traits>(sQ, thread);
+    }
+    for (int position = range.end - 1; position >= range.begin; --position) {
+      const Visit next_visit = visit_at(position - 1);
+      step(position, visit, next_visit);
+      visit = next_visit;
+    }
+  }
+  write_output<Traits>(args, sequence, split, work.head, query_begin, tOrO, softmax, smem, thread);
+}
+
+}  // namespace flash_attn_cuda::sm80

@@ -1,0 +1,57 @@
+// Everything a forward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
+#pragma once
+
+#include "shared/mask/block_lists.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/scores/score_modifiers.h"
+#include "sm80/isa/copy.h"
+#include "sm80/isa/gemm.h"
+
+namespace flash_attn_cuda::sm80 {
+
+template <class Tag>
+struct ForwardTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int threads = config.num_warps * 32;
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  static constexpr bool modifies_scores = has(modifier_features | feature::bias);
+  static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
+
+  // Whether registers are left for pointers to K and V from block to block.
+  static constexpr bool keeps_pointers = config.keeps_pointers;
+
+  using Element = ElementOf<config.dtype>;
+  // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.
+  using Mma = WarpGridMma<Element, config.num_warps, 1>;
+  // Rows of the tile that one thread holds a part of: two per m16 atom.
+  static constexpr int rows_per_thread = 2 * block_m / (16 * config.num_warps);
+
+  using QueryLayout = TileLayout<block_m, head_dim>;
+  using KeyLayout = TileLayout<block_n, head_dim>;
+  using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
+  using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
+  using KeyRowLoader = RowLoader<Element, block_n, head_dim, threads>;
+  using OutputWriter = TileWriter<Element, block_m, head_dim, threads>;
+
+  struct SharedStorage {
+    alignas(128) Element q[block_m * head_dim];  // Q, then O on its way out
+    alignas(128) Element k[block_n * head_dim];
+    alignas(128) Element v[block_n * head_dim];
+    TileWork work;     // what the CTA does
+    BlockRange range;  // the key blocks that it visits, or the positions in the list
+    std::conditional_t<is_sparse, SparseVisits<block_n>, AllVisits> visits;
+  };
+
+  static_assert(block_m % (16 * config.num_warps) == 0, "every warp owns whole m16 atoms");
+  static_assert(block_n % 16 == 0 && head_dim % 32 == 0);
+  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
+};
+
+}  // namespace flash_attn_cuda::sm80

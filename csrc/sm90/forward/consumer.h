@@ -1,0 +1,156 @@
+// A consumer warpgroup of a forward CTA: S, P and O of 64 query rows of every tile, in registers.
+// Where two CTAs share an SM, two_ctas.h takes this file's place.
+//
+// The scores of a block are multiplied together with P V of the block before it, and while P V
+// still runs the warpgroup is already in the softmax of the new scores, where it has registers for
+// two P (Shah et al., "FlashAttention-3", 2024, section 3.2). The warpgroups take turns, so that
+// one multiplies while another exponentiates (section 3.1). Blocks that only other queries of the
+// tile see it drops, and takes its turns all the same.
+#pragma once
+
+#include "shared/online_softmax.h"
+#include "sm90/forward/epilogue.h"
+#include "sm90/forward/products.h"
+#include "sm90/forward/scores.h"
+#include "sm90/isa/barriers.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
+                         int warpgroup) {
+  using Element = typename Traits::Element;
+  ForwardParams const& params = args.params;
+  const int thread = threadIdx.x % 128;
+  const PingPong<Traits::consumers, Traits::drops_turns> turns{
+      warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
+  PipelineState<Traits::work_stages> work_state;
+  typename ForwardScores<Traits>::Pipelines score_pipelines;
+  ForwardProducts<Traits> products{smem, warpgroup, thread};
+  auto tSrS = products.make_scores();
+  auto tOrO = products.make_output();
+  FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP;
+  auto output = rows_cols_view(tOrO);
+  BlockNews news{};
+
+  turns.open();
+  for (;; work_state.advance(), products.q_state.advance()) {
+    consumer_wait(smem.work_ring, work_state);
+    TileWork const& work = smem.work[work_state.stage].work;
+    if (work.tile == no_tile) break;
+    const BlockRange of_tile = smem.work[work_state.stage].range;
+    Sequence const& sequence = work.sequence;
+    const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
+    BlockRange range = of_tile;
+    if (Traits::drops_blocks && !params.window.is_full()) {
+      range = own_range(band_from_queries(params.window, sequence.shift), query_begin,
+                        min(query_begin + 64, sequence.seqlen_q) - 1, sequence.seqlen_k,
+                        Traits::block_n, of_tile);
+    }
+    const VisitOrder order = visit_order<Traits>(params, work, range);
+    const ForwardTile<Traits> tile{params, sequence, query_begin, range};
+    [[maybe_unused]] KeptPairs<Traits> kept;
+    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
+    OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+    auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
+
+    consumer_wait(smem.q_ring, products.q_state);
+    if constexpr (Traits::drops_blocks) {
+      CUTE_NO_UNROLL
+      for (int block = of_tile.end - 1; block >= range.end; --block) {
+        if (block < of_tile.end - 1) turns.take_and_pass();
+        products.drop_block();
+      }
+    }
+
+    // The first block's scores have no P V beside them.
+    const bool has_turn = range.end < of_tile.end;
+    if (has_turn) turns.take();
+    products.start_scores(tSrS);
+    if (has_turn) turns.pass();
+    {
+      const int position = range.end - 1;
+      const int block = order.block_at(position);
+      scores.look_up_block(products.k_state.stage, news);
+      products.template finish_scores<0>(tSrS, position == range.begin);
+      const auto left = scores.modify_and_mask(block, news, false, tSrS);
+      scores.decide_dropout(block, kept);
+      scores.probabilities(tSrS, left, kept, softmax, tOrP, [](int, float) {});
+    }
+    if constexpr (!Traits::alternates_probabilities) {
+      for (int position = range.end - 2; position >= range.begin; --position) {
+        const int block = order.block_at(position);
+        turns.take();
+        products.start_scores(tSrS);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
+        turns.pass();
+        scores.look_up_block(products.k_state.stage, news);
+        products.template finish_scores<1>(tSrS, position == range.begin);
+        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block, kept);
+        products.finish_output(tOrO);  // P is free
+        scores.probabilities(tSrS, left, kept, softmax, tOrP, rescale_o);
+      }
+      products.start_output(tOrP, tOrO, range.end - range.begin > 1);
+    } else {
+      // The same, but the next P is made while this one is still read. Inline, because as a
+      // function it would have its registers in memory.
+      auto step = [&](int position, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
+        const int block = order.block_at(position);
+        turns.take();
+        products.start_scores(tSrS);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
+        turns.pass();
+        scores.look_up_block(products.k_state.stage, news);
+        products.template finish_scores<1>(tSrS, position == range.begin);
+        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block, kept);
+        bool moved = false;
+        float factors[2] = {1.0f, 1.0f};
+        scores.probabilities(tSrS, left, kept, softmax, tOrNextP, [&](int row, float factor) {
+          moved = true;
+          factors[row] = factor;
+        });
+        products.finish_output(tOrO);
+        warpgroup_fence_operand(tOrP);  // which the product has read until now
+        if (moved) {
+          CUTE_UNROLL
+          for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
+        }
+      };
+      int position = range.end - 2;
+      FragmentLike<Element, decltype(tOrP)> tOrOtherP;
+      for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
+        if (position < range.begin) {
+          products.start_output(tOrP, tOrO, range.end - range.begin > 1);
+          break;
+        }
+        step(position--, tOrP, tOrOtherP);
+        if (position < range.begin) {
+          products.start_output(tOrOtherP, tOrO, true);
+          break;
+        }
+        step(position--, tOrOtherP, tOrP);
+      }
+    }
+    products.finish_output(tOrO);
+
+    if constexpr (Traits::drops_blocks) {
+      // Read again, because a register for it would be kept all the tile long.
+      const int first_of_tile = smem.work[work_state.stage].range.begin;
+      CUTE_NO_UNROLL
+      for (int block = range.begin - 1; block >= first_of_tile; --block) {
+        turns.take_and_pass();
+        products.drop_block();
+      }
+    }
+    write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
+                         products.output_mma, tOrO, softmax, smem, warpgroup, thread);
+    __syncwarp();
+    consumer_release(smem.work_ring, work_state);
+  }
+  if (Traits::stores_tiles && Traits::stores(thread))
+    wait_stores();  // shared memory ends with the CTA
+}
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,41 @@
+// A consumer warpgroup's 64 query rows of a forward tile, and the blocks of keys that they see.
+#pragma once
+
+#include "shared/mask/block_range.h"
+#include "shared/mask/mask.h"
+#include "shared/schedule/tile_work.h"
+#include "sm90/forward/arguments.h"
+#include "sm90/forward/traits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+struct ForwardTile {
+  ForwardParams const& params;
+  Sequence const& sequence;
+  int query_begin;
+  BlockRange range;
+
+  CUTE_DEVICE ScoreMask<Traits::config.mask> mask() const {
+    return {.band = band_from_queries(params.window, sequence.shift),
+            .seqlen_k = sequence.seqlen_k};
+  }
+};
+
+// The order of a tile's blocks, which its CTA's warps agree on. ALiBi makes scores fall on both
+// sides of a query, so the keys nearest to the tile's last one come first: few scores then rise
+// above the softmax's reference. Calls over pages, whose queries are the last of their keys, start
+// there anyway.
+template <class Traits>
+CUTE_DEVICE VisitOrder visit_order(ForwardParams const& params, TileWork const& work,
+                                   BlockRange const& range) {
+  if constexpr (Traits::shifts_rows && !Traits::is_paged) {
+    if (params.score.alibi_slopes != nullptr) {
+      const int last_query = (work.tile + 1) * Traits::block_m - 1;
+      return VisitOrder::from(range, (last_query + work.sequence.shift) / Traits::block_n);
+    }
+  }
+  return VisitOrder::downwards(range);
+}
+
+}  // namespace flash_attn_cuda::sm90

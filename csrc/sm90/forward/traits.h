@@ -1,0 +1,197 @@
+// Everything a forward kernel derives from its row of the kernel table
+// (build_tools/kernel_table.py).
+#pragma once
+
+#include "shared/mask/block_lists.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "shared/scores/score_modifiers.h"
+#include "sm90/isa/barriers.h"
+#include "sm90/isa/copy.h"
+#include "sm90/isa/gemm.h"
+#include "sm90/scores/bias.h"
+#include "sm90/scores/dropout_bits.h"
+#include "sm90/scores/mask_bits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// A tile of work as its CTA's producer found it.
+struct WorkItem {
+  TileWork work;
+  BlockRange range;  // the key blocks that it visits, or the positions of its list
+  int split;         // of the tile's keys, in kernels that can split them
+};
+
+// The same of a kernel for block-sparse masks.
+template <int kBlockN>
+struct SparseWorkItem : WorkItem {
+  SparseVisits<kBlockN> visits;
+};
+
+// What the producer tells the consumers of a block of a list.
+struct alignas(16) VisitedKeys {
+  int block;
+  Pieces pieces;
+  unsigned hides_from;  // bit w: the list or the window hides some pair of warpgroup w
+  bool is_in_window;    // the window hides no pair
+
+  CUTE_DEVICE bool shows_all(int warpgroup) const { return (hides_from >> warpgroup & 1) == 0; }
+};
+
+template <class Tag>
+struct ForwardTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr int block_m = config.block_m;
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int head_dim_v = config.head_dim_v;
+  static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
+  static constexpr int consumer_warps = config.num_warps;
+
+  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
+  static constexpr bool has_score_modifiers = has(modifier_features);
+  // What a row's scores have in common under ALiBi goes to the softmax
+  // (shared/scores/score_modifiers.h); with dropout there are no registers for it, and calls
+  // without ALiBi would pay as well.
+  static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
+  static constexpr bool leaves_bending = has(bending_features) && config.bends_in_softmax;
+  static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
+  static constexpr bool is_paged = has(feature::paged_kv);
+  static constexpr bool can_split = has(feature::split_kv);
+  static_assert(!can_split || (!is_sparse && !has(feature::dropout)));
+  static constexpr bool has_bias = has(feature::bias);
+  static constexpr bool has_dropout = has(feature::dropout);
+  static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
+  static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
+  static_assert(!is_sparse || !has_score_modifiers, "bending may be left to the softmax");
+
+  // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
+  // (dropout.h), unless consumers draw for themselves.
+  static constexpr bool draws_ahead = config.drawing_registers > 0;
+  static constexpr int drawing_warps = 4;
+  static constexpr bool drops_turns = config.drops_turns;
+  static_assert(has_dropout || !draws_ahead);
+  static_assert(draws_ahead || !drops_turns, "consumers that draw for themselves take turns");
+  static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
+  static constexpr int threads = 128 * warpgroups;
+
+  // A second CTA on the SM multiplies while the first begins or ends a tile. It takes the registers
+  // in which a warpgroup would hold the scores of one step beside the probabilities of another:
+  // here products and softmax alternate.
+  static constexpr int ctas_per_sm = config.ctas_per_sm;
+  static constexpr bool overlaps_softmax = ctas_per_sm == 1;
+  static_assert(ctas_per_sm == 1 || ctas_per_sm == 2);
+
+  // There sequences are short and their ends count: if the last block has no more keys than these,
+  // it is a narrow step, and a warp without queries leaves scores alone.
+  static constexpr int narrow_keys = narrow_step_keys;
+
+  // A thread of its own finds tiles for the producer where that takes long, beside lists, where
+  // tiles are short, or whole warps load.
+  static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
+  static constexpr int loaders = is_paged ? 2 : 1;
+
+  // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
+  // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
+  // saves.
+  static constexpr bool drops_blocks =
+      !is_sparse && !is_paged && !has_bias && !has_score_modifiers && !has_dropout;
+  static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
+
+  // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
+  // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
+  // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
+  // overlap.
+  static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
+  static constexpr int producer_registers = config.producer_registers;
+  static constexpr int drawing_registers = config.drawing_registers;
+  static constexpr int consumer_registers = config.consumer_registers;
+
+  // With registers for two P the next one is made while P V still reads this one, and the code of a
+  // step is there twice.
+  static constexpr bool alternates_probabilities = config.alternates_probabilities;
+  static_assert(overlaps_softmax || !alternates_probabilities);
+
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma = SharedMma<Element, block_n, head_dim>;
+  using NarrowScoresMma = SharedMma<Element, narrow_keys, head_dim>;
+  using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
+  static constexpr int rows_per_thread = 2;
+
+  // Buffers: as many as the row says, which have to fit.
+  static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
+  static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
+  static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
+  static constexpr int stage_bytes = key_bytes + value_bytes;
+  // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
+  static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
+  static constexpr int smem_reserved = 2048;  // barriers and work; a mask's bits fit beside
+  static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
+  static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
+  static constexpr int bias_stages = 2;
+  static constexpr int smem_for_tiles =
+      smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
+  static constexpr int q_stages = config.stages_q;
+  static constexpr int stages = config.stages_kv;
+  static_assert(q_stages * query_bytes + stages * stage_bytes <= smem_for_tiles);
+  // O goes through shared memory of its own where there is room.
+  static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
+  static constexpr bool stores_tiles =
+      q_stages * query_bytes + stages * stage_bytes + output_bytes <= smem_for_tiles;
+  // Rows that a thread stores: a warpgroup's, or a warp's, which then waits for nobody. Where tiles
+  // are long the fewer stores are the cheaper ones.
+  static constexpr int stored_rows = ctas_per_sm == 2 ? 16 : 64;
+  CUTE_DEVICE static bool stores(int thread) { return thread % (2 * stored_rows) == 0; }
+  static constexpr int work_stages = 2;  // the tile in hand and the next
+
+  // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
+  // buffer is enough: consumers take their words when a step's scores are there, and the next ones
+  // are wanted a whole step later.
+  using Words = WordLayout<draws_ahead ? block_n : 128>;  // of no use where nobody draws ahead
+  static constexpr int word_stages = 1;
+  struct DropoutWords {
+    Ring<word_stages> ring[consumers];  // each warpgroup is at a step of its own
+    std::uint32_t words[consumers][word_stages][Words::words][128];
+  };
+  struct Nothing {};
+
+  // One buffer for bits: the next ones are wanted a step later at the earliest.
+  static_assert(!is_sparse || (block_m == list_tile && block_n == list_tile));
+  struct SparseBlocks {
+    MaskBits bits[consumers];
+    Ring<1> bits_ring[consumers];  // each warpgroup is at a step of its own
+    VisitedKeys visited[stages];   // of the blocks in k
+  };
+
+  using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
+  using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
+  using ValueLayout = TileLayout<Element, block_n, head_dim_v, stages>;
+
+  struct SharedStorage {
+    alignas(1024) Element q[q_stages * block_m * head_dim];
+    alignas(1024) Element k[stages * block_n * head_dim];
+    alignas(1024) Element v[stages * block_n * head_dim_v];
+    alignas(1024) Element o[stores_tiles ? block_m * head_dim_v : 8];
+    alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
+    Ring<q_stages> q_ring;
+    Ring<stages> k_ring;
+    Ring<stages> v_ring;
+    Ring<bias_stages> bias_ring;
+    Ring<work_stages> work_ring;
+    std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
+    std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
+    bool misses_keys[is_paged ? stages : 1];  // of the blocks in k: pages are not in the table
+    std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
+    std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
+  };
+
+  static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
+  static_assert(instruction_columns<ScoresMma> == block_n, "instructions as wide as a step");
+  static_assert(producer_registers + consumers * consumer_registers + drawing_registers <=
+                warpgroups * launch_registers);
+  static_assert(stages >= least_stages);
+  static_assert(sizeof(SharedStorage) <= smem_limit);
+};
+
+}  // namespace flash_attn_cuda::sm90
