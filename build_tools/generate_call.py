@@ -1,5 +1,6 @@
 """Writes the extension's form of flash_attn_cuda/call.py: a C++ struct for each of its dataclasses,
-and functions over the fields that the declarations speak of. The build of the extension calls it.
+functions over the fields that the declarations speak of, and the bounds that checks of both sides
+have. The build of the extension calls it.
 
 python -m build_tools.generate_call   # prints it
 """
@@ -18,6 +19,7 @@ from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"
 HEADER = "torch_binding/generated_call.h"  # as sources include it
+BOUNDS = {"MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py"}
 
 # A tensor that is None is undefined; other optional values say whether they are there.
 CPP_TYPES = {
@@ -69,6 +71,16 @@ def fields_of(name: str, tree: ast.Module) -> list[Field]:
             default = ast.literal_eval(each.value)
         made.append(Field(each.target.id, ast.unparse(each.annotation), default, said))
     return made
+
+
+def bound(name: str, source: Path) -> str:
+    """A constant of a Python module."""
+    (value,) = (
+        ast.literal_eval(x.value)
+        for x in ast.parse(source.read_text()).body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == name
+    )
+    return f"inline constexpr std::int64_t {name.lower()} = {value};"
 
 
 def struct(name: str, fields: list[Field]) -> Iterator[str]:
@@ -139,6 +151,8 @@ def lines() -> Iterator[str]:
     yield "#include <optional>"
     yield ""
     yield "namespace flash_attn_cuda::binding {"
+    yield ""
+    yield from (bound(name, source) for name, source in BOUNDS.items())
     yield ""
     described = {name: fields_of(name, tree) for name in DESCRIBED}
     for name, fields in described.items():

@@ -141,17 +141,19 @@ def _cpp_value(value: Any) -> str:
     return f"{CPP_ENUMS[type(value)]}::{value.value}" if isinstance(value, Enum) else str(value)
 
 
+def _constant_text(struct: str, name: str, config: dict[str, Any]) -> str:
+    fields = "".join(f"      .{name} = {_cpp_value(value)},\n" for name, value in config.items())
+    return f"  static constexpr {struct} {name} = {{\n{fields}  }};\n"
+
+
 def _instance_text(row: KernelRow) -> str:
     kind = INSTANCE_TYPES[row.kernel_pass]
-    fields = (f"      .{name} = {_cpp_value(value)}" for name, value in row.config().items())
-    config = ",\n".join(fields)
+    config = _constant_text(row.config_struct, "config", row.planned_config())
+    own = _constant_text(row.kernel.own_struct, "own", row.own_config())
     make = f"{row.family.value}::{row.make_instance}<{row.name}>"
     return f"""
 struct {row.name} {{
-  static constexpr {row.config_struct} config = {{
-{config},
-  }};
-}};
+{config}{own}}};
 extern const {kind} {row.name}_instance;
 constinit const {kind} {row.name}_instance =
     {make}("{row.name}");

@@ -1,9 +1,9 @@
 """What a row of kernel_table.py is: its fields, the names of their values and who has which.
 
-The fields are those of ``ForwardConfig`` and ``BackwardConfig`` in csrc/flash_attn/config.h, in
-their order and with their defaults; the compiled kernel and the host code that chooses it both read
-the row. A row that gives a field of other kernels, or breaks a rule of its own (kernel_rules.py),
-raises RowError.
+The fields are those of structs in csrc/flash_attn/config.h, in their order: first those of
+``ForwardConfig`` or ``BackwardConfig``, with its defaults, which the compiled kernel and the host
+code that chooses it both read, then those of the kernel's own struct. A row that gives a field of
+other kernels, or breaks a rule of its own (kernel_rules.py), raises RowError.
 """
 
 from __future__ import annotations
@@ -78,12 +78,18 @@ class Kernel(Enum):
     sm90_forward = "sm90 forward"
     sm90_backward = "sm90 backward"
 
+    @property
+    def own_struct(self) -> str:
+        """Of the fields that the kernel alone reads."""
+        return f"{self.value.title().replace(' ', '')}Config"
 
-def of(*kernels: Kernel, default: Any = None) -> Any:
+
+def of(*kernels: Kernel, default: Any = None, planned: bool = False) -> Any:
     """A field that only these kernels have, and in whose rows it must be given if it has no
-    default; in others it has to keep that.
+    default; in others it has to keep that. ``planned``: planning reads it too, so it is a field of
+    the pass's struct and not of the kernels' own.
     """
-    return field(default=default, metadata={"kernels": kernels})
+    return field(default=default, metadata={"kernels": kernels, "planned": planned})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,7 @@ class KernelRow:
     """
 
     kernel_pass: ClassVar[Pass]
-    config_struct: ClassVar[str]
+    config_struct: ClassVar[str]  # of the fields that planning reads
     # What CuTe's layouts are made of: rows that share it share most of their compile.
     tile_fields: ClassVar[tuple[str, ...]]
 
@@ -149,12 +155,25 @@ class KernelRow:
         return tuple(getattr(self, name) for name in ("family", "head_dim", *self.tile_fields))
 
     def config(self) -> dict[str, Any]:
-        """The compiled fields that its kernel has, by name, in the order of the C++ struct."""
-        compiled = [f for f in fields(self) if f.metadata.get("compiled", True)]
-        owned = [f for f in compiled if self.kernel in f.metadata.get("kernels", Kernel)]
-        config = {f.name: getattr(self, f.name) for f in owned}
-        config["head_dim_v"] = self.value_dim
-        return config
+        """The compiled fields that its kernel has, by name, in the order of the C++ structs."""
+        return {**self.planned_config(), **self.own_config()}
+
+    def planned_config(self) -> dict[str, Any]:
+        """Those of ``config_struct``."""
+        return {**self._values(own=False), "head_dim_v": self.value_dim}
+
+    def own_config(self) -> dict[str, Any]:
+        """Those of the kernel's own struct."""
+        return self._values(own=True)
+
+    def _values(self, own: bool) -> dict[str, Any]:
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.metadata.get("compiled", True)
+            and self.kernel in f.metadata.get("kernels", Kernel)
+            and f.metadata.get("planned", "kernels" not in f.metadata) is not own
+        }
 
     @property
     def value_dim(self) -> int:
@@ -182,22 +201,23 @@ class ForwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
+    ctas_per_sm: int = of(Kernel.sm90_forward, default=1, planned=True)
+    most_causal_seqlen: int = 0
+    most_full_seqlen: int = 0
+    least_keys_full: int = of(Kernel.sm90_forward, default=0, planned=True)
+    least_keys_windowed: int = of(Kernel.sm90_forward, default=0, planned=True)
+    features: Feature = NO_FEATURES
+
+    keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
     stages_q: int | None = of(Kernel.sm90_forward)
     stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm80_decode)
-    ctas_per_sm: int = of(Kernel.sm90_forward, default=1)
+    shares_queries: bool = of(Kernel.sm80_decode, default=False)
     producer_registers: int | None = of(Kernel.sm90_forward)
     consumer_registers: int | None = of(Kernel.sm90_forward)
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
     bends_in_softmax: bool = of(Kernel.sm90_forward, default=False)
     alternates_probabilities: bool = of(Kernel.sm90_forward, default=False)
-    keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
-    shares_queries: bool = of(Kernel.sm80_decode, default=False)
-    most_causal_seqlen: int = 0
-    most_full_seqlen: int = 0
-    least_keys_full: int = of(Kernel.sm90_forward, default=0)
-    least_keys_windowed: int = of(Kernel.sm90_forward, default=0)
-    features: Feature = NO_FEATURES
 
     @property
     def kernel(self) -> Kernel:
@@ -217,12 +237,20 @@ class BackwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
-    ctas_per_tile: int = of(Kernel.sm90_backward, default=1)
+    ctas_per_tile: int = of(Kernel.sm90_backward, default=1, planned=True)
+    shares_tiles: bool = of(Kernel.sm90_backward, default=False, planned=True)
+    finishes_dq: bool = of(Kernel.sm90_backward, default=False, planned=True)
+    finish_keys_full: int = of(Kernel.sm90_backward, default=0, planned=True)
+    finish_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
+    least_keys_full: int = of(Kernel.sm90_backward, default=0, planned=True)
+    least_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
+    features: Feature = NO_FEATURES
+
     warps_m_scores: int | None = of(Kernel.sm80_backward)
     warps_n_dkdv: int | None = of(Kernel.sm80_backward)
     warps_m_dq: int | None = of(Kernel.sm80_backward)
-    stages_q: int
-    stages_do: int
+    stages_q: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
+    stages_do: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_kv: int | None = of(Kernel.sm90_backward)
     producer_registers: int | None = of(Kernel.sm90_backward)
     key_registers: int | None = of(Kernel.sm90_backward)
@@ -232,13 +260,6 @@ class BackwardRow(KernelRow):
     keeps_probabilities: bool = of(Kernel.sm90_backward, default=False)
     rounds_differences: bool = of(Kernel.sm90_backward, default=False)
     stores_tiles: bool = of(Kernel.sm90_backward, default=False)
-    shares_tiles: bool = of(Kernel.sm90_backward, default=False)
-    finishes_dq: bool = of(Kernel.sm90_backward, default=False)
-    finish_keys_full: int = of(Kernel.sm90_backward, default=0)
-    finish_keys_windowed: int = of(Kernel.sm90_backward, default=0)
-    least_keys_full: int = of(Kernel.sm90_backward, default=0)
-    least_keys_windowed: int = of(Kernel.sm90_backward, default=0)
-    features: Feature = NO_FEATURES
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ def argument(default: Any = MISSING, **said: Any) -> Any:
     return field(default=default, metadata={"argument": Argument(**said)})
 
 
+def default_softmax_scale(head_dim: int) -> float:
+    return head_dim**-0.5
+
+
 @dataclass(eq=False)
 class AttentionCall:
     """Sequences of one length: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
@@ -59,7 +63,7 @@ class AttentionCall:
     k: Tensor = argument(has_gradient=True)
     v: Tensor = argument(has_gradient=True)
     dropout_p: float = argument(0.0)
-    softmax_scale: float | None = argument(None)  # D ** -0.5
+    softmax_scale: float | None = argument(None)  # default_softmax_scale(D)
     causal: bool = argument(False)
     window_size_left: int = argument(-1)  # negative: none
     window_size_right: int = argument(-1)
@@ -131,7 +135,8 @@ class AttentionCall:
         return rows if self.block_table is None else self.block_table.shape[1] * rows
 
     def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        given = self.softmax_scale
+        return default_softmax_scale(self.q.shape[-1]) if given is None else given
 
     def lse_shape(self) -> tuple[int, ...]:
         if self.is_packed():

@@ -216,12 +216,6 @@ __global__ void __launch_bounds__(threads)
     append_row<Element, kVector>(args, row - args.key_rows, true, lane);
 }
 
-bool has_vector_rows(const TensorView& view) {
-  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
-         view.batch_stride % vector_elements == 0 && view.row_stride % vector_elements == 0 &&
-         view.head_stride % vector_elements == 0;
-}
-
 // Whether 16 bytes of a row are whole pairs, and their partners 16 bytes as well.
 bool has_vectors(const AppendParams& params) {
   const int step = params.rotary_interleaved ? vector_elements : 2 * vector_elements;
@@ -231,7 +225,7 @@ bool has_vectors(const AppendParams& params) {
   if (params.rotary_cos != nullptr && params.rotary_dim % step != 0) return false;
   for (const TensorView* view : {&params.k_new, &params.v_new, &params.k_cache, &params.v_cache,
                                  &params.q, &params.q_rotated}) {
-    if (!has_vector_rows(*view)) return false;
+    if (!has_vector_rows(*view, bytes_of(params.dtype))) return false;
   }
   return true;
 }

@@ -27,13 +27,14 @@ void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableReque
 // How backward_preprocess goes over query rows: 16 bytes of O a lane, and as many more lanes as
 // keep the rows of a block in one query tile.
 inline constexpr int preprocess_threads = 256;
-constexpr int preprocess_lanes(const AttentionShape& shape, int tile_rows) {
-  const auto of_row =
-      static_cast<int>(std::bit_ceil(static_cast<unsigned>(shape.head_dim_v + 7) / 8));
+constexpr int preprocess_lanes(const BackwardParams& params, int tile_rows) {
+  const int elements = elements_of_vector(params.dtype);
+  const int vectors = (params.shape.head_dim_v + elements - 1) / elements;
+  const auto of_row = static_cast<int>(std::bit_ceil(static_cast<unsigned>(vectors)));
   return std::max(of_row, preprocess_threads / tile_rows);
 }
-constexpr int preprocess_blocks_per_tile(const AttentionShape& shape, int tile_rows) {
-  return tile_rows * preprocess_lanes(shape, tile_rows) / preprocess_threads;
+constexpr int preprocess_blocks_per_tile(const BackwardParams& params, int tile_rows) {
+  return tile_rows * preprocess_lanes(params, tile_rows) / preprocess_threads;
 }
 
 // softmax_d = rowsum(dO * O) - dlse; lse in powers of two, +inf where a row has no key; zeros for

@@ -19,7 +19,6 @@
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/schedule/tile_work.h"
-#include "shared/schedule/turns.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -53,17 +52,17 @@ struct PreprocessArguments {
 };
 
 // A row of dq that no key tile adds to or writes; it stays as it is where dq accumulates.
+template <class Element>
 __device__ void clear_query_gradient(const PreprocessArguments& args, const Sequence& sequence,
                                      int head, int query, int lane) {
   const TensorView& dq = args.params.dq;
   if (query >= sequence.rows_q || args.params.accumulate) return;
   const int element_bytes =
-      static_cast<int>(args.params.fp32_results ? sizeof(float) : sizeof(std::uint16_t));
+      static_cast<int>(args.params.fp32_results ? sizeof(float) : sizeof(Element));
   const std::int64_t first = sequence.batch_q * dq.batch_stride +
                              (std::int64_t(sequence.row_q) + query) * dq.row_stride +
                              head * dq.head_stride;
   char* row = static_cast<char*>(dq.data) + first * element_bytes;
-  constexpr int vector_bytes = static_cast<int>(sizeof(uint4));
   for (int byte = lane * vector_bytes; byte < args.params.shape.head_dim * element_bytes;
        byte += vector_bytes << args.log2_lanes_per_row)
     *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(threads)
     const int last = min(first + (1 << args.log2_tile_rows), sequence.seqlen_q) - 1;
     const Band band = band_from_queries(params.window, sequence.shift);
     const bool sees_keys = !reach_of(band, first, last, sequence.seqlen_k).empty();
-    if (!sees_keys) clear_query_gradient(args, sequence, head, query, lane);
+    if (!sees_keys) clear_query_gradient<Element>(args, sequence, head, query, lane);
     is_summed = args.zeroes_sums && sees_keys && sequence.seqlen_k > args.block_n &&
                 !is_swept(sequence, args.swept_rows);
   }
@@ -177,29 +176,27 @@ __global__ void __launch_bounds__(threads)
 void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
-  char* workspace = static_cast<char*>(params.workspace);
-  const int lanes = preprocess_lanes(shape, config.block_m);
+  void* workspace = params.workspace;
+  const int lanes = preprocess_lanes(params, config.block_m);
   const PreprocessArguments arguments{
       .params = params,
-      .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
-      .additions = addition_counters(plan, params),
-      .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
-      .part_counters = reinterpret_cast<int*>(workspace + plan.part_counters_offset),
-      .num_part_counters = plan.part_counters,
-      .lse_log2 = reinterpret_cast<float*>(workspace + plan.lse_log2_offset),
-      .softmax_d = reinterpret_cast<float*>(workspace + plan.softmax_d_offset),
-      .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
-      .sink_shares = params.dsink == nullptr
-                         ? nullptr
-                         : reinterpret_cast<float*>(workspace + plan.sink_shares_offset),
+      .table = SequenceTable::at(workspace, plan.table),
+      .additions = plan.additions.in(workspace),
+      .tickets = plan.tickets.in(workspace),
+      .part_counters = plan.part_counters.in(workspace),
+      .num_part_counters = static_cast<int>(plan.part_counters.count),
+      .lse_log2 = plan.lse_log2.in(workspace),
+      .softmax_d = plan.softmax_d.in(workspace),
+      .dq_accum = plan.dq_accum.in(workspace),
+      .sink_shares = plan.sink_shares.in(workspace),
       .q_tiles = plan.q_tiles,
-      .q_tiles_per_sequence = (shape.seqlen_q + config.block_m - 1) / config.block_m,
+      .q_tiles_per_sequence = plan.q_tiles_per_sequence,
       .log2_tile_rows = std::countr_zero(static_cast<unsigned>(config.block_m)),
       .log2_lanes_per_row = std::countr_zero(static_cast<unsigned>(lanes)),
       .accum_columns = config.head_dim,
       .block_n = config.block_n,
       .writes_dq = plan.instance->writes_dq,
-      .zeroes_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished,
+      .zeroes_sums = plan.leaves_sums(),
       .swept_rows = plan.table.swept_rows};
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;

@@ -192,7 +192,8 @@ void launch_combine(const CombineParams& params, Stream stream) {
 // Four columns at a time.
 bool has_vectors(const CombineParams& params) {
   constexpr int columns = 4;
-  const std::size_t out_bytes = columns * (params.out_fp32 ? sizeof(float) : sizeof(__half));
+  const std::size_t out_bytes =
+      columns * (params.out_fp32 ? sizeof(float) : bytes_of(params.out_dtype));
   return params.head_dim % columns == 0 && params.out_batch_stride % columns == 0 &&
          params.out_row_stride % columns == 0 && params.out_head_stride % columns == 0 &&
          reinterpret_cast<std::uintptr_t>(params.out_partial) % (columns * sizeof(float)) == 0 &&

@@ -69,13 +69,11 @@ __global__ void __launch_bounds__(threads)
 void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   if (plan.dkdv_splits == 1) return;
   const AttentionShape& shape = params.shape;
-  const char* workspace = static_cast<const char*>(params.workspace);
   const BackwardConfig& config = plan.instance->config;
   const ReduceArguments arguments{
       .shape = shape,
       .gradients = {params.dk, params.dv},
-      .partials = {reinterpret_cast<const float*>(workspace + plan.dk_partial_offset),
-                   reinterpret_cast<const float*>(workspace + plan.dv_partial_offset)},
+      .partials = {plan.dk_partial.in(params.workspace), plan.dv_partial.in(params.workspace)},
       .columns = {config.head_dim, config.head_dim_v},
       .head_dims = {shape.head_dim, shape.head_dim_v},
       .key_rows = key_rows(params),

@@ -20,7 +20,6 @@ namespace {
 constexpr int most_threads = 128;
 constexpr int least_blocks = 5;  // of an SM: as many more loads are under way
 constexpr int pieces_per_thread = 8;
-constexpr int vector_bytes = 16;
 
 template <int kVector, bool kInterleaved>
 inline constexpr int pieces_per_head = kInterleaved && kVector > 1 ? 1 : 2;
@@ -294,15 +293,9 @@ bool is_aligned(const void* data, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(data) % bytes == 0;
 }
 
-template <int kVector>
-bool has_vector_rows(const TensorView& view) {
-  return is_aligned(view.data, vector_bytes) && view.batch_stride % kVector == 0 &&
-         view.row_stride % kVector == 0 && view.head_stride % kVector == 0;
-}
-
 // entries: as many as a thread reads of a row of it.
 bool has_vector_rows(const RotaryTable& table, int entries) {
-  const std::int64_t entry = table.is_fp32 ? sizeof(float) : sizeof(__half);
+  const std::int64_t entry = table.is_fp32 ? sizeof(float) : bytes_of(table.dtype);
   const std::int64_t bytes = std::min<std::int64_t>(vector_bytes, entries * entry);
   return is_aligned(table.data, bytes) && table.row_stride * entry % bytes == 0;
 }
@@ -310,8 +303,9 @@ bool has_vector_rows(const RotaryTable& table, int entries) {
 template <int kVector, bool kInterleaved>
 bool has_vectors(const RotaryParams& params) {
   constexpr int columns = kVector * pieces_per_head<kVector, kInterleaved>;
+  constexpr int element_bytes = vector_bytes / kVector;
   return params.head_dim % kVector == 0 && params.rotary_dim % columns == 0 &&
-         has_vector_rows<kVector>(params.x) && has_vector_rows<kVector>(params.out) &&
+         has_vector_rows(params.x, element_bytes) && has_vector_rows(params.out, element_bytes) &&
          has_vector_rows(params.cos, columns / 2) && has_vector_rows(params.sin, columns / 2);
 }
 

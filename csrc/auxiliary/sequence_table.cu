@@ -1,7 +1,6 @@
 // From cu_seqlens to the table that packed calls read (shared/sequence/sequence.h): bounds of every
-// sequence, checked and made safe, the lists of tiles, and a counter of tiles that starts at zero,
-// for kernels whose CTAs draw them. One block: a batch of a few thousand sequences is a few
-// thousand additions, and a second block would need a second launch.
+// sequence, checked and made safe, and the lists of tiles. One block: a batch of a few thousand
+// sequences is a few thousand additions, and a second block would need a second launch.
 //
 // The tiles of a sequence stay together and in order, or have one entry if a CTA takes them all;
 // sequences come by what an entry costs, the most first, so that the grid ends on short ones. Costs
@@ -21,7 +20,13 @@ constexpr int buckets = 256;
 
 struct TableArguments {
   SequenceTableRequest request;
-  SequenceTablePlan plan;
+  int tile_rows;  // this and others as of SequenceTablePlan
+  int rows_per_query;
+  bool tiles_descend;
+  int q_tile_rows;
+  int max_q_tiles;
+  int swept_rows;
+  int max_tiles;
   int* counts;
   Sequence* sequences;
   TileEntry* tiles;
@@ -143,23 +148,23 @@ __device__ Sequence make_gap(bool packed_q, int2 q, bool packed_k, int2 k) {
 
 __device__ int main_tiles(const TableArguments& args, const Sequence& sequence) {
   const int rows = args.request.tiles_of_keys ? sequence.rows_k : sequence.rows_q;
-  return ceil_div_device(std::int64_t{rows} * args.plan.rows_per_query, args.plan.tile_rows);
+  return ceil_div_device(std::int64_t{rows} * args.rows_per_query, args.tile_rows);
 }
 
 // Of the first list.
 __device__ int main_entries(const TableArguments& args, const Sequence& sequence) {
   const int tiles = main_tiles(args, sequence);
-  return is_swept(sequence, args.plan.swept_rows) ? min(tiles, 1) : tiles;
+  return is_swept(sequence, args.swept_rows) ? min(tiles, 1) : tiles;
 }
 
 __device__ int query_tiles(const TableArguments& args, const Sequence& sequence) {
-  return args.plan.max_q_tiles == 0 ? 0 : ceil_div_device(sequence.rows_q, args.plan.q_tile_rows);
+  return args.max_q_tiles == 0 ? 0 : ceil_div_device(sequence.rows_q, args.q_tile_rows);
 }
 
 // What a tile of the sequence costs grows with what it is multiplied with.
 __device__ int cost_bucket(const TableArguments& args, const Sequence& sequence) {
   const int cost = args.request.tiles_of_keys ? sequence.seqlen_q : sequence.seqlen_k;
-  const bool takes_all = is_swept(sequence, args.plan.swept_rows);
+  const bool takes_all = is_swept(sequence, args.swept_rows);
   return bucket_of(takes_all ? cost * main_tiles(args, sequence) : cost);
 }
 
@@ -224,8 +229,8 @@ __global__ void __launch_bounds__(threads)
   __syncthreads();
   if (thread < buckets) smem.first_tile[thread] = tiles_before;
   if (thread == 0) {
-    args.counts[0] = min(tiles, args.plan.max_tiles);
-    args.counts[1] = min(q_tiles_before, args.plan.max_q_tiles);
+    args.counts[0] = min(tiles, args.max_tiles);
+    args.counts[1] = min(q_tiles_before, args.max_q_tiles);
   }
   __syncthreads();
 
@@ -244,13 +249,13 @@ __global__ void __launch_bounds__(threads)
       const int owner_count = __shfl_sync(0xffffffffu, count, owner);
       const int owner_first = __shfl_sync(0xffffffffu, first, owner);
       for (int tile = lane; tile < owner_count; tile += 32) {
-        const int slot = owner_first + (args.plan.tiles_descend ? owner_count - 1 - tile : tile);
-        if (slot < args.plan.max_tiles) args.tiles[slot] = {base + owner, tile};
+        const int slot = owner_first + (args.tiles_descend ? owner_count - 1 - tile : tile);
+        if (slot < args.max_tiles) args.tiles[slot] = {base + owner, tile};
       }
       const int owner_q_count = __shfl_sync(0xffffffffu, q_count, owner);
       const int owner_q_first = __shfl_sync(0xffffffffu, sequence.first_q_tile, owner);
       for (int tile = lane; tile < owner_q_count; tile += 32) {
-        if (owner_q_first + tile < args.plan.max_q_tiles)
+        if (owner_q_first + tile < args.max_q_tiles)
           args.q_tiles[owner_q_first + tile] = {base + owner, tile};
       }
     }
@@ -261,14 +266,19 @@ __global__ void __launch_bounds__(threads)
 
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
                          Stream stream) {
-  if (!plan.used) return;
-  const SequenceTable table = SequenceTable::at(request.workspace, request.shape.batch_size, plan);
+  if (!plan.used()) return;
   const TableArguments arguments{.request = request,
-                                 .plan = plan,
-                                 .counts = const_cast<int*>(table.counts),
-                                 .sequences = const_cast<Sequence*>(table.sequences),
-                                 .tiles = const_cast<TileEntry*>(table.tiles),
-                                 .q_tiles = const_cast<TileEntry*>(table.q_tiles)};
+                                 .tile_rows = plan.tile_rows,
+                                 .rows_per_query = plan.rows_per_query,
+                                 .tiles_descend = plan.tiles_descend,
+                                 .q_tile_rows = plan.q_tile_rows,
+                                 .max_q_tiles = static_cast<int>(plan.q_tiles.count),
+                                 .swept_rows = plan.swept_rows,
+                                 .max_tiles = static_cast<int>(plan.tiles.count),
+                                 .counts = plan.counts.in(request.workspace),
+                                 .sequences = plan.sequences.in(request.workspace),
+                                 .tiles = plan.tiles.in(request.workspace),
+                                 .q_tiles = plan.q_tiles.in(request.workspace)};
   launch_kernel<&sequence_table_kernel>(1, threads, 0, stream, arguments);
 }
 

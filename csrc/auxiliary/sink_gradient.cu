@@ -43,11 +43,9 @@ __global__ void __launch_bounds__(threads)
 
 void sum_sink_gradient(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   if (params.dsink == nullptr) return;
-  const char* workspace = static_cast<const char*>(params.workspace);
-  const SinkGradientArguments arguments{
-      .shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
-      .shares_per_head = plan.sink_shares,
-      .dsink = params.dsink};
+  const SinkGradientArguments arguments{.shares = plan.sink_shares.in(params.workspace),
+                                        .shares_per_head = plan.sink_shares_per_head,
+                                        .dsink = params.dsink};
   launch_early<&sum_sink_gradient_kernel>(params.shape.num_heads_q, threads, 0, stream, arguments);
 }
 

@@ -10,7 +10,7 @@
 
 namespace flash_attn_cuda {
 
-inline constexpr int vector_elements = 8;
+inline constexpr int vector_elements = vector_bytes / sizeof(__half);
 
 template <class Element>
 struct alignas(16) Vector {

@@ -17,7 +17,7 @@ namespace {
 
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& /*request*/,
                          Stream /*stream*/) {
-  if (plan.used) refuse("sequence table");
+  if (plan.used()) refuse("sequence table");
 }
 
 void backward_preprocess(const BackwardPlan& /*plan*/, const BackwardParams& /*params*/,

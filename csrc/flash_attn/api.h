@@ -45,35 +45,69 @@ struct TileSchedule {
 
 struct ForwardInstance;
 struct BackwardInstance;
+struct Sequence;   // shared/sequence/sequence.h
+struct TileEntry;  // likewise
+
+// `count` elements of the workspace from byte `offset` on; null where a call has none.
+template <class T>
+struct Buffer {
+  std::size_t offset = 0;
+  std::int64_t count = 0;
+
+  bool exists() const { return count > 0; }
+  T* in(void* workspace) const {
+    return exists() ? reinterpret_cast<T*>(static_cast<char*>(workspace) + offset) : nullptr;
+  }
+};
 
 // Packed sequences are read from a table that a small kernel makes of cu_seqlens before the main
 // one: checked bounds of every sequence, and the list of tiles, the costliest first
 // (auxiliary/sequence_table.cu). Grids are upper bounds; what is beyond the list has no work.
 struct SequenceTablePlan {
-  bool used = false;
-  int max_tiles = 0;           // entries of the tile list
-  int tile_rows = 0;           // rows of a tile of that list
+  int tile_rows = 0;           // rows of a tile of the list
   int rows_per_query = 1;      // rows that a query stands for: its heads, where they share a tile
   bool tiles_descend = false;  // a sequence's last tile comes first
   int q_tile_rows = 0;         // backward: rows of a query tile
-  int max_q_tiles = 0;         // backward: query tiles of all sequences, entries of the second list
   int swept_rows = 0;          // sm90 backward: sequences of at most so many rows of queries and of
                                // keys have one entry, and who draws it takes all their tiles
-  std::size_t offset = 0;      // into the workspace
+  Buffer<int> counts = {};
+  Buffer<Sequence> sequences = {};
+  Buffer<TileEntry> tiles = {};    // at most
+  Buffer<TileEntry> q_tiles = {};  // backward: query tiles of all sequences, at most
+
+  bool used() const { return counts.exists(); }
 };
 
+// The dimensions of a call's tensors as they lie, packed or in pages. Gradients have those of their
+// tensors.
+struct TensorExtent {
+  int batch_size = 0;
+  int rows = 0;
+  int num_heads = 0;
+  int head_dim = 0;
+};
+struct TensorExtents {
+  TensorExtent q, k, v, out;
+};
+
+// Which kernel runs a call, on what grid, and where its buffers lie in the workspace.
 struct ForwardPlan {
   const ForwardInstance* instance = nullptr;
+  Window window;  // the call's, as normalize_window (host/normalize_window.h) makes it
+  TensorExtents extents;
+  bool has_vector_rows = false;  // rows of all tensors are whole vectors of 16 bytes
   TileSchedule schedule;
   SequenceTablePlan table;
-  int num_ctas = 0;        // sm90: CTAs that stay and walk the tiles, ctas_per_sm an SM
-  int num_splits = 1;      // CTAs that share the keys of a tile, at most
-  int keys_per_split = 0;  // fixed length of a split, in keys; 0: what the lengths ask for
-  std::size_t out_partial_offset = 0;
-  std::size_t lse_partial_offset = 0;
-  std::size_t arrivals_offset = 0;  // of decode kernels, which combine splits themselves
-  bool draws_tiles = false;         // sm90: CTAs take the next tile that nobody has drawn, and
-  std::size_t tickets_offset = 0;   // count those here, in a word that nobody has zeroed
+  std::int64_t grid = 0;        // CTAs of the main kernel
+  int num_ctas = 0;             // CTAs that fit the device at once; sm90: that stay, at most
+  int num_splits = 1;           // CTAs that share the keys of a tile, at most
+  int keys_per_split = 0;       // fixed length of a split, in keys; 0: what the lengths ask for
+  bool lengths_decide = false;  // decode: about the number of splits, which CTAs draw
+  // Counters that nobody has zeroed (shared/schedule/marked_counter.h).
+  Buffer<unsigned long long> tickets;       // sm90: tiles that CTAs have drawn, where they draw
+  Buffer<unsigned long long> arrivals;      // decode: splits of a tile that are there
+  Buffer<unsigned long long> item_tickets;  // and those of all tiles that CTAs have drawn
+  Buffer<float> out_partial, lse_partial;
   std::size_t workspace_bytes = 0;
 };
 
@@ -97,38 +131,43 @@ struct SharedTiles {
 };
 
 // The backward runs as [sequence table ->] preprocess [-> sum of dsink, sm80] -> main [-> convert]
-// [-> reduce]. Offsets are bytes into the workspace.
+// [-> reduce].
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
+  Window window;  // as of ForwardPlan
+  TensorExtents extents;
   TileSchedule schedule;  // tiles are key blocks; heads are key heads times dkdv_splits
   SequenceTablePlan table;
   int q_tiles = 0;  // query tiles per head, of all sequences together: the statistics of head h,
                     // tile t lie at index h * q_tiles + t, and so do sums of dQ, unless sweeps
-  bool tiles_descend = false;  // a sequence's last key tile comes first
-  int num_ctas = 0;            // sm90: CTAs that draw tile after tile, one an SM, whole pairs
-  int dkdv_splits =
-      1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials afterwards
+  int q_tiles_per_sequence = 0;   // 0 where a table says it
+  bool tiles_descend = false;     // a sequence's last key tile comes first
+  std::int64_t grid = 0;          // CTAs of the main kernel
+  std::int64_t convert_grid = 0;  // and of the one that converts what leaves_sums()
+  int num_ctas = 0;     // sm90: at most so many CTAs draw tile after tile, one an SM, whole pairs
+  int dkdv_splits = 1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials
+                        // afterwards
   DqPath dq_path = DqPath::converted;
   bool sweeps = false;       // sm90: a CTA draws a head and takes all its key tiles, one after the
                              // other; of packed sequences table.swept_rows says it
   bool takes_turns = false;  // dQ's adders wait for one another (shared/schedule/turns.h)
-  bool counts_additions = false;
-  std::size_t lse_log2_offset = 0;
-  std::size_t softmax_d_offset = 0;
-  std::size_t dq_accum_offset = 0;
-  std::size_t tickets_offset = 0;     // two counters: CTAs, or tiles, that have started, and, with
-                                      // DqPath::finished, strips of sums that were drawn
-  std::size_t given_back_offset = 0;  // of those, what each finishing warp has not come to
-  std::size_t additions_offset = 0;   // per head and query tile, or head, if counts_additions
-  int sink_shares = 0;                // with dsink: numbers of each head that add up to it
-  std::size_t sink_shares_offset = 0;
+  int sink_shares_per_head = 0;  // with dsink: numbers that add up to a head's
   SharedTiles shared_tiles;
-  std::size_t part_sums_offset = 0;
-  int part_counters = 0;  // one for each part and warpgroup with dK and dV
-  std::size_t part_counters_offset = 0;
-  std::size_t dk_partial_offset = 0;
-  std::size_t dv_partial_offset = 0;
+  Buffer<float> lse_log2, softmax_d, dq_accum;
+  Buffer<int> tickets;     // two counters: CTAs, or tiles, that have started, and, with
+                           // DqPath::finished, strips of sums that were drawn
+  Buffer<int> additions;   // per head and query tile, or head, where additions to dQ are counted
+  Buffer<int> given_back;  // of those strips, what each finishing warp has not come to
+  Buffer<float> sink_shares;
+  Buffer<float> part_sums;
+  Buffer<int> part_counters;  // one for each part and warpgroup with dK and dV
+  Buffer<float> dk_partial, dv_partial;
   std::size_t workspace_bytes = 0;
+
+  // What the CTAs of an sm90 kernel draw: tiles, some of them in parts.
+  std::int64_t num_tickets() const { return schedule.grid_size() + shared_tiles.more_tickets(); }
+  // Whether sums of dQ are left when the main kernel has ended.
+  bool leaves_sums() const { return dq_path == DqPath::converted || dq_path == DqPath::finished; }
 };
 
 using Stream = CUstream_st*;

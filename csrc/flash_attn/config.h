@@ -8,6 +8,19 @@ namespace flash_attn_cuda {
 
 enum class Dtype : std::uint8_t { fp16, bf16 };
 
+constexpr int bytes_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::fp16:
+    case Dtype::bf16:
+      return 2;
+  }
+  return 0;
+}
+
+// What a thread loads or stores at once.
+inline constexpr int vector_bytes = 16;
+constexpr int elements_of_vector(Dtype dtype) { return vector_bytes / bytes_of(dtype); }
+
 // full: every key below seqlen_k is visible. windowed: causal and sliding windows, two bounds per
 // query row.
 enum class MaskKind : std::uint8_t { full, windowed };
@@ -35,8 +48,9 @@ enum class ForwardKind : std::uint8_t { tiles, decode };
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 
 // One row of build_tools/kernel_table.py for one dtype: all that is decided for a kernel and not
-// for a call. Kernels read it as a constexpr, planning reads it from the registry. A row gives the
-// fields of its family and pass (build_tools/kernel_row.py); the others keep the values here.
+// for a call. A row's tag type has two constants: `config`, what planning reads of every row of its
+// pass and the registry holds, and `own`, what its kernel alone reads. Rows of some kernels give
+// the fields that have a value here (build_tools/kernel_row.py), the others keep it.
 struct ForwardConfig {
   KernelFamily family;
   Dtype dtype;
@@ -44,33 +58,43 @@ struct ForwardConfig {
   int head_dim;    // the bucket: serves every head dim up to this one
   int head_dim_v;  // the same of v and out; other than head_dim in rows of sm90 alone
   ForwardKind kind;
-  int block_m;        // queries per tile; decode: rows, of queries and heads together
-  int block_n;        // keys per step; decode: of one warp
-  int num_warps;      // sm90: those that multiply; others load, and may draw dropout's decisions
-  int stages_q = 1;   // sm90: shared-memory buffers for the queries of tiles
-  int stages_kv = 1;  // sm90 and decode: buffers for the keys and values of steps
-  // sm90: CTAs that share an SM, 1 or 2. Of two, one multiplies while the other begins or ends a
-  // tile, and neither has registers to overlap its own products and softmax.
+  int block_m;    // queries per tile; decode: rows, of queries and heads together
+  int block_n;    // keys per step; decode: of one warp
+  int num_warps;  // those that multiply; sm90 has others, which load or draw dropout's decisions
+  // CTAs that share an SM where they stay, 1 or 2. Of two, one multiplies while the other begins or
+  // ends a tile, and neither has registers to overlap its own products and softmax.
   int ctas_per_sm = 1;
-  // sm90: what setmaxnreg leaves a thread of each warpgroup. drawing: of one that draws dropout's
-  // decisions ahead; 0: there is none, and consumers draw for themselves.
-  int producer_registers = 0;
-  int consumer_registers = 0;
-  int drawing_registers = 0;
-  bool drops_turns = false;       // sm90: where something is dropped consumers take no turns
-  bool bends_in_softmax = false;  // sm90: the softmax bends scores itself
-  bool alternates_probabilities = false;  // sm90: registers for two P
-  bool keeps_pointers = false;  // sm80 tiles: pointers to K and V stay in registers between blocks
-  bool shares_queries = false;  // decode: Q waits in shared memory, which all warps read
   // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
-  // and without; for some that are longer a plan may (host/plan_forward.cpp). Both 0: any call.
+  // and without; for some that are longer a plan may (host/choose_forward.cpp). Both 0: any call.
   int most_causal_seqlen;
   int most_full_seqlen;
-  // sm90: keys that a query sees, on average, in the calls that it is for, at least; without a
-  // window and with one.
+  // Keys that a query sees, on average, in the calls that it is for, at least; without a window and
+  // with one.
   int least_keys_full = 0;
   int least_keys_windowed = 0;
   FeatureSet features;
+};
+
+struct Sm80ForwardConfig {
+  bool keeps_pointers;  // pointers to K and V stay in registers between blocks
+};
+
+struct Sm80DecodeConfig {
+  int stages_kv;        // shared-memory buffers for the keys and values of a warp's steps
+  bool shares_queries;  // Q waits in shared memory, which all warps read
+};
+
+struct Sm90ForwardConfig {
+  int stages_q;   // shared-memory buffers for the queries of tiles
+  int stages_kv;  // and for the keys and values of steps
+  // What setmaxnreg leaves a thread of each warpgroup. drawing: of one that draws dropout's
+  // decisions ahead; 0: there is none, and consumers draw for themselves.
+  int producer_registers;
+  int consumer_registers;
+  int drawing_registers;
+  bool drops_turns;               // where something is dropped consumers take no turns
+  bool bends_in_softmax;          // the softmax bends scores itself
+  bool alternates_probabilities;  // registers for two P
 };
 
 struct BackwardConfig {
@@ -81,37 +105,44 @@ struct BackwardConfig {
   int head_dim_v;
   int block_m;    // queries per step
   int block_n;    // keys per tile
-  int num_warps;  // sm90: those that hold dK and dV; eight more load and multiply dQ
-  // sm90: 1, or 2 that share the keys of a tile and the columns of dQ, with a row's warps each.
+  int num_warps;  // those that hold dK and dV; sm90 has eight more, which load and multiply dQ
+  // 1, or 2 that share the keys of a tile and the columns of dQ, with a row's warps each.
   int ctas_per_tile = 1;
-  // sm80: warps along the first mode of each product; the others lie along its second mode.
-  int warps_m_scores = 0;  // S and dP (block_m x block_n): warps along queries
-  int warps_n_dkdv = 0;    // dK and dV (block_n x head_dim): warps along keys
-  int warps_m_dq = 0;      // dQ (block_m x head_dim): warps along queries
-  int stages_q;            // shared-memory buffers for Q
-  int stages_do;           // and for dO
-  int stages_kv = 1;       // sm90: for the keys and values of tiles
-  // sm90: what setmaxnreg leaves a thread of each warpgroup.
-  int producer_registers = 0;
-  int key_registers = 0;  // of those that hold dK and dV
-  int dq_registers = 0;   // of the one that multiplies dQ
-  int dq_columns = 0;     // sm90: of dQ, multiplied at a time
-  // sm90: one warpgroup holds dV, another dK of the same keys, instead of each both of its own
-  // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).
-  bool separate_keys = false;
-  bool keeps_probabilities = false;  // sm90: P stays in registers for dV while dS is made
-  bool rounds_differences = false;   // sm90, bf16: dP - D is rounded before P multiplies it
-  bool stores_tiles = false;         // sm90: dK and dV leave through shared memory of their own
-  bool shares_tiles = false;         // sm90: CTAs may share the steps of a key tile
-  // sm90: idle warps turn sums of dQ into dq (sm90/backward/finish.h), where a query sees so many
-  // keys, in calls without a window and with one.
+  bool shares_tiles = false;  // CTAs may share the steps of a key tile
+  // Idle warps turn sums of dQ into dq (sm90/backward/finish.h), where a query sees so many keys,
+  // in calls without a window and with one.
   bool finishes_dq = false;
   int finish_keys_full = 0;
   int finish_keys_windowed = 0;
-  // sm90: as of ForwardConfig.
-  int least_keys_full = 0;
+  int least_keys_full = 0;  // as of ForwardConfig
   int least_keys_windowed = 0;
   FeatureSet features;
+};
+
+struct Sm80BackwardConfig {
+  // Warps along the first mode of each product; the others lie along its second mode.
+  int warps_m_scores;  // S and dP (block_m x block_n): warps along queries
+  int warps_n_dkdv;    // dK and dV (block_n x head_dim): warps along keys
+  int warps_m_dq;      // dQ (block_m x head_dim): warps along queries
+  int stages_q;        // shared-memory buffers for Q
+  int stages_do;       // and for dO
+};
+
+struct Sm90BackwardConfig {
+  int stages_q;
+  int stages_do;
+  int stages_kv;  // for the keys and values of tiles
+  // What setmaxnreg leaves a thread of each warpgroup.
+  int producer_registers;
+  int key_registers;  // of those that hold dK and dV
+  int dq_registers;   // of the one that multiplies dQ
+  int dq_columns;     // of dQ, multiplied at a time
+  // One warpgroup holds dV, another dK of the same keys, instead of each both of its own
+  // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).
+  bool separate_keys;
+  bool keeps_probabilities;  // P stays in registers for dV while dS is made
+  bool rounds_differences;   // bf16: dP - D is rounded before P multiplies it
+  bool stores_tiles;         // dK and dV leave through shared memory of their own
 };
 
 }  // namespace flash_attn_cuda

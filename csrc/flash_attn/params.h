@@ -20,6 +20,14 @@ struct TensorView {
   std::int64_t head_stride = 0;
 };
 
+// Whether a thread can load or store 16 bytes at once from where rows begin.
+inline bool has_vector_rows(const TensorView& view, int element_bytes) {
+  const int elements = vector_bytes / element_bytes;
+  return reinterpret_cast<std::uintptr_t>(view.data) % vector_bytes == 0 &&
+         view.batch_stride % elements == 0 && view.row_stride % elements == 0 &&
+         view.head_stride % elements == 0;
+}
+
 // One fp32 number per query and head, contiguous along queries: (batch, heads, seqlen_q), or
 // (heads, total_q) of packed sequences, whose batch_stride is 0.
 template <class Number>

@@ -82,8 +82,29 @@ int most_keys(const AttentionShape& shape, const SequenceParams& sequences) {
   return bound > 0 ? std::min(bound, shape.seqlen_k) : shape.seqlen_k;
 }
 
-std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan) {
-  return SequenceTable::bytes(batch_size, plan);
+int average_keys(const AttentionShape& shape, const SequenceParams& sequences,
+                 const Window& window) {
+  int seqlen_q = shape.seqlen_q;
+  int seqlen_k = shape.seqlen_k;
+  if (sequences.cu_seqlens_q != nullptr) seqlen_q /= std::max(1, shape.batch_size);
+  if (sequences.cu_seqlens_k != nullptr) seqlen_k /= std::max(1, shape.batch_size);
+  constexpr int samples = 16;
+  const Band band = band_from_queries(window, seqlen_k - seqlen_q);
+  std::int64_t keys = 0;
+  for (int sample = 0; sample < samples; ++sample) {
+    const auto query = static_cast<int>((2 * sample + 1) * std::int64_t{seqlen_q} / (2 * samples));
+    const Reach reach = reach_of(band, query, query, seqlen_k);
+    if (!reach.empty()) keys += reach.end - reach.begin;
+  }
+  return static_cast<int>(keys / samples);
+}
+
+void lay_out_table(SequenceTablePlan& table, int batch_size, int max_tiles, int max_q_tiles,
+                   WorkspaceLayout& workspace) {
+  table.counts = workspace.add<int>(2);
+  table.sequences = workspace.add<Sequence>(std::int64_t{batch_size} + gap_sequences);
+  table.tiles = workspace.add<TileEntry>(max_tiles, alignof(TileEntry));
+  table.q_tiles = workspace.add<TileEntry>(max_q_tiles, alignof(TileEntry));
 }
 
 void check_grid(std::int64_t ctas, int splits) {

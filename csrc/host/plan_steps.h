@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-#include "flash_attn/api.h"
+#include "host/select_instance.h"
+#include "host/tensor_map.h"
+#include "host/workspace_layout.h"
 
 namespace flash_attn_cuda {
 
@@ -38,8 +40,47 @@ int most_packed_tiles(const AttentionShape& shape, int tiles, int rows);
 int most_queries(const AttentionShape& shape, const SequenceParams& sequences);
 int most_keys(const AttentionShape& shape, const SequenceParams& sequences);
 
-// Bytes of a packed call's table (shared/sequence/sequence.h).
-std::size_t table_bytes(int batch_size, const SequenceTablePlan& plan);
+// Keys that a query sees, on average over some of a sequence or, of packed ones, over some of one
+// of average length: what a row of the kernel table for long calls is chosen by.
+int average_keys(const AttentionShape& shape, const SequenceParams& sequences,
+                 const Window& window);
+
+inline bool is_packed(const SequenceParams& sequences) { return sequences.cu_seqlens_q != nullptr; }
+
+// Whether all tiles take as long, in either pass; `params` have a normalised window.
+template <class Params>
+bool has_even_tiles(const Params& params) {
+  return params.window.is_full() && !is_packed(params.sequences) &&
+         params.sparsity.lists.data == nullptr;
+}
+
+// What a call of either pass needs of a kernel; `params` have a normalised window.
+template <class Params>
+KernelRequest common_request(const Params& params, const TensorExtents& extents) {
+  const ScoreParams& score = params.score;
+  FeatureSet features = 0;
+  if (score.softcap > 0.0f) features |= feature::softcap;
+  if (score.alibi_slopes != nullptr) features |= feature::alibi;
+  if (params.dropout.threshold > 0) features |= feature::dropout;
+  if (params.sparsity.lists.data != nullptr) features |= feature::block_sparse;
+  if (score.bias.data != nullptr) features |= feature::bias;
+  return {.dtype = params.dtype,
+          .mask = params.window.is_full() ? MaskKind::full : MaskKind::windowed,
+          .head_dim = params.shape.head_dim,
+          .head_dim_v = params.shape.head_dim_v,
+          .features = features,
+          .keys_per_query = average_keys(params.shape, params.sequences, params.window),
+          .fp32_results = params.fp32_results,
+          .suits_sm90 = score.softmax_scale >= 0.0f &&
+                        tma_can_move(params.q, params.dtype, extents.q) &&
+                        tma_can_move(params.k, params.dtype, extents.k) &&
+                        tma_can_move(params.v, params.dtype, extents.v) &&
+                        tma_can_load_bias(score.bias, params.dtype, params.shape)};
+}
+
+// The buffers of a packed call's table (shared/sequence/sequence.h), behind each other.
+void lay_out_table(SequenceTablePlan& table, int batch_size, int max_tiles, int max_q_tiles,
+                   WorkspaceLayout& workspace);
 
 // Throws Error when a grid of `ctas` for each of `splits` is larger than CUDA's.
 void check_grid(std::int64_t ctas, int splits);

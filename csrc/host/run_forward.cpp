@@ -2,7 +2,6 @@
 
 #include "auxiliary/auxiliary.h"
 #include "flash_attn/instance.h"
-#include "host/normalize_window.h"
 #include "shared/launch.h"
 
 namespace flash_attn_cuda {
@@ -10,15 +9,14 @@ namespace {
 
 CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
-  const char* workspace = static_cast<const char*>(params.workspace);
   return {.out_dtype = params.dtype,
           .out_fp32 = params.fp32_results,
           .num_splits = plan.num_splits,
           .head_dim = shape.head_dim_v,
           .num_heads = shape.num_heads_q,
           .rows = query_rows(params),
-          .out_partial = reinterpret_cast<const float*>(workspace + plan.out_partial_offset),
-          .lse_partial = reinterpret_cast<const float*>(workspace + plan.lse_partial_offset),
+          .out_partial = plan.out_partial.in(params.workspace),
+          .lse_partial = plan.lse_partial.in(params.workspace),
           .out = params.out.data,
           .out_batch_stride = params.out.batch_stride,
           .out_row_stride = params.out.row_stride,
@@ -29,17 +27,16 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
 
 }  // namespace
 
-void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
-  ForwardParams normalized = params;
-  normalized.window = normalize_window(params.window, params.shape, params.sequences);
+void run_forward(const ForwardPlan& plan, const ForwardParams& given, Stream stream) {
+  ForwardParams params = given;
+  params.window = plan.window;
   const bool draws = (plan.instance->config.features & feature::dropout) != 0;
-  const bool is_empty = plan.schedule.grid_size() == 0;
-  if (params.dropout.rng_state != nullptr && (is_empty || !draws)) {
+  if (params.dropout.rng_state != nullptr && (plan.grid == 0 || !draws)) {
     // Nothing is dropped, but a backward may ask for the state.
     check_cuda(cudaMemsetAsync(params.dropout.rng_state, 0, 2 * sizeof(std::int64_t), stream),
                "zero rng_state");
   }
-  if (is_empty) return;
+  if (plan.grid == 0) return;
   make_sequence_table(plan.table,
                       {.sequences = params.sequences,
                        .shape = params.shape,
@@ -49,7 +46,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);
-  plan.instance->launch(plan, normalized, stream);
+  plan.instance->launch(plan, params, stream);
   if (plan.num_splits > 1 && plan.instance->config.kind == ForwardKind::tiles)
     run_combine(combine_params(plan, params), stream);
 }

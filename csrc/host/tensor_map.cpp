@@ -11,7 +11,6 @@
 namespace flash_attn_cuda {
 namespace {
 
-constexpr std::int64_t element_bytes = 2;
 constexpr std::int64_t tma_alignment = 16;  // bytes, of the address and of strides
 constexpr std::int64_t tma_max_stride = std::int64_t{1} << 40;
 
@@ -33,22 +32,22 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encode() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-// A tensor of 16-bit elements, outermost dimension last; strides in bytes, of all but the
-// innermost.
+// A tensor with its outermost dimension last; strides in bytes, of all but the innermost.
 template <std::size_t kRank>
 struct MapSpec {
   char* base;
+  Dtype dtype;
   std::array<cuuint64_t, kRank> sizes;
   std::array<cuuint64_t, kRank - 1> strides;
   std::array<cuuint32_t, kRank> box;
 };
 
 // A row of a box that TMA loads fills a row of the swizzle, or is 16 bytes and needs none.
-CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns) {
-  switch (box_columns) {
-    case 64:
+CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns, Dtype dtype) {
+  switch (box_columns * bytes_of(dtype)) {
+    case 128:
       return CU_TENSOR_MAP_SWIZZLE_128B;
-    case 32:
+    case 64:
       return CU_TENSOR_MAP_SWIZZLE_64B;
     default:
       return CU_TENSOR_MAP_SWIZZLE_NONE;
@@ -56,19 +55,19 @@ CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns) {
 }
 
 template <std::size_t kRank>
-CUtensorMap encode_map(const MapSpec<kRank>& spec, Dtype dtype) {
+CUtensorMap encode_map(const MapSpec<kRank>& spec) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encode();
   CUtensorMap map{};
   std::array<cuuint32_t, kRank> element_strides;
   element_strides.fill(1);
-  const auto swizzle = swizzle_of(spec.box[0]);
+  const auto swizzle = swizzle_of(spec.box[0], spec.dtype);
   const auto try_encode = [&] {
-    return encode(
-        &map,
-        dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
-        element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(&map,
+                  spec.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                  kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
+                  element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = try_encode();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {
@@ -90,75 +89,66 @@ bool is_aligned(const void* data) {
 }
 
 // A stride that is never stepped along may be anything; TMA wants a valid one.
-std::int64_t stride_bytes(std::int64_t stride, int extent) {
-  return extent > 1 ? stride * element_bytes : tma_alignment;
+std::int64_t stride_bytes(std::int64_t stride, int extent, Dtype dtype) {
+  return extent > 1 ? stride * bytes_of(dtype) : tma_alignment;
 }
 
-bool is_valid(std::int64_t stride, int extent) {
-  const std::int64_t bytes = stride_bytes(stride, extent);
+bool is_valid(std::int64_t stride, int extent, Dtype dtype) {
+  const std::int64_t bytes = stride_bytes(stride, extent, dtype);
   return bytes > 0 && bytes < tma_max_stride && bytes % tma_alignment == 0;
 }
 
 }  // namespace
 
-TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& sequences) {
-  const bool is_packed = sequences.cu_seqlens_q != nullptr;
-  return {.batch_size = is_packed ? 1 : shape.batch_size,
-          .rows = shape.seqlen_q,
-          .num_heads = shape.num_heads_q,
-          .head_dim = shape.head_dim};
-}
-
-TensorExtent output_extent(const AttentionShape& shape, const SequenceParams& sequences) {
-  TensorExtent extent = query_extent(shape, sequences);
-  extent.head_dim = shape.head_dim_v;
-  return extent;
-}
-
-TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences) {
-  const bool is_packed = sequences.cu_seqlens_k != nullptr;
+TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& sequences,
+                             const PagedKvParams& paged) {
+  const bool is_packed_q = sequences.cu_seqlens_q != nullptr;
+  const bool is_packed_k = sequences.cu_seqlens_k != nullptr;
   const int entries = sequences.num_kv_batches > 0 ? sequences.num_kv_batches : shape.batch_size;
-  return {.batch_size = is_packed ? 1 : entries,
-          .rows = shape.seqlen_k,
-          .num_heads = shape.num_heads_k,
-          .head_dim = shape.head_dim};
-}
-
-TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& sequences) {
-  TensorExtent extent = key_extent(shape, sequences);
-  extent.head_dim = shape.head_dim_v;
-  return extent;
-}
-
-TensorExtent in_pages(TensorExtent keys, const PagedKvParams& paged) {
+  TensorExtents extents;
+  extents.q = extents.out = {.batch_size = is_packed_q ? 1 : shape.batch_size,
+                             .rows = shape.seqlen_q,
+                             .num_heads = shape.num_heads_q,
+                             .head_dim = shape.head_dim};
+  extents.k = {.batch_size = is_packed_k ? 1 : entries,
+               .rows = shape.seqlen_k,
+               .num_heads = shape.num_heads_k,
+               .head_dim = shape.head_dim};
   if (paged.block_table != nullptr) {
-    keys.batch_size = paged.num_pages;
-    keys.rows = paged.page_size;
+    extents.k.batch_size = paged.num_pages;
+    extents.k.rows = paged.page_size;
   }
-  return keys;
+  extents.v = extents.k;
+  extents.out.head_dim = extents.v.head_dim = shape.head_dim_v;
+  return extents;
 }
 
-bool tma_can_move(const TensorView& view, const TensorExtent& extent) {
-  return is_aligned(view.data) && is_valid(view.batch_stride, extent.batch_size) &&
-         is_valid(view.row_stride, extent.rows) && is_valid(view.head_stride, extent.num_heads);
+bool tma_can_move(const TensorView& view, Dtype dtype, const TensorExtent& extent) {
+  return is_aligned(view.data) && is_valid(view.batch_stride, extent.batch_size, dtype) &&
+         is_valid(view.row_stride, extent.rows, dtype) &&
+         is_valid(view.head_stride, extent.num_heads, dtype);
 }
 
 CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
                             const TensorBox& box) {
   if (extent.batch_size == 0 || extent.rows == 0) return {};
-  const auto row_stride = dim(stride_bytes(view.row_stride, extent.rows));
+  const auto bytes = [&](std::int64_t stride, int size) {
+    return dim(stride_bytes(stride, size, dtype));
+  };
+  const auto row_stride = bytes(view.row_stride, extent.rows);
   return encode_map<5>(
       {.base = static_cast<char*>(view.data) - row_stride * box.rows,
+       .dtype = dtype,
        .sizes = {dim(extent.head_dim), dim(box.rows), dim(std::int64_t{extent.rows} + 1),
                  dim(extent.num_heads), dim(extent.batch_size)},
-       .strides = {row_stride, row_stride, dim(stride_bytes(view.head_stride, extent.num_heads)),
-                   dim(stride_bytes(view.batch_stride, extent.batch_size))},
-       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1}},
-      dtype);
+       .strides = {row_stride, row_stride, bytes(view.head_stride, extent.num_heads),
+                   bytes(view.batch_stride, extent.batch_size)},
+       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1}});
 }
 
-PairTensor pair_tensor(const BiasParams& bias, const AttentionShape& shape) {
+PairTensor pair_tensor(const BiasParams& bias, Dtype dtype, const AttentionShape& shape) {
   return {.data = bias.data,
+          .dtype = dtype,
           .batch_size = bias.batch_stride == 0 ? 1 : shape.batch_size,
           .num_heads = bias.head_stride == 0 ? 1 : shape.num_heads_q,
           .rows = bias.rows,
@@ -168,7 +158,7 @@ PairTensor pair_tensor(const BiasParams& bias, const AttentionShape& shape) {
           .row_stride = bias.row_stride};
 }
 
-PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
+PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias, Dtype dtype,
                        const AttentionShape& shape) {
   return pair_tensor({.data = dbias.data,
                       .batch_stride = dbias.batch_stride,
@@ -176,50 +166,50 @@ PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
                       .row_stride = dbias.row_stride,
                       .rows = bias.rows,
                       .columns = bias.columns},
-                     shape);
+                     dtype, shape);
+}
+
+PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape) {
+  constexpr Dtype dtype = Dtype::bf16;
+  constexpr int elements = sizeof(std::uint32_t) / bytes_of(dtype);  // of a word
+  return pair_tensor({.data = bits.data,
+                      .batch_stride = elements * bits.batch_stride,
+                      .head_stride = elements * bits.head_stride,
+                      .row_stride = elements * bits.row_stride,
+                      .rows = bits.rows,
+                      .columns = elements * bits.words},
+                     dtype, shape);
 }
 
 bool tma_can_move(const PairTensor& tensor) {
   return tensor.rows > 0 && tensor.columns > 0 && is_aligned(tensor.data) &&
-         is_valid(tensor.batch_stride, tensor.batch_size) &&
-         is_valid(tensor.head_stride, tensor.num_heads) && is_valid(tensor.row_stride, tensor.rows);
+         is_valid(tensor.batch_stride, tensor.batch_size, tensor.dtype) &&
+         is_valid(tensor.head_stride, tensor.num_heads, tensor.dtype) &&
+         is_valid(tensor.row_stride, tensor.rows, tensor.dtype);
 }
 
-bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape) {
-  return bias.data == nullptr || (!bias.is_fp32 && tma_can_move(pair_tensor(bias, shape)));
-}
-
-CUtensorMap make_pair_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box) {
-  if (tensor.batch_size == 0 || tensor.rows == 0 || tensor.columns == 0) return {};
-  return encode_map<4>(
-      {.base = static_cast<char*>(const_cast<void*>(tensor.data)),
-       .sizes = {dim(tensor.columns), dim(tensor.rows), dim(tensor.num_heads),
-                 dim(tensor.batch_size)},
-       .strides = {dim(stride_bytes(tensor.row_stride, tensor.rows)),
-                   dim(stride_bytes(tensor.head_stride, tensor.num_heads)),
-                   dim(stride_bytes(tensor.batch_stride, tensor.batch_size))},
-       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1}},
-      dtype);
-}
-
-PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape) {
-  constexpr int elements = 2;  // of a word
-  return {.data = bits.data,
-          .batch_size = bits.batch_stride == 0 ? 1 : shape.batch_size,
-          .num_heads = bits.head_stride == 0 ? 1 : shape.num_heads_q,
-          .rows = bits.rows,
-          .columns = elements * bits.words,
-          .batch_stride = elements * bits.batch_stride,
-          .head_stride = elements * bits.head_stride,
-          .row_stride = elements * bits.row_stride};
+bool tma_can_load_bias(const BiasParams& bias, Dtype dtype, const AttentionShape& shape) {
+  return bias.data == nullptr || (!bias.is_fp32 && tma_can_move(pair_tensor(bias, dtype, shape)));
 }
 
 bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape) {
   return bits.data == nullptr || tma_can_move(pair_tensor(bits, shape));
 }
 
-CUtensorMap make_bits_map(const PairTensor& tensor, const TensorBox& box) {
-  return make_pair_map(tensor, Dtype::bf16, box);
+CUtensorMap make_pair_map(const PairTensor& tensor, const TensorBox& box) {
+  if (tensor.batch_size == 0 || tensor.rows == 0 || tensor.columns == 0) return {};
+  const auto bytes = [&](std::int64_t stride, int size) {
+    return dim(stride_bytes(stride, size, tensor.dtype));
+  };
+  return encode_map<4>(
+      {.base = static_cast<char*>(const_cast<void*>(tensor.data)),
+       .dtype = tensor.dtype,
+       .sizes = {dim(tensor.columns), dim(tensor.rows), dim(tensor.num_heads),
+                 dim(tensor.batch_size)},
+       .strides = {bytes(tensor.row_stride, tensor.rows),
+                   bytes(tensor.head_stride, tensor.num_heads),
+                   bytes(tensor.batch_stride, tensor.batch_size)},
+       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1}});
 }
 
 }  // namespace flash_attn_cuda

@@ -1,9 +1,10 @@
 // Tensors as the tensor memory accelerator (TMA) of Hopper GPUs sees them.
 #pragma once
 
-#include <cuda.h>
+#include "flash_attn/api.h"
 
-#include "flash_attn/params.h"
+struct CUtensorMap_st;
+using CUtensorMap = CUtensorMap_st;
 
 namespace flash_attn_cuda {
 
@@ -14,24 +15,13 @@ struct TensorBox {
   int columns;  // 64 (128-byte swizzle), 32 (64-byte swizzle) or 8 (none)
 };
 
-struct TensorExtent {
-  int batch_size;
-  int rows;
-  int num_heads;
-  int head_dim;
-};
-
-// Of q, of out, of k, and of v, and so of their gradients.
-TensorExtent query_extent(const AttentionShape& shape, const SequenceParams& sequences);
-TensorExtent output_extent(const AttentionShape& shape, const SequenceParams& sequences);
-TensorExtent key_extent(const AttentionShape& shape, const SequenceParams& sequences);
-TensorExtent value_extent(const AttentionShape& shape, const SequenceParams& sequences);
-// Of k and v as a paged cache has them.
-TensorExtent in_pages(TensorExtent keys, const PagedKvParams& paged);
+// Of a call's tensors; k and v as a paged cache has them.
+TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& sequences,
+                             const PagedKvParams& paged = {});
 
 // Whether TMA can read and write the tensor: 16-byte aligned, strides multiples of 16 bytes below
 // 2^40 and, where there is a second element to step to, not 0.
-bool tma_can_move(const TensorView& view, const TensorExtent& extent);
+bool tma_can_move(const TensorView& view, Dtype dtype, const TensorExtent& extent);
 
 // A map whose boxes end where a sequence ends, wherever that is. Its coordinates are (column,
 // box.rows - n, row + n, head, batch) for the n rows from `row` on: the second one leaves the map
@@ -41,9 +31,11 @@ bool tma_can_move(const TensorView& view, const TensorExtent& extent);
 CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
                             const TensorBox& box);
 
-// A bias or its gradient in 16 bits: (batch or 1, heads or 1, rows, columns).
+// A bias or its gradient, (batch or 1, heads or 1, rows, columns), or a mask's bits, as columns of
+// bf16.
 struct PairTensor {
   const void* data;
+  Dtype dtype;
   int batch_size;
   int num_heads;
   int rows;
@@ -53,22 +45,19 @@ struct PairTensor {
   std::int64_t row_stride;
 };
 
-PairTensor pair_tensor(const BiasParams& bias, const AttentionShape& shape);
-PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias,
+PairTensor pair_tensor(const BiasParams& bias, Dtype dtype, const AttentionShape& shape);
+PairTensor pair_tensor(const BiasGradient& dbias, const BiasParams& bias, Dtype dtype,
                        const AttentionShape& shape);
+PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape);
 
 bool tma_can_move(const PairTensor& tensor);
 
-// The same of a call's bias, if there is one: an fp32 one or one row for all queries it cannot.
-bool tma_can_load_bias(const BiasParams& bias, const AttentionShape& shape);
+// The same of a call's bias or bits, if there are any. Not of a bias in fp32 or with one row for
+// all queries.
+bool tma_can_load_bias(const BiasParams& bias, Dtype dtype, const AttentionShape& shape);
+bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape);
 
 // A map with coordinates (column, row, head, batch); the last two are 0 where the stride is.
-CUtensorMap make_pair_map(const PairTensor& tensor, Dtype dtype, const TensorBox& box);
-
-// A mask's bits: (batch or 1, heads or 1, rows, words), in elements of 16 bits. Whether TMA can
-// read them, if there are any, and a map with coordinates like those of a bias.
-PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape);
-bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape);
-CUtensorMap make_bits_map(const PairTensor& tensor, const TensorBox& box);
+CUtensorMap make_pair_map(const PairTensor& tensor, const TensorBox& box);
 
 }  // namespace flash_attn_cuda

@@ -1,26 +1,28 @@
 // Buffers behind each other in one workspace.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "flash_attn/api.h"
 
 namespace flash_attn_cuda {
 
 class WorkspaceLayout {
  public:
-  // The offset of the new buffer.
-  std::size_t add_bytes(std::size_t bytes) {
-    constexpr std::size_t alignment = 256;
-    const std::size_t offset = end_;
-    end_ += (bytes + alignment - 1) / alignment * alignment;
-    return offset;
+  // Behind the buffers so far, from a multiple of `alignment` bytes on.
+  template <class T>
+  Buffer<T> add(std::int64_t count, std::size_t alignment = usual_alignment) {
+    const std::size_t offset = rounded_up(alignment);
+    end_ = offset + static_cast<std::size_t>(count) * sizeof(T);
+    return {.offset = offset, .count = count};
   }
-  std::size_t add_floats(std::int64_t floats) {
-    return add_bytes(static_cast<std::size_t>(floats) * sizeof(float));
-  }
-  std::size_t bytes() const { return end_; }
+  std::size_t bytes() const { return rounded_up(usual_alignment); }
 
  private:
+  static constexpr std::size_t usual_alignment = 256;
+
+  std::size_t rounded_up(std::size_t alignment) const {
+    return (end_ + alignment - 1) / alignment * alignment;
+  }
+
   std::size_t end_ = 0;
 };
 

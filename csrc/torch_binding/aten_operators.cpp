@@ -61,14 +61,13 @@ bool has_kernels(const at::Tensor& q, bool drops) {
 // By what both passes see, so that they agree: the same decisions about dropout, the same lse of a
 // row without keys.
 bool takes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout_p) {
-  constexpr int head_dim_step = 8;
-  constexpr int most_head_dim = 256;
+  const int head_dim_step = elements_of_vector(dtype_of(q));
   const auto type = q.scalar_type();
   if ((type != at::kHalf && type != at::kBFloat16) || k.scalar_type() != type ||
       v.scalar_type() != type)
     return false;
   const std::int64_t head_dim = q.size(-1);
-  return head_dim > 0 && head_dim <= most_head_dim && head_dim % head_dim_step == 0 &&
+  return head_dim > 0 && head_dim <= max_head_dim && head_dim % head_dim_step == 0 &&
          k.size(-1) == head_dim && v.size(-1) == head_dim && q.stride(-1) == 1 &&
          k.stride(-1) == 1 && v.stride(-1) == 1 && has_kernels(q, dropout_p > 0.0);
 }

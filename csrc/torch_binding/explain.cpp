@@ -61,11 +61,6 @@ py::dict describe(const ForwardConfig& config) {
 py::dict describe(const BackwardConfig& config) {
   py::dict result = common_config(config);
   result["ctas_per_tile"] = config.ctas_per_tile;
-  result["warps_m_scores"] = config.warps_m_scores;
-  result["warps_n_dkdv"] = config.warps_n_dkdv;
-  result["warps_m_dq"] = config.warps_m_dq;
-  result["stages_q"] = config.stages_q;
-  result["stages_do"] = config.stages_do;
   result["least_keys_full"] = config.least_keys_full;
   result["least_keys_windowed"] = config.least_keys_windowed;
   return result;
@@ -80,15 +75,15 @@ py::dict describe(const TileSchedule& schedule) {
 }
 
 py::object describe(const SequenceTablePlan& table) {
-  if (!table.used) return py::none();
-  return py::dict("max_tiles"_a = table.max_tiles, "max_q_tiles"_a = table.max_q_tiles,
+  if (!table.used()) return py::none();
+  return py::dict("max_tiles"_a = table.tiles.count, "max_q_tiles"_a = table.q_tiles.count,
                   "swept_rows"_a = table.swept_rows);
 }
 
 template <class Plan>
 py::dict describe_plan(const Plan& plan) {
   return py::dict("instance"_a = plan.instance->name, "config"_a = describe(plan.instance->config),
-                  "smem_bytes"_a = plan.instance->smem_bytes, "grid"_a = plan.schedule.grid_size(),
+                  "smem_bytes"_a = plan.instance->smem_bytes, "grid"_a = plan.grid,
                   "schedule"_a = describe(plan.schedule), "sequence_table"_a = describe(plan.table),
                   "workspace_bytes"_a = plan.workspace_bytes);
 }
@@ -108,7 +103,7 @@ py::dict explain_forward(const AttentionCall& given, std::optional<int> device) 
   params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
   const ForwardPlan plan = plan_forward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
-  result["draws_tiles"] = plan.draws_tiles;
+  result["draws_tiles"] = plan.tickets.exists();
   result["num_splits"] = plan.num_splits;
   result["keys_per_split"] = plan.keys_per_split;
   return result;

@@ -15,8 +15,6 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-constexpr std::int64_t vector_bytes = 16;
-
 // Planning asks where a tensor lies, and never reads it: this stands for one without memory.
 alignas(vector_bytes) constexpr float stand_in[4] = {};
 
@@ -255,8 +253,7 @@ std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_t
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
-  // Of 16 bits; of fp32 results kernels ask the same.
-  const std::int64_t elements = vector_bytes / 2;
+  const std::int64_t elements = elements_of_vector(dtype_of(tensor));  // fp32 results: as many
   const int last = tensor.dim() - 1;
   if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
   for (int dim = 0; dim < last; ++dim) {

@@ -24,6 +24,7 @@ from ..arguments import (
     pad_head_dim,
     window_bounds,
 )
+from ..call import default_softmax_scale
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
 from .attention import ContextAttention, Work
@@ -230,7 +231,7 @@ class ContextParallel:
             q.device,
             (causal, left, right),
             given.get("dropout_p", 0.0),
-            index(q.shape[-1]) ** -0.5 if scale is None else scale,
+            default_softmax_scale(index(q.shape[-1])) if scale is None else scale,
             given.get("softcap", 0.0),
             alibi_slopes is not None,
             given.get("deterministic", False),

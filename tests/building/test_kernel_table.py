@@ -31,6 +31,7 @@ from build_tools.kernel_table import (
     FORWARD_ROWS,
     table_text,
 )
+from flash_attn_cuda.checks.tensors import MAX_HEAD_DIM
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 REPO = Path(__file__).resolve().parents[2]
@@ -41,10 +42,10 @@ def test_row_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def _cpp_fields(row_type: type[KernelRow]) -> dict[str, str | None]:
+def _cpp_fields(struct: str) -> dict[str, str | None]:
     """Those of the struct in config.h in its order, with their defaults."""
     header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(rf"struct {row_type.config_struct} {{(.*?)\n}};", header, flags=re.DOTALL)
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", header, flags=re.DOTALL)
     assert body is not None
     found = re.findall(r"^\s+\w+ (\w+)(?: = (\w+))?;", body[1], flags=re.MULTILINE)
     return {name: default or None for name, default in found}
@@ -55,28 +56,50 @@ def _row_fields(row_type: type[KernelRow]) -> dict[str, Field]:
 
 
 @pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
-def test_rows_have_the_fields_of_the_struct_in_its_order(row_type) -> None:
-    assert list(_cpp_fields(row_type)) == list(_row_fields(row_type))
-
-
-@pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
-def test_fields_that_rows_leave_out_have_a_default_in_the_struct(row_type) -> None:
-    """Which is the row's where that has one as well."""
-    for name, default in _cpp_fields(row_type).items():
-        of_row = _row_fields(row_type)[name]
-        if kernels := of_row.metadata.get("kernels"):
-            assert default is not None, name
-            assert of_row.default is None or str(of_row.default).lower() == default
-            assert set(kernels) < set(Kernel)
-        else:
-            assert default is None, name
+def test_fields_that_planning_reads_are_those_of_the_pass_in_its_order(row_type) -> None:
+    """With the default that rows of other kernels keep."""
+    of_rows = {
+        name: f.metadata
+        for name, f in _row_fields(row_type).items()
+        if f.metadata.get("planned", True)
+    }
+    of_struct = _cpp_fields(row_type.config_struct)
+    assert list(of_struct) == list(of_rows)
+    for name, default in of_struct.items():
+        kept = _row_fields(row_type)[name].default if "kernels" in of_rows[name] else None
+        assert default == (None if kept is None else str(kept).lower()), name
 
 
 @pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-def test_a_row_has_the_fields_of_its_kernel(row: KernelRow) -> None:
-    owners = {name: f.metadata.get("kernels", Kernel) for name, f in _row_fields(type(row)).items()}
-    assert list(row.config()) == [name for name in owners if row.kernel in owners[name]]
+def test_a_row_has_the_fields_of_its_pass_and_its_kernel(row: KernelRow) -> None:
+    """All of its kernel's own, and none of another's."""
+    own = _cpp_fields(row.kernel.own_struct)
+    assert set(own.values()) == {None}
+    assert list(row.own_config()) == list(own)
+    of_pass = _cpp_fields(row.config_struct)
+    left_out = of_pass.keys() - row.planned_config().keys()
+    assert all(of_pass[name] is not None for name in left_out)
+    assert row.planned_config().keys() <= of_pass.keys()
+    assert row.config() == {**row.planned_config(), **row.own_config()}
     assert None not in row.config().values()
+
+
+def test_every_field_of_a_row_is_of_some_kernel_and_of_one_struct() -> None:
+    for row_type, pass_kernels in (
+        (ForwardRow, {Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm90_forward}),
+        (BackwardRow, {Kernel.sm80_backward, Kernel.sm90_backward}),
+    ):
+        own = {name for kernel in pass_kernels for name in _cpp_fields(kernel.own_struct)}
+        assert own | _cpp_fields(row_type.config_struct).keys() == _row_fields(row_type).keys()
+        assert not own & _cpp_fields(row_type.config_struct).keys()
+        for f in _row_fields(row_type).values():
+            assert set(f.metadata.get("kernels", pass_kernels)) <= pass_kernels
+
+
+def test_the_widest_rows_are_as_wide_as_checks_allow() -> None:
+    for rows in (FORWARD_ROWS, BACKWARD_ROWS):
+        assert max(row.head_dim for row in rows) == MAX_HEAD_DIM
+        assert max(row.value_dim for row in rows) == MAX_HEAD_DIM
 
 
 @pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])

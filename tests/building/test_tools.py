@@ -56,10 +56,12 @@ def test_the_text_of_a_unit() -> None:
         "      .block_m = 128,\n"
         "      .block_n = 64,\n"
         "      .num_warps = 4,\n"
-        "      .keeps_pointers = false,\n"
         "      .most_causal_seqlen = 0,\n"
         "      .most_full_seqlen = 0,\n"
         "      .features = 0,\n"
+        "  };\n"
+        "  static constexpr Sm80ForwardConfig own = {\n"
+        "      .keeps_pointers = false,\n"
         "  };\n"
         "};\n"
         "extern const ForwardInstance fwd_sm80_bf16_hd128_windowed_instance;\n"
@@ -135,6 +137,7 @@ def test_an_sm90_backward_row_says_nothing_of_sm80s_warps() -> None:
         assert re.findall("#include.*", text) == ['#include "sm90/backward/launch.h"']
         assert f'sm90::make_backward_instance<{row.name}>("{row.name}")' in text
         assert "  static constexpr BackwardConfig config = {\n" in text
+        assert "  static constexpr Sm90BackwardConfig own = {\n" in text
         assert "      .family = KernelFamily::sm90,\n" in text
         assert "      .num_warps = 8,\n" in text
         for name in SM80_FIELDS:

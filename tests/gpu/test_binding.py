@@ -428,13 +428,20 @@ def test_explain_names_a_compiled_instance(extension: Any) -> None:
     plan = explain("forward", call_of_shapes(**shapes))
     assert plan["instance"] in extension.forward_instances()
     tiles = -(-2048 // plan["config"]["block_m"])
-    assert plan["grid"] == 8 * tiles and plan["schedule"]["num_tiles"] == tiles
+    assert plan["schedule"]["num_tiles"] == tiles and plan["schedule"]["num_batch_heads"] == 8
+    # CTAs of Hopper's kernels may be fewer, and walk the tiles.
+    is_sm80 = plan["config"]["family"] == "sm80"
+    assert plan["grid"] == 8 * tiles if is_sm80 else 0 < plan["grid"] <= 8 * tiles
     assert plan["config"]["mask"] == "windowed" and plan["workspace_bytes"] == 0
 
     plan = explain("backward", call_of_shapes(**shapes), torch.cuda.current_device())
     assert plan["instance"] in extension.backward_instances()
     tiles = -(-1024 // plan["config"]["block_n"])
-    assert plan["grid"] == 2 * plan["dkdv_splits"] * tiles
+    schedule = plan["schedule"]
+    assert schedule["num_tiles"] == tiles
+    assert schedule["num_batch_heads"] == 2 * plan["dkdv_splits"]
+    is_sm80 = plan["config"]["family"] == "sm80"
+    assert plan["grid"] == 2 * plan["dkdv_splits"] * tiles if is_sm80 else plan["grid"] > 0
     assert plan["workspace_bytes"] >= 8 * 2048 * (HEAD_DIM + 1) * 4
 
     with pytest.raises(ValueError, match="dtype: must be 'fp16' or 'bf16', got 'fp64'"):

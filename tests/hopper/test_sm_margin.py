@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.explain import explain
 from flash_attn_cuda.operators.attention import run_gradients_operator, run_operator
 from tests.hopper.sm90 import runs_sm90_kernels
 
@@ -59,6 +60,8 @@ def test_kernels_leave_them(call: AttentionCall, tmp_path: Path) -> None:
     ):
         (every,) = grids(lambda run=run: run(call), kernel, tmp_path)
         (fewer,) = grids(lambda run=run: run(replace(call, sm_margin=MARGIN)), kernel, tmp_path)
+        kernel_pass = kernel.removesuffix("_kernel")
+        assert every == explain(kernel_pass, call)["grid"]
         of_each = every // of_device
         assert every == of_device * of_each > 0
         assert fewer == (of_device - MARGIN) * of_each

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "flash_attn/instance.h"
+#include "shared/sequence/sequence.h"
 
 namespace host_tests {
 
@@ -105,11 +106,6 @@ inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKi
                      .block_m = block_m,
                      .block_n = block_n,
                      .num_warps = 8,
-                     .warps_m_scores = 2,
-                     .warps_n_dkdv = 4,
-                     .warps_m_dq = 2,
-                     .stages_q = 2,
-                     .stages_do = 2,
                      .features = features},
           .smem_bytes = 96 * 1024,
           .launch = nullptr,
@@ -122,7 +118,6 @@ inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, i
       backward_instance(name, head_dim, MaskKind::windowed, block_m, 128, features);
   instance.config.family = KernelFamily::sm90;
   instance.config.ctas_per_tile = head_dim > 128 ? 2 : 1;
-  instance.config.warps_m_scores = instance.config.warps_n_dkdv = instance.config.warps_m_dq = 0;
   const bool is_plain = (features & ~(feature::deterministic | feature::block_sparse)) == 0;
   if (head_dim <= 128 && is_plain) {
     instance.config.finishes_dq = instance.config.shares_tiles = true;
@@ -316,11 +311,23 @@ inline BiasGradient contiguous_dbias(const AttentionShape& shape) {
           .is_summed = is_summed};
 }
 
-// Checks that buffers (offset, bytes) of a workspace are aligned and apart, and that it ends with
-// the last one.
-using Buffer = std::pair<std::size_t, std::size_t>;
+// A buffer (offset, bytes) of a workspace, of so many elements.
+using Bytes = std::pair<std::size_t, std::size_t>;
 
-inline void check_workspace(std::vector<Buffer> buffers, std::size_t workspace_bytes) {
+template <class T>
+Bytes bytes_of_buffer(const Buffer<T>& buffer, std::size_t count) {
+  CHECK_EQ(static_cast<std::size_t>(buffer.count), count);
+  return {buffer.offset, count * sizeof(T)};
+}
+
+// From a packed call's table to the end of its last list.
+inline Bytes bytes_of_table(const SequenceTablePlan& table) {
+  return {table.counts.offset,
+          table.q_tiles.offset + table.q_tiles.count * sizeof(TileEntry) - table.counts.offset};
+}
+
+// Checks that buffers of a workspace are aligned and apart, and that it ends with the last one.
+inline void check_workspace(std::vector<Bytes> buffers, std::size_t workspace_bytes) {
   constexpr std::size_t alignment = 256;
   std::sort(buffers.begin(), buffers.end());
   std::size_t end = 0;

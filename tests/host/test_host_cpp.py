@@ -21,8 +21,10 @@ FLAGS = (
     *(f"-I{ROOT / 'csrc'}", f"-I{TESTS}"),
 )
 
-PLAN_FORWARD = ("select_instance", "plan_steps", "plan_forward", "tensor_map")
-PLAN_BACKWARD = ("select_instance", "plan_steps", "plan_backward", "tensor_map")
+PLANNING = ("select_instance", "plan_steps", "tensor_map")
+PLAN_FORWARD = (*PLANNING, "choose_forward", "plan_forward")
+PLAN_BACKWARD = (*PLANNING, "choose_backward", "plan_backward")
+PLAN_BOTH = (*PLAN_FORWARD, "choose_backward", "plan_backward")
 
 # What each test program is linked with: sources of csrc/host.
 PROGRAMS = {
@@ -40,13 +42,13 @@ CUDA_PROGRAMS = {
     "test_tensor_map": ("tensor_map",),
     "test_plan_forward": PLAN_FORWARD,
     "test_plan_decode": PLAN_FORWARD,
-    "test_plan_packed": (*PLAN_FORWARD, "plan_backward"),
+    "test_plan_packed": PLAN_BOTH,
     "test_plan_backward": PLAN_BACKWARD,
     "test_plan_backward_sm90": PLAN_BACKWARD,
-    "test_plan_long": (*PLAN_FORWARD, "plan_backward"),
-    "test_plan_masked": (*PLAN_FORWARD, "plan_backward"),
+    "test_plan_long": PLAN_BOTH,
+    "test_plan_masked": PLAN_BOTH,
     "test_turns": PLAN_BACKWARD,
-    "test_run": (*PLAN_FORWARD, "plan_backward", "run_forward", "run_backward"),
+    "test_run": (*PLAN_BOTH, "run_forward", "run_backward"),
     "test_device_info": ("device_info",),
     "test_device_limits": ("device_info",),
 }

@@ -183,37 +183,35 @@ TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
     const BackwardPlan result = plan_backward(params, h200, table);
     const BackwardConfig& config = result.instance->config;
     const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
-    const std::size_t rows_bytes = query_tiles * config.block_m * sizeof(float);
-    CHECK_EQ(std::size_t(dq_accum_floats(shape, config)) * sizeof(float),
-             rows_bytes * config.head_dim);
-    std::vector<Buffer> buffers{{result.lse_log2_offset, rows_bytes},
-                                {result.softmax_d_offset, rows_bytes},
-                                {result.tickets_offset, sizeof(int)}};
+    const std::size_t rows = query_tiles * config.block_m;
+    CHECK_EQ(std::size_t(dq_accum_floats(shape, config)), rows * config.head_dim);
+    std::vector<Bytes> buffers{bytes_of_buffer(result.lse_log2, rows),
+                               bytes_of_buffer(result.softmax_d, rows),
+                               bytes_of_buffer(result.tickets, 2)};
     CHECK(!result.sweeps);
     if (result.dq_path != DqPath::direct)
-      buffers.push_back({result.dq_accum_offset, rows_bytes * config.head_dim});
+      buffers.push_back(bytes_of_buffer(result.dq_accum, rows * config.head_dim));
     CHECK_EQ(result.takes_turns, deterministic && result.dq_path != DqPath::direct);
-    CHECK_EQ(result.counts_additions, result.takes_turns || result.dq_path == DqPath::finished);
-    if (result.counts_additions)
-      buffers.push_back({result.additions_offset, query_tiles * sizeof(int)});
+    if (result.takes_turns || result.dq_path == DqPath::finished)
+      buffers.push_back(bytes_of_buffer(result.additions, query_tiles));
     if (result.dq_path == DqPath::finished)
-      buffers.push_back({result.given_back_offset, 2 * result.num_ctas * sizeof(int)});
+      buffers.push_back(bytes_of_buffer(result.given_back, std::size_t{2} * result.num_ctas));
     if (result.shared_tiles.parts > 1) {
       CHECK(config.family == KernelFamily::sm90 && !deterministic);
       const std::int64_t places = result.shared_tiles.places();
       buffers.push_back(
-          {result.part_sums_offset, places * config.block_n * 2 * config.head_dim * sizeof(float)});
-      buffers.push_back({result.part_counters_offset, result.part_counters * sizeof(int)});
+          bytes_of_buffer(result.part_sums, places * config.block_n * 2 * config.head_dim));
+      buffers.push_back(bytes_of_buffer(result.part_counters, places * config.ctas_per_tile * 2));
     }
     if (wants_dsink) {
-      buffers.push_back({result.sink_shares_offset,
-                         std::size_t(shape.num_heads_q) * result.sink_shares * sizeof(float)});
+      buffers.push_back(bytes_of_buffer(
+          result.sink_shares, std::size_t(shape.num_heads_q) * result.sink_shares_per_head));
     }
     if (result.dkdv_splits > 1) {
-      const std::size_t partial = sizeof(float) * result.dkdv_splits * shape.batch_size *
-                                  shape.num_heads_k * shape.seqlen_k;
-      buffers.push_back({result.dk_partial_offset, partial * config.head_dim});
-      buffers.push_back({result.dv_partial_offset, partial * config.head_dim_v});
+      const std::size_t partial =
+          std::size_t(result.dkdv_splits) * shape.batch_size * shape.num_heads_k * shape.seqlen_k;
+      buffers.push_back(bytes_of_buffer(result.dk_partial, partial * config.head_dim));
+      buffers.push_back(bytes_of_buffer(result.dv_partial, partial * config.head_dim_v));
     }
     check_workspace(buffers, result.workspace_bytes);
   };
@@ -253,8 +251,8 @@ TEST(partial_sums_of_dv_are_as_wide_as_the_row) {
   const BackwardPlan result = plan_backward(with_tensors(call<BackwardParams>(shape)), h200, table);
   const std::size_t rows = std::size_t(result.dkdv_splits) * 2048 * 2;
   CHECK(result.dkdv_splits > 1);
-  CHECK_EQ(result.dv_partial_offset - result.dk_partial_offset, rows * 192 * sizeof(float));
-  CHECK_EQ(result.workspace_bytes - result.dv_partial_offset, rows * 128 * sizeof(float));
+  CHECK_EQ(result.dv_partial.offset - result.dk_partial.offset, rows * 192 * sizeof(float));
+  CHECK_EQ(result.workspace_bytes - result.dv_partial.offset, rows * 128 * sizeof(float));
 }
 
 TEST(query_tiles_are_counted_over_all_sequences) {
@@ -272,7 +270,7 @@ TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
   const BackwardPlan ordered = plan_backward(params, h200, backward_table());
   CHECK_EQ(ordered.instance, free.instance);
   CHECK_EQ(ordered.schedule.heads_per_section, free.schedule.heads_per_section);
-  CHECK_EQ(ordered.tickets_offset, free.tickets_offset);
+  CHECK_EQ(ordered.tickets.offset, free.tickets.offset);
   const std::size_t counters = 16 * 64 * 4;  // a head's query tiles of 4 sequences
   CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, counters * sizeof(int));
 }
@@ -280,24 +278,24 @@ TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
 TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
   auto params = call<BackwardParams>(training, causal);
   const BackwardPlan without = plan_backward(params, h200, backward_table());
-  CHECK_EQ(without.sink_shares, 0);
+  CHECK_EQ(without.sink_shares_per_head, 0);
   params.score.sink = &some_float;  // that is constant
   CHECK_EQ(plan_backward(params, h200, backward_table()).workspace_bytes, without.workspace_bytes);
   params.dsink = &dsink;
   const BackwardPlan with = plan_backward(params, h200, backward_table());
   CHECK_EQ(with.instance, without.instance);
-  CHECK_EQ(with.tickets_offset, without.tickets_offset);
+  CHECK_EQ(with.tickets.offset, without.tickets.offset);
   // 16 lanes a row of 128: blocks of 16 rows.
-  CHECK_EQ(with.sink_shares, 4 * 4096 / 16);
+  CHECK_EQ(with.sink_shares_per_head, 4 * 4096 / 16);
   CHECK_EQ(with.workspace_bytes - without.workspace_bytes,
            std::size_t{16} * 4 * 4096 / 16 * sizeof(float));
   params.shape.seqlen_q = 0;
-  CHECK_EQ(plan_backward(params, h200, backward_table()).sink_shares, 0);
+  CHECK_EQ(plan_backward(params, h200, backward_table()).sink_shares_per_head, 0);
 
   auto packed = packed_call<BackwardParams>(training);
   give_sink(packed);
   const BackwardPlan result = plan_backward(packed, h200, backward_table());
-  CHECK_EQ(result.sink_shares, result.q_tiles * 64 / 16);
+  CHECK_EQ(result.sink_shares_per_head, result.q_tiles * 64 / 16);
   packed.score.sink = nullptr;
   CHECK_ERROR(plan_backward(packed, h200, backward_table()),
               "sink must be given with dsink, got dsink alone");
@@ -317,19 +315,24 @@ TEST(sums_are_fp32_and_change_no_plan) {
 }
 
 TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
+  const auto call_of = [](int head_dim_v) {
+    BackwardParams params;
+    params.shape.head_dim_v = head_dim_v;
+    return params;
+  };
   for (const int tile_rows : {32, 64, 128}) {
     for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
-      const AttentionShape shape{.head_dim_v = head_dim};
-      const int lanes = preprocess_lanes(shape, tile_rows);
+      const BackwardParams params = call_of(head_dim);
+      const int lanes = preprocess_lanes(params, tile_rows);
       CHECK(lanes <= 32 && std::has_single_bit(unsigned(lanes)));
       CHECK(8 * lanes >= head_dim);
       const int rows = preprocess_threads / lanes;
-      CHECK_EQ(preprocess_blocks_per_tile(shape, tile_rows) * rows, tile_rows);
+      CHECK_EQ(preprocess_blocks_per_tile(params, tile_rows) * rows, tile_rows);
     }
   }
-  CHECK_EQ(preprocess_lanes({.head_dim_v = 64}, 128), 8);
-  CHECK_EQ(preprocess_lanes({.head_dim_v = 72}, 64), 16);
-  CHECK_EQ(preprocess_lanes({.head_dim_v = 8}, 128), 2);
+  CHECK_EQ(preprocess_lanes(call_of(64), 128), 8);
+  CHECK_EQ(preprocess_lanes(call_of(72), 64), 16);
+  CHECK_EQ(preprocess_lanes(call_of(8), 128), 2);
 }
 
 TEST(the_order_of_turns_is_the_order_of_starts) {

@@ -38,10 +38,12 @@ TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
     const BackwardPlan hopper = sm90_plan(params);
     CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
     CHECK_EQ(hopper.num_ctas, 132);
+    CHECK_EQ(hopper.grid, 132);
     CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
     const BackwardPlan ampere = sm90_plan(params, a100);
     CHECK_EQ(std::string(ampere.instance->name), "hd128");
     CHECK_EQ(ampere.num_ctas, 0);
+    CHECK_EQ(ampere.grid, 64 * 32);
     params.score.softmax_scale = -1.0f;
     const BackwardPlan same_gpu = sm90_plan(params);
     CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
@@ -65,8 +67,9 @@ TEST(two_ctas_draw_a_tile_of_wide_heads) {
   };
   CHECK_EQ(plan(132).instance->config.ctas_per_tile, 2);
   CHECK_EQ(plan(132).num_ctas, 132);
-  CHECK_EQ(plan(131).num_ctas, 130);                  // whole pairs
-  CHECK_EQ(plan(1).num_ctas, 2);                      // or one
+  CHECK_EQ(plan(131).num_ctas, 130);  // whole pairs
+  CHECK_EQ(plan(1).num_ctas, 2);      // or one
+  CHECK_EQ(plan(131).grid, 130);
   CHECK_EQ(plan(132).schedule.grid_size(), 64 * 32);  // tiles, not CTAs
   // Three quarters of a tile for each pair are five heads of ten tiles, two for each pair, in
   // turns, 14; so many that 64 heads come out even.
@@ -215,7 +218,7 @@ TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
     const auto params = with_tensors(call<BackwardParams>(shape, window));
     const BackwardPlan result = sm90_plan(params);
     CHECK_EQ(result.instance->config.head_dim, head_dim);
-    CHECK_EQ(result.counts_additions, result.dq_path == DqPath::finished);
+    CHECK_EQ(result.additions.exists(), result.dq_path == DqPath::finished);
     return result.dq_path == DqPath::finished;
   };
   CHECK(!finishes(4096, 128, {}));
@@ -257,7 +260,7 @@ TEST(the_last_tiles_of_an_even_grid_have_parts_where_they_leave_ctas_idle) {
       CHECK(result.sweeps == false && !result.takes_turns);
       CHECK_EQ(tiles.first + tiles.count, result.schedule.grid_size());
       CHECK_EQ(tiles.count, result.schedule.grid_size() % h200.num_sms);
-      CHECK_EQ(result.part_counters, 2 * tiles.places());
+      CHECK_EQ(result.part_counters.count, 2 * tiles.places());
     }
     return tiles.parts;
   };
@@ -290,8 +293,25 @@ TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {
     const BackwardPlan of_sm80 = sm90_plan(params);
     CHECK(of_sm80.instance->config.family == KernelFamily::sm80);
     CHECK(of_sm80.dq_path == DqPath::converted);
-    CHECK(of_sm80.takes_turns && of_sm80.counts_additions);
+    CHECK(of_sm80.takes_turns && of_sm80.additions.exists());
   }
+}
+
+TEST(a_kernel_that_follows_has_a_warp_for_every_strip_or_as_many_as_fit) {
+  AttentionShape shape = training;  // 64 heads of all sequences
+  shape.head_dim = shape.head_dim_v = 64;
+  const auto plan = [&](int seqlen_k) {
+    shape.seqlen_k = seqlen_k;
+    return sm90_plan(with_tensors(call<BackwardParams>(shape)));
+  };
+  CHECK(plan(256).dq_path == DqPath::converted);
+  CHECK_EQ(plan(256).convert_grid, 64 * 4096 / 64);  // CTAs of four strips of 16 rows
+  CHECK(plan(4096).dq_path == DqPath::finished);
+  CHECK_EQ(plan(4096).convert_grid, 132 * 16);  // what is left is for the device to know
+  CHECK(plan(128).dq_path == DqPath::direct);
+  CHECK_EQ(plan(128).convert_grid, 0);
+  CHECK_EQ(plan_backward(call<BackwardParams>(shape), h200, backward_table()).convert_grid,
+           64 * 4096 / 64);  // sm80: a CTA for each query tile
 }
 
 TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_data_fit_l2_or_are_few_tiles) {
@@ -326,13 +346,13 @@ TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_data_fit_l2_or_are_few_
     CHECK_EQ(result.sweeps, expected.sweeps);
     if (!result.sweeps) continue;
     CHECK(result.dq_path == DqPath::ordered);
-    CHECK(!result.takes_turns && !result.counts_additions);
+    CHECK(!result.takes_turns && !result.additions.exists());
     CHECK_EQ(result.schedule.heads_per_section, 1);
     CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
     // A CTA has the sums of a head, and no more.
     const BackwardConfig& config = result.instance->config;
     const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
-    CHECK_EQ(result.tickets_offset - result.dq_accum_offset,
+    CHECK_EQ(result.tickets.offset - result.dq_accum.offset,
              sizeof(float) * result.num_ctas * rows * config.head_dim);
   }
 }
@@ -400,7 +420,7 @@ TEST(short_packed_sequences_are_swept_where_none_is_long_beside_a_ctas_work) {
     CHECK_EQ(result.table.swept_rows, expected.swept_rows);
     CHECK(!result.sweeps && result.dq_path == DqPath::converted);
     // Longer sequences have sums.
-    CHECK(result.tickets_offset - result.dq_accum_offset >=
+    CHECK(result.tickets.offset - result.dq_accum.offset >=
           sizeof(float) * expected.num_heads_q * total * expected.head_dim);
   }
 }
@@ -456,7 +476,7 @@ TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
   CHECK_EQ(result.dkdv_splits, 4);
   CHECK(result.sweeps);
   CHECK_EQ(result.num_ctas, 132);
-  CHECK_EQ(result.tickets_offset - result.dq_accum_offset, sizeof(float) * 132 * 2 * 384 * 64);
+  CHECK_EQ(result.tickets.offset - result.dq_accum.offset, sizeof(float) * 132 * 2 * 384 * 64);
 }
 
 TEST(sections_of_sm90_keep_to_a_small_part_of_l2_unless_key_tiles_wait_for_one_another) {

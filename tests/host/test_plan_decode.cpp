@@ -115,11 +115,13 @@ TEST(rows_off_16_byte_boundaries_decode_whatever_their_number) {
   auto aligned = call<ForwardParams>(shape);
   aligned.q = aligned.k = aligned.v = aligned.out = view_at(0x1000);
   CHECK_EQ(chosen(aligned), "hd128");
+  CHECK(plan(aligned).has_vector_rows);
   for (TensorView ForwardParams::* view :
        {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v, &ForwardParams::out}) {
     auto params = aligned;
     params.*view = view_at(0x1002);
     CHECK_EQ(chosen(params), "hd128_decode");
+    CHECK(!plan(params).has_vector_rows);
     params.*view = view_at(0x1000, 4100);
     CHECK_EQ(chosen(params), "hd128_decode");
     // Dropout has no such kernel: better an error than a fault.
@@ -292,6 +294,34 @@ TEST(batch_invariant_splits_have_a_fixed_length) {
   CHECK_EQ(plan(params).num_splits, 1);
 }
 
+TEST(where_lengths_decide_as_many_ctas_as_fit_draw_the_splits) {
+  auto params = call<ForwardParams>(decoding);  // 32 tiles
+  params.split.num_splits = 16;
+  const int fitting = 132 * 2;  // of 97 KiB in 227
+  CHECK_EQ(plan(params).num_ctas, fitting);
+  CHECK(!plan(params).lengths_decide);
+  CHECK_EQ(plan(params).grid, 32 * 16);
+  params.sequences.seqused_k = &some_int;
+  CHECK(plan(params).lengths_decide);
+  CHECK_EQ(plan(params).grid, fitting);
+  params.split.num_splits = 8;
+  CHECK_EQ(plan(params).grid, 32 * 8);
+  DeviceInfo half = h200;  // the others are left to other kernels
+  half.num_sms = 66;
+  CHECK_EQ(plan(params, half).grid, 66 * 2);
+  params.shape.batch_size = 1;  // one length
+  CHECK(!plan(params).lengths_decide);
+  params.split.batch_invariant = true;  // but as many splits as it asks for
+  CHECK(plan(params).lengths_decide);
+  params.shape.seqlen_k = 1;
+  CHECK(!plan(params).lengths_decide);
+  AttentionShape prefill = decoding;
+  prefill.seqlen_q = 512;
+  const ForwardPlan tiles = plan(cached_call(prefill));
+  CHECK(!tiles.lengths_decide);
+  CHECK_EQ(tiles.grid, tiles.schedule.grid_size());
+}
+
 TEST(partial_results_have_their_own_place_in_the_workspace) {
   for (const bool is_packed : {false, true}) {
     for (const int head_dim : {33, 64, 128}) {
@@ -305,17 +335,17 @@ TEST(partial_results_have_their_own_place_in_the_workspace) {
           params.split.num_splits = num_splits;
           const ForwardPlan result = plan(params);
           CHECK_EQ(result.num_splits, num_splits);
-          CHECK_EQ(result.table.used, is_packed);
+          CHECK_EQ(result.table.used(), is_packed);
           const std::size_t rows =
               std::size_t{is_packed ? 1u : 4u} * seqlen_q * shape.num_heads_q * num_splits;
-          std::vector<Buffer> buffers{
-              {result.out_partial_offset,
-               rows * result.instance->config.head_dim_v * sizeof(float)},
-              {result.lse_partial_offset, rows * sizeof(float)},
-              {result.arrivals_offset, (rows / num_splits + 1) * sizeof(std::uint64_t)}};
-          if (is_packed) {
-            buffers.push_back({result.table.offset, table_bytes(shape.batch_size, result.table)});
-          }
+          const Bytes arrivals = bytes_of_buffer(result.arrivals, rows / num_splits);
+          const Bytes tickets = bytes_of_buffer(result.item_tickets, 1);
+          CHECK_EQ(tickets.first, arrivals.first + arrivals.second);
+          std::vector<Bytes> buffers{
+              bytes_of_buffer(result.out_partial, rows * result.instance->config.head_dim_v),
+              bytes_of_buffer(result.lse_partial, rows),
+              {arrivals.first, arrivals.second + tickets.second}};
+          if (is_packed) buffers.push_back(bytes_of_table(result.table));
           check_workspace(buffers, result.workspace_bytes);
         }
       }

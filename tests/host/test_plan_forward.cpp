@@ -226,12 +226,14 @@ TEST(a_cta_an_sm_walks_the_tiles_of_sm90_kernels) {
   const ForwardPlan hopper = sm90_plan(params);
   CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
   CHECK_EQ(hopper.num_ctas, 132);
+  CHECK_EQ(hopper.grid, 132);
   CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
   CHECK_EQ(hopper.num_splits, 1);
   CHECK_EQ(hopper.workspace_bytes, std::size_t{0});
   const ForwardPlan ampere = sm90_plan(params, a100);
   CHECK_EQ(std::string(ampere.instance->name), "hd128");
   CHECK_EQ(ampere.num_ctas, 0);
+  CHECK_EQ(ampere.grid, 64 * 32);
   const ForwardPlan same_gpu = plan_forward(params, h200, complete_forward_table());
   CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
   CHECK_EQ(same_gpu.num_ctas, 0);
@@ -242,6 +244,7 @@ TEST(a_cta_an_sm_walks_the_tiles_of_sm90_kernels) {
   const ForwardPlan one_tile = sm90_plan(with_tensors(call<ForwardParams>(small)));
   CHECK_EQ(std::string(one_tile.instance->name), "sm90_hd128");
   CHECK_EQ(one_tile.schedule.grid_size(), 1);
+  CHECK_EQ(one_tile.grid, 1);
 }
 
 TEST(sm90_kernels_take_scales_that_are_not_negative) {
@@ -397,7 +400,7 @@ TEST(tiles_are_low_where_that_needs_no_more_rounds) {
     params.split.num_splits = 1;
     change(params);
     const ForwardPlan plan = sm90_plan(params);
-    CHECK_EQ(plan.workspace_bytes == 0, !plan.table.used);
+    CHECK_EQ(plan.workspace_bytes == 0, !plan.table.used());
     CHECK_EQ(plan.num_splits, 1);
     return std::string(plan.instance->name);
   };
@@ -424,23 +427,23 @@ TEST(tiles_of_unequal_length_are_drawn_where_there_are_more_than_ctas) {
   const auto planned = [&](Window window) {
     const ForwardPlan result = sm90_plan(with_tensors(call<ForwardParams>(shape, window)));
     CHECK_EQ(std::string(result.instance->name), "sm90_hd64");
-    CHECK_EQ(result.workspace_bytes > 0, result.draws_tiles);
+    CHECK_EQ(result.workspace_bytes > 0, result.tickets.exists());
     return result;
   };
   const Window left{.left = 1000, .right = Window::unbounded};
   const Window both{.left = 1000, .right = 1000};
   // 22 tiles a head: six of 64 heads are a round of 132 CTAs.
   for (const Window& window : {causal, left, both}) {
-    CHECK(planned(window).draws_tiles);
+    CHECK(planned(window).tickets.exists());
     CHECK_EQ(planned(window).schedule.heads_per_section, 6);
     CHECK_EQ(planned(window).schedule.least_last_heads, 12);
   }
-  CHECK(!planned({}).draws_tiles);
+  CHECK(!planned({}).tickets.exists());
   CHECK_EQ(planned({}).schedule.heads_per_section, 1);
   CHECK_EQ(planned({}).schedule.least_last_heads, 1);
   shape.batch_size = 1;
   shape.num_heads_q = shape.num_heads_k = 6;  // 132 tiles
-  for (const Window& window : {causal, left, both}) CHECK(!planned(window).draws_tiles);
+  for (const Window& window : {causal, left, both}) CHECK(!planned(window).tickets.exists());
 }
 
 TEST(short_causal_calls_have_a_row_of_their_own) {

@@ -109,6 +109,6 @@ TEST(two_ctas_draw_a_tile_of_long_sequences) {
   CHECK_EQ(even.schedule.grid_size(), 16 * 64);
   CHECK_EQ(even.shared_tiles.count, 34);
   CHECK(even.shared_tiles.parts > 1);
-  CHECK_EQ(even.part_counters, 4 * even.shared_tiles.places());
+  CHECK_EQ(even.part_counters.count, 4 * even.shared_tiles.places());
   CHECK(even.dq_path == DqPath::finished && !even.sweeps);
 }

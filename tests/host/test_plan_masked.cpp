@@ -114,30 +114,29 @@ void check_buffers(int seqlen_q, int num_heads_k) {
     CHECK((config.features & feature::block_sparse) != 0);
     CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
     const std::size_t rows = std::size_t{16} * sparse.q_tiles * config.block_m;
-    std::vector<Buffer> buffers{{sparse.lse_log2_offset, rows * sizeof(float)},
-                                {sparse.softmax_d_offset, rows * sizeof(float)},
-                                {sparse.dq_accum_offset, rows * sizeof(float) * config.head_dim},
-                                {sparse.tickets_offset, sizeof(int)}};
+    std::vector<Bytes> buffers{bytes_of_buffer(sparse.lse_log2, rows),
+                               bytes_of_buffer(sparse.softmax_d, rows),
+                               bytes_of_buffer(sparse.dq_accum, rows * config.head_dim),
+                               bytes_of_buffer(sparse.tickets, 2)};
     const bool finishes = config.family == KernelFamily::sm90;
     CHECK(sparse.dq_path == (finishes ? DqPath::finished : DqPath::converted));
     if (finishes) {
-      buffers.push_back({sparse.additions_offset, rows / config.block_m * sizeof(int)});
-      buffers.push_back({sparse.given_back_offset, 2 * sparse.num_ctas * sizeof(int)});
+      buffers.push_back(bytes_of_buffer(sparse.additions, rows / config.block_m));
+      buffers.push_back(bytes_of_buffer(sparse.given_back, std::size_t{2} * sparse.num_ctas));
       // A counter for each head of the schedule has room.
       CHECK(static_cast<std::size_t>(sparse.schedule.num_batch_heads) <= rows / config.block_m);
     }
     if (sparse.shared_tiles.parts > 1) {
       const std::int64_t places = sparse.shared_tiles.places();
       buffers.push_back(
-          {sparse.part_sums_offset, places * config.block_n * 2 * config.head_dim * sizeof(float)});
-      CHECK_EQ(sparse.part_counters, 2 * places);
-      buffers.push_back({sparse.part_counters_offset, sparse.part_counters * sizeof(int)});
+          bytes_of_buffer(sparse.part_sums, places * config.block_n * 2 * config.head_dim));
+      buffers.push_back(bytes_of_buffer(sparse.part_counters, 2 * places));
     }
     if (sparse.dkdv_splits > 1) {
       const std::size_t partial =
-          sizeof(float) * sparse.dkdv_splits * shape.seqlen_k * config.head_dim;
-      buffers.push_back({sparse.dk_partial_offset, partial});
-      buffers.push_back({sparse.dv_partial_offset, partial});
+          std::size_t(sparse.dkdv_splits) * shape.seqlen_k * config.head_dim;
+      buffers.push_back(bytes_of_buffer(sparse.dk_partial, partial));
+      buffers.push_back(bytes_of_buffer(sparse.dv_partial, partial));
     }
     check_workspace(buffers, sparse.workspace_bytes);
   }
@@ -236,17 +235,15 @@ TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
       CHECK_EQ(std::string(sparse.instance->name), "sm90_hd128_sparse");
       CHECK_EQ(sparse.num_ctas, 132);
       CHECK_EQ(sparse.num_splits, 1);
-      CHECK_EQ(sparse.table.used, is_packed);
-      CHECK(sparse.draws_tiles);
-      std::vector<Buffer> buffers{{sparse.tickets_offset, sizeof(std::uint64_t)}};
-      if (is_packed)
-        buffers.push_back({sparse.table.offset, table_bytes(batch_size, sparse.table)});
+      CHECK_EQ(sparse.table.used(), is_packed);
+      std::vector<Bytes> buffers{bytes_of_buffer(sparse.tickets, 1)};
+      if (is_packed) buffers.push_back(bytes_of_table(sparse.table));
       check_workspace(buffers, sparse.workspace_bytes);
 
       // Those of the sm80 family have no such counter.
       const ForwardPlan ampere = plan(params, a100);
       CHECK_EQ(std::string(ampere.instance->name), "hd128_masked");
-      CHECK(!ampere.draws_tiles);
+      CHECK(!ampere.tickets.exists());
       CHECK_EQ(ampere.workspace_bytes > 0, is_packed);
     }
   }

@@ -122,31 +122,31 @@ TEST(random_batches_fit_the_lists_of_both_passes) {
     params.sequences.max_seqlen_q = random() % 2 ? 1 : 0;
     const ForwardPlan plan = forward(params);
     const SequenceTablePlan& table = plan.table;
-    CHECK(tiles_of(lengths, table.rows_per_query, table.tile_rows) <= table.max_tiles);
+    CHECK(tiles_of(lengths, table.rows_per_query, table.tile_rows) <= table.tiles.count);
     const SequenceTablePlan keys = backward(packed_call<BackwardParams>(shape)).table;
-    CHECK(tiles_of(lengths, 1, keys.tile_rows) <= keys.max_tiles);
-    CHECK(tiles_of(lengths, 1, keys.q_tile_rows) <= keys.max_q_tiles);
+    CHECK(tiles_of(lengths, 1, keys.tile_rows) <= keys.tiles.count);
+    CHECK(tiles_of(lengths, 1, keys.q_tile_rows) <= keys.q_tiles.count);
   }
 }
 
 TEST(dense_calls_need_no_table) {
-  CHECK(!forward(call<ForwardParams>(batch_of_8)).table.used);
+  CHECK(!forward(call<ForwardParams>(batch_of_8)).table.used());
   CHECK_EQ(forward(call<ForwardParams>(batch_of_8)).workspace_bytes, std::size_t{0});
-  CHECK(!backward(call<BackwardParams>(batch_of_8)).table.used);
+  CHECK(!backward(call<BackwardParams>(batch_of_8)).table.used());
   auto with_lengths = call<ForwardParams>(batch_of_8);
   with_lengths.sequences.seqused_q = with_lengths.sequences.seqused_k = &some_int;
-  CHECK(!forward(with_lengths).table.used);
+  CHECK(!forward(with_lengths).table.used());
 }
 
 TEST(the_forwards_grid_is_the_list_for_every_head) {
   const ForwardPlan plan = forward(packed_call<ForwardParams>(batch_of_8));
   CHECK_EQ(std::string(plan.instance->name), "hd128");
-  CHECK(plan.table.used);
-  CHECK_EQ(plan.table.max_tiles, 79 + 10);  // ceil(10000 / 128), 8 sequences and 2 gaps
+  CHECK(plan.table.used());
+  CHECK_EQ(plan.table.tiles.count, 79 + 10);  // ceil(10000 / 128), 8 sequences and 2 gaps
   CHECK_EQ(plan.table.tile_rows, 128);
   CHECK_EQ(plan.table.rows_per_query, 1);
-  CHECK_EQ(plan.table.max_q_tiles, 0);
-  CHECK_EQ(plan.schedule.num_tiles, plan.table.max_tiles);
+  CHECK_EQ(plan.table.q_tiles.count, 0);
+  CHECK_EQ(plan.schedule.num_tiles, plan.table.tiles.count);
   CHECK_EQ(plan.schedule.num_heads, 16);
   CHECK_EQ(plan.schedule.num_batch_heads, 16);
 }
@@ -157,7 +157,7 @@ TEST(decode_tiles_of_packed_queries_hold_several_heads) {
   params.sequences.max_seqlen_q = 4;
   const ForwardPlan plan = forward(params);
   CHECK_EQ(std::string(plan.instance->name), "hd128_decode");
-  CHECK_EQ(plan.table.max_tiles, 3 + 10);  // ceil(11 * 4 / 16)
+  CHECK_EQ(plan.table.tiles.count, 3 + 10);  // ceil(11 * 4 / 16)
   CHECK_EQ(plan.table.tile_rows, 16);
   CHECK_EQ(plan.table.rows_per_query, 4);
   CHECK_EQ(plan.schedule.num_heads, 4);
@@ -165,13 +165,13 @@ TEST(decode_tiles_of_packed_queries_hold_several_heads) {
 
 TEST(the_backwards_lists_are_of_keys_and_of_queries) {
   const BackwardPlan plan = backward(packed_call<BackwardParams>(batch_of_8));
-  CHECK_EQ(plan.table.max_tiles, 94 + 10);     // ceil(12000 / 128)
-  CHECK_EQ(plan.table.max_q_tiles, 157 + 10);  // ceil(10000 / 64)
+  CHECK_EQ(plan.table.tiles.count, 94 + 10);     // ceil(12000 / 128)
+  CHECK_EQ(plan.table.q_tiles.count, 157 + 10);  // ceil(10000 / 64)
   CHECK_EQ(plan.table.tile_rows, 128);
   CHECK_EQ(plan.table.q_tile_rows, 64);
   CHECK_EQ(plan.table.rows_per_query, 1);
-  CHECK_EQ(plan.q_tiles, plan.table.max_q_tiles);
-  CHECK_EQ(plan.schedule.num_tiles, plan.table.max_tiles);
+  CHECK_EQ(plan.q_tiles, plan.table.q_tiles.count);
+  CHECK_EQ(plan.schedule.num_tiles, plan.table.tiles.count);
   CHECK_EQ(plan.schedule.num_batch_heads, 4 * plan.dkdv_splits);
 }
 
@@ -316,17 +316,16 @@ TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
         const BackwardPlan plan = backward(params);
         const BackwardConfig& config = plan.instance->config;
         const std::size_t query_tiles = std::size_t{16} * plan.q_tiles;
-        const std::size_t rows = query_tiles * config.block_m * sizeof(float);
-        std::vector<Buffer> buffers{{plan.table.offset, table_bytes(batch_size, plan.table)},
-                                    {plan.lse_log2_offset, rows},
-                                    {plan.softmax_d_offset, rows},
-                                    {plan.dq_accum_offset, rows * config.head_dim},
-                                    {plan.tickets_offset, sizeof(int)}};
-        if (deterministic) buffers.push_back({plan.additions_offset, query_tiles * sizeof(int)});
+        const std::size_t rows = query_tiles * config.block_m;
+        std::vector<Bytes> buffers{bytes_of_table(plan.table), bytes_of_buffer(plan.lse_log2, rows),
+                                   bytes_of_buffer(plan.softmax_d, rows),
+                                   bytes_of_buffer(plan.dq_accum, rows * config.head_dim),
+                                   bytes_of_buffer(plan.tickets, 2)};
+        if (deterministic) buffers.push_back(bytes_of_buffer(plan.additions, query_tiles));
         if (plan.dkdv_splits > 1) {
-          const std::size_t partial = std::size_t{4} * total * 4 * config.head_dim;
-          buffers.push_back({plan.dk_partial_offset, partial * plan.dkdv_splits});
-          buffers.push_back({plan.dv_partial_offset, partial * plan.dkdv_splits});
+          const std::size_t partial = std::size_t{4} * total * config.head_dim * plan.dkdv_splits;
+          buffers.push_back(bytes_of_buffer(plan.dk_partial, partial));
+          buffers.push_back(bytes_of_buffer(plan.dv_partial, partial));
         }
         check_workspace(buffers, plan.workspace_bytes);
       }
@@ -337,20 +336,20 @@ TEST(workspace_buffers_of_a_packed_backward_do_not_overlap) {
 TEST(the_table_is_laid_out_within_its_bytes) {
   const SequenceTablePlan plan = backward(packed_call<BackwardParams>(batch_of_8)).table;
   alignas(256) static char workspace[1 << 16];
-  const std::size_t bytes = table_bytes(8, plan);
-  CHECK(bytes <= sizeof(workspace));
-  const SequenceTable table = SequenceTable::at(workspace, 8, plan);
+  const auto [begin, bytes] = bytes_of_table(plan);
+  CHECK(begin + bytes <= sizeof(workspace));
+  const SequenceTable table = SequenceTable::at(workspace, plan);
   const auto offset = [](const void* data) {
     return static_cast<std::size_t>(static_cast<const char*>(data) - workspace);
   };
-  CHECK_EQ(offset(table.counts), plan.offset);
+  CHECK_EQ(offset(table.counts), begin);
   CHECK(offset(table.sequences) >= offset(table.counts + 2));
   CHECK_EQ(offset(table.sequences) % alignof(Sequence), std::size_t{0});
   CHECK_EQ(offset(table.tiles), offset(table.sequences + 8 + gap_sequences));
   CHECK_EQ(offset(table.tiles) % alignof(TileEntry), std::size_t{0});
-  CHECK_EQ(offset(table.q_tiles), offset(table.tiles + plan.max_tiles));
-  CHECK_EQ(offset(table.q_tiles + plan.max_q_tiles), plan.offset + bytes);
-  CHECK(SequenceTable::at(workspace, 8, {}).counts == nullptr);
+  CHECK_EQ(offset(table.q_tiles), offset(table.tiles + plan.tiles.count));
+  CHECK_EQ(offset(table.q_tiles + plan.q_tiles.count), begin + bytes);
+  CHECK(SequenceTable::at(workspace, {}).counts == nullptr);
 }
 
 TEST(empty_packed_calls_keep_the_grids_that_have_zeros_to_write) {
@@ -382,7 +381,7 @@ TEST(lists_beyond_the_grid_are_refused) {
   shape.batch_size = 2'147'483'647;
   shape.seqlen_q = max_seqlen;  // each row a sequence of its own
   auto params = packed_call<ForwardParams>(shape);
-  CHECK_EQ(forward(params).table.max_tiles, 7'812'500 + max_seqlen);
+  CHECK_EQ(forward(params).table.tiles.count, 7'812'500 + max_seqlen);
   params.shape.num_heads_q = params.shape.num_heads_k = 3;
   CHECK_ERROR(forward(params),
               "batch_size * heads * tiles must be at most 2147483647, got 1 * 3 * 1007812500");
@@ -396,5 +395,5 @@ TEST(lists_beyond_the_grid_are_refused) {
   params.sequences.max_seqlen_k = 1;
   CHECK_ERROR(forward(params), "batch_size * heads * tiles must be at most 2147483647");
   params.shape.num_heads_q = params.shape.num_heads_k = 1;
-  CHECK_EQ(forward(params).table.max_tiles, 62'500'000 + max_seqlen);
+  CHECK_EQ(forward(params).table.tiles.count, 62'500'000 + max_seqlen);
 }

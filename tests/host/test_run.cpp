@@ -92,7 +92,7 @@ std::span<const BackwardInstance* const> backward_instances() { return {}; }
 
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
                          Stream) {
-  if (!plan.used) return;
+  if (!plan.used()) return;
   record().steps += "table ";
   record().table_request = request;
 }
@@ -295,7 +295,7 @@ TEST(main_kernels_of_the_sm90_family_sum_a_sinks_gradient) {
   BackwardPlan plan = plan_backward(params, h200, table);
   run_backward(plan, params, nullptr);
   CHECK_EQ(record().steps, "preprocess main convert ");
-  plan.schedule.num_batch_heads = 0;  // a grid without tiles, of which none is launched
+  plan.grid = 0;  // nothing is launched
   record() = {};
   run_backward(plan, params, nullptr);
   CHECK(record().steps.starts_with("preprocess sink "));

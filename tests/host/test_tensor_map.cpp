@@ -107,6 +107,14 @@ void check_load(const TensorView& view, const TensorExtent& shape, const TensorB
   CHECK_EQ(wrong, 0);
 }
 
+void check_extent(const TensorExtent& extent, int batch_size, int rows, int num_heads,
+                  int head_dim) {
+  CHECK_EQ(extent.batch_size, batch_size);
+  CHECK_EQ(extent.rows, rows);
+  CHECK_EQ(extent.num_heads, num_heads);
+  CHECK_EQ(extent.head_dim, head_dim);
+}
+
 }  // namespace
 
 extern "C" {
@@ -188,7 +196,7 @@ TEST(bits_of_a_mask_are_rows_of_16_bytes) {
                 .rows = 200,
                 .words = 12};
   CHECK(tma_can_load_bits(bits, shape));
-  make_pair_map(pair_tensor(bits, shape), Dtype::bf16, {64, 8});
+  make_pair_map(pair_tensor(bits, shape), {64, 8});
   CHECK_EQ(encoded.rank, 4u);
   CHECK_EQ(encoded.swizzle, CU_TENSOR_MAP_SWIZZLE_NONE);
   CHECK(encoded.sizes == (std::vector<std::int64_t>{24, 200, 1, 3}));
@@ -224,7 +232,7 @@ TEST(a_load_follows_any_strides) {
                    .batch_stride = std::int64_t{1} << 33,
                    .row_stride = std::int64_t{1} << 25,
                    .head_stride = 80}}) {
-    CHECK(tma_can_move(view, extent));
+    CHECK(tma_can_move(view, Dtype::bf16, extent));
     for (const int rows : {1, 77, 128}) check_load(view, extent, {128, 64}, 200 - rows, rows, 4, 2);
   }
 }
@@ -236,7 +244,7 @@ TEST(a_stride_along_a_single_element_does_not_matter) {
                           .batch_stride = stride,
                           .row_stride = stride,
                           .head_stride = stride};
-    CHECK(tma_can_move(view, single));
+    CHECK(tma_can_move(view, Dtype::bf16, single));
     const Encoded& map = map_of(view, single, {64, 64});
     for (int dim = 1; dim < rank; ++dim) {
       CHECK(map.strides[dim] > 0 && map.strides[dim] < std::int64_t{1} << 40);
@@ -250,18 +258,18 @@ TEST(a_stride_along_a_single_element_does_not_matter) {
 
 TEST(tma_moves_whole_vectors_within_its_reach) {
   const TensorView good = view_of(extent);
-  CHECK(tma_can_move(good, extent));
+  CHECK(tma_can_move(good, Dtype::bf16, extent));
   for (const int offset : {1, 2, 4, 8, 15}) {
     TensorView view = good;
     view.data = static_cast<char*>(good.data) + offset;
-    CHECK(!tma_can_move(view, extent));
+    CHECK(!tma_can_move(view, Dtype::bf16, extent));
   }
   for (std::int64_t TensorView::* stride :
        {&TensorView::batch_stride, &TensorView::row_stride, &TensorView::head_stride}) {
     const auto with = [&](std::int64_t elements) {
       TensorView view = good;
       view.*stride = elements;
-      return tma_can_move(view, extent);
+      return tma_can_move(view, Dtype::bf16, extent);
     };
     constexpr std::int64_t too_far = std::int64_t{1} << 39;  // 2^40 bytes
     for (const std::int64_t elements : {std::int64_t{8}, std::int64_t{720}, too_far - 8})
@@ -283,7 +291,7 @@ TEST(only_along_one_element_may_a_stride_be_zero) {
     view.*stride = 0;
     for (const auto& [elements, readable] : {std::pair{2, false}, {1, true}, {0, true}}) {
       shape.*count = elements;
-      CHECK_EQ(tma_can_move(view, shape), readable);
+      CHECK_EQ(tma_can_move(view, Dtype::bf16, shape), readable);
     }
   }
 }
@@ -314,16 +322,22 @@ TEST(a_thread_without_a_context_gets_that_of_its_device) {
 // The extents of a call
 
 TEST(a_paged_cache_has_an_entry_for_each_page) {
-  const int table = 0;
-  const PagedKvParams paged{
-      .block_table = &table, .table_stride = 3, .max_pages = 3, .page_size = 48, .num_pages = 11};
-  const TensorExtent pages = in_pages(extent, paged);
-  CHECK_EQ(pages.batch_size, 11);
-  CHECK_EQ(pages.rows, 48);
-  CHECK_EQ(pages.num_heads, extent.num_heads);
-  CHECK_EQ(pages.head_dim, extent.head_dim);
-  CHECK_EQ(in_pages(extent, {}).batch_size, extent.batch_size);
-  CHECK_EQ(in_pages(extent, {}).rows, extent.rows);
+  const AttentionShape shape{.batch_size = 5,
+                             .seqlen_q = 100,
+                             .seqlen_k = 144,
+                             .num_heads_q = 8,
+                             .num_heads_k = 2,
+                             .head_dim = 40,
+                             .head_dim_v = 24};
+  const PagedKvParams paged{.block_table = &some_int,
+                            .table_stride = 3,
+                            .max_pages = 3,
+                            .page_size = 48,
+                            .num_pages = 11};
+  const TensorExtents in_pages = tensor_extents(shape, {}, paged);
+  check_extent(in_pages.q, 5, 100, 8, 40);
+  check_extent(in_pages.k, 11, 48, 2, 40);
+  check_extent(in_pages.v, 11, 48, 2, 24);
 }
 
 TEST(packed_tensors_are_one_batch_entry) {
@@ -335,26 +349,11 @@ TEST(packed_tensors_are_one_batch_entry) {
                              .head_dim = 40,
                              .head_dim_v = 24};
   const auto check = [&](const ForwardParams& params, int batch_q, int batch_k) {
-    const TensorExtent queries = query_extent(params.shape, params.sequences);
-    CHECK_EQ(queries.batch_size, batch_q);
-    CHECK_EQ(queries.rows, 100);
-    CHECK_EQ(queries.num_heads, 8);
-    CHECK_EQ(queries.head_dim, 40);
-    const TensorExtent keys = key_extent(params.shape, params.sequences);
-    CHECK_EQ(keys.batch_size, batch_k);
-    CHECK_EQ(keys.rows, 300);
-    CHECK_EQ(keys.num_heads, 2);
-    CHECK_EQ(keys.head_dim, 40);
-    const TensorExtent outputs = output_extent(params.shape, params.sequences);
-    CHECK_EQ(outputs.batch_size, batch_q);
-    CHECK_EQ(outputs.rows, 100);
-    CHECK_EQ(outputs.num_heads, 8);
-    CHECK_EQ(outputs.head_dim, 24);
-    const TensorExtent values = value_extent(params.shape, params.sequences);
-    CHECK_EQ(values.batch_size, batch_k);
-    CHECK_EQ(values.rows, 300);
-    CHECK_EQ(values.num_heads, 2);
-    CHECK_EQ(values.head_dim, 24);
+    const TensorExtents extents = tensor_extents(params.shape, params.sequences);
+    check_extent(extents.q, batch_q, 100, 8, 40);
+    check_extent(extents.k, batch_k, 300, 2, 40);
+    check_extent(extents.v, batch_k, 300, 2, 24);
+    check_extent(extents.out, batch_q, 100, 8, 24);
   };
   auto params = call<ForwardParams>(shape);
   check(params, 7, 7);

@@ -39,8 +39,8 @@ Program program_of(const BackwardPlan& plan, const BackwardParams& params,
   const AttentionShape& shape = params.shape;
   const Window window = normalize_window(params.window, shape);
   const Sequence& sequence = work.sequence;
-  const int first_q_tile =
-      plan.table.used ? sequence.first_q_tile : sequence.index * ceil_div(shape.seqlen_q, block_m);
+  const int first_q_tile = plan.table.used() ? sequence.first_q_tile
+                                             : sequence.index * ceil_div(shape.seqlen_q, block_m);
   const Reach range = visited_tiles<block_m, block_n>(window, sequence, work.tile);
   const int heads = shape.num_heads_q / shape.num_heads_k / plan.dkdv_splits;
   Program program;
@@ -277,7 +277,7 @@ TEST(turns_number_the_adders_from_the_first_that_starts) {
   }
 }
 
-TEST(turns_are_used_when_asked_for_and_there_are_queries) {
+TEST(additions_are_counted_in_turns_when_asked_for_and_there_are_queries) {
   auto params = deterministic_call({.batch_size = 3,
                                     .seqlen_q = 100,
                                     .seqlen_k = 100,
@@ -286,20 +286,18 @@ TEST(turns_are_used_when_asked_for_and_there_are_queries) {
                                     .head_dim = 64,
                                     .head_dim_v = 64},
                                    left_alone, false);
-  alignas(256) static char workspace[1];
-  params.workspace = workspace;
   BackwardPlan plan = plan_backward(params, h200, small_tiles());
-  const DqTurns turns = turns_of(plan, params);
-  CHECK(turns.used());
-  CHECK(turns.tiles_descend);
-  CHECK_EQ(reinterpret_cast<char*>(turns.counters) - workspace,
-           static_cast<std::ptrdiff_t>(plan.additions_offset));
+  CHECK(plan.takes_turns);
+  CHECK(plan.tiles_descend);
+  alignas(256) static char workspace[1];
+  CHECK_EQ(reinterpret_cast<char*>(plan.additions.in(workspace)) - workspace,
+           static_cast<std::ptrdiff_t>(plan.additions.offset));
   params.deterministic = false;
-  CHECK(!turns_of(plan_backward(params, h200, small_tiles()), params).used());
-  params.deterministic = true;
-  params.shape.seqlen_q = 0;
   plan = plan_backward(params, h200, small_tiles());
-  CHECK(!turns_of(plan, params).used());
+  CHECK(!plan.takes_turns && plan.additions.in(workspace) == nullptr);
+  params.deterministic = true;
+  params.shape.seqlen_q = 0;  // nobody zeroes the counters, and nobody adds
+  CHECK(plan_backward(params, h200, small_tiles()).additions.in(workspace) == nullptr);
 }
 
 TEST(dense_turns_follow_tickets_and_never_wait_for_a_later_one) {
@@ -368,7 +366,7 @@ TEST(packed_turns_follow_tickets_and_never_wait_for_a_later_one) {
     const BackwardParams params = deterministic_call(shape, windows[round % 7], true);
     const BackwardPlan plan = plan_backward(params, h200, small_tiles());
     const HostTable table(plan, lengths, random);
-    CHECK(table.view().counts[0] <= plan.table.max_tiles);
+    CHECK(table.view().counts[0] <= plan.table.tiles.count);
     CHECK(table.view().counts[1] <= plan.q_tiles);
     const std::vector<Program> programs = programs_of(plan, params, table.view());
     CHECK(turns_follow_tickets(programs));

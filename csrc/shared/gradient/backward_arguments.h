@@ -1,14 +1,12 @@
 // What the host hands to the kernels of a backward, whatever their family.
 #pragma once
 
-#include <algorithm>
-#include <cfloat>
-
 #include "flash_attn/instance.h"
 #include "shared/dropout/dropout.h"
 #include "shared/gradient/finishes_dq.h"
 #include "shared/schedule/turns.h"
 #include "shared/scores/score_modifiers.h"
+#include "shared/scores/score_scale.h"
 #include "shared/sequence/sequence.h"
 
 namespace flash_attn_cuda {
@@ -64,16 +62,6 @@ struct ConvertDqArguments {
   int swept_rows;  // sequences of at most so many rows have dq already
 };
 
-// What the CTAs of an sm90 kernel draw: tiles, some of them in parts.
-inline std::int64_t count_tickets(const BackwardPlan& plan) {
-  return plan.schedule.grid_size() + plan.shared_tiles.more_tickets();
-}
-inline unsigned launched_ctas(const BackwardPlan& plan) {
-  const int per_tile = plan.instance->config.ctas_per_tile;
-  return static_cast<unsigned>(
-      std::min<std::int64_t>(count_tickets(plan) * per_tile, plan.num_ctas));
-}
-
 // What */backward/scores.h leaves out of dS.
 inline float score_factor(const BackwardParams& params) {
   return params.score.softmax_scale / keep_probability(params.dropout.threshold);
@@ -83,58 +71,56 @@ inline float score_factor(const BackwardParams& params) {
 // where the call modifies them.
 inline BackwardArguments backward_arguments(const BackwardPlan& plan, const BackwardParams& params,
                                             bool can_modify) {
-  constexpr float log2e = 1.44269504088896f;
-  const AttentionShape& shape = params.shape;
-  const int block_m = plan.instance->config.block_m;
-  char* workspace = static_cast<char*>(params.workspace);
+  void* workspace = params.workspace;
   const bool scales_scores = can_modify && modifies_scores(params.score);
+  int* additions = plan.additions.in(workspace);
   return {
       .params = params,
       .schedule = plan.schedule,
-      .table = SequenceTable::at(workspace, shape.batch_size, plan.table),
+      .table = SequenceTable::at(workspace, plan.table),
       .dkdv_splits = plan.dkdv_splits,
       .q_tiles = plan.q_tiles,
-      .q_tiles_per_sequence = plan.table.used ? 0 : (shape.seqlen_q + block_m - 1) / block_m,
+      .q_tiles_per_sequence = plan.q_tiles_per_sequence,
       .scale_log2 = log2e * (scales_scores ? score_unit(params.score) : params.score.softmax_scale),
       .keep_probability = keep_probability(params.dropout.threshold),
       .score_factor = score_factor(params),
-      .lse_log2 = reinterpret_cast<const float*>(workspace + plan.lse_log2_offset),
-      .softmax_d = reinterpret_cast<const float*>(workspace + plan.softmax_d_offset),
-      .dq_accum = reinterpret_cast<float*>(workspace + plan.dq_accum_offset),
-      .turns = turns_of(plan, params),
+      .lse_log2 = plan.lse_log2.in(workspace),
+      .softmax_d = plan.softmax_d.in(workspace),
+      .dq_accum = plan.dq_accum.in(workspace),
+      .turns = {.counters = plan.takes_turns ? additions : nullptr,
+                .tiles_descend = plan.tiles_descend},
       .tiles_descend = plan.tiles_descend,
-      .additions = addition_counters(plan, params),
+      .additions = additions,
       .dq_path = plan.dq_path,
       .sweep_tiles = plan.sweeps ? plan.schedule.num_tiles : 1,
       .swept_rows = plan.table.swept_rows,
-      .tickets = reinterpret_cast<int*>(workspace + plan.tickets_offset),
-      .given_back = reinterpret_cast<int*>(workspace + plan.given_back_offset),
-      .dk_partial = reinterpret_cast<float*>(workspace + plan.dk_partial_offset),
-      .dv_partial = reinterpret_cast<float*>(workspace + plan.dv_partial_offset),
+      .tickets = plan.tickets.in(workspace),
+      .given_back = plan.given_back.in(workspace),
+      .dk_partial = plan.dk_partial.in(workspace),
+      .dv_partial = plan.dv_partial.in(workspace),
       .partial_rows = key_rows(params),
       .shared_tiles = plan.shared_tiles,
-      .part_sums = reinterpret_cast<float*>(workspace + plan.part_sums_offset),
-      .part_counters = reinterpret_cast<int*>(workspace + plan.part_counters_offset),
-      .sink_shares = reinterpret_cast<const float*>(workspace + plan.sink_shares_offset),
-      .sink_shares_per_head = plan.sink_shares};
+      .part_sums = plan.part_sums.in(workspace),
+      .part_counters = plan.part_counters.in(workspace),
+      .sink_shares = plan.sink_shares.in(workspace),
+      .sink_shares_per_head = plan.sink_shares_per_head};
 }
 
 inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
                                                const BackwardParams& params) {
-  const int block_m = plan.instance->config.block_m;
-  char* workspace = static_cast<char*>(params.workspace);
-  auto const* tickets = reinterpret_cast<const unsigned*>(workspace + plan.tickets_offset);
+  void* workspace = params.workspace;
+  auto const* tickets = reinterpret_cast<const unsigned*>(plan.tickets.in(workspace));
   // Where there are no keys the main kernel was not launched.
-  const bool was_finishing = plan.dq_path == DqPath::finished && plan.schedule.grid_size() > 0;
+  const bool was_finishing = plan.dq_path == DqPath::finished && plan.grid > 0;
   return {.params = params,
-          .table = SequenceTable::at(workspace, params.shape.batch_size, plan.table),
+          .table = SequenceTable::at(workspace, plan.table),
           .q_tiles = plan.q_tiles,
-          .q_tiles_per_sequence = (params.shape.seqlen_q + block_m - 1) / block_m,
+          .q_tiles_per_sequence = plan.q_tiles_per_sequence,
           .factor = score_factor(params),
-          .dq_accum = reinterpret_cast<const float*>(workspace + plan.dq_accum_offset),
+          .dq_accum = plan.dq_accum.in(workspace),
           .strips_drawn = was_finishing ? tickets + 1 : nullptr,
-          .given_back = reinterpret_cast<const int*>(workspace + plan.given_back_offset),
-          .num_given_back = was_finishing ? launched_ctas(plan) * finishing_warps : 0,
+          .given_back = plan.given_back.in(workspace),
+          .num_given_back = was_finishing ? static_cast<unsigned>(plan.grid) * finishing_warps : 0,
           .swept_rows = plan.table.swept_rows};
 }
 

@@ -5,8 +5,14 @@
 
 namespace flash_attn_cuda {
 
-// Warps of a CTA that do, and strips of 16 rows that they draw at a time.
+// Warps of a CTA that do, and strips that they draw at a time.
 inline constexpr int finishing_warps = 2;
 inline constexpr int strips_at_once = 2;
+inline constexpr int strip_rows = 16;
+
+// The kernel that follows has a warp for each of a CTA's strips (sm90/backward/convert_dq.h).
+inline constexpr int convert_dq_threads = 128;
+inline constexpr int convert_dq_rows = convert_dq_threads / 32 * strip_rows;
+inline constexpr int convert_dq_ctas_per_sm = 2048 / convert_dq_threads;
 
 }  // namespace flash_attn_cuda

@@ -87,15 +87,4 @@ FAC_HOST_DEVICE constexpr Reach visited_tiles(const Window& window, const Sequen
   return {.begin = range.begin, .end = range.end};
 }
 
-// Without queries nobody zeroes the counters, and nobody adds.
-inline int* addition_counters(const BackwardPlan& plan, const BackwardParams& params) {
-  if (!plan.counts_additions || plan.q_tiles == 0) return nullptr;
-  return reinterpret_cast<int*>(static_cast<char*>(params.workspace) + plan.additions_offset);
-}
-
-inline DqTurns turns_of(const BackwardPlan& plan, const BackwardParams& params) {
-  return {.counters = plan.takes_turns ? addition_counters(plan, params) : nullptr,
-          .tiles_descend = plan.tiles_descend};
-}
-
 }  // namespace flash_attn_cuda

@@ -57,22 +57,11 @@ struct SequenceTable {
   const TileEntry* tiles = nullptr;    // of the main kernel, the costliest first
   const TileEntry* q_tiles = nullptr;  // backward: query tiles, in the order of first_q_tile
 
-  static constexpr std::size_t header_bytes = 256;  // with counts
-
-  static std::size_t bytes(int batch_size, const SequenceTablePlan& plan) {
-    return header_bytes + sizeof(Sequence) * (std::size_t(batch_size) + gap_sequences) +
-           sizeof(TileEntry) * (std::size_t(plan.max_tiles) + std::size_t(plan.max_q_tiles));
-  }
-
-  static SequenceTable at(void* workspace, int batch_size, const SequenceTablePlan& plan) {
-    if (!plan.used) return {};
-    char* begin = static_cast<char*>(workspace) + plan.offset;
-    const auto* sequences = reinterpret_cast<const Sequence*>(begin + header_bytes);
-    const auto* tiles = reinterpret_cast<const TileEntry*>(sequences + batch_size + gap_sequences);
-    return {.counts = reinterpret_cast<const int*>(begin),
-            .sequences = sequences,
-            .tiles = tiles,
-            .q_tiles = tiles + plan.max_tiles};
+  static SequenceTable at(void* workspace, const SequenceTablePlan& plan) {
+    return {.counts = plan.counts.in(workspace),
+            .sequences = plan.sequences.in(workspace),
+            .tiles = plan.tiles.in(workspace),
+            .q_tiles = plan.q_tiles.in(workspace)};
   }
 };
 

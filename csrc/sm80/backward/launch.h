@@ -11,7 +11,7 @@ template <class Tag>
 void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
   const BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
-  launch_kernel<&backward_kernel<Tag>>(plan.schedule.grid_size(), Traits::threads,
+  launch_kernel<&backward_kernel<Tag>>(plan.grid, Traits::threads,
                                        sizeof(typename Traits::SharedStorage), stream, arguments);
 }
 
@@ -19,7 +19,7 @@ template <class Tag>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
   launch_kernel<&convert_dq_kernel<Tag>>(
-      std::int64_t{plan.q_tiles} * params.shape.num_heads_q, Traits::threads,
+      plan.convert_grid, Traits::threads,
       Traits::block_m * Traits::head_dim * sizeof(typename Traits::Element), stream,
       convert_dq_arguments(plan, params));
 }

@@ -14,12 +14,13 @@ namespace flash_attn_cuda::sm80 {
 template <class Tag>
 struct BackwardTraits {
   static constexpr BackwardConfig config = Tag::config;
+  static constexpr Sm80BackwardConfig own = Tag::own;
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int threads = config.num_warps * 32;
-  static constexpr int stages_q = config.stages_q;
-  static constexpr int stages_do = config.stages_do;
+  static constexpr int stages_q = own.stages_q;
+  static constexpr int stages_do = own.stages_do;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   // Nothing but the softmax lies between the products.
@@ -29,10 +30,9 @@ struct BackwardTraits {
   static_assert(!is_plain || !is_sparse, "what hides unlisted pairs runs beside them");
 
   using Element = ElementOf<config.dtype>;
-  using ScoresMma =
-      WarpGridMma<Element, config.warps_m_scores, config.num_warps / config.warps_m_scores>;
-  using DkdvMma = WarpGridMma<Element, config.warps_n_dkdv, config.num_warps / config.warps_n_dkdv>;
-  using DqMma = WarpGridMma<Element, config.warps_m_dq, config.num_warps / config.warps_m_dq>;
+  using ScoresMma = WarpGridMma<Element, own.warps_m_scores, config.num_warps / own.warps_m_scores>;
+  using DkdvMma = WarpGridMma<Element, own.warps_n_dkdv, config.num_warps / own.warps_n_dkdv>;
+  using DqMma = WarpGridMma<Element, own.warps_m_dq, config.num_warps / own.warps_m_dq>;
 
   using QueryLayout = TileLayout<block_m, head_dim>;
   using KeyLayout = TileLayout<block_n, head_dim>;
@@ -58,9 +58,9 @@ struct BackwardTraits {
   static constexpr bool warps_tile(int warps_m, int rows, int columns) {
     return rows % (16 * warps_m) == 0 && columns % (16 * (config.num_warps / warps_m)) == 0;
   }
-  static_assert(warps_tile(config.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
-  static_assert(warps_tile(config.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
-  static_assert(warps_tile(config.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
+  static_assert(warps_tile(own.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
+  static_assert(warps_tile(own.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
+  static_assert(warps_tile(own.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
   static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");

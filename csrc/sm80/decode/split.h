@@ -81,7 +81,7 @@ CUTE_DEVICE int steps_of(Window const& window, Sequence const& sequence) {
   return ceil_div_positive(static_cast<int>(keys), Traits::step);
 }
 
-// Of equal tiles: as fewest_splits() (host/plan_forward.cpp), each lane of a warp tries a number.
+// Of equal tiles: as fewest_splits() (host/choose_forward.cpp), each lane of a warp tries a number.
 // Here every CTA that an SM can hold is a slot: the grid has CTAs without an item, and nothing
 // puts those that have one on an SM each.
 CUTE_DEVICE int fewest_splits(float tiles, int slots, int steps, int most) {

@@ -32,6 +32,7 @@ struct FoundSequence {
 template <class Tag>
 struct DecodeTraits {
   static constexpr ForwardConfig config = Tag::config;
+  static constexpr Sm80DecodeConfig own = Tag::own;
   static constexpr int block_m = config.block_m;
   static constexpr int slice = config.block_n;  // keys that a warp takes at a time
   static constexpr int head_dim = config.head_dim;
@@ -46,7 +47,7 @@ struct DecodeTraits {
   static constexpr int rows_per_thread = 2;
 
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
-  static constexpr bool shares_queries = config.shares_queries;
+  static constexpr bool shares_queries = own.shares_queries;
 
   // V and O are multiplied in pieces of head_dim, to keep few fragments of V alive.
   static constexpr int piece = head_dim % 64 == 0 ? 64 : 32;
@@ -56,7 +57,7 @@ struct DecodeTraits {
 
   // A slice of K and one of V make a stage.
   static constexpr int stage_elements = 2 * slice * head_dim;
-  static constexpr int stages = config.stages_kv;
+  static constexpr int stages = own.stages_kv;
 
   // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
   // the banks.

@@ -14,6 +14,7 @@ namespace flash_attn_cuda::sm80 {
 template <class Tag>
 struct ForwardTraits {
   static constexpr ForwardConfig config = Tag::config;
+  static constexpr Sm80ForwardConfig own = Tag::own;
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
@@ -25,7 +26,7 @@ struct ForwardTraits {
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
 
   // Whether registers are left for pointers to K and V from block to block.
-  static constexpr bool keeps_pointers = config.keeps_pointers;
+  static constexpr bool keeps_pointers = own.keeps_pointers;
 
   using Element = ElementOf<config.dtype>;
   // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.

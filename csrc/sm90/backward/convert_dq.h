@@ -7,8 +7,6 @@
 
 namespace flash_attn_cuda::sm90 {
 
-inline constexpr int convert_dq_threads = 128;
-
 // The strip that a warp takes as number `place`: those that the main kernel did not draw, from the
 // last one on, which it added to last and L2 still has, then those that its warps gave back. -1
 // where there is none.

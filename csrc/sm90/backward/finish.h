@@ -33,10 +33,10 @@ CUTE_DEVICE RowTarget<Stored> query_gradient_rows(BackwardParams const& params,
           .accumulates = params.accumulate};
 }
 
-// 16 rows of a query tile, which one warp of the dQ warpgroup has summed and one warp turns into
+// Rows of a query tile, which one warp of the dQ warpgroup has summed and one warp turns into
 // dq.
 struct Strip {
-  static constexpr int rows = 16;
+  static constexpr int rows = strip_rows;
 
   int head;
   int tile;  // of the head's, over all sequences

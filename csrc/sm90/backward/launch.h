@@ -1,10 +1,6 @@
 // Host side of the sm90 backward kernels: from a plan to launches.
 #pragma once
 
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-
 #include "host/tensor_map.h"
 #include "shared/launch.h"
 #include "sm90/backward/convert_dq.h"
@@ -18,56 +14,42 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
   constexpr int columns = box_columns<Traits::head_dim>;
   constexpr int columns_v = box_columns<Traits::head_dim_v>;
   constexpr int rows = Traits::block_m / Traits::ctas_per_tile;
-  const TensorExtent queries = query_extent(params.shape, params.sequences);
-  const TensorExtent outputs = output_extent(params.shape, params.sequences);
-  const TensorExtent keys = key_extent(params.shape, params.sequences);
-  const TensorExtent values = value_extent(params.shape, params.sequences);
-  const auto key_map = [&](const TensorView& view) {
-    return make_tensor_map(view, params.dtype, keys, {64, Traits::key_box_columns});
+  const auto map = [&](const TensorView& view, const TensorExtent& extent, const TensorBox& box) {
+    return make_tensor_map(view, params.dtype, extent, box);
   };
-  const auto value_map = [&](const TensorView& view) {
-    return make_tensor_map(view, params.dtype, values, {64, columns_v});
-  };
+  constexpr TensorBox key_box{64, Traits::key_box_columns};
+  constexpr TensorBox value_box{64, columns_v};
   BackwardKernelArguments arguments{
-      .q_map = make_tensor_map(params.q, params.dtype, queries, {rows, columns}),
-      .k_map = key_map(params.k),
-      .v_map = value_map(params.v),
-      .dout_map = make_tensor_map(params.dout, params.dtype, outputs, {rows, columns_v}),
-      .dk_map = key_map(params.dk),
-      .dv_map = value_map(params.dv),
+      .q_map = map(params.q, plan.extents.q, {rows, columns}),
+      .k_map = map(params.k, plan.extents.k, key_box),
+      .v_map = map(params.v, plan.extents.v, value_box),
+      .dout_map = map(params.dout, plan.extents.out, {rows, columns_v}),
+      .dk_map = map(params.dk, plan.extents.k, key_box),
+      .dv_map = map(params.dv, plan.extents.v, value_box),
       .bias_map = {},
       .dbias_map = {},
       .call = backward_arguments(plan, params, Traits::has_score_modifiers || Traits::has_bias),
       .num_tiles = plan.schedule.grid_size(),
-      .num_tickets = count_tickets(plan)};
+      .num_tickets = plan.num_tickets()};
   if constexpr (Traits::has_bias) {
     constexpr TensorBox box{.rows = Traits::block_m, .columns = box_keys};
     const BiasParams& bias = params.score.bias;
-    arguments.bias_map = make_pair_map(pair_tensor(bias, params.shape), params.dtype, box);
+    arguments.bias_map = make_pair_map(pair_tensor(bias, params.dtype, params.shape), box);
     if (params.dbias.data != nullptr && !params.dbias.is_summed) {
       arguments.dbias_map =
-          make_pair_map(pair_tensor(params.dbias, bias, params.shape), params.dtype, box);
+          make_pair_map(pair_tensor(params.dbias, bias, params.dtype, params.shape), box);
     }
   }
-  // A zero would turn the -inf of a hidden score into NaN; this one leaves exp2(0) = 1.
-  arguments.call.scale_log2 = std::fmax(arguments.call.scale_log2, FLT_MIN);
-  launch_early<&backward_kernel<Tag>>(launched_ctas(plan), Traits::threads,
+  arguments.call.scale_log2 = positive_scale(arguments.call.scale_log2);
+  launch_early<&backward_kernel<Tag>>(plan.grid, Traits::threads,
                                       sizeof(typename Traits::SharedStorage), stream, arguments,
                                       Traits::ctas_per_tile);
 }
 
 template <class Tag>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  using Traits = BackwardTraits<Tag>;
-  const ConvertDqArguments arguments = convert_dq_arguments(plan, params);
-  constexpr int rows = convert_dq_threads / 32 * Strip::rows;
-  const std::int64_t most =
-      std::int64_t{plan.q_tiles} * params.shape.num_heads_q * (Traits::block_m / rows);
-  // How much is left after a kernel that finishes is for the device to know.
-  const std::int64_t resident = std::int64_t{plan.num_ctas} * (2048 / convert_dq_threads);
-  launch_early<&convert_dq_kernel<Tag>>(
-      arguments.strips_drawn == nullptr ? most : std::min(most, resident), convert_dq_threads, 0,
-      stream, arguments);
+  launch_early<&convert_dq_kernel<Tag>>(plan.convert_grid, convert_dq_threads, 0, stream,
+                                        convert_dq_arguments(plan, params));
 }
 
 template <class Tag>

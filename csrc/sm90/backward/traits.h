@@ -87,6 +87,7 @@ struct VisitedQueries {
 template <class Tag>
 struct BackwardTraits {
   static constexpr BackwardConfig config = Tag::config;
+  static constexpr Sm90BackwardConfig own = Tag::own;
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
@@ -101,10 +102,10 @@ struct BackwardTraits {
   static constexpr int cta_columns = head_dim / ctas_per_tile;
   static constexpr int key_parts = cta_keys / 64;
   // One warpgroup holds dV, another dK of the same 64 keys; else each both of its own.
-  static constexpr bool separate = config.separate_keys;
+  static constexpr bool separate = own.separate_keys;
   static_assert(separate == (key_parts < key_warpgroups));
   static constexpr int dq_warps = 4;
-  static constexpr int dout_stages = config.stages_do;
+  static constexpr int dout_stages = own.stages_do;
   static constexpr int threads = 128 * (2 + key_warpgroups);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
@@ -152,19 +153,18 @@ struct BackwardTraits {
   static constexpr bool reads_ahead = starts_dk_first && in_pairs && config.dtype == Dtype::bf16;
 
   // P stays in registers for dV while dS is made.
-  static constexpr bool keeps_probabilities = config.keeps_probabilities;
+  static constexpr bool keeps_probabilities = own.keeps_probabilities;
 
   // Two pairs of dS an instruction, for one more rounding. Not in fp16, whose callers want its bits
   // and whose range a difference may leave.
-  static constexpr bool rounds_differences =
-      config.rounds_differences && config.dtype == Dtype::bf16;
+  static constexpr bool rounds_differences = own.rounds_differences && config.dtype == Dtype::bf16;
   static_assert(!rounds_differences || !has(feature::dropout), "its marks are signs of P");
 
   // What setmaxnreg makes of the 128 registers that the launch gives every thread.
   static constexpr int launch_registers = 128;
-  static constexpr int producer_registers = config.producer_registers;
-  static constexpr int dq_registers = config.dq_registers;
-  static constexpr int key_registers = config.key_registers;
+  static constexpr int producer_registers = own.producer_registers;
+  static constexpr int dq_registers = own.dq_registers;
+  static constexpr int key_registers = own.key_registers;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
@@ -179,7 +179,7 @@ struct BackwardTraits {
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
   // At a time, for its registers: the fewer, the more often dS is read.
-  static constexpr int dq_columns = config.dq_columns;
+  static constexpr int dq_columns = own.dq_columns;
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
   using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
                                    TransposedMma<Element, dq_columns, 64>>;
@@ -201,16 +201,16 @@ struct BackwardTraits {
     return stores_in_ds ? part * ds_stages + stage : part_tile(stage, part);
   }
   static constexpr bool stores_in_ds = in_pairs && !separate;
-  static constexpr int stages = config.stages_q;  // and of a bias
-  static constexpr int ds_stages = 2;             // of dS, and of P between warpgroups
+  static constexpr int stages = own.stages_q;  // and of a bias
+  static constexpr int ds_stages = 2;          // of dS, and of P between warpgroups
   // Beside lists the tile in hand and the next; else up to three tiles of a step each, and the one
   // that is being drawn (dispatcher.h).
   static constexpr int work_stages = is_sparse ? 2 : 4;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
   static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other
-  static constexpr int key_stages = config.stages_kv;  // of K and V
+  static constexpr int key_stages = own.stages_kv;  // of K and V
   // dK and dV leave through shared memory of their own, while the next tile begins.
-  static constexpr bool stores_tiles = config.stores_tiles;
+  static constexpr bool stores_tiles = own.stores_tiles;
   // In boxes of which a CTA's columns of dQ are whole ones.
   static constexpr int key_box_columns = box_columns<cta_columns>;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts, key_box_columns>;

@@ -41,6 +41,7 @@ struct alignas(16) VisitedKeys {
 template <class Tag>
 struct ForwardTraits {
   static constexpr ForwardConfig config = Tag::config;
+  static constexpr Sm90ForwardConfig own = Tag::own;
   static constexpr int block_m = config.block_m;
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
@@ -54,7 +55,7 @@ struct ForwardTraits {
   // (shared/scores/score_modifiers.h); with dropout there are no registers for it, and calls
   // without ALiBi would pay as well.
   static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
-  static constexpr bool leaves_bending = has(bending_features) && config.bends_in_softmax;
+  static constexpr bool leaves_bending = has(bending_features) && own.bends_in_softmax;
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
@@ -68,9 +69,9 @@ struct ForwardTraits {
 
   // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
   // (dropout.h), unless consumers draw for themselves.
-  static constexpr bool draws_ahead = config.drawing_registers > 0;
+  static constexpr bool draws_ahead = own.drawing_registers > 0;
   static constexpr int drawing_warps = 4;
-  static constexpr bool drops_turns = config.drops_turns;
+  static constexpr bool drops_turns = own.drops_turns;
   static_assert(has_dropout || !draws_ahead);
   static_assert(draws_ahead || !drops_turns, "consumers that draw for themselves take turns");
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
@@ -104,13 +105,13 @@ struct ForwardTraits {
   // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
   // overlap.
   static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
-  static constexpr int producer_registers = config.producer_registers;
-  static constexpr int drawing_registers = config.drawing_registers;
-  static constexpr int consumer_registers = config.consumer_registers;
+  static constexpr int producer_registers = own.producer_registers;
+  static constexpr int drawing_registers = own.drawing_registers;
+  static constexpr int consumer_registers = own.consumer_registers;
 
   // With registers for two P the next one is made while P V still reads this one, and the code of a
   // step is there twice.
-  static constexpr bool alternates_probabilities = config.alternates_probabilities;
+  static constexpr bool alternates_probabilities = own.alternates_probabilities;
   static_assert(overlaps_softmax || !alternates_probabilities);
 
   using Element = ElementOf<config.dtype>;
@@ -132,8 +133,8 @@ struct ForwardTraits {
   static constexpr int bias_stages = 2;
   static constexpr int smem_for_tiles =
       smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
-  static constexpr int q_stages = config.stages_q;
-  static constexpr int stages = config.stages_kv;
+  static constexpr int q_stages = own.stages_q;
+  static constexpr int stages = own.stages_kv;
   static_assert(q_stages * query_bytes + stages * stage_bytes <= smem_for_tiles);
   // O goes through shared memory of its own where there is room.
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));

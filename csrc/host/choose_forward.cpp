@@ -1,0 +1,247 @@
+#include "host/choose_forward.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/plan_steps.h"
+#include "shared/mask/block_lists.h"
+#include "shared/sequence/splits.h"
+
+namespace flash_attn_cuda {
+namespace {
+
+// Queries or keys, whichever are more, of the sequences that most of the work is in, about: of
+// packed ones neither the longest alone nor the many short ones. Where bits must not depend on the
+// batch or the size of a cache, as if they were long.
+int typical_seqlen(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  const SequenceParams& sequences = params.sequences;
+  if (params.split.batch_invariant) return max_seqlen;
+  std::int64_t queries = shape.seqlen_q;
+  std::int64_t keys = shape.seqlen_k;
+  if (is_packed(sequences)) {
+    constexpr int times_average = 4;
+    const int average = ceil_div(shape.seqlen_q, std::max(1, shape.batch_size));
+    queries = std::min<std::int64_t>(most_queries(shape, sequences),
+                                     std::int64_t{times_average} * average);
+    if (sequences.cu_seqlens_k != nullptr)
+      keys = queries * shape.seqlen_k / std::max(1, shape.seqlen_q);
+  }
+  return static_cast<int>(std::min<std::int64_t>(std::max(queries, keys), max_seqlen));
+}
+
+// Rows of a sequence's queries and of the heads that share a key head.
+std::int64_t packed_rows(const ForwardParams& params) {
+  const AttentionShape& shape = params.shape;
+  return std::int64_t{most_queries(shape, params.sequences)} *
+         (shape.num_heads_q / shape.num_heads_k);
+}
+
+// The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
+// also the ones whose bits can be independent of the batch.
+bool prefers_decode(const ForwardParams& params) {
+  if (params.dropout.threshold > 0) return false;
+  if (params.split.batch_invariant && is_packed(params.sequences)) return true;
+  constexpr std::int64_t rows_with_cache = 64;
+  constexpr std::int64_t rows_without = 16;
+  const bool has_cache = params.sequences.seqused_k != nullptr ||
+                         params.paged.block_table != nullptr || params.split.num_splits != 1;
+  return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
+}
+
+// sm90 kernels load boxes that lie in one page and begin where the swizzle of shared memory does.
+bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {
+  constexpr int swizzled_rows = 8;
+  return paged.block_table == nullptr ||
+         (paged.page_size % swizzled_rows == 0 && sequences.leftpad_k == nullptr);
+}
+
+// Tiles of the whole call in an sm90 row, at most.
+std::int64_t most_tiles(const ForwardParams& params, const ForwardConfig& row) {
+  const AttentionShape& shape = params.shape;
+  const std::int64_t tiles = ceil_div(shape.seqlen_q, row.block_m);
+  return (is_packed(params.sequences) ? tiles + shape.batch_size : tiles * shape.batch_size) *
+         shape.num_heads_q;
+}
+
+// Keys that a tile of so many rows sees, at most.
+int most_keys_of_tile(const ForwardParams& params, int rows) {
+  const Window& window = params.window;
+  std::int64_t keys = params.shape.seqlen_k;
+  if (window.left != Window::unbounded && window.right != Window::unbounded)
+    keys = std::min(keys, std::int64_t{window.left} + window.right + rows);
+  return static_cast<int>(keys);
+}
+
+// Of a tile that may be split or lower than others: with less it does not matter.
+constexpr int least_keys_of_tile = 1024;
+
+// Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.
+// `row`: that which could split.
+bool wants_splits(const ForwardParams& params, const ForwardConfig& row, const DeviceInfo& device) {
+  if (params.split.num_splits == 1 || params.split.batch_invariant) return false;
+  const std::int64_t tiles = most_tiles(params, row);
+  if (params.split.num_splits > 1) return tiles < device.num_sms;
+  return 2 * tiles <= device.num_sms &&
+         most_keys_of_tile(params, row.block_m) >= least_keys_of_tile;
+}
+
+// The plain row of a narrow head has tiles of more queries than that over caches, and a row for
+// long calls than the usual one. If those of fewer need no more rounds of the device, each is
+// shorter.
+bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
+                       const ForwardConfig& lower, const DeviceInfo& device) {
+  if (is_packed(params.sequences) || params.split.batch_invariant ||
+      plain.block_m <= lower.block_m ||
+      most_keys_of_tile(params, lower.block_m) < least_keys_of_tile)
+    return false;
+  const auto rounds = [&](const ForwardConfig& row) {
+    return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+  };
+  return rounds(lower) <= rounds(plain);
+}
+
+// Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
+// the end of a sequence are a step of as many; 0: none are.
+std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, int narrow_keys) {
+  const std::int64_t padded_queries = std::int64_t{ceil_div(shape.seqlen_q, queries)} * queries;
+  const int end = shape.seqlen_k % keys;
+  const int last_step = end == 0 ? 0 : end <= narrow_keys ? narrow_keys : keys;
+  return padded_queries * (shape.seqlen_k - end + last_step);
+}
+
+// A row for short sequences may have smaller steps, in which warps without queries do little. That
+// makes it the faster one for somewhat longer sequences too, where their ends would fill little of
+// the plain row's steps (docs/forward_sm90.md). As with lower tiles, the bits of such a call may
+// depend on the number of its heads.
+bool wants_smaller_steps(const ForwardParams& params, const ForwardConfig& plain,
+                         const ForwardConfig& short_row, const DeviceInfo& device) {
+  constexpr int longest = 1024;
+  constexpr int warpgroup_rows = 64;
+  constexpr double share_that_pays = 0.78;  // 577 has 0.77, 800 0.805
+  const AttentionShape& shape = params.shape;
+  if (short_row.block_n >= plain.block_n || !params.window.is_full() ||
+      is_packed(params.sequences) || params.split.batch_invariant ||
+      std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
+      most_tiles(params, plain) < device.num_sms)
+    return false;
+  return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_step_keys) <=
+         share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n, 0);
+}
+
+// The row of a call that neither decodes nor splits. One for long calls has higher tiles; where
+// lower ones need no more rounds of the device, it is the usual row.
+const ForwardInstance& select_plain(const ForwardParams& params, const KernelRequest& request,
+                                    const DeviceInfo& device,
+                                    std::span<const ForwardInstance* const> instances) {
+  const ForwardInstance& row = select_instance(instances, request, device);
+  KernelRequest of_any_length = request;
+  of_any_length.keys_per_query = 0;
+  const ForwardInstance* usual = find_instance(instances, of_any_length, device);
+  const bool prefers_usual = usual != nullptr && usual != &row &&
+                             wants_lower_tiles(params, row.config, usual->config, device);
+  return prefers_usual ? *usual : row;
+}
+
+KernelRequest request_of(const ForwardParams& params, const TensorExtents& extents) {
+  KernelRequest request = common_request(params, extents);
+  if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
+  request.seqlen = typical_seqlen(params);
+  // Where bits must not depend on the batch, nothing may choose a row for long calls.
+  if (params.split.batch_invariant) request.keys_per_query = 0;
+  request.is_causal = params.window.right != Window::unbounded;
+  request.suits_sm90 = request.suits_sm90 && has_boxes(params.paged, params.sequences) &&
+                       tma_can_move(params.out, params.dtype, extents.out) &&
+                       tma_can_load_bits(params.sparsity.bits, params.shape);
+  return request;
+}
+
+// The fewest splits of tiles of so many steps that take about as long as the best number.
+int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
+  if (tiles >= std::int64_t{most_tiles_per_slot} * slots) return 1;
+  const auto cost = [&](int splits) {
+    return cost_of_splits(static_cast<int>(tiles), slots, steps, splits);
+  };
+  most = std::min(most, static_cast<int>(most_tiles_per_slot * slots / tiles));
+  float least = cost(1);
+  for (int splits = 2; splits <= most; ++splits) least = std::min(least, cost(splits));
+  int chosen = 1;
+  while (!is_about_as_long(cost(chosen), least)) ++chosen;
+  return chosen;
+}
+
+// CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
+// that one has under way.
+int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
+  if (instance.config.kind == ForwardKind::decode) return device.num_sms;
+  const int resident = device.smem_per_block / (instance.smem_bytes + reserved_smem);
+  return std::clamp(resident, 1, 4) * device.num_sms;
+}
+
+}  // namespace
+
+const ForwardInstance& choose_instance(const ForwardParams& params, const TensorExtents& extents,
+                                       bool has_vectors, const DeviceInfo& device,
+                                       std::span<const ForwardInstance* const> instances) {
+  KernelRequest request = request_of(params, extents);
+  request.kind = ForwardKind::decode;
+  if (!has_vectors) return select_instance(instances, request, device);
+  if (prefers_decode(params)) {
+    const ForwardInstance* decode = find_instance(instances, request, device);
+    if (decode != nullptr) return *decode;
+  }
+  request.kind = ForwardKind::tiles;
+  const ForwardInstance& plain = select_plain(params, request, device, instances);
+  if (plain.config.family != KernelFamily::sm90) return plain;
+  KernelRequest short_request = request;
+  short_request.seqlen = 1;  // whatever the length
+  const ForwardInstance* short_row = find_instance(instances, short_request, device);
+  if (short_row != nullptr && short_row != &plain &&
+      wants_smaller_steps(params, plain.config, short_row->config, device))
+    return *short_row;
+  request.features |= feature::split_kv;
+  const ForwardInstance* over_cache = find_instance(instances, request, device);
+  const bool prefers_cache_row =
+      over_cache != nullptr && over_cache->config.family == KernelFamily::sm90 &&
+      (wants_splits(params, over_cache->config, device) ||
+       wants_lower_tiles(params, plain.config, over_cache->config, device));
+  return prefers_cache_row ? *over_cache : plain;
+}
+
+int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t ctas,
+                  const DeviceInfo& device) {
+  const AttentionShape& shape = params.shape;
+  const ForwardConfig& config = instance.config;
+  const bool decodes = config.kind == ForwardKind::decode;
+  if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
+  if (params.split.batch_invariant)
+    return decodes ? ceil_div(most_keys(shape, params.sequences), invariant_split_keys) : 1;
+
+  // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
+  // than an uneven last round. Rows for caches also have lower tiles, which is another reason to
+  // run one.
+  const bool has_pages = params.paged.block_table != nullptr;
+  if (config.family == KernelFamily::sm90 &&
+      (ctas >= device.num_sms || (!has_pages && !wants_splits(params, config, device))))
+    return 1;
+  const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
+  const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(params, config.block_m);
+  const int steps = ceil_div(keys, keys_per_step);
+  if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));
+  constexpr int least_steps = 2;
+  const int most = std::max(1, steps / least_steps);
+  const bool uneven = shape.batch_size > 1 && has_lengths_on_device(params.sequences);
+  if (!uneven || !decodes) return fewest_splits(ctas, ctas_at_once(instance, device), steps, most);
+
+  // Lengths that the host does not know: the kernel itself shares the splits out by length
+  // (sm80/decode/split.h). More of them cost memory for partial results.
+  constexpr std::int64_t most_partial_bytes = 256 << 20;
+  constexpr int most_useful = 32;
+  const std::int64_t bytes = std::max<std::int64_t>(1, query_rows(params)) * shape.num_heads_q *
+                             (config.head_dim_v + 1) * std::int64_t{sizeof(float)};
+  const auto affordable =
+      static_cast<int>(std::clamp<std::int64_t>(most_partial_bytes / bytes, 1, most_useful));
+  return std::min(most, affordable);
+}
+
+}  // namespace flash_attn_cuda
