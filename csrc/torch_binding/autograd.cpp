@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/autograd.h>
 
-#include <cmath>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -202,14 +201,10 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                                                  const at::Tensor& v,
                                                  std::optional<double> softmax_scale, bool causal,
                                                  bool returns_lse) {
-  check_inputs(q, k, v);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  const AttentionCall given{.q = q,
-                            .k = k,
-                            .v = v,
-                            .softmax_scale = checked_softmax_scale(softmax_scale.value_or(scale)),
-                            .causal = causal,
-                            .num_splits = 1};
+  AttentionCall given{
+      .q = q, .k = k, .v = v, .softmax_scale = softmax_scale, .causal = causal, .num_splits = 1};
+  check_inputs(given);
+  given.softmax_scale = checked_softmax_scale(given);
   check_no_forward_gradients(given);
   Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
   return {std::move(results.out), if_defined(results.softmax_lse)};

@@ -69,7 +69,7 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   Gradients results;
   if (given.wants_softmax_d) results.softmax_d = allocate_softmax_d(call.q);
   if (given.wants_dbias) results.dbias = allocate_bias_gradient(call);
-  if (call.sink.defined()) results.dsink = allocate(call.sink.sizes(), at::kFloat, call.q);
+  results.dsink = allocate_sink_gradient(call);
 
   const at::Tensor out = with_kernel_layout(given.out);
   // dO of a loss that does not depend on the output is not one row that every row reads: strides of

@@ -15,19 +15,11 @@ namespace flash_attn_cuda::binding {
 namespace {
 
 void check_partials(const at::Tensor& out_partial, const at::Tensor& lse_partial) {
-  TORCH_CHECK_VALUE(out_partial.is_cuda(), "out_partial: must be a CUDA tensor, got one on ",
-                    out_partial.device());
-  TORCH_CHECK_TYPE(out_partial.layout() == at::kStrided,
-                   "out_partial: must be a dense tensor, got layout ", out_partial.layout());
-  TORCH_CHECK_TYPE(out_partial.scalar_type() == at::kFloat, "out_partial: dtype must be ",
-                   at::kFloat, ", got ", out_partial.scalar_type());
+  check_cuda("out_partial", out_partial);
+  check_place("out_partial", out_partial, at::kFloat, out_partial);
   TORCH_CHECK_VALUE(out_partial.dim() == 5, "out_partial: must have 5 dimensions (splits, batch, ",
                     "seqlen, heads, head_dim), got shape ", out_partial.sizes());
-  for (const std::int64_t size : out_partial.sizes()) {
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int>::max(),
-                      "out_partial: every dimension must be at most ",
-                      std::numeric_limits<int>::max(), ", got shape ", out_partial.sizes());
-  }
+  check_sizes("out_partial", out_partial);
   TORCH_CHECK_VALUE(out_partial.size(4) >= 1, "out_partial: last dimension (head_dim) must be at ",
                     "least 1, got shape ", out_partial.sizes());
   check_like("lse_partial", lse_partial, out_partial.sizes().slice(0, 4), at::kFloat, out_partial);
@@ -37,9 +29,7 @@ at::ScalarType checked_out_dtype(const OptionalTensor& out,
                                  std::optional<at::ScalarType> out_dtype) {
   const at::ScalarType dtype =
       out_dtype.value_or(out.has_value() ? out->scalar_type() : at::kFloat);
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat,
-                   out_dtype.has_value() ? "out_dtype" : "out",
-                   ": dtype must be float16, bfloat16 or float32, got ", dtype);
+  check_16_or_32_bits(out_dtype.has_value() ? "out_dtype" : "out", dtype);
   return dtype;
 }
 

@@ -41,13 +41,11 @@ Results run_forward_call(const AttentionCall& call) {
   const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
   if (call.rng_state.defined()) check_rng_state(call.rng_state, call.dropout_p, call.q);
   OutputTensor output("out", call.out, output_sizes(call), result_dtype(call), call.q);
-  const CacheUpdate update = call.over_cache ? checked_update(call) : CacheUpdate{};
-  const KeyLengths lengths = call.over_cache ? update.lengths : key_lengths(call);
-  const Append append = call.over_cache ? begin_append(call, update) : Append{};
+  const Append append = begin_append(call);
   const at::Tensor& q = append.rotated_q.defined() ? append.rotated_q : call.q;
 
   Results results{.softmax_lse = allocate_rows(q, q.size(q.dim() - 3))};
-  ForwardParams params = forward_params(call, lengths);
+  ForwardParams params = forward_params(call);
   params.q = input_view(q);
   params.out = output.view();
   params.lse = output_rows(results.softmax_lse);
@@ -67,10 +65,7 @@ Results run_forward_call(const AttentionCall& call) {
   run_forward(plan, params, stream);
   if (call.return_softmax && drops(call))
     results.S_dmask = probabilities_of(params, call, results.rng_state, stream);
-  if (has_device_contents(call)) {
-    const ContentNames of_cache{.seqused_k = "cache_seqlens", .leftpad_k = "cache_leftpad"};
-    raise_if_checking(device, stream, call.over_cache ? of_cache : ContentNames{});
-  }
+  if (has_device_contents(call)) raise_if_checking(device, stream, names_of(call));
   results.out = output.finish();
   return results;
 }

@@ -3,8 +3,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <limits>
-
 #include "flash_attn/merge.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
@@ -29,8 +27,7 @@ void check_out(const at::Tensor& out) {
   TORCH_CHECK_VALUE(out.size(2) > 0 && out.size(2) % 8 == 0,
                     "out: head_dim must be a positive multiple of 8, got ", out.size(2));
   // A block of the kernel has 16 rows of a head.
-  TORCH_CHECK_VALUE((out.size(0) / 16 + 1) * out.size(1) <= std::numeric_limits<int>::max() &&
-                        out.size(2) <= std::numeric_limits<int>::max(),
+  TORCH_CHECK_VALUE((out.size(0) / 16 + 1) * out.size(1) <= max_size && out.size(2) <= max_size,
                     "out: must be of fewer rows and heads, got shape ", out.sizes());
   check_rows("out", out, out);
 }
