@@ -106,7 +106,7 @@ def python_type(cpp: str, aliases: dict[str, str]) -> str:
 
 
 def function_of(name: str, definition: str, declared: str) -> Function:
-    """Of a module.def; ValueError where its names are not those of the declaration."""
+    """What a module.def defines; ValueError where its names are not those of the declaration."""
     aliases = dict(re.findall(r"using (\w+) = ([^;]+);", declared))
     bound = re.search(r"wrap_pybind_function(?:_no_gil)?\(&[\w:]*?(\w+)\)", definition)
     if bound is None:

@@ -1,7 +1,5 @@
 #include "torch_binding/append.h"
 
-#include <c10/cuda/CUDAGuard.h>
-
 #include <algorithm>
 
 #include "torch_binding/check.h"
@@ -25,7 +23,7 @@ void check_packed_new_keys(const AttentionCall& call, std::int64_t batch) {
                       " entries, got ", sequences + 1);
     return;
   }
-  TORCH_CHECK_VALUE(is_packed(call), "cu_seqlens_k_new: must be given where k is packed, got None");
+  require(is_packed(call), "cu_seqlens_k_new: must be given where k is packed, got None");
   TORCH_CHECK_VALUE(call.k_new.size(0) == call.q.size(0), "k: must have as many rows as q (",
                     call.q.size(0), ") without cu_seqlens_k_new, got ", call.k_new.size(0));
 }
@@ -36,10 +34,9 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& k = call.k_new;
   const at::Tensor& v = call.v_new;
   const at::Tensor& bounds = call.cu_seqlens_k_new;
-  TORCH_CHECK_VALUE(k.defined() || !v.defined(), "k: must be given where v is, got None");
-  TORCH_CHECK_VALUE(v.defined() || !k.defined(), "v: must be given where k is, got None");
-  TORCH_CHECK_VALUE(k.defined() || !bounds.defined(),
-                    "k: must be given where cu_seqlens_k_new is, got None");
+  require(k.defined() || !v.defined(), "k: must be given where v is, got None");
+  require(v.defined() || !k.defined(), "v: must be given where k is, got None");
+  require(k.defined() || !bounds.defined(), "k: must be given where cu_seqlens_k_new is, got None");
   if (!k.defined()) return;
   const bool are_packed = has_packed_new_keys(call);
   TORCH_CHECK_VALUE(are_packed || k.dim() == 4, "k: must have 4 dimensions (batch, seqlen, heads, ",
@@ -66,10 +63,10 @@ void check_lengths(const AttentionCall& call) {
   const std::int64_t length = seqlen_k_new(call);
   const bool is_number = call.seqlen_k.has_value();
   const std::int64_t seqlen_k = call.seqlen_k.value_or(0);
-  TORCH_CHECK_VALUE(!call.seqused_k.defined() || !is_number,
-                    "cache_seqlens: must be a tensor or a number, got both");
-  TORCH_CHECK_VALUE(call.seqused_k.defined() || is_number || !call.k_new.defined(),
-                    "cache_seqlens: must be given where k is, got None");
+  require(!call.seqused_k.defined() || !is_number,
+          "cache_seqlens: must be a tensor or a number, got both");
+  require(call.seqused_k.defined() || is_number || !call.k_new.defined(),
+          "cache_seqlens: must be given where k is, got None");
   TORCH_CHECK_VALUE(length <= capacity, "k: must have at most as many rows as the cache (",
                     capacity, "), got ", length);
   TORCH_CHECK_VALUE(seqlen_k >= 0 && seqlen_k <= capacity - length,
@@ -81,12 +78,12 @@ void check_rotary(const AttentionCall& call) {
   const at::Tensor& cos = call.rotary_cos;
   const at::Tensor& sin = call.rotary_sin;
   const at::Tensor& q = call.q;
-  TORCH_CHECK_VALUE(call.k_new.defined() || !cos.defined(),
-                    "rotary_cos: must be None without k: a rotation is one of new keys");
-  TORCH_CHECK_VALUE(cos.defined() || !sin.defined(),
-                    "rotary_cos: must be given where rotary_sin is, got None");
-  TORCH_CHECK_VALUE(sin.defined() || !cos.defined(),
-                    "rotary_sin: must be given where rotary_cos is, got None");
+  require(call.k_new.defined() || !cos.defined(),
+          "rotary_cos: must be None without k: a rotation is one of new keys");
+  require(cos.defined() || !sin.defined(),
+          "rotary_cos: must be given where rotary_sin is, got None");
+  require(sin.defined() || !cos.defined(),
+          "rotary_sin: must be given where rotary_cos is, got None");
   if (!cos.defined()) return;
   const std::int64_t head_dim = q.size(q.dim() - 1);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && cos.size(1) <= head_dim / 2,
@@ -98,7 +95,7 @@ void check_rotary(const AttentionCall& call) {
   check_array("rotary_sin", sin, cos.sizes(), q.scalar_type(), q);
 }
 
-// Of lengths on the device the kernel finds out.
+// The kernel checks lengths that lie on the device.
 void check_rotary_rows(const AttentionCall& call) {
   if (!call.rotary_cos.defined() || !call.seqlen_k.has_value() || is_packed(call) ||
       has_packed_new_keys(call))
@@ -137,9 +134,7 @@ Append begin_append(const AttentionCall& call) {
       .total_q = static_cast<int>(is_packed(call) ? q.size(0) : 0),
       .total_k_new = static_cast<int>(has_packed_new_keys(call) ? call.k_new.size(0) : 0),
       .seqlen_k_used = static_cast<int>(call.seqlen_k.value_or(-1))};
-  const c10::DeviceIndex device = q.device().index();
-  const c10::cuda::CUDAGuard guard(device);
-  if (has_device_contents(call)) params.errors = device_record(device);
+  if (has_device_contents(call)) params.errors = device_record(q.device().index());
   if (call.rotary_cos.defined()) {
     params.rotary_cos = call.rotary_cos.const_data_ptr();
     params.rotary_sin = call.rotary_sin.const_data_ptr();

@@ -21,7 +21,7 @@ struct Append {
   at::Tensor rotated_q;  // to be attended with instead of q; undefined: q is not rotated
 };
 
-// Of a checked call. Marks the caches as written.
+// `call` is checked. Marks the caches as written.
 Append begin_append(const AttentionCall& call);
 
 }  // namespace flash_attn_cuda::binding

@@ -142,21 +142,42 @@ class Reader {
 
 // -- the operators --------------------------------------------------------------------------------
 
+// torch's ends at multiples of 128.
+at::Tensor debug_mask(const at::Tensor& probabilities, const at::Tensor& query) {
+  if (!probabilities.defined()) return allocate({0}, query.scalar_type(), query);
+  constexpr std::int64_t multiple = 128;
+  const auto missing = [&](std::int64_t size) { return (multiple - size % multiple) % multiple; };
+  return at::constant_pad_nd(
+      probabilities, {0, missing(probabilities.size(-1)), 0, missing(probabilities.size(-2))});
+}
+
 // SDPA's operators have (batch, heads, seqlen, head_dim), the others what this package has.
-class AtenArguments {
+class AtenOperator : public c10::OperatorKernel {
  public:
-  explicit AtenArguments(const c10::OperatorHandle& op)
-      : count_(op.schema().arguments().size()),
+  explicit AtenOperator(const c10::OperatorHandle& op)
+      : num_arguments_(op.schema().arguments().size()),
         is_backward_(place_of("dout", op.schema()) >= 0),
         heads_first_(op.schema().name().starts_with("aten::_scaled_dot_product")),
         call_(op.schema()),
-        incoming_(op.schema()) {}
+        incoming_(op.schema()),
+        before_(op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA)) {}
 
-  std::size_t count() const { return count_; }
-  bool is_heads_first() const { return heads_first_; }
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const AttentionCall given = given_call(*stack);
+    if (!is_taken(given) || !has_kernels(given)) {
+      before_.callBoxed(op, keys, stack);
+    } else if (is_backward_) {
+      const Incoming incoming = given_incoming(*stack);
+      torch::jit::drop(*stack, num_arguments_);
+      run_backward(given, incoming, *stack);
+    } else {
+      torch::jit::drop(*stack, num_arguments_);
+      run_forward(given, *stack);
+    }
+  }
 
-  // What the operator's arguments, the last ones on a stack, say.
-  AttentionCall given(const Stack& stack) const {
+  // As the operator's arguments, the last ones on the stack, have it.
+  AttentionCall given_call(const Stack& stack) const {
     AttentionCall given = call_.read(first(stack));
     if (is_backward_) {  // those of Incoming
       given.out.reset();
@@ -165,129 +186,86 @@ class AtenArguments {
     return given;
   }
 
-  // The call as this package describes it.
-  AttentionCall call_of(AttentionCall given) const {
-    for (at::Tensor* tensor : {&given.q, &given.k, &given.v}) *tensor = seqlen_first(*tensor);
-    given.deterministic = at::globalContext().deterministicAlgorithms();
-    if (!is_packed(given)) {  // aten has lengths of such sequences as well
-      given.cu_seqlens_k.reset();
-      given.max_seqlen_q = given.max_seqlen_k = 0;
+  // As this package describes it.
+  AttentionCall call_of(const AttentionCall& given) const {
+    AttentionCall call = given;
+    for (at::Tensor* tensor : {&call.q, &call.k, &call.v}) *tensor = seqlen_first(*tensor);
+    call.deterministic = at::globalContext().deterministicAlgorithms();
+    if (!is_packed(call)) {  // aten has lengths of such sequences as well
+      call.cu_seqlens_k.reset();
+      call.max_seqlen_q = call.max_seqlen_k = 0;
     }
-    return given;
+    return call;
   }
 
-  Incoming incoming(const Stack& stack) const {
-    Incoming incoming = incoming_.read(first(stack));
-    incoming.dout = seqlen_first(incoming.dout);
-    incoming.out = seqlen_first(incoming.out);
-    return incoming;
+ private:
+  const c10::IValue* first(const Stack& stack) const {
+    return stack.data() + stack.size() - num_arguments_;
   }
 
   at::Tensor seqlen_first(const at::Tensor& tensor) const {
     return heads_first_ ? tensor.transpose(1, 2) : tensor;
   }
 
- private:
-  const c10::IValue* first(const Stack& stack) const {
-    return stack.data() + stack.size() - count_;
+  Incoming given_incoming(const Stack& stack) const {
+    Incoming incoming = incoming_.read(first(stack));
+    incoming.dout = seqlen_first(incoming.dout);
+    incoming.out = seqlen_first(incoming.out);
+    return incoming;
   }
 
-  std::size_t count_;
-  bool is_backward_;
-  bool heads_first_;
-  Reader<AttentionCall> call_;
-  Reader<Incoming> incoming_;
-};
-
-class AtenOperator : public c10::OperatorKernel {
- public:
-  explicit AtenOperator(const c10::OperatorHandle& op)
-      : arguments_(op), before_(op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA)) {}
-
- protected:
-  AtenArguments arguments_;
-  c10::SafeKernelFunction before_;
-};
-
-class ForwardOperator : public AtenOperator {
- public:
-  using AtenOperator::AtenOperator;
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const AttentionCall given = arguments_.given(*stack);
-    if (!is_taken(given) || !has_kernels(given)) {
-      before_.callBoxed(op, keys, stack);
-      return;
-    }
-    AttentionCall call = arguments_.call_of(given);
+  void run_forward(const AttentionCall& given, Stack& results) const {
+    AttentionCall call = call_of(given);
     const std::int64_t seqlen_q = call.q.size(1), seqlen_k = call.k.size(1);
-    // With the query's strides, as compilers expect.
+    // Compilers expect the query's strides.
     const at::Tensor out = given.out.defined() ? given.out : at::empty_like(given.q);
-    call.out = arguments_.seqlen_first(out);
-    Results results = run_forward_call(checked_call(std::move(call), Pass::forward));
-    torch::jit::drop(*stack, arguments_.count());
-    if (given.out.defined()) {
-      stack->emplace_back(std::move(results.softmax_lse));
-      return;
+    call.out = seqlen_first(out);
+    Results found = run_forward_call(checked_call(std::move(call), Pass::forward));
+    if (!given.out.defined()) results.emplace_back(out);
+    results.emplace_back(std::move(found.softmax_lse));
+    if (given.out.defined()) return;
+    if (heads_first_) {
+      results.emplace_back(at::Tensor());  // no cu_seqlens
+      results.emplace_back(at::Tensor());
+      results.emplace_back(seqlen_q);
+      results.emplace_back(seqlen_k);
     }
-    stack->emplace_back(out);
-    stack->emplace_back(std::move(results.softmax_lse));
-    if (arguments_.is_heads_first()) {
-      stack->emplace_back(at::Tensor());  // no cu_seqlens
-      stack->emplace_back(at::Tensor());
-      stack->emplace_back(seqlen_q);
-      stack->emplace_back(seqlen_k);
-    }
-    stack->emplace_back(results.rng_state.defined() ? results.rng_state.view(at::kUInt64)
-                                                    : allocate({2}, at::kUInt64, given.q));
-    stack->emplace_back(allocate({}, at::kUInt64, given.q));  // has no meaning any more
-    stack->emplace_back(debug_mask(results.S_dmask, given.q));
+    results.emplace_back(found.rng_state.defined() ? found.rng_state.view(at::kUInt64)
+                                                   : allocate({2}, at::kUInt64, given.q));
+    results.emplace_back(allocate({}, at::kUInt64, given.q));  // has no meaning any more
+    results.emplace_back(debug_mask(found.S_dmask, given.q));
   }
 
- private:
-  // torch's ends at multiples of 128.
-  static at::Tensor debug_mask(const at::Tensor& probabilities, const at::Tensor& query) {
-    if (!probabilities.defined()) return allocate({0}, query.scalar_type(), query);
-    constexpr std::int64_t multiple = 128;
-    const auto missing = [&](std::int64_t size) { return (multiple - size % multiple) % multiple; };
-    return at::constant_pad_nd(
-        probabilities, {0, missing(probabilities.size(-1)), 0, missing(probabilities.size(-2))});
-  }
-};
-
-class BackwardOperator : public AtenOperator {
- public:
-  using AtenOperator::AtenOperator;
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const AttentionCall given = arguments_.given(*stack);
-    if (!is_taken(given) || !has_kernels(given)) {
-      before_.callBoxed(op, keys, stack);
-      return;
-    }
-    Incoming incoming = arguments_.incoming(*stack);
+  void run_backward(const AttentionCall& given, Incoming incoming, Stack& results) const {
     if (drops(given)) incoming.rng_state = incoming.rng_state.view(at::kLong);
     const at::Tensor dq = at::empty_like(given.q);
     const at::Tensor dk = at::empty_like(given.k);
     const at::Tensor dv = at::empty_like(given.v);
-    incoming.dq = arguments_.seqlen_first(dq);
-    incoming.dk = arguments_.seqlen_first(dk);
-    incoming.dv = arguments_.seqlen_first(dv);
-    run_backward_call(checked_call(arguments_.call_of(given), Pass::backward), incoming);
-    torch::jit::drop(*stack, arguments_.count());
-    for (const at::Tensor& gradient : {dq, dk, dv}) stack->emplace_back(gradient);
+    incoming.dq = seqlen_first(dq);
+    incoming.dk = seqlen_first(dk);
+    incoming.dv = seqlen_first(dv);
+    run_backward_call(checked_call(call_of(given), Pass::backward), incoming);
+    for (const at::Tensor& gradient : {dq, dk, dv}) results.emplace_back(gradient);
   }
+
+  std::size_t num_arguments_;
+  bool is_backward_;
+  bool heads_first_;
+  Reader<AttentionCall> call_;
+  Reader<Incoming> incoming_;
+  c10::SafeKernelFunction before_;
+};
+
+constexpr const char* operators[] = {
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_flash_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
 };
 
 std::mutex library_mutex;
 std::unique_ptr<torch::Library> library;
-
-template <class Operator>
-void take(torch::Library& taken, const char* name) {
-  const auto op = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""});
-  if (!op.has_value()) return;  // younger than this torch
-  taken.impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Operator>(*op)));
-}
 
 }  // namespace
 
@@ -296,11 +274,11 @@ void take_aten_operators() {
   if (library) return;
   auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA,
                                                __FILE__, __LINE__);
-  take<ForwardOperator>(*made, "_flash_attention_forward");
-  take<ForwardOperator>(*made, "_flash_attention_forward_no_dropout_inplace");
-  take<ForwardOperator>(*made, "_scaled_dot_product_flash_attention");
-  take<BackwardOperator>(*made, "_flash_attention_backward");
-  take<BackwardOperator>(*made, "_scaled_dot_product_flash_attention_backward");
+  for (const char* name : operators) {
+    const auto op = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""});
+    if (!op.has_value()) continue;  // younger than this torch
+    made->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<AtenOperator>(*op)));
+  }
   library = std::move(made);
 }
 
@@ -310,10 +288,10 @@ void give_back_aten_operators() {
 }
 
 std::optional<AttentionCall> call_of_aten(const c10::OperatorHandle& op, const Stack& stack) {
-  const AtenArguments arguments(op);
-  const AttentionCall given = arguments.given(stack);
+  const AtenOperator taken(op);
+  const AttentionCall given = taken.given_call(stack);
   if (!is_taken(given)) return std::nullopt;
-  return arguments.call_of(given);
+  return taken.call_of(given);
 }
 
 }  // namespace flash_attn_cuda::binding

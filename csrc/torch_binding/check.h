@@ -11,8 +11,15 @@
 
 namespace flash_attn_cuda::binding {
 
-// Of a dimension, as kernels count in 32 bits.
+// Kernels count a dimension in 32 bits.
 constexpr std::int64_t max_size = std::numeric_limits<int>::max();
+
+// These raise ValueError for arguments that do not go together, and NotImplementedError for what no
+// kernel does.
+inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }
+inline void refuse(bool is_asked, const char* rule) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_asked, rule);
+}
 
 // The tensor is dense and on a CUDA device.
 void check_cuda(const char* name, const at::Tensor& tensor);

@@ -59,8 +59,7 @@ std::int64_t checked_batch(const AttentionCall& call) {
 void check_packed_keys(const AttentionCall& call, std::int64_t batch) {
   check_max_seqlen("max_seqlen_k", call.max_seqlen_k);
   if (!call.cu_seqlens_k.defined()) {
-    TORCH_CHECK_VALUE(is_paged(call) && call.seqused_k.defined(),
-                      "cu_seqlens_k: must be given, got None");
+    require(is_paged(call) && call.seqused_k.defined(), "cu_seqlens_k: must be given, got None");
     return;
   }
   const std::int64_t batch_k = checked_num_sequences("cu_seqlens_k", call.cu_seqlens_k, call.q);
@@ -93,7 +92,7 @@ void check_block_table(const AttentionCall& call, std::int64_t batch) {
                     "block_table: rows must be contiguous, got strides ", table.strides());
 }
 
-// Of a cache or pages, which stay where they are.
+// A cache, or the pages of a sequence, have no more rows than kernels count.
 void check_capacity(const AttentionCall& call) {
   constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
   const std::int64_t rows = call.k.size(1);
@@ -109,15 +108,12 @@ void check_capacity(const AttentionCall& call) {
 
 void check_origin(const AttentionCall& call) {
   if (!call.origin.defined()) return;
-  TORCH_CHECK_VALUE(call.cu_seqlens_q.defined(),
-                    "origin: must be None without cu_seqlens_q, got a tensor");
-  const auto check = [](const char* what, bool is_there) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!is_there, "origin: must be None with ", what, ", got a tensor");
-  };
-  check("a block_table", is_paged(call));
-  check("a cache", call.over_cache);
-  check("a mask or a bias", has_masks(call));
-  check("return_softmax", call.return_softmax && drops(call));
+  require(is_packed(call), "origin: must be None without cu_seqlens_q, got a tensor");
+  refuse(is_paged(call), "origin: must be None with a block_table, got a tensor");
+  refuse(call.over_cache, "origin: must be None with a cache, got a tensor");
+  refuse(has_masks(call), "origin: must be None with a mask or a bias, got a tensor");
+  refuse(call.return_softmax && drops(call),
+         "origin: must be None with return_softmax, got a tensor");
   const std::int64_t rows = std::max(call.q.size(0), call.k.size(0));
   TORCH_CHECK_VALUE(rows <= max_seqlen_with_origin, "origin: must be None for more than ",
                     max_seqlen_with_origin, " rows, got ", rows);
@@ -129,15 +125,13 @@ void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   const bool in_place = reads_in_place(call);
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0 || !in_place, dropout_p_name,
                               ": must be 0 with a block_table, got ", call.dropout_p);
-  TORCH_CHECK_NOT_IMPLEMENTED(!in_place || !has_masks(call),
-                              "attn_mask: must be None with a block_table");
-  TORCH_CHECK_NOT_IMPLEMENTED(!(call.fp32_results && in_place),
-                              "fp32_results: must be False with a block_table, got True");
-  TORCH_CHECK_NOT_IMPLEMENTED(!(call.fp32_results && has_masks(call)),
-                              "fp32_results: must be False with a mask or a bias, got True");
-  TORCH_CHECK_VALUE(call.over_cache || !(call.k_new.defined() || call.rotary_cos.defined() ||
-                                         call.cache_batch_idx.defined()),
-                    "over_cache: must be set where keys are appended or entries chosen");
+  refuse(in_place && has_masks(call), "attn_mask: must be None with a block_table");
+  refuse(in_place && call.fp32_results, "fp32_results: must be False with a block_table, got True");
+  refuse(call.fp32_results && has_masks(call),
+         "fp32_results: must be False with a mask or a bias, got True");
+  require(call.over_cache || !(call.k_new.defined() || call.rotary_cos.defined() ||
+                               call.cache_batch_idx.defined()),
+          "over_cache: must be set where keys are appended or entries chosen");
 }
 
 // -- scores and numbers ---------------------------------------------------------------------------
@@ -184,7 +178,7 @@ AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch
   // A packed batch fills the device without splits; a cache, or pages, may be long.
   if (call.num_splits == 0 && !reads_in_place(call)) call.num_splits = 1;
   call.sm_margin = std::clamp<std::int64_t>(call.sm_margin, 0, most_margin);
-  // Of pages cu_seqlens_k tells lengths, which seqused_k replaces, as in FlashAttention-2.
+  // cu_seqlens_k of pages tells lengths, which seqused_k replaces, as in FlashAttention-2.
   if (call.over_cache || (is_paged(call) && call.seqused_k.defined())) call.cu_seqlens_k.reset();
   if (!has_packed_new_keys(call)) return call;
   // New keys are as many as their sequence's queries where nothing else tells, and sequences of one
@@ -253,8 +247,8 @@ AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_
 }
 
 AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_p_name) {
-  TORCH_CHECK_VALUE(is_packed(call) || !call.cu_seqlens_k.defined(),
-                    "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
+  require(is_packed(call) || !call.cu_seqlens_k.defined(),
+          "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
   check_refused(call, dropout_p_name);
   if (reads_in_place(call)) {
     check_read_in_place(k_name_of(call), call.k);
@@ -293,14 +287,13 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
 }
 
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!reads_in_place(call),
-                              "block_table: must be None in a call whose gradients are wanted");
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.deterministic || !call.block_columns.defined(),
-                              "deterministic: must be False with block_columns, got True");
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.deterministic || !call.bias.defined(),
-                              "deterministic: must be False with a bias, got True");
-  TORCH_CHECK_VALUE(!wants_dbias || call.bias.defined(),
-                    "wants_dbias: must be False without a bias, got True");
+  refuse(reads_in_place(call), "block_table: must be None in a call whose gradients are wanted");
+  refuse(call.deterministic && call.block_columns.defined(),
+         "deterministic: must be False with block_columns, got True");
+  refuse(call.deterministic && call.bias.defined(),
+         "deterministic: must be False with a bias, got True");
+  require(!wants_dbias || call.bias.defined(),
+          "wants_dbias: must be False without a bias, got True");
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.softcap == 0.0,
                               "wants_dbias: must be False with softcap (", call.softcap,
                               "), got True");

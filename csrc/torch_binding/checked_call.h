@@ -14,23 +14,22 @@ enum class Pass { forward, backward, both };
 // of packed sequences must hold the max_seqlens. dropout_p_name: in errors.
 AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name = "dropout_p");
 
-// The same of tensors that no kernel may be able to read, such as those without memory; q, k, v and
-// new keys stay as they are.
+// As checked_call, for tensors that no kernel may be able to read, such as those without memory: q,
+// k, v and new keys stay as they are.
 AttentionCall described_call(AttentionCall call, Pass pass,
                              const char* dropout_p_name = "dropout_p");
 
-// What those consist of.
-
-// q, k and v have the call's layout, one CUDA device, one 16-bit dtype, and heads that fit.
+// Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, and heads
+// that fit.
 void check_inputs(const AttentionCall& call);
 
-// The fp32 that kernels use.
+// The scale, given or not, in the fp32 that kernels use.
 float checked_softmax_scale(const AttentionCall& call);
 
-// With the lists that the pass reads, their bits and the bias, all of which fit the call.
+// Raises unless lists, bits and bias fit the call. The result has those that the pass reads.
 AttentionCall with_checked_masks(AttentionCall call, Pass pass);
 
-// The call with tensors where kernels can address them.
+// The call with q, k, v and new keys where kernels can address them.
 AttentionCall with_kernel_layouts(AttentionCall call);
 
 // Raises where kernels have no backward for a call.

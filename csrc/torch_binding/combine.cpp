@@ -1,14 +1,12 @@
 // combine: partial results of attention over parts of the keys become one.
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <limits>
 
 #include "flash_attn/api.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -54,7 +52,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
   const std::int64_t seqlen = out_partial.size(2);
   const std::int64_t heads = out_partial.size(3);
 
-  const at::NoGradGuard no_grad;
+  const LaunchScope scope(out_partial);
   OutputTensor output("out", out.value_or(at::Tensor()), out_partial.sizes().slice(1), dtype,
                       out_partial);
   at::Tensor softmax_lse = allocate_lse(out_partial);
@@ -65,8 +63,6 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
     const at::Tensor outs = with_kernel_layout(contiguous(out_partial));
     const at::Tensor lses = contiguous(lse_partial);
     const TensorView view = output.view();
-    const c10::DeviceIndex device = out_partial.device().index();
-    const c10::cuda::CUDAGuard guard(device);
     run_combine({.out_dtype = dtype_of(output.written()),
                  .out_fp32 = dtype == at::kFloat,
                  .num_splits = static_cast<int>(outs.size(0)),
@@ -83,7 +79,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
                  .lse = {.data = softmax_lse.mutable_data_ptr<float>(),
                          .batch_stride = softmax_lse.stride(0),
                          .head_stride = softmax_lse.stride(2)}},
-                c10::cuda::getCurrentCUDAStream(device).stream());
+                scope.stream);
   }
   return {output.finish(), std::move(softmax_lse)};
 }

@@ -36,7 +36,7 @@ py::dict describe(AttentionCall call) {
   return result;
 }
 
-// Of a result that a call would allocate, contiguous, without memory.
+// Stands for a contiguous result that a call would allocate. It has no memory.
 at::Tensor like(const at::Tensor& tensor, std::int64_t columns) {
   return at::empty(with_columns(tensor.sizes(), columns), tensor.options().device(at::kMeta));
 }

@@ -1,7 +1,6 @@
 #include "torch_binding/flash_attn_2.h"
 
 #include <ATen/core/Generator.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
@@ -30,7 +29,6 @@ at::Tensor or_empty(at::Tensor tensor, at::ScalarType dtype, const at::Tensor& q
 
 // [out, softmax_lse, S_dmask, rng_state]
 std::vector<at::Tensor> forward_outputs(Description given) {
-  const at::NoGradGuard no_grad;
   const AttentionCall call =
       checked_call(std::move(std::get<AttentionCall>(given)), Pass::forward, "p_dropout");
   Results results = run_forward_call(call);
@@ -51,7 +49,6 @@ std::vector<at::Tensor> cache_outputs(Description given) {
 std::vector<at::Tensor> backward_outputs(Description given) {
   auto& [call, incoming] = given;
   incoming.wants_softmax_d = true;
-  const at::NoGradGuard no_grad;
   Gradients results =
       run_backward_call(checked_call(std::move(call), Pass::backward, "p_dropout"), incoming);
   return {std::move(results.dq), std::move(results.dk), std::move(results.dv),

@@ -1,11 +1,9 @@
 // rotary: rotary embedding by itself, in place or as a new tensor.
-#include <ATen/core/grad_mode.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include "flash_attn/api.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -55,6 +53,13 @@ std::int64_t checked_sequences(const OptionalTensor& cu_seqlens, const at::Tenso
   return cu_seqlens->size(0) - 1;
 }
 
+void check_offsets(const at::Tensor& offsets, std::int64_t sequences, const at::Tensor& x) {
+  check_indices("seqlen_offsets", offsets, x);
+  TORCH_CHECK_VALUE(offsets.sizes() == at::IntArrayRef{sequences},
+                    "seqlen_offsets: must have shape (batch,) = (", sequences, ",), got ",
+                    offsets.sizes());
+}
+
 // What only the device knows, the kernel finds out.
 void check_positions(const at::Tensor& x, const at::Tensor& cos, std::int64_t offset) {
   TORCH_CHECK_VALUE(offset >= 0, "seqlen_offset: must not be negative, got ", offset);
@@ -86,24 +91,17 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
                   std::int64_t seqlen_offset, const OptionalTensor& seqlen_offsets,
                   const OptionalTensor& cu_seqlens, bool interleaved, bool inplace,
                   bool conjugate) {
-  const bool is_packed = cu_seqlens.has_value();
-  check_x(x, is_packed);
+  check_x(x, cu_seqlens.has_value());
   check_tables(cos, sin, x);
   const std::int64_t sequences = checked_sequences(cu_seqlens, x);
-  if (seqlen_offsets.has_value()) {
-    check_indices("seqlen_offsets", *seqlen_offsets, x);
-    TORCH_CHECK_VALUE(seqlen_offsets->sizes() == at::IntArrayRef{sequences},
-                      "seqlen_offsets: must have shape (batch,) = (", sequences, ",), got ",
-                      seqlen_offsets->sizes());
-  } else if (!is_packed) {
+  if (seqlen_offsets.has_value())
+    check_offsets(*seqlen_offsets, sequences, x);
+  else if (!cu_seqlens.has_value())
     check_positions(x, cos, seqlen_offset);
-  }
   TORCH_CHECK_VALUE(!inplace || !is_expanded(x), "x: must not name memory twice where it is ",
                     "rotated in place, got strides ", x.strides());
 
-  const at::NoGradGuard no_grad;
-  const c10::DeviceIndex device = x.device().index();
-  const c10::cuda::CUDAGuard guard(device);
+  const LaunchScope scope(x);
   // Before anything is written: an inference tensor must not be, outside inference mode.
   if (inplace) x.unsafeGetTensorImpl()->bump_version();
   const at::Tensor source = with_contiguous_rows(x);
@@ -131,7 +129,7 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
                 .offset = seqlen_offset,
                 .interleaved = interleaved,
                 .conjugate = conjugate},
-               c10::cuda::getCurrentCUDAStream(device).stream());
+               scope.stream);
   }
   if (!inplace || result.is_same(x)) return result;
   return x.copy_(result);

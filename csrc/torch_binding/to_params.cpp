@@ -243,12 +243,17 @@ PagedKvParams paged_params(const AttentionCall& call) {
           .num_pages = static_cast<int>(call.k.size(0))};
 }
 
+RngSource rng_of_state(const at::Tensor& rng_state) {
+  const std::int64_t* const data = rng_state.const_data_ptr<std::int64_t>();
+  return {.seed_pointer = data, .offset_pointer = data + 1};
+}
+
 std::int64_t cache_capacity(const AttentionCall& call) {
   return is_paged(call) ? call.block_table.size(1) * call.k.size(1) : call.k.size(1);
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
-  // Of 16 bits; of fp32 results kernels ask the same.
+  // Elements have 16 bits. Kernels ask the same of fp32 results.
   const std::int64_t elements = vector_bytes / 2;
   const int last = tensor.dim() - 1;
   if (tensor.stride(last) != 1 || tensor.is_neg()) return false;

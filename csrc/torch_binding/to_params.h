@@ -27,6 +27,9 @@ ForwardParams forward_params(const AttentionCall& call);
 BackwardParams backward_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
 
+// rng_state: int64 (2), seed and offset.
+RngSource rng_of_state(const at::Tensor& rng_state);
+
 // For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,
 // else of the bias's dtype; zero where some pair is not visited.
 at::Tensor allocate_bias_gradient(const AttentionCall& call);

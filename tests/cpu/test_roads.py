@@ -358,7 +358,7 @@ def in_words_of_torch(options: Options) -> Options:
 
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """By the operator of its flash backend, which has three options."""
+    """The operator of its flash backend, which has three options."""
     given = (options.pop("dropout_p", 0.0), options.pop("causal", False), False)
     scale = options.pop("softmax_scale", None)
     assert not options
@@ -413,7 +413,7 @@ def check_torchs(
     monkeypatch: pytest.MonkeyPatch,
     arrivals: Arrivals,
 ) -> None:
-    """Of a forward; and of a backward, where an input requires grad."""
+    """Compares a forward, and a backward where an input requires grad."""
     without = [x.detach() for x in inputs]
     is_packed = "cu_seqlens_q" in given
     function = ours.flash_attn_varlen_func if is_packed else ours.flash_attn_func
@@ -520,6 +520,48 @@ def test_over_a_cache(name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyP
     road()
     (call,) = arrivals.forward
     assert_same(described(call)[0], forward)
+
+
+def new_keys(*rows: int) -> Options:
+    return {name: torch.randn(*rows, HEADS, 16).bfloat16() for name in "kv"}
+
+
+APPENDS: dict[str, Options] = {
+    "new_keys": {"cache_seqlens": integers(5, 20), **new_keys(2, 3)},
+    "one_length": {"cache_seqlens": 7, **new_keys(2, 3)},
+    "rotary": {
+        **{"cache_seqlens": integers(5, 20), **new_keys(2, 3), "rotary_interleaved": False},
+        **{
+            name: torch.rand(LONGEST + LONGEST, 4).bfloat16()
+            for name in ("rotary_cos", "rotary_sin")
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_appended_keys(name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = dense_inputs()
+
+    def road() -> Any:
+        return ours.flash_attn_with_kvcache(q, k, v, causal=True, **APPENDS[name])
+
+    forward, _ = eagerly(road, monkeypatch)
+    road()
+    (call,) = arrivals.forward
+    assert_same(described(call)[0], forward)
+    assert forward["k_new"] is not None and forward["seqlen_k"] == call.seqlen_k
+
+
+def test_packed_keys_behind_one_length() -> None:
+    """Sequences have different lengths then; the bounds of new keys may be those of queries."""
+    q, k, v = packed_inputs()[0], *dense_inputs()[1:]
+    keys = {f"{name}_new": x for name, x in new_keys(TOTAL).items()}
+    bounds = PACKED["cu_seqlens_q"]
+    call = AttentionCall(q, k, v, cu_seqlens_q=bounds, over_cache=True, seqlen_k=0, **keys)
+    told, _ = described(call)
+    assert told["seqlen_k"] is None and told["cu_seqlens_k_new"] is bounds
+    assert torch.equal(told["seqused_k"], integers(0, 0))
 
 
 # -- context parallelism, of one rank --------------------------------------------------------------
