@@ -100,6 +100,16 @@ def visit_fields(name: str, fields: list[Field]) -> Iterator[str]:
     yield ""
 
 
+def handles(name: str, namespace: str, fields: list[Field]) -> Iterator[str]:
+    """Constants that each are a field and its name."""
+    yield f"namespace {namespace} {{"
+    for x in fields:
+        kind = f"Field<{name}, {CPP_TYPES[x.type]}>"
+        yield f'inline constexpr {kind} {x.name}{{"{x.name}", &{name}::{x.name}}};'
+    yield f"}}  // namespace {namespace}"
+    yield ""
+
+
 def visit_kept(fields: list[Field]) -> Iterator[str]:
     yield "// What autograd keeps of a call for its backward, which has no other part."
     yield "template <class Call, class Visitor>"
@@ -121,16 +131,30 @@ def visit_differentiable(fields: list[Field]) -> Iterator[str]:
     yield ""
 
 
+def argument_names(fields: list[Field]) -> Iterator[str]:
+    named = {x.name: x.said["name_of_cache"] for x in fields if x.said.get("name_of_cache")}
+    yield "// What errors call these arguments, where others call them by the field's name."
+    yield "struct ArgumentNames {"
+    yield from (f'  const char* {name} = "{name}";' for name in named)
+    yield "};"
+    of_cache = ", ".join(f'.{name} = "{other}"' for name, other in named.items())
+    yield f"inline constexpr ArgumentNames names_of_cache{{{of_cache}}};"
+    yield ""
+    yield "inline ArgumentNames names_of(const AttentionCall& call) {"
+    yield "  return call.over_cache ? names_of_cache : ArgumentNames{};"
+    yield "}"
+    yield ""
+
+
 def check_arrays(fields: list[Field]) -> Iterator[str]:
     yield "// Arrays of B sequences or Hq query heads, by check(name, tensor, shape, dtype)."
     yield "template <class Check>"
     yield "void check_arrays(const AttentionCall& call, std::int64_t B, std::int64_t Hq,"
     yield "                  Check&& check) {"
+    yield "  const ArgumentNames names = names_of(call);"
     for x in fields:
         if shape := x.said.get("shape"):
-            name = f'"{x.name}"'
-            if of_cache := x.said.get("name_of_cache"):
-                name = f'call.over_cache ? "{of_cache}" : "{x.name}"'
+            name = f"names.{x.name}" if x.said.get("name_of_cache") else f'"{x.name}"'
             sizes = ", ".join(filter(None, map(str.strip, shape.strip("()").split(","))))
             dtype = CPP_DTYPES[x.said.get("dtype", "int32")]
             yield f"  check({name}, call.{x.name}, {{{sizes}}}, {dtype});"
@@ -160,9 +184,19 @@ def lines() -> Iterator[str]:
     yield "// visitor(name, field, is_required)"
     for name, fields in described.items():
         yield from visit_fields(name, fields)
+    yield "template <class Described, class Type>"
+    yield "struct Field {"
+    yield "  using Value = Type;"
+    yield "  const char* name;"
+    yield "  Type Described::*place;"
+    yield "};"
+    yield ""
     call = described["AttentionCall"]
+    yield from handles("AttentionCall", "fields_of_call", call)
+    yield from handles("Incoming", "fields_of_incoming", described["Incoming"])
     yield from visit_kept(call)
     yield from visit_differentiable(call)
+    yield from argument_names(call)
     yield from check_arrays(call)
     yield "}  // namespace flash_attn_cuda::binding"
 

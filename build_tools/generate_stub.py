@@ -1,6 +1,6 @@
 """Writes flash_attn_cuda/_C.pyi, which type checkers read in the extension's place, out of the
 extension's sources: names and defaults of arguments are those of module.cpp, types those of the C++
-declarations.
+declarations. FlashAttention-2's functions, which nothing here calls, take anything.
 
 python -m build_tools.generate_stub           # writes it
 python -m build_tools.generate_stub --check   # exits with status 1 where the file says otherwise
@@ -27,7 +27,7 @@ Written by build_tools/generate_stub.py.
 
 from typing import Any
 
-from torch import Generator, Tensor, dtype
+from torch import Tensor, dtype
 
 from .call import AttentionCall, Gradients, Incoming, Results
 
@@ -37,7 +37,6 @@ from .call import AttentionCall, Gradients, Incoming, Results
 PYTHON_TYPES = {
     "at::Tensor": "Tensor",
     "void": "None",
-    "at::Generator": "Generator",
     "at::ScalarType": "dtype",
     **{name: name for name in ("AttentionCall", "Incoming", "Results", "Gradients")},
     "std::string": "str",
@@ -47,6 +46,7 @@ PYTHON_TYPES = {
     "std::int64_t": "int",
     "double": "float",
     "pybind11::dict": "dict[str, Any]",
+    "pybind11::tuple": "tuple[Any, ...]",
 }
 PYTHON_VALUES = {"py::none()": "None", "false": "False", "true": "True"}
 
@@ -106,7 +106,7 @@ def python_type(cpp: str, aliases: dict[str, str]) -> str:
 
 
 def function_of(name: str, definition: str, declared: str) -> Function:
-    """Of a module.def; ValueError where its names are not those of the declaration."""
+    """What a module.def defines; ValueError where its names are not those of the declaration."""
     aliases = dict(re.findall(r"using (\w+) = ([^;]+);", declared))
     bound = re.search(r"wrap_pybind_function(?:_no_gil)?\(&[\w:]*?(\w+)\)", definition)
     if bound is None:
@@ -128,9 +128,18 @@ def function_of(name: str, definition: str, declared: str) -> Function:
     return Function(name, arguments, python_type(returns, aliases))
 
 
+def flash_attention_2() -> list[Function]:
+    """The functions that flash_attn_2.cpp defines."""
+    text = (SOURCES / "flash_attn_2.cpp").read_text()
+    anything = (Argument("*arguments", "Any", None), Argument("**named", "Any", None))
+    names = re.findall(r'define\(\s*module, "(\w+)"', text)
+    return [Function(name, anything, "list[Tensor]") for name in names]
+
+
 def functions() -> list[Function]:
     declared = declarations()
-    return [function_of(name, text, declared) for name, text in definitions().items()]
+    own = [function_of(name, text, declared) for name, text in definitions().items()]
+    return own + flash_attention_2()
 
 
 def stub() -> str:

@@ -55,11 +55,14 @@ def headers_behind(header: Path) -> set[Path]:
 
 
 def entries() -> list[int]:
-    """The arguments of each function of the extension that takes q, in module.cpp's order."""
-    text = (REPO / "csrc/torch_binding/module.cpp").read_text()
-    definitions = re.findall(r"module\.def\((.*?)\);\n", text, flags=re.DOTALL)
-    counts = [len(re.findall(r"py::arg\(", each)) for each in definitions if '"q"' in each]
-    return counts
+    """The arguments of each function of the extension that takes q, the package's own first."""
+    module, others = (
+        (REPO / f"csrc/torch_binding/{name}.cpp").read_text() for name in ("module", "flash_attn_2")
+    )
+    own = re.findall(r"module\.def\((.*?)\);\n", module, flags=re.DOTALL)
+    counts = [len(re.findall(r"py::arg\(", each)) for each in own if '"q"' in each]
+    listed = re.findall(r"define\(\s*module,.*?_outputs,\s(.*?)\);\n", others, flags=re.DOTALL)
+    return counts + [1 + re.sub(r"\(.*?\)", "", each).count(",") for each in listed]
 
 
 def operators() -> int:

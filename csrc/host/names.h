@@ -15,14 +15,6 @@ constexpr const char* name_of(MaskKind mask) {
   return mask == MaskKind::full ? "full" : "windowed";
 }
 
-constexpr const char* name_of(KernelFamily family) {
-  return family == KernelFamily::sm80 ? "sm80" : "sm90";
-}
-
-constexpr const char* name_of(ForwardKind kind) {
-  return kind == ForwardKind::tiles ? "tiles" : "decode";
-}
-
 constexpr const char* name_of(DqPath path) {
   switch (path) {
     case DqPath::converted:

@@ -11,8 +11,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "flash_attn/instance.h"
 #include "host/error.h"
@@ -45,240 +47,224 @@ bool has_both_kernels(Dtype dtype, int head_dim, bool drops, const DeviceInfo& d
 }
 
 // As has_both_kernels, of which the answers are kept.
-bool has_kernels(const at::Tensor& q, bool drops) {
+bool has_kernels(const AttentionCall& call) {
   using Key = std::tuple<int, Dtype, int, bool>;
   static std::mutex mutex;
   static std::map<Key, bool> known;
-  const int device = q.device().index();
-  const int head_dim = static_cast<int>(q.size(-1));
-  const Key key{device, dtype_of(q), head_dim, drops};
+  const int device = call.q.device().index();
+  const int head_dim = static_cast<int>(call.q.size(-1));
+  const Key key{device, dtype_of(call.q), head_dim, drops(call)};
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
-  return known[key] = has_both_kernels(dtype_of(q), head_dim, drops, device_info(device));
+  return known[key] =
+             has_both_kernels(dtype_of(call.q), head_dim, drops(call), device_info(device));
 }
 
 // By what both passes see, so that they agree: the same decisions about dropout, the same lse of a
 // row without keys.
-bool takes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout_p) {
-  const int head_dim_step = elements_of_vector(dtype_of(q));
-  const auto type = q.scalar_type();
-  if ((type != at::kHalf && type != at::kBFloat16) || k.scalar_type() != type ||
-      v.scalar_type() != type)
-    return false;
-  const std::int64_t head_dim = q.size(-1);
-  return head_dim > 0 && head_dim <= max_head_dim && head_dim % head_dim_step == 0 &&
-         k.size(-1) == head_dim && v.size(-1) == head_dim && q.stride(-1) == 1 &&
-         k.stride(-1) == 1 && v.stride(-1) == 1 && has_kernels(q, dropout_p > 0.0);
+bool has_form_of_kernels(const AttentionCall& call) {
+  const auto type = call.q.scalar_type();
+  const std::int64_t head_dim = call.q.size(-1);
+  const auto fits = [&](const at::Tensor& tensor) {
+    return tensor.scalar_type() == type && tensor.size(-1) == head_dim && tensor.stride(-1) == 1;
+  };
+  if (type != at::kHalf && type != at::kBFloat16) return false;
+  return head_dim > 0 && head_dim <= max_head_dim &&
+         head_dim % elements_of_vector(dtype_of(call.q)) == 0 && fits(call.q) && fits(call.k) &&
+         fits(call.v);
+}
+
+// Lengths of sequences that are not packed torch's kernel does not hear of.
+bool is_taken(const AttentionCall& call) {
+  const bool has_lengths = call.seqused_k.defined() || is_paged(call);
+  const bool can_write = !call.out.defined() || call.out.stride(-1) == 1;
+  return (is_packed(call) || !has_lengths) && can_write && has_form_of_kernels(call);
 }
 
 // -- an operator's arguments ----------------------------------------------------------------------
 
-// Where they stand in the operator's schema, which grows from one torch to the next; -1: not there.
-struct Places {
-  explicit Places(const c10::FunctionSchema& schema)
-      : count(schema.arguments().size()),
-        q(of(schema, "query")),
-        k(of(schema, "key")),
-        v(of(schema, "value")),
-        cu_seqlens_q(of(schema, "cum_seq_q")),
-        cu_seqlens_k(of(schema, "cum_seq_k")),
-        max_seqlen_q(of(schema, "max_q")),
-        max_seqlen_k(of(schema, "max_k")),
-        dropout_p(of(schema, "dropout_p")),
-        causal(of(schema, "is_causal")),
-        wants_debug_mask(of(schema, "return_debug_mask")),
-        scale(of(schema, "scale")),
-        window_left(of(schema, "window_size_left")),
-        window_right(of(schema, "window_size_right")),
-        seqused_k(of(schema, "seqused_k")),
-        alibi_slopes(of(schema, "alibi_slopes")),
-        block_table(of(schema, "block_table")),
-        num_splits(of(schema, "num_splits")),
-        out(of(schema, "out")),
-        grad_out(of(schema, "grad_out")),
-        lse(of(schema, "logsumexp")),
-        rng_state(std::max(of(schema, "rng_state"), of(schema, "philox_seed"))) {}
-
-  std::size_t count;
-  int q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal,
-      wants_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes, block_table,
-      num_splits, out, grad_out, lse, rng_state;
-
- private:
-  static int of(const c10::FunctionSchema& schema, const char* name) {
-    return schema.argumentIndexWithName(name).value_or(-1);
-  }
+// aten's names of fields; others have the field's.
+constexpr std::pair<std::string_view, const char*> names_in_aten[] = {
+    {"q", "query"},
+    {"k", "key"},
+    {"v", "value"},
+    {"softmax_scale", "scale"},
+    {"causal", "is_causal"},
+    {"cu_seqlens_q", "cum_seq_q"},
+    {"cu_seqlens_k", "cum_seq_k"},
+    {"max_seqlen_q", "max_q"},
+    {"max_seqlen_k", "max_k"},
+    {"return_softmax", "return_debug_mask"},
+    {"dout", "grad_out"},
+    {"softmax_lse", "logsumexp"},
 };
 
-// A call's arguments, the last ones on the stack.
-class Arguments {
- public:
-  Arguments(const Places& places, const Stack& stack)
-      : first_(stack.data() + stack.size() - places.count) {}
-
-  bool has(int place) const { return place >= 0 && !first_[place].isNone(); }
-  const at::Tensor& tensor(int place) const { return first_[place].toTensor(); }
-  at::Tensor optional_tensor(int place) const { return has(place) ? tensor(place) : at::Tensor(); }
-  std::int64_t integer(int place, std::int64_t otherwise) const {
-    return has(place) ? first_[place].toInt() : otherwise;
+// Where a field stands in an operator's schema, which grows from one torch to the next; -1: not
+// there.
+int place_of(const char* field, const c10::FunctionSchema& schema) {
+  const auto place = [&](const char* name) {
+    return schema.argumentIndexWithName(name).value_or(-1);
+  };
+  for (const auto& [ours, of_aten] : names_in_aten) {
+    if (ours == field) return place(of_aten);
   }
-  double number(int place) const { return has(place) ? first_[place].toDouble() : 0.0; }
-  bool flag(int place) const { return has(place) && first_[place].toBool(); }
+  // SDPA's has the two numbers of the random state, of which the first is ours.
+  if (std::string_view(field) == "rng_state") return std::max(place(field), place("philox_seed"));
+  return place(field);
+}
+
+// Fields of a description as an operator's arguments have them.
+template <class Described>
+class Reader {
+ public:
+  explicit Reader(const c10::FunctionSchema& schema) {
+    Described described;
+    visit_fields(described, [&](const char* name, auto& /*field*/, bool /*is_required*/) {
+      places_.push_back(place_of(name, schema));
+    });
+  }
+
+  Described read(const c10::IValue* arguments) const {
+    Described described;
+    auto place = places_.begin();
+    visit_fields(described, [&]<class Field>(const char*, Field& field, bool) {
+      const int at = *place++;
+      if (at >= 0 && !arguments[at].isNone()) field = arguments[at].to<Field>();
+    });
+    return described;
+  }
 
  private:
-  const c10::IValue* first_;
+  std::vector<int> places_;
 };
 
 // -- the operators --------------------------------------------------------------------------------
 
+// torch's ends at multiples of 128.
+at::Tensor debug_mask(const at::Tensor& probabilities, const at::Tensor& query) {
+  if (!probabilities.defined()) return allocate({0}, query.scalar_type(), query);
+  constexpr std::int64_t multiple = 128;
+  const auto missing = [&](std::int64_t size) { return (multiple - size % multiple) % multiple; };
+  return at::constant_pad_nd(
+      probabilities, {0, missing(probabilities.size(-1)), 0, missing(probabilities.size(-2))});
+}
+
 // SDPA's operators have (batch, heads, seqlen, head_dim), the others what this package has.
 class AtenOperator : public c10::OperatorKernel {
  public:
-  AtenOperator(const c10::OperatorHandle& op, bool heads_first)
-      : places_(op.schema()),
-        heads_first_(heads_first),
+  explicit AtenOperator(const c10::OperatorHandle& op)
+      : num_arguments_(op.schema().arguments().size()),
+        is_backward_(place_of("dout", op.schema()) >= 0),
+        heads_first_(op.schema().name().starts_with("aten::_scaled_dot_product")),
+        call_(op.schema()),
+        incoming_(op.schema()),
         before_(op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA)) {}
 
- protected:
-  at::Tensor seqlen_first(const at::Tensor& tensor) const {
-    return heads_first_ ? tensor.transpose(1, 2) : tensor;
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const AttentionCall given = given_call(*stack);
+    if (!is_taken(given) || !has_kernels(given)) {
+      before_.callBoxed(op, keys, stack);
+    } else if (is_backward_) {
+      const Incoming incoming = given_incoming(*stack);
+      torch::jit::drop(*stack, num_arguments_);
+      run_backward(given, incoming, *stack);
+    } else {
+      torch::jit::drop(*stack, num_arguments_);
+      run_forward(given, *stack);
+    }
   }
 
-  bool takes_call(const Arguments& given) const {
-    return takes(given.tensor(places_.q), given.tensor(places_.k), given.tensor(places_.v),
-                 given.number(places_.dropout_p));
+  // As the operator's arguments, the last ones on the stack, have it.
+  AttentionCall given_call(const Stack& stack) const {
+    AttentionCall given = call_.read(first(stack));
+    if (is_backward_) {  // those of Incoming
+      given.out.reset();
+      given.rng_state.reset();
+    }
+    return given;
   }
 
-  AttentionCall call_of(const Arguments& given) const {
-    AttentionCall call{.q = seqlen_first(given.tensor(places_.q)),
-                       .k = seqlen_first(given.tensor(places_.k)),
-                       .v = seqlen_first(given.tensor(places_.v)),
-                       .dropout_p = given.number(places_.dropout_p),
-                       .causal = given.flag(places_.causal),
-                       .window_size_left = given.integer(places_.window_left, -1),
-                       .window_size_right = given.integer(places_.window_right, -1),
-                       .alibi_slopes = given.optional_tensor(places_.alibi_slopes),
-                       .cu_seqlens_q = given.optional_tensor(places_.cu_seqlens_q),
-                       .seqused_k = given.optional_tensor(places_.seqused_k),
-                       .block_table = given.optional_tensor(places_.block_table),
-                       .num_splits = given.integer(places_.num_splits, 0)};
-    if (given.has(places_.scale)) call.softmax_scale = given.number(places_.scale);
-    if (is_packed(call)) {
-      call.cu_seqlens_k = given.optional_tensor(places_.cu_seqlens_k);
-      call.max_seqlen_q = given.integer(places_.max_seqlen_q, 0);
-      call.max_seqlen_k = given.integer(places_.max_seqlen_k, 0);
+  // As this package describes it.
+  AttentionCall call_of(const AttentionCall& given) const {
+    AttentionCall call = given;
+    for (at::Tensor* tensor : {&call.q, &call.k, &call.v}) *tensor = seqlen_first(*tensor);
+    call.deterministic = at::globalContext().deterministicAlgorithms();
+    if (!is_packed(call)) {  // aten has lengths of such sequences as well
+      call.cu_seqlens_k.reset();
+      call.max_seqlen_q = call.max_seqlen_k = 0;
     }
     return call;
   }
 
-  Places places_;
+ private:
+  const c10::IValue* first(const Stack& stack) const {
+    return stack.data() + stack.size() - num_arguments_;
+  }
+
+  at::Tensor seqlen_first(const at::Tensor& tensor) const {
+    return heads_first_ ? tensor.transpose(1, 2) : tensor;
+  }
+
+  Incoming given_incoming(const Stack& stack) const {
+    Incoming incoming = incoming_.read(first(stack));
+    incoming.dout = seqlen_first(incoming.dout);
+    incoming.out = seqlen_first(incoming.out);
+    return incoming;
+  }
+
+  void run_forward(const AttentionCall& given, Stack& results) const {
+    AttentionCall call = call_of(given);
+    const std::int64_t seqlen_q = call.q.size(1), seqlen_k = call.k.size(1);
+    // Compilers expect the query's strides.
+    const at::Tensor out = given.out.defined() ? given.out : at::empty_like(given.q);
+    call.out = seqlen_first(out);
+    Results found = run_forward_call(checked_call(std::move(call), Pass::forward));
+    if (!given.out.defined()) results.emplace_back(out);
+    results.emplace_back(std::move(found.softmax_lse));
+    if (given.out.defined()) return;
+    if (heads_first_) {
+      results.emplace_back(at::Tensor());  // no cu_seqlens
+      results.emplace_back(at::Tensor());
+      results.emplace_back(seqlen_q);
+      results.emplace_back(seqlen_k);
+    }
+    results.emplace_back(found.rng_state.defined() ? found.rng_state.view(at::kUInt64)
+                                                   : allocate({2}, at::kUInt64, given.q));
+    results.emplace_back(allocate({}, at::kUInt64, given.q));  // has no meaning any more
+    results.emplace_back(debug_mask(found.S_dmask, given.q));
+  }
+
+  void run_backward(const AttentionCall& given, Incoming incoming, Stack& results) const {
+    if (drops(given)) incoming.rng_state = incoming.rng_state.view(at::kLong);
+    const at::Tensor dq = at::empty_like(given.q);
+    const at::Tensor dk = at::empty_like(given.k);
+    const at::Tensor dv = at::empty_like(given.v);
+    incoming.dq = seqlen_first(dq);
+    incoming.dk = seqlen_first(dk);
+    incoming.dv = seqlen_first(dv);
+    run_backward_call(checked_call(call_of(given), Pass::backward), incoming);
+    for (const at::Tensor& gradient : {dq, dk, dv}) results.emplace_back(gradient);
+  }
+
+  std::size_t num_arguments_;
+  bool is_backward_;
   bool heads_first_;
+  Reader<AttentionCall> call_;
+  Reader<Incoming> incoming_;
   c10::SafeKernelFunction before_;
 };
 
-class ForwardOperator : public AtenOperator {
- public:
-  using AtenOperator::AtenOperator;
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const Arguments given(places_, *stack);
-    const at::Tensor query = given.tensor(places_.q);  // not a reference into what is dropped
-    const bool is_packed = given.optional_tensor(places_.cu_seqlens_q).defined();
-    const bool has_lengths = given.has(places_.seqused_k) || given.has(places_.block_table);
-    const bool can_write = places_.out < 0 || given.tensor(places_.out).stride(-1) == 1;
-    if ((has_lengths && !is_packed) || !can_write || !takes_call(given)) {
-      before_.callBoxed(op, keys, stack);
-      return;
-    }
-    AttentionCall call = call_of(given);
-    call.return_softmax = given.flag(places_.wants_debug_mask);
-    // With the query's strides, as compilers expect.
-    const at::Tensor out = places_.out >= 0 ? given.tensor(places_.out) : at::empty_like(query);
-    call.out = seqlen_first(out);
-    Results results = run_forward_call(checked_call(call, Pass::forward));
-    const std::int64_t seqlen_q = call.q.size(1), seqlen_k = call.k.size(1);
-    torch::jit::drop(*stack, places_.count);
-    if (places_.out >= 0) {
-      stack->emplace_back(std::move(results.softmax_lse));
-      return;
-    }
-    stack->emplace_back(out);
-    stack->emplace_back(std::move(results.softmax_lse));
-    if (heads_first_) {
-      stack->emplace_back(at::Tensor());  // no cu_seqlens
-      stack->emplace_back(at::Tensor());
-      stack->emplace_back(seqlen_q);
-      stack->emplace_back(seqlen_k);
-    }
-    stack->emplace_back(results.rng_state.defined() ? results.rng_state.view(at::kUInt64)
-                                                    : allocate({2}, at::kUInt64, query));
-    stack->emplace_back(allocate({}, at::kUInt64, query));  // has no meaning any more
-    stack->emplace_back(debug_mask(results.S_dmask, query));
-  }
-
- private:
-  // torch's ends at multiples of 128.
-  static at::Tensor debug_mask(const at::Tensor& probabilities, const at::Tensor& query) {
-    if (!probabilities.defined()) return allocate({0}, query.scalar_type(), query);
-    constexpr std::int64_t multiple = 128;
-    const auto missing = [&](std::int64_t size) { return (multiple - size % multiple) % multiple; };
-    return at::constant_pad_nd(
-        probabilities, {0, missing(probabilities.size(-1)), 0, missing(probabilities.size(-2))});
-  }
-};
-
-class BackwardOperator : public AtenOperator {
- public:
-  using AtenOperator::AtenOperator;
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const Arguments given(places_, *stack);
-    if (!takes_call(given)) {
-      before_.callBoxed(op, keys, stack);
-      return;
-    }
-    AttentionCall call = call_of(given);
-    call.deterministic = at::globalContext().deterministicAlgorithms();
-    const at::Tensor dq = at::empty_like(given.tensor(places_.q));
-    const at::Tensor dk = at::empty_like(given.tensor(places_.k));
-    const at::Tensor dv = at::empty_like(given.tensor(places_.v));
-    Incoming incoming{.dout = seqlen_first(given.tensor(places_.grad_out)),
-                      .out = seqlen_first(given.tensor(places_.out)),
-                      .softmax_lse = given.tensor(places_.lse),
-                      .dq = seqlen_first(dq),
-                      .dk = seqlen_first(dk),
-                      .dv = seqlen_first(dv)};
-    if (call.dropout_p > 0.0) incoming.rng_state = given.tensor(places_.rng_state).view(at::kLong);
-    run_backward_call(checked_call(call, Pass::backward), incoming);
-    torch::jit::drop(*stack, places_.count);
-    stack->emplace_back(dq);
-    stack->emplace_back(dk);
-    stack->emplace_back(dv);
-  }
-};
-
-struct Taken {
-  const char* name;
-  bool heads_first;
-  bool is_forward;
-};
-
-constexpr Taken operators[] = {
-    {"_flash_attention_forward", false, true},
-    {"_flash_attention_forward_no_dropout_inplace", false, true},
-    {"_flash_attention_backward", false, false},
-    {"_scaled_dot_product_flash_attention", true, true},
-    {"_scaled_dot_product_flash_attention_backward", true, false},
+constexpr const char* operators[] = {
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_flash_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
 };
 
 std::mutex library_mutex;
 std::unique_ptr<torch::Library> library;
-
-template <class Operator>
-torch::CppFunction kernel_of(const c10::OperatorHandle& op, bool heads_first) {
-  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Operator>(op, heads_first));
-}
 
 }  // namespace
 
@@ -287,12 +273,10 @@ void take_aten_operators() {
   if (library) return;
   auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA,
                                                __FILE__, __LINE__);
-  for (const Taken& taken : operators) {
-    const std::string name = std::string("aten::") + taken.name;
-    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  for (const char* name : operators) {
+    const auto op = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""});
     if (!op.has_value()) continue;  // younger than this torch
-    made->impl(taken.name, taken.is_forward ? kernel_of<ForwardOperator>(*op, taken.heads_first)
-                                            : kernel_of<BackwardOperator>(*op, taken.heads_first));
+    made->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<AtenOperator>(*op)));
   }
   library = std::move(made);
 }
@@ -300,6 +284,13 @@ void take_aten_operators() {
 void give_back_aten_operators() {
   const std::lock_guard<std::mutex> lock(library_mutex);
   library.reset();
+}
+
+std::optional<AttentionCall> call_of_aten(const c10::OperatorHandle& op, const Stack& stack) {
+  const AtenOperator taken(op);
+  const AttentionCall given = taken.given_call(stack);
+  if (!is_taken(given)) return std::nullopt;
+  return taken.call_of(given);
 }
 
 }  // namespace flash_attn_cuda::binding

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/autograd.h>
 
-#include <cmath>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -90,6 +89,39 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
+// In the place of each gradient one that cannot be differentiated.
+void refuse_double_backward(variable_list& gradients, const Incoming& incoming,
+                            const variable_list& edges) {
+  variable_list made;
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) made.push_back(gradient);
+  }
+  const variable_list marked = NoDoubleBackward::apply(
+      if_defined(incoming.dout), if_defined(incoming.dlse), at::TensorList(edges), &made);
+  std::size_t next = 0;
+  for (at::Tensor& gradient : gradients) {
+    if (gradient.defined()) gradient = marked.at(next++);
+  }
+}
+
+// A gradient for each edge, undefined where it is not wanted.
+variable_list gradients_of(const AutogradContext* context, const AttentionCall& call,
+                           Incoming incoming) {
+  incoming.wants_dbias = is_wanted(context, call, "bias");
+  AttentionCall asked = call;
+  if (!is_wanted(context, call, "sink")) asked.sink.reset();
+  Gradients found = run_backward_call(asked, incoming);
+  if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+  variable_list gradients;
+  visit_differentiable(call, found,
+                       [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
+                         if (!input.defined()) return;
+                         const bool is_wanted = context->needs_input_grad(gradients.size());
+                         gradients.push_back(is_wanted ? gradient : at::Tensor());
+                       });
+  return gradients;
+}
+
 // The inputs that have a gradient -> out and, where it is wanted, softmax_lse: what hangs on the
 // graph costs host time. They stand apart from the call, which has them too: a Function sees the
 // tensors among its arguments, and the gradient hangs on them as they were given, while the call
@@ -122,33 +154,9 @@ struct Attention : torch::autograd::Function<Attention> {
     check_not_mapped("dout", incoming.dout);
     check_not_mapped("dlse", incoming.dlse);
 
-    incoming.wants_dbias = is_wanted(context, call, "bias");
-    AttentionCall asked = call;
-    if (!is_wanted(context, call, "sink")) asked.sink.reset();
-    variable_list results;
-    {
-      const at::NoGradGuard no_grad;
-      Gradients found = run_backward_call(asked, incoming);
-      if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
-      visit_differentiable(
-          call, found, [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
-            if (input.defined())
-              results.push_back(context->needs_input_grad(results.size()) ? gradient
-                                                                          : at::Tensor());
-          });
-    }
-    if (at::GradMode::is_enabled()) {  // create_graph=True
-      variable_list made;
-      for (const at::Tensor& result : results) {
-        if (result.defined()) made.push_back(result);
-      }
-      const variable_list marked = NoDoubleBackward::apply(
-          if_defined(incoming.dout), if_defined(incoming.dlse), at::TensorList(edges), &made);
-      std::size_t next = 0;
-      for (at::Tensor& result : results) {
-        if (result.defined()) result = marked.at(next++);
-      }
-    }
+    variable_list results = gradients_of(context, call, incoming);
+    if (at::GradMode::is_enabled())
+      refuse_double_backward(results, incoming, edges);  // create_graph
     results.resize(edges.size() + other_arguments);
     return results;
   }
@@ -189,7 +197,6 @@ Results differentiable(const AttentionCall& given, const AttentionCall& call, bo
     results.out = std::move(outputs.at(0));
     if (returns_lse) results.softmax_lse = std::move(outputs.at(1));
   } else {
-    const at::NoGradGuard no_grad;
     results = run_forward_call(call);
   }
   if (!returns_lse) results.softmax_lse.reset();
@@ -202,14 +209,10 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                                                  const at::Tensor& v,
                                                  std::optional<double> softmax_scale, bool causal,
                                                  bool returns_lse) {
-  check_inputs(q, k, v);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  const AttentionCall given{.q = q,
-                            .k = k,
-                            .v = v,
-                            .softmax_scale = checked_softmax_scale(softmax_scale.value_or(scale)),
-                            .causal = causal,
-                            .num_splits = 1};
+  AttentionCall given{
+      .q = q, .k = k, .v = v, .softmax_scale = softmax_scale, .causal = causal, .num_splits = 1};
+  check_inputs(given);
+  given.softmax_scale = checked_softmax_scale(given);
   check_no_forward_gradients(given);
   Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
   return {std::move(results.out), if_defined(results.softmax_lse)};
@@ -219,20 +222,18 @@ Results forward(const AttentionCall& given, bool returns_lse) {
   check_no_gradient("alibi_slopes", given.alibi_slopes);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
-  TORCH_CHECK_VALUE(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),
-                    "block_rows: must be given with block_columns where gradients are wanted");
-  TORCH_CHECK_VALUE(!is_recorded || !given.out.defined(),
-                    "out: must be None where gradients are wanted, got a tensor");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !is_recorded || !given.fp32_results,
-      "fp32_results: must be False in a call whose gradients are wanted, got True");
+  require(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),
+          "block_rows: must be given with block_columns where gradients are wanted");
+  require(!is_recorded || !given.out.defined(),
+          "out: must be None where gradients are wanted, got a tensor");
+  refuse(is_recorded && given.fp32_results,
+         "fp32_results: must be False in a call whose gradients are wanted, got True");
   const AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
   return differentiable(given, call, is_recorded, returns_lse);
 }
 
 Gradients backward(const AttentionCall& call, const Incoming& incoming) {
-  const at::NoGradGuard no_grad;
   return run_backward_call(checked_call(call, Pass::backward), incoming);
 }
 

@@ -1,21 +1,19 @@
 #include "torch_binding/backward.h"
 
 #include <ATen/ops/zeros_like.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include "flash_attn/api.h"
 #include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/errors.h"
-#include "torch_binding/rng.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
 void check_accumulate(const Incoming& given, const AttentionCall& call) {
-  TORCH_CHECK_VALUE(call.fp32_results, "accumulate: must be False without fp32_results, got True");
+  require(call.fp32_results, "accumulate: must be False without fp32_results, got True");
   const auto check = [](const char* name, const at::Tensor& target) {
     TORCH_CHECK_VALUE(target.defined(), name, ": must be given with accumulate, got None");
   };
@@ -54,10 +52,7 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   check_given(given, call);
   check_gradients_exist(call, given.wants_dbias);
   check_rng_state(given.rng_state, call.dropout_p, call.q);
-  const c10::DeviceIndex device = call.q.device().index();
-  const c10::cuda::CUDAGuard guard(device);
-  const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
-
+  const LaunchScope scope(call.q);
   const at::ScalarType dtype = result_dtype(call);
   OutputTensor dq("dq", given.dq, call.q.sizes(), dtype, call.q, given.accumulate);
   OutputTensor dk("dk", given.dk, call.k.sizes(), dtype, call.q, given.accumulate);
@@ -69,7 +64,7 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   Gradients results;
   if (given.wants_softmax_d) results.softmax_d = allocate_softmax_d(call.q);
   if (given.wants_dbias) results.dbias = allocate_bias_gradient(call);
-  if (call.sink.defined()) results.dsink = allocate(call.sink.sizes(), at::kFloat, call.q);
+  results.dsink = allocate_sink_gradient(call);
 
   const at::Tensor out = with_kernel_layout(given.out);
   // dO of a loss that does not depend on the output is not one row that every row reads: strides of
@@ -91,14 +86,14 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   params.lse = input_rows(softmax_lse);
   params.dlse = input_rows(dlse);
   if (results.softmax_d.defined()) params.softmax_d = output_rows(results.softmax_d);
-  params.errors = has_device_contents(call) ? device_record(device) : nullptr;
+  params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   if (drops(call)) params.dropout.rng = rng_of_state(given.rng_state);
   const BackwardPlan plan = plan_backward(params, device_of_call(call));
   const at::Tensor workspace =
       allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);
   params.workspace = workspace.mutable_data_ptr();
-  run_backward(plan, params, stream);
-  if (has_device_contents(call)) raise_if_checking(device, stream);
+  run_backward(plan, params, scope.stream);
+  if (has_device_contents(call)) raise_if_checking(scope.device, scope.stream);
   results.dq = dq.finish();
   results.dk = dk.finish();
   results.dv = dv.finish();

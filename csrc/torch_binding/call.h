@@ -2,9 +2,9 @@
 // Gradients are made of flash_attn_cuda/call.py (build_tools/generate_call.py). A tensor that was
 // not given is undefined.
 //
-// Of a checked call (checked_call.h) numbers are those that kernels use: softmax_scale has a value,
-// softcap is 0 where it is off, a window is what window_of says, and num_splits is 0 where the plan
-// is to choose.
+// Numbers of a checked call (checked_call.h) are those that kernels use: softmax_scale has a value,
+// a window is what window_of says, num_splits is 0 where the plan is to choose, and seqlen_k has a
+// value where all sequences have one length after their new keys as well.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,16 +32,25 @@ inline bool has_masks(const AttentionCall& call) {
   return call.block_rows.defined() || call.bias.defined();
 }
 
+inline bool has_packed_new_keys(const AttentionCall& call) {
+  return call.k_new.defined() && call.k_new.dim() == 3;
+}
+
+// Keys that are appended to every sequence; 0 where they are packed.
+inline std::int64_t seqlen_k_new(const AttentionCall& call) {
+  return call.k_new.defined() && call.k_new.dim() == 4 ? call.k_new.size(1) : 0;
+}
+
 inline std::int64_t batch_of(const AttentionCall& call) {
   return is_packed(call) ? call.cu_seqlens_q.size(0) - 1 : call.q.size(0);
 }
 
-// Of out, dq, dk and dv.
+// The dtype of out, dq, dk and dv.
 inline at::ScalarType result_dtype(const AttentionCall& call) {
   return call.fp32_results ? at::kFloat : call.q.scalar_type();
 }
 
-// What a negative bound, or one that no kernel could hold, means is none.
+// A negative bound, or one that no kernel could hold, is none.
 inline Window window_of(const AttentionCall& call) {
   const auto bound = [](std::int64_t size) {
     const bool is_none = size < 0 || size > std::numeric_limits<int>::max();

@@ -1,5 +1,7 @@
 #include "torch_binding/checked_call.h"
 
+#include <ATen/ops/full.h>
+
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
@@ -7,16 +9,45 @@
 
 #include "flash_attn/params.h"
 #include "host/normalize_window.h"
+#include "torch_binding/append.h"
 #include "torch_binding/check.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
+constexpr std::int64_t max_head_dim = 256;
 constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than any device has
 
 const char* k_name_of(const AttentionCall& call) { return call.over_cache ? "k_cache" : "k"; }
 const char* v_name_of(const AttentionCall& call) { return call.over_cache ? "v_cache" : "v"; }
+
+// -- q, k and v -----------------------------------------------------------------------------------
+
+void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::int64_t dims,
+                 const char* layout) {
+  check_cuda(name, tensor);
+  check_device(name, tensor, q);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == q.scalar_type(), name, ": must have the dtype of q (",
+                   q.scalar_type(), "), got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": must have ", dims, " dimensions (", layout,
+                    ", heads, head_dim), got shape ", tensor.sizes());
+  check_sizes(name, tensor);
+}
+
+void check_head_dim(const char* name, const char* dimension, std::int64_t size, bool any) {
+  TORCH_CHECK_VALUE(size >= 1 && size <= max_head_dim, name, ": last dimension (", dimension,
+                    ") must be from 1 to ", max_head_dim, ", got ", size);
+  TORCH_CHECK_VALUE(any || size % 8 == 0, name, ": last dimension (", dimension,
+                    ") must be a multiple of 8, got ", size);
+}
+
+// -- lengths --------------------------------------------------------------------------------------
+
+// Whether it is an upper bound of lengths, device memory tells alone.
+void check_max_seqlen(const char* name, std::int64_t max_seqlen) {
+  TORCH_CHECK_VALUE(max_seqlen >= 0, name, ": must not be negative, got ", max_seqlen);
+}
 
 std::int64_t checked_batch(const AttentionCall& call) {
   if (!is_packed(call)) return call.q.size(0);
@@ -28,8 +59,7 @@ std::int64_t checked_batch(const AttentionCall& call) {
 void check_packed_keys(const AttentionCall& call, std::int64_t batch) {
   check_max_seqlen("max_seqlen_k", call.max_seqlen_k);
   if (!call.cu_seqlens_k.defined()) {
-    TORCH_CHECK_VALUE(is_paged(call) && call.seqused_k.defined(),
-                      "cu_seqlens_k: must be given, got None");
+    require(is_paged(call) && call.seqused_k.defined(), "cu_seqlens_k: must be given, got None");
     return;
   }
   const std::int64_t batch_k = checked_num_sequences("cu_seqlens_k", call.cu_seqlens_k, call.q);
@@ -49,67 +79,98 @@ void check_cache_entries(const AttentionCall& call, std::int64_t batch) {
       ": must have an entry for cache_batch_idx to name, got shape ", entries.sizes());
 }
 
+// int32 (batch, max_pages), or of any number of rows where entries are chosen.
+void check_block_table(const AttentionCall& call, std::int64_t batch) {
+  const at::Tensor& table = call.block_table;
+  check_place("block_table", table, at::kInt, call.q);
+  TORCH_CHECK_VALUE(table.dim() == 2, "block_table: must have 2 dimensions (batch, max_pages), ",
+                    "got shape ", table.sizes());
+  TORCH_CHECK_VALUE(call.cache_batch_idx.defined() || table.size(0) == batch,
+                    "block_table: must have a row for each of ", batch, " sequences, got shape ",
+                    table.sizes());
+  TORCH_CHECK_VALUE(table.stride(1) == 1 || table.size(1) <= 1,
+                    "block_table: rows must be contiguous, got strides ", table.strides());
+}
+
+// A cache, or the pages of a sequence, have no more rows than kernels count.
+void check_capacity(const AttentionCall& call) {
+  constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
+  const std::int64_t rows = call.k.size(1);
+  if (!is_paged(call)) {
+    TORCH_CHECK_VALUE(rows <= largest, "k_cache: must have at most ", largest, " rows, got ", rows);
+    return;
+  }
+  const std::int64_t pages = call.block_table.size(1);
+  TORCH_CHECK_VALUE(rows == 0 || pages <= largest / rows,
+                    "block_table: pages * page_size must be at most ", largest, ", got ", pages,
+                    " * ", rows);
+}
+
 void check_origin(const AttentionCall& call) {
   if (!call.origin.defined()) return;
-  TORCH_CHECK_VALUE(call.cu_seqlens_q.defined(),
-                    "origin: must be None without cu_seqlens_q, got a tensor");
-  const auto check = [](const char* what, bool is_there) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!is_there, "origin: must be None with ", what, ", got a tensor");
-  };
-  check("a block_table", is_paged(call));
-  check("a cache", call.over_cache);
-  check("a mask or a bias", has_masks(call));
-  check("return_softmax", call.return_softmax && call.dropout_p > 0.0);
+  require(is_packed(call), "origin: must be None without cu_seqlens_q, got a tensor");
+  refuse(is_paged(call), "origin: must be None with a block_table, got a tensor");
+  refuse(call.over_cache, "origin: must be None with a cache, got a tensor");
+  refuse(has_masks(call), "origin: must be None with a mask or a bias, got a tensor");
+  refuse(call.return_softmax && drops(call),
+         "origin: must be None with return_softmax, got a tensor");
   const std::int64_t rows = std::max(call.q.size(0), call.k.size(0));
   TORCH_CHECK_VALUE(rows <= max_seqlen_with_origin, "origin: must be None for more than ",
                     max_seqlen_with_origin, " rows, got ", rows);
 }
 
+// -- what does not go together --------------------------------------------------------------------
+
 void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   const bool in_place = reads_in_place(call);
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0 || !in_place, dropout_p_name,
                               ": must be 0 with a block_table, got ", call.dropout_p);
-  TORCH_CHECK_NOT_IMPLEMENTED(!in_place || !has_masks(call),
-                              "attn_mask: must be None with a block_table");
-  TORCH_CHECK_NOT_IMPLEMENTED(!(call.fp32_results && in_place),
-                              "fp32_results: must be False with a block_table, got True");
-  TORCH_CHECK_NOT_IMPLEMENTED(!(call.fp32_results && has_masks(call)),
-                              "fp32_results: must be False with a mask or a bias, got True");
-  TORCH_CHECK_VALUE(call.over_cache || !(call.k_new.defined() || call.rotary_cos.defined() ||
-                                         call.cache_batch_idx.defined()),
-                    "over_cache: must be set where keys are appended or entries chosen");
+  refuse(in_place && has_masks(call), "attn_mask: must be None with a block_table");
+  refuse(in_place && call.fp32_results, "fp32_results: must be False with a block_table, got True");
+  refuse(call.fp32_results && has_masks(call),
+         "fp32_results: must be False with a mask or a bias, got True");
+  require(call.over_cache || !(call.k_new.defined() || call.rotary_cos.defined() ||
+                               call.cache_batch_idx.defined()),
+          "over_cache: must be set where keys are appended or entries chosen");
 }
 
-// With lists of the passes, bits and bias that fit them.
-AttentionCall with_masks(AttentionCall call, Pass pass, std::int64_t batch) {
-  const at::Tensor& q = call.q;
-  const bool packed = is_packed(call);
-  const PairExtent extent{.batch = batch,
-                          .heads_q = q.size(q.dim() - 2),
-                          .seqlen_q = packed ? call.max_seqlen_q : q.size(1),
-                          .seqlen_k = packed ? call.max_seqlen_k : call.k.size(1),
-                          .at_least = packed};
-  const auto lists = [&](const char* name, const at::Tensor& tensor, bool by_keys) {
-    const bool is_read = pass == Pass::both || (pass == Pass::backward) == by_keys;
-    return is_read ? checked_block_lists(name, tensor, by_keys, extent, q) : at::Tensor();
-  };
-  call.block_rows = lists("block_rows", call.block_rows, /*by_keys=*/false);
-  call.block_columns = lists("block_columns", call.block_columns, /*by_keys=*/true);
-  const bool by_keys = call.block_columns.defined();
-  if (by_keys && call.block_rows.defined())
-    checked_mask_bits(call.mask_bits, call.block_rows, /*by_keys=*/false, extent, q);
-  call.mask_bits = checked_mask_bits(call.mask_bits, by_keys ? call.block_columns : call.block_rows,
-                                     by_keys, extent, q);
-  call.bias = checked_bias(call.bias, extent, q);
-  return call;
+// -- scores and numbers ---------------------------------------------------------------------------
+
+// fp32 (heads_q) or (batch, heads_q).
+void check_alibi_slopes(const at::Tensor& slopes, std::int64_t batch, const at::Tensor& q) {
+  check_place("alibi_slopes", slopes, at::kFloat, q);
+  const std::int64_t heads = q.size(q.dim() - 2);
+  const bool is_shared = slopes.dim() == 1 && slopes.size(0) == heads;
+  const bool is_per_sequence =
+      slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == heads;
+  TORCH_CHECK_VALUE(is_shared || is_per_sequence, "alibi_slopes: must have shape (", heads,
+                    ",) or (", batch, ", ", heads, "), got ", slopes.sizes());
 }
+
+float checked_softcap(double softcap) {
+  if (softcap <= 0.0) return 0.0f;
+  const float cap = static_cast<float>(softcap);
+  // Scores are divided by it.
+  TORCH_CHECK_VALUE(std::isnormal(cap), "softcap: must be off (0) or a normal number in float32, ",
+                    "got ", softcap);
+  return cap;
+}
+
+void check_numbers(const AttentionCall& call, const char* dropout_p_name) {
+  constexpr std::int64_t most_splits = 256;
+  TORCH_CHECK_VALUE(call.dropout_p >= 0.0 && call.dropout_p < 1.0, dropout_p_name,
+                    ": must be at least 0 and below 1, got ", call.dropout_p);
+  TORCH_CHECK_VALUE(call.num_splits >= 0 && call.num_splits <= most_splits,
+                    "num_splits: must be from 0 (as many as serve the device) to ", most_splits,
+                    ", got ", call.num_splits);
+}
+
+// -- as kernels read it ---------------------------------------------------------------------------
 
 AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch) {
-  AttentionCall call = with_masks(std::move(given), pass, batch);
-  call.alibi_slopes = checked_alibi_slopes(call.alibi_slopes, batch, call.q);
-  const std::int64_t head_dim = call.q.size(call.q.dim() - 1);
-  call.softmax_scale = checked_softmax_scale(
-      call.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim))));
+  AttentionCall call = with_checked_masks(std::move(given), pass);
+  if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
+  call.softmax_scale = checked_softmax_scale(call);
   call.softcap = checked_softcap(call.softcap);
   const Window window = window_of(call);
   call.window_size_left = window.left;
@@ -117,28 +178,77 @@ AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch
   // A packed batch fills the device without splits; a cache, or pages, may be long.
   if (call.num_splits == 0 && !reads_in_place(call)) call.num_splits = 1;
   call.sm_margin = std::clamp<std::int64_t>(call.sm_margin, 0, most_margin);
-  // Of pages cu_seqlens_k tells lengths, which seqused_k replaces, as in FlashAttention-2.
+  // cu_seqlens_k of pages tells lengths, which seqused_k replaces, as in FlashAttention-2.
   if (call.over_cache || (is_paged(call) && call.seqused_k.defined())) call.cu_seqlens_k.reset();
+  if (!has_packed_new_keys(call)) return call;
+  // New keys are as many as their sequence's queries where nothing else tells, and sequences of one
+  // length become sequences of different ones.
+  if (!call.cu_seqlens_k_new.defined()) call.cu_seqlens_k_new = call.cu_seqlens_q;
+  if (call.seqlen_k.has_value()) {
+    call.seqused_k = at::full({batch}, *call.seqlen_k, call.q.options().dtype(at::kInt));
+    call.seqlen_k.reset();
+  }
   return call;
 }
 
 }  // namespace
 
+void check_inputs(const AttentionCall& call) {
+  const at::Tensor& q = call.q;
+  const at::Tensor& k = call.k;
+  const at::Tensor& v = call.v;
+  const bool is_dense = !is_packed(call) && !reads_in_place(call);
+  const bool has_packed_keys = is_packed(call) && !reads_in_place(call);
+  const int q_dims = is_packed(call) ? 3 : 4;
+  const int kv_dims = has_packed_keys ? 3 : 4;
+  const char* const kv_layout =
+      is_paged(call) ? "num_pages, page_size" : (has_packed_keys ? "total" : "batch, seqlen");
+  const char* const k_name = k_name_of(call);
+  const char* const v_name = v_name_of(call);
+  check_input("q", q, q, q_dims, is_packed(call) ? "total" : "batch, seqlen");
+  TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
+                   "q: dtype must be float16 or bfloat16, got ", q.scalar_type());
+  check_input(k_name, k, q, kv_dims, kv_layout);
+  check_input(v_name, v, q, kv_dims, kv_layout);
+
+  const std::int64_t heads_q = q.size(q_dims - 2);
+  const std::int64_t heads_k = k.size(kv_dims - 2);
+  const std::int64_t head_dim = q.size(q_dims - 1);
+  check_head_dim("q", "head_dim", head_dim, call.over_cache);
+  TORCH_CHECK_VALUE(heads_q >= 1, "q: must have at least one head, got shape ", q.sizes());
+  TORCH_CHECK_VALUE(heads_k >= 1, k_name, ": must have at least one head, got shape ", k.sizes());
+  TORCH_CHECK_VALUE(heads_q % heads_k == 0, k_name, ": number of heads must divide that of q (",
+                    heads_q, "), got ", heads_k);
+  TORCH_CHECK_VALUE(!is_dense || k.size(0) == q.size(0), k_name, ": batch must be that of q (",
+                    q.size(0), "), got ", k.size(0));
+  TORCH_CHECK_VALUE(!is_paged(call) || k.size(1) >= 1, k_name,
+                    ": a page must hold at least one key, got shape ", k.sizes());
+  TORCH_CHECK_VALUE(k.size(kv_dims - 1) == head_dim, k_name,
+                    ": last dimension (head_dim) must be that of q (", head_dim, "), got ",
+                    k.size(kv_dims - 1));
+  TORCH_CHECK_VALUE(v.sizes().slice(0, kv_dims - 1) == k.sizes().slice(0, kv_dims - 1), v_name,
+                    ": must have the shape of ", k_name, " but for the last dimension, ", k.sizes(),
+                    ", got ", v.sizes());
+  check_head_dim(v_name, "head_dim_v", v.size(kv_dims - 1), call.over_cache);
+  check_capability("q", q);
+}
+
+float checked_softmax_scale(const AttentionCall& call) {
+  const std::int64_t head_dim = call.q.size(call.q.dim() - 1);
+  const double given = call.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
+  const float scale = static_cast<float>(given);
+  TORCH_CHECK_VALUE(std::isfinite(scale), "softmax_scale: must be finite in float32, got ", given);
+  return scale;
+}
+
 AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name) {
-  using Kv = InputLayout::Kv;
-  const Kv entries = call.over_cache ? Kv::cache : (is_packed(call) ? Kv::packed : Kv::dense);
-  check_inputs(call.q, call.k, call.v,
-               {.packed_q = is_packed(call),
-                .kv = is_paged(call) ? Kv::paged : entries,
-                .k_name = k_name_of(call),
-                .v_name = v_name_of(call),
-                .any_head_dim = call.over_cache});
+  check_inputs(call);
   return with_kernel_layouts(described_call(std::move(call), pass, dropout_p_name));
 }
 
 AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_p_name) {
-  TORCH_CHECK_VALUE(is_packed(call) || !call.cu_seqlens_k.defined(),
-                    "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
+  require(is_packed(call) || !call.cu_seqlens_k.defined(),
+          "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
   check_refused(call, dropout_p_name);
   if (reads_in_place(call)) {
     check_read_in_place(k_name_of(call), call.k);
@@ -149,23 +259,27 @@ AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_
     check_cache_entries(call, batch);
   else if (is_packed(call))
     check_packed_keys(call, batch);
-  check_block_table(call.block_table, call.cache_batch_idx.defined() ? -1 : batch, call.q);
+  if (is_paged(call)) check_block_table(call, batch);
+  if (reads_in_place(call)) check_capacity(call);
   check_origin(call);
   const auto check = [&call](const char* name, const at::Tensor& tensor,
                              std::initializer_list<std::int64_t> shape, at::ScalarType dtype) {
     if (tensor.defined()) check_array(name, tensor, shape, dtype, call.q);
   };
   check_arrays(call, batch, call.q.size(call.q.dim() - 2), check);
-  check_p_dropout(dropout_p_name, call.dropout_p);
-  check_num_splits(call.num_splits);
+  check_numbers(call, dropout_p_name);
+  if (call.over_cache) check_append(call, batch);
+  if (call.alibi_slopes.defined()) check_alibi_slopes(call.alibi_slopes, batch, call.q);
   return as_kernels_read(std::move(call), pass, batch);
 }
 
 AttentionCall with_kernel_layouts(AttentionCall call) {
   const auto adopt = [](at::Tensor& tensor) {
-    if (!is_addressable(tensor)) tensor = with_kernel_layout(tensor);
+    if (tensor.defined() && !is_addressable(tensor)) tensor = with_kernel_layout(tensor);
   };
   adopt(call.q);
+  adopt(call.k_new);
+  adopt(call.v_new);
   if (reads_in_place(call)) return call;
   adopt(call.k);
   adopt(call.v);
@@ -173,14 +287,13 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
 }
 
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!reads_in_place(call),
-                              "block_table: must be None in a call whose gradients are wanted");
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.deterministic || !call.block_columns.defined(),
-                              "deterministic: must be False with block_columns, got True");
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.deterministic || !call.bias.defined(),
-                              "deterministic: must be False with a bias, got True");
-  TORCH_CHECK_VALUE(!wants_dbias || call.bias.defined(),
-                    "wants_dbias: must be False without a bias, got True");
+  refuse(reads_in_place(call), "block_table: must be None in a call whose gradients are wanted");
+  refuse(call.deterministic && call.block_columns.defined(),
+         "deterministic: must be False with block_columns, got True");
+  refuse(call.deterministic && call.bias.defined(),
+         "deterministic: must be False with a bias, got True");
+  require(!wants_dbias || call.bias.defined(),
+          "wants_dbias: must be False without a bias, got True");
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.softcap == 0.0,
                               "wants_dbias: must be False with softcap (", call.softcap,
                               "), got True");

@@ -9,17 +9,27 @@ namespace flash_attn_cuda::binding {
 enum class Pass { forward, backward, both };
 
 // The call with numbers as kernels use them, tensors that they read as plain arrays contiguous, and
-// q, k and v where they can address them; pages and caches stay where they are. Lengths in device
-// memory decide what is computed; max_seqlen_q may choose a kernel, and masks and biases of packed
-// sequences must hold the max_seqlens. dropout_p_name: in errors.
+// q, k, v and new keys where they can address them; pages and caches stay where they are. Lengths
+// in device memory decide what is computed; max_seqlen_q may choose a kernel, and masks and biases
+// of packed sequences must hold the max_seqlens. dropout_p_name: in errors.
 AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name = "dropout_p");
 
-// The same of tensors that no kernel may be able to read, such as those without memory; q, k and v
-// stay as they are.
+// As checked_call, for tensors that no kernel may be able to read, such as those without memory: q,
+// k, v and new keys stay as they are.
 AttentionCall described_call(AttentionCall call, Pass pass,
                              const char* dropout_p_name = "dropout_p");
 
-// The call with q, k and v where kernels can address them.
+// Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, and heads
+// that fit.
+void check_inputs(const AttentionCall& call);
+
+// The scale, given or not, in the fp32 that kernels use.
+float checked_softmax_scale(const AttentionCall& call);
+
+// Raises unless lists, bits and bias fit the call. The result has those that the pass reads.
+AttentionCall with_checked_masks(AttentionCall call, Pass pass);
+
+// The call with q, k, v and new keys where kernels can address them.
 AttentionCall with_kernel_layouts(AttentionCall call);
 
 // Raises where kernels have no backward for a call.

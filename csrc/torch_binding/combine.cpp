@@ -1,33 +1,23 @@
 // combine: partial results of attention over parts of the keys become one.
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <limits>
 
 #include "flash_attn/api.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
 void check_partials(const at::Tensor& out_partial, const at::Tensor& lse_partial) {
-  TORCH_CHECK_VALUE(out_partial.is_cuda(), "out_partial: must be a CUDA tensor, got one on ",
-                    out_partial.device());
-  TORCH_CHECK_TYPE(out_partial.layout() == at::kStrided,
-                   "out_partial: must be a dense tensor, got layout ", out_partial.layout());
-  TORCH_CHECK_TYPE(out_partial.scalar_type() == at::kFloat, "out_partial: dtype must be ",
-                   at::kFloat, ", got ", out_partial.scalar_type());
+  check_cuda("out_partial", out_partial);
+  check_place("out_partial", out_partial, at::kFloat, out_partial);
   TORCH_CHECK_VALUE(out_partial.dim() == 5, "out_partial: must have 5 dimensions (splits, batch, ",
                     "seqlen, heads, head_dim), got shape ", out_partial.sizes());
-  for (const std::int64_t size : out_partial.sizes()) {
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int>::max(),
-                      "out_partial: every dimension must be at most ",
-                      std::numeric_limits<int>::max(), ", got shape ", out_partial.sizes());
-  }
+  check_sizes("out_partial", out_partial);
   TORCH_CHECK_VALUE(out_partial.size(4) >= 1, "out_partial: last dimension (head_dim) must be at ",
                     "least 1, got shape ", out_partial.sizes());
   check_like("lse_partial", lse_partial, out_partial.sizes().slice(0, 4), at::kFloat, out_partial);
@@ -37,9 +27,7 @@ at::ScalarType checked_out_dtype(const OptionalTensor& out,
                                  std::optional<at::ScalarType> out_dtype) {
   const at::ScalarType dtype =
       out_dtype.value_or(out.has_value() ? out->scalar_type() : at::kFloat);
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat,
-                   out_dtype.has_value() ? "out_dtype" : "out",
-                   ": dtype must be float16, bfloat16 or float32, got ", dtype);
+  check_16_or_32_bits(out_dtype.has_value() ? "out_dtype" : "out", dtype);
   return dtype;
 }
 
@@ -64,7 +52,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
   const std::int64_t seqlen = out_partial.size(2);
   const std::int64_t heads = out_partial.size(3);
 
-  const at::NoGradGuard no_grad;
+  const LaunchScope scope(out_partial);
   OutputTensor output("out", out.value_or(at::Tensor()), out_partial.sizes().slice(1), dtype,
                       out_partial);
   at::Tensor softmax_lse = allocate_lse(out_partial);
@@ -75,8 +63,6 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
     const at::Tensor outs = with_kernel_layout(contiguous(out_partial));
     const at::Tensor lses = contiguous(lse_partial);
     const TensorView view = output.view();
-    const c10::DeviceIndex device = out_partial.device().index();
-    const c10::cuda::CUDAGuard guard(device);
     run_combine({.out_dtype = dtype_of(output.written()),
                  .out_fp32 = dtype == at::kFloat,
                  .num_splits = static_cast<int>(outs.size(0)),
@@ -93,7 +79,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
                  .lse = {.data = softmax_lse.mutable_data_ptr<float>(),
                          .batch_stride = softmax_lse.stride(0),
                          .head_stride = softmax_lse.stride(2)}},
-                c10::cuda::getCurrentCUDAStream(device).stream());
+                scope.stream);
   }
   return {output.finish(), std::move(softmax_lse)};
 }

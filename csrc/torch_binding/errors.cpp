@@ -61,7 +61,7 @@ struct Rule {
   const char* rule;
 };
 
-Rule rule_of(DeviceCheck check, const ContentNames& names) {
+Rule rule_of(DeviceCheck check, const ArgumentNames& names) {
   switch (check) {
     case DeviceCheck::cu_seqlens_q:
       return {"cu_seqlens_q", "must start at 0, not decrease and end within the rows of q"};
@@ -118,7 +118,7 @@ DeviceErrors* device_record(c10::DeviceIndex device) {
   return record;
 }
 
-void raise_if_checking(c10::DeviceIndex device, Stream stream, const ContentNames& names) {
+void raise_if_checking(c10::DeviceIndex device, Stream stream, const ArgumentNames& names) {
   if (!is_checking() || is_captured(stream)) return;
   const DeviceErrors found = take_record(device_record(device), stream);
   if (found.check == 0) return;

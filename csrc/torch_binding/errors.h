@@ -10,22 +10,17 @@
 #include <tuple>
 
 #include "flash_attn/api.h"
+#include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
 // In device memory, zero when it is handed out first, never freed.
 DeviceErrors* device_record(c10::DeviceIndex device);
 
-// What a call's functions name seqused_k and leftpad_k.
-struct ContentNames {
-  const char* seqused_k = "seqused_k";
-  const char* leftpad_k = "leftpad_k";
-};
-
 // With FLASH_ATTN_CUDA_CHECK=1 waits for the stream and raises ValueError for what its kernels
 // noted; does nothing without, or while the stream is captured. For the end of a call that has
 // device contents.
-void raise_if_checking(c10::DeviceIndex device, Stream stream, const ContentNames& names = {});
+void raise_if_checking(c10::DeviceIndex device, Stream stream, const ArgumentNames& names = {});
 
 // (check, index, value, limit) of the first error since the last call, or none. Waits for the
 // device and clears the record.

@@ -1,10 +1,13 @@
 #include "torch_binding/explain.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "flash_attn/instance.h"
 #include "host/names.h"
+#include "torch_binding/aten_operators.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/kept_call.h"
 #include "torch_binding/to_params.h"
@@ -17,16 +20,6 @@ using namespace pybind11::literals;
 
 const DeviceInfo& device_or_current(std::optional<int> device) {
   return device_info(device.has_value() ? *device : c10::cuda::current_device());
-}
-
-template <class Config>
-py::dict common_config(const Config& config) {
-  return py::dict("family"_a = name_of(config.family), "dtype"_a = name_of(config.dtype),
-                  "mask"_a = name_of(config.mask), "head_dim"_a = config.head_dim,
-                  "head_dim_v"_a = config.head_dim_v, "block_m"_a = config.block_m,
-                  "block_n"_a = config.block_n, "num_warps"_a = config.num_warps,
-                  "features"_a = config.features,
-                  "feature_names"_a = flash_attn_cuda::names_of(config.features));
 }
 
 // What autograd gives the backward of a forward of this call.
@@ -43,27 +36,9 @@ py::dict describe(AttentionCall call) {
   return result;
 }
 
-// Of a result that a call would allocate, contiguous, without memory.
+// Stands for a contiguous result that a call would allocate. It has no memory.
 at::Tensor like(const at::Tensor& tensor, std::int64_t columns) {
   return at::empty(with_columns(tensor.sizes(), columns), tensor.options().device(at::kMeta));
-}
-
-py::dict describe(const ForwardConfig& config) {
-  py::dict result = common_config(config);
-  result["kind"] = name_of(config.kind);
-  result["most_causal_seqlen"] = config.most_causal_seqlen;
-  result["most_full_seqlen"] = config.most_full_seqlen;
-  result["least_keys_full"] = config.least_keys_full;
-  result["least_keys_windowed"] = config.least_keys_windowed;
-  return result;
-}
-
-py::dict describe(const BackwardConfig& config) {
-  py::dict result = common_config(config);
-  result["ctas_per_tile"] = config.ctas_per_tile;
-  result["least_keys_full"] = config.least_keys_full;
-  result["least_keys_windowed"] = config.least_keys_windowed;
-  return result;
 }
 
 py::dict describe(const TileSchedule& schedule) {
@@ -82,9 +57,9 @@ py::object describe(const SequenceTablePlan& table) {
 
 template <class Plan>
 py::dict describe_plan(const Plan& plan) {
-  return py::dict("instance"_a = plan.instance->name, "config"_a = describe(plan.instance->config),
-                  "smem_bytes"_a = plan.instance->smem_bytes, "grid"_a = plan.grid,
-                  "schedule"_a = describe(plan.schedule), "sequence_table"_a = describe(plan.table),
+  return py::dict("instance"_a = plan.instance->name, "smem_bytes"_a = plan.instance->smem_bytes,
+                  "grid"_a = plan.grid, "schedule"_a = describe(plan.schedule),
+                  "sequence_table"_a = describe(plan.table),
                   "workspace_bytes"_a = plan.workspace_bytes);
 }
 
@@ -99,7 +74,7 @@ std::vector<std::string> instance_names(Instances instances) {
 
 py::dict explain_forward(const AttentionCall& given, std::optional<int> device) {
   const AttentionCall call = described_call(given, Pass::forward);
-  ForwardParams params = forward_params(call, key_lengths(call));
+  ForwardParams params = forward_params(call);
   params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
   const ForwardPlan plan = plan_forward(params, device_or_current(device));
   py::dict result = describe_plan(plan);
@@ -131,6 +106,16 @@ py::dict explain_backward(const AttentionCall& given, std::optional<int> device)
 
 std::vector<py::dict> explain_settings(const AttentionCall& given) {
   return {describe(described_call(given, Pass::backward)), describe(kept_of(given))};
+}
+
+std::optional<py::dict> explain_aten_operator(const std::string& name, const py::tuple& arguments,
+                                              const py::dict& options) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
+  const torch::jit::Stack stack = torch::jit::createStackForSchema(
+      op.schema(), arguments, py::reinterpret_borrow<py::kwargs>(options), std::nullopt);
+  const std::optional<AttentionCall> call = call_of_aten(op, stack);
+  if (!call.has_value()) return std::nullopt;
+  return describe(*call);
 }
 
 std::vector<std::string> forward_instance_names() { return instance_names(forward_instances()); }

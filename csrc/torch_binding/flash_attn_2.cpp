@@ -1,192 +1,199 @@
-// FlashAttention-2's functions, for callers that know its compiled module: its arguments in its
-// order. Each describes the call, which then goes the way of forward and backward.
-#include <ATen/core/grad_mode.h>
+#include "torch_binding/flash_attn_2.h"
+
+#include <ATen/core/Generator.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "torch_binding/backward.h"
-#include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
-#include "torch_binding/functions.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
+namespace py = pybind11;
+
+using Description = std::tuple<AttentionCall, Incoming>;
+
+// -- what the functions run -----------------------------------------------------------------------
+
 at::Tensor or_empty(at::Tensor tensor, at::ScalarType dtype, const at::Tensor& q) {
   return tensor.defined() ? tensor : allocate({0}, dtype, q);
 }
 
-at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
-
 // [out, softmax_lse, S_dmask, rng_state]
-std::vector<at::Tensor> forward_outputs(const AttentionCall& call) {
-  const at::NoGradGuard no_grad;
-  Results results = run_forward_call(checked_call(call, Pass::forward, "p_dropout"));
+std::vector<at::Tensor> forward_outputs(Description given) {
+  const AttentionCall call =
+      checked_call(std::move(std::get<AttentionCall>(given)), Pass::forward, "p_dropout");
+  Results results = run_forward_call(call);
   return {std::move(results.out), std::move(results.softmax_lse),
           or_empty(std::move(results.S_dmask), call.q.scalar_type(), call.q),
           or_empty(std::move(results.rng_state), at::kLong, call.q)};
 }
 
+// [out, softmax_lse]
+std::vector<at::Tensor> cache_outputs(Description given) {
+  std::get<AttentionCall>(given).over_cache = true;
+  std::vector<at::Tensor> results = forward_outputs(std::move(given));
+  results.resize(2);  // no dropout
+  return results;
+}
+
 // [dq, dk, dv, softmax_d]
-std::vector<at::Tensor> backward_outputs(const AttentionCall& call, Incoming incoming) {
+std::vector<at::Tensor> backward_outputs(Description given) {
+  auto& [call, incoming] = given;
   incoming.wants_softmax_d = true;
-  const at::NoGradGuard no_grad;
-  Gradients results = run_backward_call(checked_call(call, Pass::backward, "p_dropout"), incoming);
+  Gradients results =
+      run_backward_call(checked_call(std::move(call), Pass::backward, "p_dropout"), incoming);
   return {std::move(results.dq), std::move(results.dk), std::move(results.dv),
           std::move(results.softmax_d)};
 }
 
+// -- arguments ------------------------------------------------------------------------------------
+
+// A field's argument has the field's name, where FlashAttention-2 has no other one for it.
+template <class Described, class Type>
+constexpr Field<Described, Type> named(const char* name, const Field<Described, Type>& field) {
+  return {name, field.place};
+}
+
+template <class Described, class Type>
+void tell(Description& call, const Field<Described, Type>& field, const Type& value) {
+  std::get<Described>(call).*field.place = value;
+}
+
+// A tensor that may be None.
+template <class Described>
+struct Maybe {
+  using Value = OptionalTensor;
+  const char* name;
+  at::Tensor Described::* place;
+};
+
+template <class Described>
+constexpr Maybe<Described> maybe(const Field<Described, at::Tensor>& field) {
+  return {field.name, field.place};
+}
+
+template <class Described>
+void tell(Description& call, const Maybe<Described>& field, const OptionalTensor& value) {
+  if (value.has_value()) std::get<Described>(call).*field.place = *value;
+}
+
+// An argument that need not be given.
+template <class Described, class Type>
+struct Defaulted : Field<Described, Type> {
+  Type value;
+};
+
+template <class Described, class Type>
+constexpr Defaulted<Described, Type> with_default(const Field<Described, Type>& field, Type value) {
+  return {field, value};
+}
+
+// An argument that no field is.
+struct Ignored {
+  using Value = bool;
+  const char* name;
+};
+
+void tell(Description& /*call*/, const Ignored& /*argument*/, bool /*value*/) {}
+
+// FlashAttention-2 raises for it as well.
+struct Refused {
+  using Value = std::optional<at::Generator>;
+  const char* name;
+};
+
+void tell(Description& /*call*/, const Refused& argument, const Refused::Value& value) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!value.has_value(), argument.name, ": must be None, got a generator");
+}
+
+template <class Argument>
+py::arg in_python(const Argument& argument) {
+  return py::arg(argument.name);
+}
+
+template <class Described, class Type>
+py::arg_v in_python(const Defaulted<Described, Type>& argument) {
+  return py::arg(argument.name) = argument.value;
+}
+
+// A function of these arguments, which runs `run` on what they describe.
+template <class Run, class... Arguments>
+void define(py::module& module, const char* name, const char* documentation, Run run,
+            const Arguments&... arguments) {
+  const auto function = [=](const typename Arguments::Value&... values) {
+    Description call;
+    (tell(call, arguments, values), ...);
+    return run(std::move(call));
+  };
+  module.def(name, torch::wrap_pybind_function_no_gil(function), documentation,
+             in_python(arguments)...);
+}
+
 }  // namespace
 
-std::vector<at::Tensor> fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const OptionalTensor& out, const OptionalTensor& alibi_slopes,
-                            double p_dropout, double softmax_scale, bool is_causal,
-                            std::int64_t window_left, std::int64_t window_right, double softcap,
-                            bool return_softmax, const OptionalGenerator& unused_generator) {
-  refuse_generator(unused_generator.has_value());
-  return forward_outputs({.q = q,
-                          .k = k,
-                          .v = v,
-                          .dropout_p = p_dropout,
-                          .softmax_scale = softmax_scale,
-                          .causal = is_causal,
-                          .window_size_left = window_left,
-                          .window_size_right = window_right,
-                          .softcap = softcap,
-                          .alibi_slopes = or_undefined(alibi_slopes),
-                          .return_softmax = return_softmax,
-                          .out = or_undefined(out)});
-}
+void define_flash_attn_2(py::module& module) {
+  using namespace fields_of_call;
+  namespace incoming = fields_of_incoming;
+  constexpr auto p_dropout = named("p_dropout", dropout_p);
+  constexpr auto is_causal = named("is_causal", causal);
+  constexpr auto window_left = named("window_left", window_size_left);
+  constexpr auto window_right = named("window_right", window_size_right);
+  constexpr Ignored zero_tensors{"zero_tensors"};  // every row is written anyway
+  constexpr Refused unused_generator{"unused_generator"};
 
-std::vector<at::Tensor> varlen_fwd(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& out,
-    const at::Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-    const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
-    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
-    std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double p_dropout, double softmax_scale,
-    bool /*zero_tensors: every row is written anyway*/, bool is_causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool return_softmax,
-    const OptionalGenerator& unused_generator, std::int64_t num_splits) {
-  refuse_generator(unused_generator.has_value());
-  return forward_outputs({.q = q,
-                          .k = k,
-                          .v = v,
-                          .dropout_p = p_dropout,
-                          .softmax_scale = softmax_scale,
-                          .causal = is_causal,
-                          .window_size_left = window_left,
-                          .window_size_right = window_right,
-                          .softcap = softcap,
-                          .alibi_slopes = or_undefined(alibi_slopes),
-                          .cu_seqlens_q = cu_seqlens_q,
-                          .cu_seqlens_k = or_undefined(cu_seqlens_k),
-                          .seqused_k = or_undefined(seqused_k),
-                          .leftpad_k = or_undefined(leftpad_k),
-                          .max_seqlen_q = max_seqlen_q,
-                          .max_seqlen_k = max_seqlen_k,
-                          .block_table = or_undefined(block_table),
-                          .return_softmax = return_softmax,
-                          .num_splits = num_splits,
-                          .out = or_undefined(out)});
-}
-
-std::vector<at::Tensor> bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& out,
-                            const at::Tensor& softmax_lse, const OptionalTensor& dq,
-                            const OptionalTensor& dk, const OptionalTensor& dv,
-                            const OptionalTensor& alibi_slopes, double p_dropout,
-                            double softmax_scale, bool is_causal, std::int64_t window_left,
-                            std::int64_t window_right, double softcap, bool deterministic,
-                            const OptionalGenerator& unused_generator,
-                            const OptionalTensor& rng_state) {
-  refuse_generator(unused_generator.has_value());
-  return backward_outputs({.q = q,
-                           .k = k,
-                           .v = v,
-                           .dropout_p = p_dropout,
-                           .softmax_scale = softmax_scale,
-                           .causal = is_causal,
-                           .window_size_left = window_left,
-                           .window_size_right = window_right,
-                           .softcap = softcap,
-                           .alibi_slopes = or_undefined(alibi_slopes),
-                           .deterministic = deterministic},
-                          {.dout = dout,
-                           .out = out,
-                           .softmax_lse = softmax_lse,
-                           .rng_state = or_undefined(rng_state),
-                           .dq = or_undefined(dq),
-                           .dk = or_undefined(dk),
-                           .dv = or_undefined(dv)});
-}
-
-std::vector<at::Tensor> varlen_bwd(
-    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& out, const at::Tensor& softmax_lse, const OptionalTensor& dq,
-    const OptionalTensor& dk, const OptionalTensor& dv, const at::Tensor& cu_seqlens_q,
-    const at::Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, std::int64_t max_seqlen_q,
-    std::int64_t max_seqlen_k, double p_dropout, double softmax_scale,
-    bool /*zero_tensors: every row is written anyway*/, bool is_causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic,
-    const OptionalGenerator& unused_generator, const OptionalTensor& rng_state) {
-  refuse_generator(unused_generator.has_value());
-  return backward_outputs({.q = q,
-                           .k = k,
-                           .v = v,
-                           .dropout_p = p_dropout,
-                           .softmax_scale = softmax_scale,
-                           .causal = is_causal,
-                           .window_size_left = window_left,
-                           .window_size_right = window_right,
-                           .softcap = softcap,
-                           .alibi_slopes = or_undefined(alibi_slopes),
-                           .deterministic = deterministic,
-                           .cu_seqlens_q = cu_seqlens_q,
-                           .cu_seqlens_k = cu_seqlens_k,
-                           .max_seqlen_q = max_seqlen_q,
-                           .max_seqlen_k = max_seqlen_k},
-                          {.dout = dout,
-                           .out = out,
-                           .softmax_lse = softmax_lse,
-                           .rng_state = or_undefined(rng_state),
-                           .dq = or_undefined(dq),
-                           .dk = or_undefined(dk),
-                           .dv = or_undefined(dv)});
-}
-
-std::vector<at::Tensor> fwd_kvcache(
-    const at::Tensor& q, const at::Tensor& kcache, const at::Tensor& vcache,
-    const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& seqlens_k,
-    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
-    const OptionalTensor& cache_batch_idx, const OptionalTensor& leftpad_k,
-    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& out, double softmax_scale, bool is_causal, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool is_rotary_interleaved,
-    std::int64_t num_splits) {
-  std::vector<at::Tensor> results =
-      forward_outputs({.q = q,
-                       .k = kcache,
-                       .v = vcache,
-                       .softmax_scale = softmax_scale,
-                       .causal = is_causal,
-                       .window_size_left = window_left,
-                       .window_size_right = window_right,
-                       .softcap = softcap,
-                       .alibi_slopes = or_undefined(alibi_slopes),
-                       .seqused_k = or_undefined(seqlens_k),
-                       .leftpad_k = or_undefined(leftpad_k),
-                       .block_table = or_undefined(block_table),
-                       .num_splits = num_splits,
-                       .over_cache = true,
-                       .cache_batch_idx = or_undefined(cache_batch_idx),
-                       .k_new = or_undefined(k),
-                       .v_new = or_undefined(v),
-                       .rotary_cos = or_undefined(rotary_cos),
-                       .rotary_sin = or_undefined(rotary_sin),
-                       .rotary_interleaved = is_rotary_interleaved,
-                       .out = or_undefined(out)});
-  results.resize(2);  // no dropout
-  return results;
+  define(module, "fwd",
+         "FlashAttention-2's forward, outside autograd. Writes out where given. A negative window\n"
+         "bound is none; softcap <= 0 is off. S_dmask and rng_state are empty without dropout;\n"
+         "S_dmask (batch, heads_q, seqlen_q, seqlen_k), with return_softmax alone, has the\n"
+         "probabilities, negative where dropped.",
+         forward_outputs, q, k, v, maybe(out), maybe(alibi_slopes), p_dropout, softmax_scale,
+         is_causal, window_left, window_right, softcap, return_softmax, unused_generator);
+  define(
+      module, "varlen_fwd",
+      "fwd of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_k,\n"
+      "head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), where\n"
+      "cu_seqlens_k, or seqused_k, gives lengths. softmax_lse (heads_q, total_q), S_dmask (batch,\n"
+      "heads_q, max_seqlen_q, max_seqlen_k). max_seqlen_* are upper bounds. num_splits 0 splits\n"
+      "the keys of paged calls alone.",
+      forward_outputs, q, k, v, maybe(out), cu_seqlens_q, maybe(cu_seqlens_k), maybe(seqused_k),
+      maybe(leftpad_k), maybe(block_table), maybe(alibi_slopes), max_seqlen_q, max_seqlen_k,
+      p_dropout, softmax_scale, zero_tensors, is_causal, window_left, window_right, softcap,
+      return_softmax, unused_generator, with_default(num_splits, std::int64_t{0}));
+  define(
+      module, "bwd",
+      "FlashAttention-2's backward. Writes dq, dk, dv where given. softmax_d (batch, heads_q,\n"
+      "seqlen_q rounded up to 128) is rowsum(dout * out). rng_state is the forward's, needed with\n"
+      "dropout.",
+      backward_outputs, incoming::dout, q, k, v, incoming::out, incoming::softmax_lse,
+      maybe(incoming::dq), maybe(incoming::dk), maybe(incoming::dv), maybe(alibi_slopes), p_dropout,
+      softmax_scale, is_causal, window_left, window_right, softcap, deterministic, unused_generator,
+      maybe(incoming::rng_state));
+  define(module, "varlen_bwd",
+         "bwd of packed sequences; softmax_lse and softmax_d are (heads_q, total_q).",
+         backward_outputs, incoming::dout, q, k, v, incoming::out, incoming::softmax_lse,
+         maybe(incoming::dq), maybe(incoming::dk), maybe(incoming::dv), cu_seqlens_q, cu_seqlens_k,
+         maybe(alibi_slopes), max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors,
+         is_causal, window_left, window_right, softcap, deterministic, unused_generator,
+         maybe(incoming::rng_state));
+  define(module, "fwd_kvcache",
+         "FlashAttention-2's attention over a cache -> [out, softmax_lse]: (batch, capacity,\n"
+         "heads_k, head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), of\n"
+         "any head_dim and never copied. First k and v go into it behind the seqlens_k keys of\n"
+         "each sequence, and k and q are rotated. num_splits 0 is as many as serve the device.",
+         cache_outputs, q, named("kcache", k), named("vcache", v), maybe(named("k", k_new)),
+         maybe(named("v", v_new)), maybe(named("seqlens_k", seqused_k)), maybe(rotary_cos),
+         maybe(rotary_sin), maybe(cache_batch_idx), maybe(leftpad_k), maybe(block_table),
+         maybe(alibi_slopes), maybe(out), softmax_scale, is_causal, window_left, window_right,
+         softcap, named("is_rotary_interleaved", rotary_interleaved), num_splits);
 }
 
 }  // namespace flash_attn_cuda::binding

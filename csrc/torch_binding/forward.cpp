@@ -1,18 +1,34 @@
 #include "torch_binding/forward.h"
 
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+
+#include <mutex>
 
 #include "flash_attn/api.h"
 #include "torch_binding/append.h"
 #include "torch_binding/check.h"
 #include "torch_binding/errors.h"
-#include "torch_binding/rng.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
+
+// Advances the default generator of a CUDA device. While a CUDA graph is captured the source is
+// memory that torch fills before every replay.
+RngSource draw_rng(c10::DeviceIndex device) {
+  // Two calls need two offsets, no more: the rest of the counter is the pair's place.
+  constexpr std::uint64_t increment = 4;  // the least that torch's generator counts in
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  const at::PhiloxCudaState state =
+      generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(increment);
+  if (!state.captured_) return {.seed = state.seed_.val, .offset = state.offset_.val};
+  return {.seed_pointer = state.seed_.ptr,
+          .offset_pointer = state.offset_.ptr,
+          .offset_in_graph = state.offset_intragraph_};
+}
 
 // S_dmask: (batch, heads_q, rows, columns).
 at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& call,
@@ -36,22 +52,18 @@ at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& ca
 }  // namespace
 
 Results run_forward_call(const AttentionCall& call) {
-  const c10::DeviceIndex device = call.q.device().index();
-  const c10::cuda::CUDAGuard guard(device);
-  const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
+  const LaunchScope scope(call.q);
   if (call.rng_state.defined()) check_rng_state(call.rng_state, call.dropout_p, call.q);
   OutputTensor output("out", call.out, output_sizes(call), result_dtype(call), call.q);
-  const CacheUpdate update = call.over_cache ? checked_update(call) : CacheUpdate{};
-  const KeyLengths lengths = call.over_cache ? update.lengths : key_lengths(call);
-  const Append append = call.over_cache ? begin_append(call, update) : Append{};
+  const Append append = begin_append(call);
   const at::Tensor& q = append.rotated_q.defined() ? append.rotated_q : call.q;
 
   Results results{.softmax_lse = allocate_rows(q, q.size(q.dim() - 3))};
-  ForwardParams params = forward_params(call, lengths);
+  ForwardParams params = forward_params(call);
   params.q = input_view(q);
   params.out = output.view();
   params.lse = output_rows(results.softmax_lse);
-  params.errors = has_device_contents(call) ? device_record(device) : nullptr;
+  params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   const ForwardPlan plan = plan_forward(params, device_of_call(call));
   at::Tensor workspace;
   if (plan.workspace_bytes > 0) {
@@ -60,17 +72,15 @@ Results run_forward_call(const AttentionCall& call) {
   }
   if (drops(call)) {
     results.rng_state = allocate({2}, at::kLong, q);  // written by run_forward
-    params.dropout.rng = call.rng_state.defined() ? rng_of_state(call.rng_state) : draw_rng(device);
+    params.dropout.rng =
+        call.rng_state.defined() ? rng_of_state(call.rng_state) : draw_rng(scope.device);
     params.dropout.rng_state = results.rng_state.mutable_data_ptr<std::int64_t>();
   }
-  if (append.params.has_value()) run_append(*append.params, stream);
-  run_forward(plan, params, stream);
+  if (append.params.has_value()) run_append(*append.params, scope.stream);
+  run_forward(plan, params, scope.stream);
   if (call.return_softmax && drops(call))
-    results.S_dmask = probabilities_of(params, call, results.rng_state, stream);
-  if (has_device_contents(call)) {
-    const ContentNames of_cache{.seqused_k = "cache_seqlens", .leftpad_k = "cache_leftpad"};
-    raise_if_checking(device, stream, call.over_cache ? of_cache : ContentNames{});
-  }
+    results.S_dmask = probabilities_of(params, call, results.rng_state, scope.stream);
+  if (has_device_contents(call)) raise_if_checking(scope.device, scope.stream, names_of(call));
   results.out = output.finish();
   return results;
 }

@@ -21,7 +21,7 @@ struct KeptCall {
   std::vector<double> numbers;
 };
 
-// Of a checked call, and results.
+// `call` is checked; `results` are kept with it.
 inline KeptCall keep(const AttentionCall& call, std::initializer_list<at::Tensor> results) {
   KeptCall kept;
   std::uint64_t present = 0;

@@ -1,13 +1,9 @@
 // merge: attention over some keys takes in attention over others, in place.
-#include <ATen/core/grad_mode.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include <limits>
 
 #include "flash_attn/merge.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -29,8 +25,7 @@ void check_out(const at::Tensor& out) {
   TORCH_CHECK_VALUE(out.size(2) > 0 && out.size(2) % 8 == 0,
                     "out: head_dim must be a positive multiple of 8, got ", out.size(2));
   // A block of the kernel has 16 rows of a head.
-  TORCH_CHECK_VALUE((out.size(0) / 16 + 1) * out.size(1) <= std::numeric_limits<int>::max() &&
-                        out.size(2) <= std::numeric_limits<int>::max(),
+  TORCH_CHECK_VALUE((out.size(0) / 16 + 1) * out.size(1) <= max_size && out.size(2) <= max_size,
                     "out: must be of fewer rows and heads, got shape ", out.sizes());
   check_rows("out", out, out);
 }
@@ -66,9 +61,7 @@ void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tenso
   }
   if (out.numel() == 0) return;
 
-  const at::NoGradGuard no_grad;
-  const c10::DeviceIndex device = out.device().index();
-  const c10::cuda::CUDAGuard guard(device);
+  const LaunchScope scope(out);
   for (const at::Tensor& written : {out, softmax_lse})
     written.unsafeGetTensorImpl()->bump_version();
   if (result.has_value()) result->unsafeGetTensorImpl()->bump_version();
@@ -82,7 +75,7 @@ void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tenso
        .part_lse = {.data = part_lse.const_data_ptr<float>(), .head_stride = part_lse.stride(0)},
        .result = result.has_value() ? view_of(*result) : TensorView{},
        .result_dtype = result.has_value() ? dtype_of(*result) : Dtype::bf16},
-      c10::cuda::getCurrentCUDAStream(device).stream());
+      scope.stream);
 }
 
 }  // namespace flash_attn_cuda::binding

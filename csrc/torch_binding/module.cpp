@@ -7,6 +7,7 @@
 #include "torch_binding/aten_operators.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/explain.h"
+#include "torch_binding/flash_attn_2.h"
 #include "torch_binding/functions.h"
 #include "torch_binding/python_arguments.h"
 
@@ -34,82 +35,19 @@ void define_calls(py::module& module) {
       "Any call -> a flash_attn_cuda.call.Results, S_dmask and rng_state None without dropout,\n"
       "softmax_lse None without returns_lse.\n\n"
       "call: a flash_attn_cuda.call.AttentionCall, whose docstring says what each field is.\n"
-      "Differentiable in q, k, v, bias and sink through out and softmax_lse.",
+      "Differentiable, through out and softmax_lse, in what AttentionCall says has a gradient.",
       py::arg("call"), py::arg("returns_lse") = true);
 
   module.def(
       "backward", torch::wrap_pybind_function_no_gil(&binding::backward),
       "Gradients of forward -> a flash_attn_cuda.call.Gradients, None for what is not wanted,\n"
       "outside autograd.\n\n"
-      "call: as the forward's; incoming: a flash_attn_cuda.call.Incoming. A sink that needs\n"
-      "no gradient is to be None.",
+      "call: as the forward's; incoming: a flash_attn_cuda.call.Incoming. An input that only its\n"
+      "own gradient needs is to be None where nobody wants that.",
       py::arg("call"), py::arg("incoming"));
 }
 
-void define_forward(py::module& module) {
-  module.def(
-      "fwd", torch::wrap_pybind_function_no_gil(&binding::fwd),
-      "FlashAttention-2's forward, outside autograd. Writes out where given. A negative window\n"
-      "bound is none; softcap <= 0 is off. S_dmask and rng_state are empty without dropout;\n"
-      "S_dmask (batch, heads_q, seqlen_q, seqlen_k), with return_softmax alone, has the\n"
-      "probabilities, negative where dropped.",
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("alibi_slopes"),
-      py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"), py::arg("return_softmax"),
-      py::arg("unused_generator"));
-
-  module.def(
-      "varlen_fwd", torch::wrap_pybind_function_no_gil(&binding::varlen_fwd),
-      "fwd of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_k,\n"
-      "head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), where\n"
-      "cu_seqlens_k, or seqused_k, gives lengths. softmax_lse (heads_q, total_q), S_dmask (batch,\n"
-      "heads_q, max_seqlen_q, max_seqlen_k). max_seqlen_* are upper bounds. num_splits 0 splits\n"
-      "the keys of paged calls alone.",
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("cu_seqlens_q"),
-      py::arg("cu_seqlens_k"), py::arg("seqused_k"), py::arg("leftpad_k"), py::arg("block_table"),
-      py::arg("alibi_slopes"), py::arg("max_seqlen_q"), py::arg("max_seqlen_k"),
-      py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
-      py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
-      py::arg("return_softmax"), py::arg("unused_generator"), py::arg("num_splits") = 0);
-}
-
-void define_backward(py::module& module) {
-  module.def(
-      "bwd", torch::wrap_pybind_function_no_gil(&binding::bwd),
-      "FlashAttention-2's backward. Writes dq, dk, dv where given. softmax_d (batch, heads_q,\n"
-      "seqlen_q rounded up to 128) is rowsum(dout * out). rng_state is the forward's, needed with\n"
-      "dropout.",
-      py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-      py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("alibi_slopes"),
-      py::arg("p_dropout"), py::arg("softmax_scale"), py::arg("is_causal"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"), py::arg("deterministic"),
-      py::arg("unused_generator"), py::arg("rng_state"));
-
-  module.def("varlen_bwd", torch::wrap_pybind_function_no_gil(&binding::varlen_bwd),
-             "bwd of packed sequences; softmax_lse and softmax_d are (heads_q, total_q).",
-             py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-             py::arg("softmax_lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
-             py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("alibi_slopes"),
-             py::arg("max_seqlen_q"), py::arg("max_seqlen_k"), py::arg("p_dropout"),
-             py::arg("softmax_scale"), py::arg("zero_tensors"), py::arg("is_causal"),
-             py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
-             py::arg("deterministic"), py::arg("unused_generator"), py::arg("rng_state"));
-}
-
-void define_inference(py::module& module) {
-  module.def(
-      "fwd_kvcache", torch::wrap_pybind_function_no_gil(&binding::fwd_kvcache),
-      "FlashAttention-2's attention over a cache -> [out, softmax_lse]: (batch, capacity,\n"
-      "heads_k, head_dim), or with block_table (num_pages, page_size, heads_k, head_dim), of\n"
-      "any head_dim and never copied. First k and v go into it behind the seqlens_k keys of\n"
-      "each sequence, and k and q are rotated. num_splits 0 is as many as serve the device.",
-      py::arg("q"), py::arg("kcache"), py::arg("vcache"), py::arg("k"), py::arg("v"),
-      py::arg("seqlens_k"), py::arg("rotary_cos"), py::arg("rotary_sin"),
-      py::arg("cache_batch_idx"), py::arg("leftpad_k"), py::arg("block_table"),
-      py::arg("alibi_slopes"), py::arg("out"), py::arg("softmax_scale"), py::arg("is_causal"),
-      py::arg("window_left"), py::arg("window_right"), py::arg("softcap"),
-      py::arg("is_rotary_interleaved"), py::arg("num_splits"));
-
+void define_others(py::module& module) {
   module.def(
       "combine", torch::wrap_pybind_function_no_gil(&binding::combine),
       "One result of attention from those over parts of the keys: out_partial (splits, batch,\n"
@@ -158,7 +96,7 @@ void define_information(py::module& module) {
              py::arg("device") = py::none());
   module.def(
       "explain_forward", torch::wrap_pybind_function(&binding::explain_forward),
-      "What a forward of this call would run: a dict of instance, config, smem_bytes, grid,\n"
+      "What a forward of this call would run: a dict of instance, smem_bytes, grid,\n"
       "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. call: as in\n"
       "forward, of tensors on any device, without memory too. device: an index, None for the\n"
       "current one. RuntimeError where no compiled kernel serves the call.",
@@ -171,6 +109,12 @@ void define_information(py::module& module) {
              "What the backward of a call is told -> [by an operator, by what autograd keeps of\n"
              "forward], dicts of an AttentionCall's fields. call: as in forward, on any device.",
              py::arg("call"));
+  module.def(
+      "explain_aten_operator", torch::wrap_pybind_function(&binding::explain_aten_operator),
+      "The call that torch's operator of this name describes to these kernels, a dict of an\n"
+      "AttentionCall's fields; None where it is left to torch. arguments and options: the\n"
+      "operator's, on any device.",
+      py::arg("name"), py::arg("arguments"), py::arg("options"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),
@@ -192,9 +136,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "but device_errors synchronises, unless FLASH_ATTN_CUDA_CHECK=1 asks that each call waits\n"
       "for the contents of lengths and indices to be checked (ValueError).";
   define_calls(module);
-  define_forward(module);
-  define_backward(module);
-  define_inference(module);
+  binding::define_flash_attn_2(module);
+  define_others(module);
   define_aten(module);
   define_information(module);
 }

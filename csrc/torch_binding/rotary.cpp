@@ -1,64 +1,44 @@
 // rotary: rotary embedding by itself, in place or as a new tensor.
-#include <ATen/core/grad_mode.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
-#include <limits>
 
 #include "flash_attn/api.h"
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/launch_scope.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
 
-constexpr std::int64_t max_int = std::numeric_limits<int>::max();
-
-void check_place(const char* name, const at::Tensor& tensor, const at::Tensor& x) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": must be a dense tensor, got layout ",
-                   tensor.layout());
-  TORCH_CHECK_VALUE(tensor.device() == x.device(), name, ": must be on the device of x (",
-                    x.device(), "), got ", tensor.device());
-}
-
-void check_floating(const char* name, const at::Tensor& tensor) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat, name,
-                   ": dtype must be float16, bfloat16 or float32, got ", dtype);
+void check_floating(const char* name, const at::Tensor& tensor, const at::Tensor& x) {
+  check_device(name, tensor, x, "x");
+  check_16_or_32_bits(name, tensor.scalar_type());
 }
 
 void check_x(const at::Tensor& x, bool is_packed) {
-  TORCH_CHECK_VALUE(x.is_cuda(), "x: must be a CUDA tensor, got one on ", x.device());
-  check_place("x", x, x);
-  check_floating("x", x);
+  check_cuda("x", x);
+  check_floating("x", x, x);
   TORCH_CHECK_VALUE(
       x.dim() == (is_packed ? 3 : 4), "x: must have shape ",
       is_packed ? "(total, heads, head_dim) with cu_seqlens" : "(batch, seqlen, heads, head_dim)",
       ", got ", x.sizes());
-  for (const std::int64_t size : x.sizes()) {
-    TORCH_CHECK_VALUE(size <= max_int, "x: every dimension must be at most ", max_int,
-                      ", got shape ", x.sizes());
-  }
+  check_sizes("x", x);
   check_capability("x", x);
 }
 
 void check_tables(const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& x) {
   const std::int64_t head_dim = x.size(x.dim() - 1);
-  check_place("cos", cos, x);
-  check_floating("cos", cos);
+  check_floating("cos", cos, x);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) <= head_dim / 2,
                     "cos: must have shape (positions, rotary_dim / 2) with rotary_dim at most "
                     "head_dim (",
                     head_dim, "), got ", cos.sizes());
-  check_place("sin", sin, x);
-  check_floating("sin", sin);
+  check_floating("sin", sin, x);
   TORCH_CHECK_VALUE(sin.sizes() == cos.sizes(), "sin: must have the shape of cos, ", cos.sizes(),
                     ", got ", sin.sizes());
 }
 
 void check_indices(const char* name, const at::Tensor& tensor, const at::Tensor& x) {
-  check_place(name, tensor, x);
+  check_device(name, tensor, x, "x");
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,
                    ": dtype must be int32 or int64, got ", tensor.scalar_type());
 }
@@ -68,9 +48,16 @@ std::int64_t checked_sequences(const OptionalTensor& cu_seqlens, const at::Tenso
   if (!cu_seqlens.has_value()) return x.size(0);
   check_indices("cu_seqlens", *cu_seqlens, x);
   TORCH_CHECK_VALUE(
-      cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && cu_seqlens->size(0) <= max_int,
+      cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && cu_seqlens->size(0) <= max_size,
       "cu_seqlens: must have shape (batch + 1,), got ", cu_seqlens->sizes());
   return cu_seqlens->size(0) - 1;
+}
+
+void check_offsets(const at::Tensor& offsets, std::int64_t sequences, const at::Tensor& x) {
+  check_indices("seqlen_offsets", offsets, x);
+  TORCH_CHECK_VALUE(offsets.sizes() == at::IntArrayRef{sequences},
+                    "seqlen_offsets: must have shape (batch,) = (", sequences, ",), got ",
+                    offsets.sizes());
 }
 
 // What only the device knows, the kernel finds out.
@@ -79,15 +66,6 @@ void check_positions(const at::Tensor& x, const at::Tensor& cos, std::int64_t of
   TORCH_CHECK_VALUE(offset <= cos.size(0) && x.size(1) <= cos.size(0) - offset,
                     "cos: must have a row for each position from seqlen_offset (", offset, ") on, ",
                     x.size(1), " in all, got ", cos.size(0));
-}
-
-bool has_contiguous_columns(const at::Tensor& tensor) {
-  const std::int64_t last = tensor.dim() - 1;
-  return (tensor.stride(last) == 1 || tensor.size(last) <= 1) && !tensor.is_neg();
-}
-
-at::Tensor with_contiguous_columns(const at::Tensor& tensor) {
-  return has_contiguous_columns(tensor) ? tensor : contiguous(tensor);
 }
 
 RotaryTable table_of(const at::Tensor& table) {
@@ -113,31 +91,24 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
                   std::int64_t seqlen_offset, const OptionalTensor& seqlen_offsets,
                   const OptionalTensor& cu_seqlens, bool interleaved, bool inplace,
                   bool conjugate) {
-  const bool is_packed = cu_seqlens.has_value();
-  check_x(x, is_packed);
+  check_x(x, cu_seqlens.has_value());
   check_tables(cos, sin, x);
   const std::int64_t sequences = checked_sequences(cu_seqlens, x);
-  if (seqlen_offsets.has_value()) {
-    check_indices("seqlen_offsets", *seqlen_offsets, x);
-    TORCH_CHECK_VALUE(seqlen_offsets->sizes() == at::IntArrayRef{sequences},
-                      "seqlen_offsets: must have shape (batch,) = (", sequences, ",), got ",
-                      seqlen_offsets->sizes());
-  } else if (!is_packed) {
+  if (seqlen_offsets.has_value())
+    check_offsets(*seqlen_offsets, sequences, x);
+  else if (!cu_seqlens.has_value())
     check_positions(x, cos, seqlen_offset);
-  }
   TORCH_CHECK_VALUE(!inplace || !is_expanded(x), "x: must not name memory twice where it is ",
                     "rotated in place, got strides ", x.strides());
 
-  const at::NoGradGuard no_grad;
-  const c10::DeviceIndex device = x.device().index();
-  const c10::cuda::CUDAGuard guard(device);
+  const LaunchScope scope(x);
   // Before anything is written: an inference tensor must not be, outside inference mode.
   if (inplace) x.unsafeGetTensorImpl()->bump_version();
-  const at::Tensor source = with_contiguous_columns(x);
+  const at::Tensor source = with_contiguous_rows(x);
   const at::Tensor result = inplace ? source : allocate(x.sizes(), x.scalar_type(), x);
   if (x.numel() > 0) {
-    const at::Tensor cosines = with_contiguous_columns(cos);
-    const at::Tensor sines = with_contiguous_columns(sin);
+    const at::Tensor cosines = with_contiguous_rows(cos);
+    const at::Tensor sines = with_contiguous_rows(sin);
     const at::Tensor bounds = contiguous_or_none(cu_seqlens);
     const at::Tensor offsets = contiguous_or_none(seqlen_offsets);
     const std::int64_t rows = x.dim() - 3;
@@ -158,7 +129,7 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
                 .offset = seqlen_offset,
                 .interleaved = interleaved,
                 .conjugate = conjugate},
-               c10::cuda::getCurrentCUDAStream(device).stream());
+               scope.stream);
   }
   if (!inplace || result.is_same(x)) return result;
   return x.copy_(result);

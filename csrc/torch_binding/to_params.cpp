@@ -117,12 +117,11 @@ SparsityParams sparsity_params(const AttentionCall& call, const at::Tensor& list
 
 // What both passes are told.
 template <class Params>
-Params common_params(const AttentionCall& call, const KeyLengths& lengths,
-                     const at::Tensor& lists) {
+Params common_params(const AttentionCall& call, const at::Tensor& lists) {
   Params params;
   params.dtype = dtype_of(call.q);
   params.shape = shape_of(call);
-  params.sequences = sequence_params(call, lengths);
+  params.sequences = sequence_params(call);
   params.window = window_of(call);
   params.score = score_params(call);
   params.dropout.threshold = dropout_threshold(call.dropout_p);
@@ -143,8 +142,7 @@ Dtype dtype_of(const at::Tensor& q) {
 AttentionShape shape_of(const AttentionCall& call) {
   const int q_rows = call.q.dim() - 3;
   const int k_rows = call.k.dim() - 3;
-  const std::int64_t seqlen_k =
-      is_paged(call) ? cache_capacity(call.k, call.block_table) : call.k.size(k_rows);
+  const std::int64_t seqlen_k = is_paged(call) ? cache_capacity(call) : call.k.size(k_rows);
   return {.batch_size = static_cast<int>(batch_of(call)),
           .seqlen_q = static_cast<int>(call.q.size(q_rows)),
           .seqlen_k = static_cast<int>(seqlen_k),
@@ -170,9 +168,7 @@ DeviceInfo device_of_call(const AttentionCall& call) {
   return device;
 }
 
-KeyLengths key_lengths(const AttentionCall& call) { return {.seqused_k = call.seqused_k}; }
-
-SequenceParams sequence_params(const AttentionCall& call, const KeyLengths& lengths) {
+SequenceParams sequence_params(const AttentionCall& call) {
   const at::Tensor& entries = is_paged(call) ? call.block_table : call.k;
   const std::int64_t most_q = is_packed(call) ? call.q.size(0) : 0;
   const std::int64_t most_k =
@@ -180,20 +176,23 @@ SequenceParams sequence_params(const AttentionCall& call, const KeyLengths& leng
   return {.cu_seqlens_q = int_data(call.cu_seqlens_q),
           .cu_seqlens_k = int_data(call.cu_seqlens_k),
           .seqused_q = int_data(call.seqused_q),
-          .seqused_k = int_data(lengths.seqused_k),
+          .seqused_k = int_data(call.seqused_k),
           .leftpad_k = int_data(call.leftpad_k),
           .origin = int_data(call.origin),
           .kv_batch_idx = int_data(call.cache_batch_idx),
-          .cu_seqlens_k_new = int_data(lengths.cu_seqlens_k_new),
-          .seqlen_k_new = lengths.seqlen_k_new,
+          .cu_seqlens_k_new = int_data(call.cu_seqlens_k_new),
+          .seqlen_k_new = static_cast<int>(seqlen_k_new(call)),
           .max_seqlen_q = static_cast<int>(std::min(call.max_seqlen_q, most_q)),
           .num_kv_batches = call.cache_batch_idx.defined() ? static_cast<int>(entries.size(0)) : 0,
           .max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, most_k))};
 }
 
-ForwardParams forward_params(const AttentionCall& call, const KeyLengths& lengths) {
-  auto params = common_params<ForwardParams>(call, lengths, call.block_rows);
-  if (lengths.seqlen_k >= 0) params.shape.seqlen_k = lengths.seqlen_k;
+ForwardParams forward_params(const AttentionCall& call) {
+  auto params = common_params<ForwardParams>(call, call.block_rows);
+  if (call.seqlen_k.has_value()) {  // new keys are among them
+    params.shape.seqlen_k = static_cast<int>(*call.seqlen_k + seqlen_k_new(call));
+    params.sequences.seqlen_k_new = 0;
+  }
   params.paged = paged_params(call);
   params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};
@@ -201,7 +200,7 @@ ForwardParams forward_params(const AttentionCall& call, const KeyLengths& length
 }
 
 BackwardParams backward_params(const AttentionCall& call) {
-  auto params = common_params<BackwardParams>(call, key_lengths(call), call.block_columns);
+  auto params = common_params<BackwardParams>(call, call.block_columns);
   params.deterministic = call.deterministic;
   return params;
 }
@@ -216,6 +215,10 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
   const at::TensorOptions options =
       bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
   return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
+}
+
+at::Tensor allocate_sink_gradient(const AttentionCall& call) {
+  return call.sink.defined() ? allocate(call.sink.sizes(), at::kFloat, call.q) : at::Tensor();
 }
 
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
@@ -238,18 +241,13 @@ PagedKvParams paged_params(const AttentionCall& call) {
           .num_pages = static_cast<int>(call.k.size(0))};
 }
 
-std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table) {
-  constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
-  if (!block_table.defined()) {
-    TORCH_CHECK_VALUE(k_cache.size(1) <= largest, "k_cache: must have at most ", largest,
-                      " rows, got ", k_cache.size(1));
-    return k_cache.size(1);
-  }
-  const std::int64_t pages = block_table.size(1);
-  const std::int64_t page_size = k_cache.size(1);
-  TORCH_CHECK_VALUE(pages <= largest / page_size, "block_table: pages * page_size must be at most ",
-                    largest, ", got ", pages, " * ", page_size);
-  return pages * page_size;
+RngSource rng_of_state(const at::Tensor& rng_state) {
+  const std::int64_t* const data = rng_state.const_data_ptr<std::int64_t>();
+  return {.seed_pointer = data, .offset_pointer = data + 1};
+}
+
+std::int64_t cache_capacity(const AttentionCall& call) {
+  return is_paged(call) ? call.block_table.size(1) * call.k.size(1) : call.k.size(1);
 }
 
 bool has_kernel_layout(const at::Tensor& tensor) {
@@ -282,6 +280,12 @@ bool is_expanded(const at::Tensor& tensor) {
 
 at::Tensor contiguous(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_neg() ? tensor : contiguous_copy(tensor);
+}
+
+at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  const bool has_them = (tensor.stride(last) == 1 || tensor.size(last) <= 1) && !tensor.is_neg();
+  return has_them ? tensor : contiguous_copy(tensor);
 }
 
 TensorView input_view(const at::Tensor& tensor) {

@@ -19,34 +19,29 @@ at::DimVector output_sizes(const AttentionCall& call);
 // The call's device, without the multiprocessors that are left to other kernels.
 DeviceInfo device_of_call(const AttentionCall& call);
 
-// Keys of each sequence as a forward reads them: those that were there, and those appended since.
-struct KeyLengths {
-  at::Tensor seqused_k;         // int32 (batch), before the appended ones
-  at::Tensor cu_seqlens_k_new;  // int32 (batch + 1), of the appended ones
-  int seqlen_k_new = 0;         // of every sequence where that is not given
-  int seqlen_k = -1;  // of every sequence, with appended ones; -1: what device memory says
-};
-
-// Of a call that appends nothing.
-KeyLengths key_lengths(const AttentionCall& call);
-
-SequenceParams sequence_params(const AttentionCall& call, const KeyLengths& lengths);
+SequenceParams sequence_params(const AttentionCall& call);
 
 // Everything that planning and kernels ask, but for what a call allocates: its results, the
 // workspace and what random numbers come from.
-ForwardParams forward_params(const AttentionCall& call, const KeyLengths& lengths);
+ForwardParams forward_params(const AttentionCall& call);
 BackwardParams backward_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
+
+// rng_state: int64 (2), seed and offset.
+RngSource rng_of_state(const at::Tensor& rng_state);
 
 // For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,
 // else of the bias's dtype; zero where some pair is not visited.
 at::Tensor allocate_bias_gradient(const AttentionCall& call);
 
+// fp32 (heads_q); undefined without a sink.
+at::Tensor allocate_sink_gradient(const AttentionCall& call);
+
 // dbias: as allocated; undefined: not wanted.
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 
-// Rows that a cache holds of every sequence.
-std::int64_t cache_capacity(const at::Tensor& k_cache, const at::Tensor& block_table);
+// Rows that a cache, or pages, hold of every sequence.
+std::int64_t cache_capacity(const AttentionCall& call);
 
 // Contiguous rows of head_dim, every row on a 16-byte boundary.
 bool has_kernel_layout(const at::Tensor& tensor);
@@ -64,6 +59,9 @@ bool is_expanded(const at::Tensor& tensor);
 
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
+
+// The tensor itself where its last dimension is contiguous, else a contiguous copy.
+at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Three dimensions: packed sequences.
 TensorView input_view(const at::Tensor& tensor);

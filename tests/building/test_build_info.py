@@ -161,7 +161,7 @@ def test_compiled_rows_and_explain(
 
         def explain_forward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
             calls.append(call)
-            return {"instance": "the_forward_kernel", "grid": 12}
+            return {"instance": ALL_ROWS[0].name, "grid": 12}
 
         def explain_backward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
             backward_calls.append(call)
@@ -185,7 +185,8 @@ def test_compiled_rows_and_explain(
 
     assert main(["--explain", "--heads-q", "8", "--seqlen-q", "512", "--causal"]) == 1
     printed = capsys.readouterr().out
-    assert "the_forward_kernel" in printed and "none: no compiled kernel" in printed
+    assert f"instance: {ALL_ROWS[0].name}" in printed and "'block_m': " in printed
+    assert "none: no compiled kernel" in printed
     assert calls[0].q.shape == calls[0].k.shape == calls[0].v.shape == (1, 512, 8, 128)
     assert calls[0].causal and calls[0].num_splits == 0
     assert not any(call.has_masks() for call in (calls[0], backward_calls[0]))

@@ -43,10 +43,28 @@ POSITIONAL = {
 FUNCTIONS = {function.name: function for function in generate_stub.functions()}
 
 
+needs_extension = pytest.mark.skipif(
+    build_info.extension is None, reason="flash_attn_cuda._C is not built here"
+)
+
+
+def built_arguments(name: str) -> list[tuple[str, str | None]]:
+    """(name, default) of each, as pybind11 writes the signature into the docstring. Its spelling of
+    types is another one in every release.
+    """
+    line = getattr(build_info.extension, name).__doc__.split("\n", 1)[0]
+    (built,) = ast.parse(f"def {line}: ...").body
+    assert isinstance(built, ast.FunctionDef) and built.name == name
+    defaults = [None] * (len(built.args.args) - len(built.args.defaults))
+    defaults += [ast.unparse(x) for x in built.args.defaults]
+    return [(x.arg, y) for x, y in zip(built.args.args, defaults, strict=True)]
+
+
+@needs_extension
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_flash_attention_2s_arguments(name: str) -> None:
     """Those and no others: what this package adds is in the description of a call."""
-    assert [x.name for x in FUNCTIONS[name].arguments] == POSITIONAL[name].split()
+    assert [x for x, _ in built_arguments(name)] == POSITIONAL[name].split()
 
 
 @pytest.mark.parametrize("described", [AttentionCall, Incoming])
@@ -103,25 +121,18 @@ def test_names_that_are_not_those_of_the_declaration() -> None:
         generate_stub.function_of("f", bound.format("scales"), declared)
 
 
-@pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")
+@needs_extension
 def test_the_stub_against_the_built_module() -> None:
-    """Functions, and the arguments in the signature that pybind11 writes into each docstring. Its
-    spelling of types is another one in every release.
-    """
+    """Its functions, and the arguments of those that this package calls."""
     module = build_info.extension
     assert module is not None
     assert [x for x in dir(module) if not x.startswith("_")] == sorted(FUNCTIONS)
-    for name, function in FUNCTIONS.items():
-        line = getattr(module, name).__doc__.split("\n", 1)[0]
-        (built,) = ast.parse(f"def {line}: ...").body
-        assert isinstance(built, ast.FunctionDef) and built.name == name
-        defaults = [None] * (len(built.args.args) - len(built.args.defaults))
-        defaults += [ast.unparse(x) for x in built.args.defaults]
-        given = [(x.arg, y) for x, y in zip(built.args.args, defaults, strict=True)]
-        assert given == [(x.name, x.default) for x in function.arguments], name
+    for name in FUNCTIONS.keys() - POSITIONAL.keys():
+        wanted = [(x.name, x.default) for x in FUNCTIONS[name].arguments]
+        assert built_arguments(name) == wanted, name
 
 
-@pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")
+@needs_extension
 def test_what_is_no_description_of_a_call() -> None:
     extension = build_info.extension
     assert extension is not None

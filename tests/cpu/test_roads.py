@@ -1,20 +1,23 @@
 """One truth on every road: whichever way a call takes, eager, through an operator, compiled, by a
-private function or another package's surface, the kernels' parameters are made of the same
-settings.
+private function, torch's own operators or another package's surface, the kernels' parameters are
+made of the same settings.
 
 Without a GPU: what arrives at the extension, or at an operator's implementation, is recorded and
 described by the extension as kernels read it (explain_settings). Parameters are made of that alone
-(csrc/torch_binding/to_params.h).
+(csrc/torch_binding/to_params.h). What torch's operators hand over, the extension says by the
+functions that their kernels call (explain_aten_operator).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 import flash_attn_cuda as ours
 from flash_attn_cuda import attend, build_info, private
@@ -302,6 +305,205 @@ def test_lengths(road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.M
     check_packed(road, PACKED | LENGTHS[name], arrivals, monkeypatch)
 
 
+# -- torch's own operators, which SDPA and varlen_attn call ----------------------------------------
+
+aten = torch.ops.aten
+FORWARDS = (
+    "_flash_attention_forward",
+    "_flash_attention_forward_no_dropout_inplace",
+    "_scaled_dot_product_flash_attention",
+)
+BACKWARDS = ("_flash_attention_backward", "_scaled_dot_product_flash_attention_backward")
+
+
+def call_of(operator: str, *given: Any, **options: Any) -> AttentionCall:
+    """What the operator's kernel is told, where it does not leave the call to torch."""
+    extension: Any = build_info.extension
+    return AttentionCall(**extension.explain_aten_operator(operator, given, options))
+
+
+@pytest.fixture
+def torchs(arrivals: Arrivals) -> Iterator[None]:
+    """Has torch's operators run on the CPU, where torch has none, and their calls recorded."""
+
+    def forward(operator: str, *given: Any, **options: Any) -> Any:
+        call = call_of(operator, *given, **options)
+        arrivals.forward.append(call)
+        out, lse, *_ = forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
+        if operator.endswith("inplace"):
+            return lse
+        rest = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
+        if operator.startswith("_scaled"):
+            lengths = (None, None, call.q.shape[1], call.k.shape[1])
+            return out.transpose(1, 2), lse, *lengths, *rest, out.new_empty(0)
+        return out, lse, *rest, out.new_empty(0)
+
+    def backward(operator: str, *given: Any, **options: Any) -> Any:
+        arrivals.backward.append(call_of(operator, *given, **options))
+        return tuple(torch.zeros_like(x) for x in given[1:4])
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for names, function in ((FORWARDS, forward), (BACKWARDS, backward)):
+            for name in names:
+                if hasattr(aten, name):
+                    library.impl(name, partial(function, name), "CPU")
+        yield
+
+
+def in_words_of_torch(options: Options) -> Options:
+    left, right = options.pop("window_size", (-1, -1))
+    words = {"softmax_scale": "scale"}
+    named = {words.get(name, name): value for name, value in options.items()}
+    return {"window_size_left": left, "window_size_right": right, **named}
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The operator of its flash backend, which has three options."""
+    given = (options.pop("dropout_p", 0.0), options.pop("causal", False), False)
+    scale = options.pop("softmax_scale", None)
+    assert not options
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    out = aten._scaled_dot_product_flash_attention(*heads_first, *given, scale=scale)[0]
+    return out.transpose(1, 2)
+
+
+def by_aten(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    lengths = [options.pop(name, None) for name in PACKED]
+    if lengths[0] is None:
+        lengths = [None, None, q.shape[1], k.shape[1]]
+    given = (options.pop("dropout_p", 0.0), options.pop("causal", False), False)
+    named = in_words_of_torch(options)
+    return aten._flash_attention_forward(q, k, v, *lengths, *given, **named)[0]
+
+
+def by_aten_inplace(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    lengths = [options.pop(name) for name in PACKED]
+    given = (0.0, options.pop("causal", False), False)
+    out = torch.empty_like(q)
+    named = in_words_of_torch(options)
+    aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, *lengths, *given, **named)
+    return out
+
+
+def by_varlen_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    lengths = [options.pop(name) for name in PACKED]
+    scale = options.pop("softmax_scale", None)
+    return varlen_attn(q, k, v, *lengths, scale=scale, **options)
+
+
+NO_SCORES = {"softcap", "sink", "all", *NO_MASKS}
+TORCHS: dict[str, tuple[Callable[..., Tensor], Options, set[str]]] = {
+    "sdpa": (by_sdpa, {}, {"window", "left_window", "causal_window", "alibi", *NO_SCORES}),
+    "aten": (by_aten, {}, NO_SCORES),
+    "packed": (by_aten, PACKED, NO_SCORES),
+    "varlen_attn": (
+        by_varlen_attn,
+        PACKED,
+        {"causal", "causal_window", "alibi", "dropout", *NO_SCORES},
+    ),
+}
+HAS_PAGES = "block_table" in str(aten._flash_attention_forward.default._schema)
+needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="this torch has no block_table")
+
+
+def check_torchs(
+    road: Callable[..., Tensor],
+    inputs: list[Tensor],
+    given: Options,
+    monkeypatch: pytest.MonkeyPatch,
+    arrivals: Arrivals,
+) -> None:
+    """Compares a forward, and a backward where an input requires grad."""
+    without = [x.detach() for x in inputs]
+    is_packed = "cu_seqlens_q" in given
+    function = ours.flash_attn_varlen_func if is_packed else ours.flash_attn_func
+    forward, backward = eagerly(lambda: function(*without, **given), monkeypatch)
+    options = dict(given)
+    torch.use_deterministic_algorithms(options.pop("deterministic", False))
+    try:
+        out = road(*inputs, **options)
+        if out.requires_grad:
+            out.float().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if out.requires_grad:
+        assert_arrived(arrivals, forward, backward)
+    else:
+        (call,) = arrivals.forward
+        assert_same(described(call)[0], forward, [name for name in forward if name != "out"])
+
+
+@pytest.mark.usefixtures("torchs")
+@pytest.mark.parametrize(
+    ("road", "name"),
+    [
+        (road, name)
+        for road, (_, _, lacks) in TORCHS.items()
+        for name in OPTIONS
+        if name not in lacks
+    ],
+)
+def test_torchs_operators(
+    road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's backward is not told of slopes."""
+    function, lengths, _ = TORCHS[road]
+    inputs = packed_inputs() if lengths else dense_inputs()
+    leaves = [x.requires_grad_(name != "alibi") for x in inputs]
+    check_torchs(function, leaves, lengths | OPTIONS[name], monkeypatch, arrivals)
+
+
+@pytest.mark.usefixtures("torchs")
+@pytest.mark.parametrize("name", ["none", "causal", "scale", "window", "alibi"])
+@pytest.mark.skipif(not hasattr(aten, FORWARDS[1]), reason="this torch lacks the operator")
+def test_torchs_operator_that_writes_into_a_tensor(
+    name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_torchs(by_aten_inplace, packed_inputs(), PACKED | OPTIONS[name], monkeypatch, arrivals)
+    assert isinstance(arrivals.forward[0].out, Tensor)
+
+
+@needs_pages
+@pytest.mark.usefixtures("torchs")
+@pytest.mark.parametrize("road", [by_aten, by_aten_inplace, by_varlen_attn])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_torchs_operators_with_lengths(
+    road: Callable[..., Tensor],
+    paged: bool,
+    arrivals: Arrivals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = packed_inputs()
+    given = PACKED | {"seqused_k": integers(11, 23)}
+    if paged:
+        inputs[1:] = torch.randn(2, 4, 16, HEADS, 16).bfloat16().unbind()
+        given |= {"block_table": integers(3, 1, 2, 0).view(2, 2), "num_splits": 3}
+        given |= {"cu_seqlens_k": None}
+    check_torchs(road, inputs, given, monkeypatch, arrivals)
+    assert arrivals.forward[0].seqused_k is not None
+
+
+def test_calls_that_are_left_to_torch() -> None:
+    """Lengths of sequences that are not packed, of which torch's kernel does not hear, and what no
+    kernel takes.
+    """
+    extension: Any = build_info.extension
+    lengths = (None, None, LONGEST, LONGEST, 0.0, False, False)
+
+    def explained(q: Tensor, *further: Tensor, **options: Any) -> Any:
+        given = (q, *further, *lengths)
+        return extension.explain_aten_operator("_flash_attention_forward", given, options)
+
+    q, k, v = dense_inputs()
+    assert explained(q, k, v) is not None
+    assert explained(q, k, v, seqused_k=integers(11, 23)) is None
+    assert explained(q.float(), k.float(), v.float()) is None
+    assert explained(q, k.half(), v) is None
+    assert explained(q, k, v[..., :8]) is None
+    assert explained(q[..., :12], k[..., :12], v[..., :12]) is None
+    assert explained(q.transpose(-1, -2).contiguous().transpose(-1, -2), k, v) is None
+
+
 # -- over a cache ----------------------------------------------------------------------------------
 
 
@@ -318,6 +520,48 @@ def test_over_a_cache(name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyP
     road()
     (call,) = arrivals.forward
     assert_same(described(call)[0], forward)
+
+
+def new_keys(*rows: int) -> Options:
+    return {name: torch.randn(*rows, HEADS, 16).bfloat16() for name in "kv"}
+
+
+APPENDS: dict[str, Options] = {
+    "new_keys": {"cache_seqlens": integers(5, 20), **new_keys(2, 3)},
+    "one_length": {"cache_seqlens": 7, **new_keys(2, 3)},
+    "rotary": {
+        **{"cache_seqlens": integers(5, 20), **new_keys(2, 3), "rotary_interleaved": False},
+        **{
+            name: torch.rand(LONGEST + LONGEST, 4).bfloat16()
+            for name in ("rotary_cos", "rotary_sin")
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_appended_keys(name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = dense_inputs()
+
+    def road() -> Any:
+        return ours.flash_attn_with_kvcache(q, k, v, causal=True, **APPENDS[name])
+
+    forward, _ = eagerly(road, monkeypatch)
+    road()
+    (call,) = arrivals.forward
+    assert_same(described(call)[0], forward)
+    assert forward["k_new"] is not None and forward["seqlen_k"] == call.seqlen_k
+
+
+def test_packed_keys_behind_one_length() -> None:
+    """Sequences have different lengths then; the bounds of new keys may be those of queries."""
+    q, k, v = packed_inputs()[0], *dense_inputs()[1:]
+    keys = {f"{name}_new": x for name, x in new_keys(TOTAL).items()}
+    bounds = PACKED["cu_seqlens_q"]
+    call = AttentionCall(q, k, v, cu_seqlens_q=bounds, over_cache=True, seqlen_k=0, **keys)
+    told, _ = described(call)
+    assert told["seqlen_k"] is None and told["cu_seqlens_k_new"] is bounds
+    assert torch.equal(told["seqused_k"], integers(0, 0))
 
 
 # -- context parallelism, of one rank --------------------------------------------------------------

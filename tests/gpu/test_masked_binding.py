@@ -460,4 +460,4 @@ def test_explained_kernels_have_the_features(features: tuple[str, ...]) -> None:
     )
     for kernel_pass in ("forward", "backward"):
         plan = explain(kernel_pass, call)
-        assert all(feature in plan["config"]["feature_names"] for feature in features)
+        assert set(features) <= set(plan["config"]["features"])

@@ -1,0 +1,180 @@
+"""The extension's own rules of a call, which callers of FlashAttention-2's functions and of torch's
+operators meet. The public functions' are in test_checks.py.
+
+Without a GPU: the extension describes a call of tensors on the CPU by the same rules
+(explain_settings), but for those of q, k and v, which want a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info
+from flash_attn_cuda.call import AttentionCall
+
+pytestmark = pytest.mark.skipif(
+    build_info.extension is None, reason="flash_attn_cuda._C is not built here"
+)
+
+
+def integers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def new_keys(rows: int, heads: int = 2, head_dim_v: int = 16, **further: Any) -> dict[str, Any]:
+    """Keys and values to be appended to a cache of two sequences."""
+    return {
+        "k_new": zeros(2, rows, heads, 16),
+        "v_new": zeros(2, rows, heads, head_dim_v),
+    } | further
+
+
+PACKED_KEYS = {"k_new": zeros(3, 2, 16), "v_new": zeros(3, 2, 16)}
+LISTS = {name: zeros(1, 1, 1, 3, dtype=torch.int32) for name in ("block_rows", "block_columns")}
+
+
+def tables(rows: int, columns: int = 8) -> dict[str, Any]:
+    return {name: zeros(rows, columns) for name in ("rotary_cos", "rotary_sin")}
+
+
+# What is added to a call over a cache of ten rows for each of two sequences, and the error.
+OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
+    "values alone": ({"v_new": zeros(2, 1, 2, 16)}, "k: must be given where v is, got None"),
+    "keys alone": ({"k_new": zeros(2, 1, 2, 16)}, "v: must be given where k is, got None"),
+    "bounds alone": (
+        {"cu_seqlens_k_new": integers(0, 1, 2)},
+        "k: must be given where cu_seqlens_k_new is, got None",
+    ),
+    "two dimensions": (
+        {"k_new": zeros(2, 1), "v_new": zeros(2, 1)},
+        "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, heads, "
+        "head_dim), got shape [2, 1]",
+    ),
+    "bounds of keys that are not packed": (
+        new_keys(1, cu_seqlens_k_new=integers(0, 1, 2)),
+        "k: must have 3 dimensions (total, heads, head_dim) with cu_seqlens_k_new, got shape",
+    ),
+    "heads": (new_keys(1, heads=3), "k: must have shape [2, 1, 2, 16], got [2, 1, 3, 16]"),
+    "values": (new_keys(1, head_dim_v=8), "v: must have shape [2, 1, 2, 16], got [2, 1, 2, 8]"),
+    "no bounds": (PACKED_KEYS, "cu_seqlens_k_new: must be given where k is packed, got None"),
+    "bounds": (
+        PACKED_KEYS | {"cu_seqlens_k_new": integers(0, 1)},
+        "cu_seqlens_k_new: must have 3 entries, got 2",
+    ),
+    "two lengths": (
+        {"seqlen_k": 3, "seqused_k": integers(1, 1)},
+        "cache_seqlens: must be a tensor or a number, got both",
+    ),
+    "no length": (new_keys(1), "cache_seqlens: must be given where k is, got None"),
+    "too many rows": (
+        new_keys(11, seqlen_k=0),
+        "k: must have at most as many rows as the cache (10), got 11",
+    ),
+    "no room": (
+        new_keys(4, seqlen_k=7),
+        "cache_seqlens: must be from 0 to the rows of the cache (10) less the new keys (4), got 7",
+    ),
+    "a rotation alone": (tables(9), "rotary_cos: must be None without k"),
+    "sines alone": (
+        new_keys(1, seqlen_k=1, rotary_sin=zeros(9, 8)),
+        "rotary_cos: must be given where rotary_sin is, got None",
+    ),
+    "wide tables": (
+        new_keys(1, seqlen_k=1) | tables(9, 9),
+        "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 to "
+        "head_dim (16), got [9, 9]",
+    ),
+    "short tables": (
+        new_keys(1, seqlen_k=9) | tables(9),
+        "rotary_cos: must have a row for every position, 10 in all, got 9",
+    ),
+    "rows that are one": (
+        new_keys(1, seqlen_k=1, k=zeros(1, 10, 2, 16).expand(2, -1, -1, -1)),
+        "k_cache: must not name memory twice where keys are appended, got strides",
+    ),
+    "batch": (
+        {"k": zeros(3, 10, 2, 16), "v": zeros(3, 10, 2, 16)},
+        "k_cache: batch must be that of q (2) without cache_batch_idx, got 3",
+    ),
+    "lengths": ({"seqused_k": integers(1)}, "cache_seqlens: must have shape [2], got [1]"),
+    "table": ({"block_table": integers(1)}, "block_table: must have 2 dimensions"),
+}
+OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
+    "bits alone": (
+        {"mask_bits": zeros(1, 1, 3, 4, dtype=torch.int32)},
+        "mask_bits: must be None without lists of blocks, got shape [1, 1, 3, 4]",
+    ),
+    "lists": (
+        {"block_columns": zeros(1, 1, 1, 4, dtype=torch.int32)},
+        "block_columns: must have shape (2 or 1, 4 or 1, 1, 3), got [1, 1, 1, 4]",
+    ),
+    "bits": (
+        {**LISTS, "mask_bits": zeros(1, 1, 2, 4, dtype=torch.int32)},
+        "mask_bits: must have shape (2 or 1, 4 or 1, 3 or more, 4), got [1, 1, 2, 4]",
+    ),
+    "bias": (
+        {"bias": zeros(2, 3, 3, 10)},
+        "bias: must have shape (2 or 1, 4 or 1, 3 or 1, 10), got [2, 3, 3, 10]",
+    ),
+    "slopes": (
+        {"alibi_slopes": zeros(3, dtype=torch.float32)},
+        "alibi_slopes: must have shape (4,) or (2, 4), got [3]",
+    ),
+    "sink": ({"sink": zeros(3, dtype=torch.float32)}, "sink: must have shape [4], got [3]"),
+    "scale": ({"softmax_scale": 1e39}, "softmax_scale: must be finite in float32, got 1e+39"),
+    "softcap": ({"softcap": 1e-42}, "softcap: must be off (0) or a normal number in float32, got"),
+    "splits": ({"num_splits": 300}, "num_splits: must be from 0 (as many as serve the device) to"),
+    "key bounds": (
+        {"cu_seqlens_k": integers(0, 1)},
+        "cu_seqlens_q: must be given where cu_seqlens_k is, got None",
+    ),
+    "new keys": (new_keys(1), "over_cache: must be set where keys are appended or entries chosen"),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"dropout_p": 0.1}, "dropout_p: must be 0 with a block_table, got 0.1"),
+    "bias": ({"bias": zeros(1, 1, 3, 10)}, "attn_mask: must be None with a block_table"),
+    "results": ({"fp32_results": True}, "fp32_results: must be False with a block_table, got True"),
+}
+
+
+def explain(**given: Any) -> None:
+    extension: Any = build_info.extension
+    call = {"q": zeros(2, 3, 4, 16), "k": zeros(2, 10, 2, 16), "v": zeros(2, 10, 2, 16)}
+    extension.explain_settings(AttentionCall(**call | given))
+
+
+@pytest.mark.parametrize("name", OVER_CACHE)
+def test_over_a_cache(name: str) -> None:
+    given, text = OVER_CACHE[name]
+    with pytest.raises(ValueError) as raised:
+        explain(over_cache=True, **given)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("name", OF_ONE_LENGTH)
+def test_of_one_length(name: str) -> None:
+    given, text = OF_ONE_LENGTH[name]
+    with pytest.raises(ValueError) as raised:
+        explain(**given)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    given, text = REFUSED[name]
+    with pytest.raises(NotImplementedError) as raised:
+        explain(over_cache=True, **given)
+    assert str(raised.value).startswith(text)
+
+
+def test_what_fits() -> None:
+    explain(over_cache=True, **new_keys(1, seqlen_k=8), **tables(9))
+    explain(**LISTS, mask_bits=zeros(1, 1, 3, 4, dtype=torch.int32), bias=zeros(2, 4, 1, 10))
