@@ -27,6 +27,8 @@ class Argument(NamedTuple):
     calls over caches and pages, which have no backward, "append" for what writes into a cache.
     shape: of an array that is checked by it alone: B sequences, Hq query heads.
     dtype: of that array, "int32", "int64" or "lse", softmax_lse's.
+    is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
+    over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
     """
 
     part: str = ""
@@ -34,6 +36,8 @@ class Argument(NamedTuple):
     dtype: str = "int32"
     name_of_cache: str = ""  # what errors of a call over a cache say, if not the field's name
     has_gradient: bool = False
+    is_in_lse: bool = False
+    over_pairs: bool = False
 
     def sizes(self) -> tuple[str | int, ...]:
         """Of the array's dimensions, such as "B" or 4."""
@@ -66,8 +70,11 @@ class AttentionCall:
     softcap: float = argument(0.0)  # zero or negative: off
     alibi_slopes: Tensor | None = argument(None)  # (Hq,) or (B, Hq), fp32
     # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
-    bias: Tensor | None = argument(None, has_gradient=True)
-    sink: Tensor | None = argument(None, shape="(Hq,)", dtype="lse", has_gradient=True)
+    bias: Tensor | None = argument(None, has_gradient=True, over_pairs=True)
+    # exp(sink) joins the denominator of every softmax of its head
+    sink: Tensor | None = argument(
+        None, shape="(Hq,)", dtype="lse", has_gradient=True, is_in_lse=True
+    )
     deterministic: bool = argument(False)
     # (2,), int64: a forward's seed and offset; None: drawn
     rng_state: Tensor | None = argument(None, part="forward")
@@ -86,9 +93,10 @@ class AttentionCall:
     max_seqlen_k: int = argument(0)
     block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
     # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
-    block_rows: Tensor | None = argument(None, part="forward")
-    block_columns: Tensor | None = argument(None)  # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
-    mask_bits: Tensor | None = argument(None)  # (B|1, Hq|1, Sq, 4 * Tk)
+    block_rows: Tensor | None = argument(None, part="forward", over_pairs=True)
+    # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
+    block_columns: Tensor | None = argument(None, over_pairs=True)
+    mask_bits: Tensor | None = argument(None, over_pairs=True)  # (B|1, Hq|1, Sq, 4 * Tk)
     return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
     # 0: chosen, for pages and caches; others are not split
     num_splits: int = argument(0, part="forward")
@@ -120,6 +128,15 @@ class AttentionCall:
     def has_masks(self) -> bool:
         """Whether pairs are hidden or scores changed by tensors over them."""
         return self.block_rows is not None or self.bias is not None
+
+    def window(self) -> tuple[int, int]:
+        """(left, right): keys that a query sees on either side of its own; -1: all of them."""
+        right = 0 if self.causal else self.window_size_right
+        return max(self.window_size_left, -1), max(right, -1)
+
+    def is_windowed(self) -> bool:
+        """Whether there is a window, causal included, however wide."""
+        return self.causal or self.window_size_left >= 0 or self.window_size_right >= 0
 
     def batch(self) -> int:
         """Sequences of the call."""
@@ -236,6 +253,7 @@ TENSORS = tuple(
 # What a backward's operators take: their random numbers are those that the forward had (Incoming).
 OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = _names(lambda said: said.has_gradient)
+OVER_PAIRS = _names(lambda said: said.over_pairs)
 # (name, sizes, dtype) of what is checked by its declaration alone.
 ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
 

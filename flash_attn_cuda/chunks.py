@@ -318,7 +318,7 @@ def _rotated(call: AttentionCall) -> AttentionCall:
     assert call.rotary_cos is not None and call.rotary_sin is not None
     tables = (call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     filled = _filled(call).int()
-    runs = call.causal or call.window_size_left >= 0 or call.window_size_right >= 0
+    runs = call.is_windowed()
 
     def turned(x: Tensor, bounds: Tensor | None, runs: bool) -> Tensor:
         if bounds is None and runs:

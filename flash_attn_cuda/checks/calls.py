@@ -417,8 +417,7 @@ def _check_cache_contents(call: AttentionCall) -> None:
             table = table[call.cache_batch_idx.long()]
         check_pages(table, call.leftpad_k, used + new, k_cache.shape[:2])
     if call.rotary_cos is not None:
-        in_order = call.causal or call.window_size_left >= 0 or call.window_size_right >= 0
-        rotated = torch.maximum(new, queries if in_order else queries.clamp(max=1))
+        rotated = torch.maximum(new, queries if call.is_windowed() else queries.clamp(max=1))
         last = (used + rotated - 1).masked_fill(rotated == 0, 0)
         limit = call.rotary_cos.shape[0] - 1
         if limit < 0:

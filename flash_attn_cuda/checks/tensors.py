@@ -82,14 +82,28 @@ def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     return *q.shape[:-1], v.shape[-1]
 
 
-def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
-    """Raise unless `tensor` has the device and the dtype of q."""
+def check_device(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` lies on the device of q."""
     if tensor.device != q.device:
         raise ValueError(
             f"{name}: must be on the device of {q_name} ({q.device}), got {tensor.device}"
         )
+
+
+def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` has the device and the dtype of q."""
+    check_device(name, tensor, q, q_name)
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}: must have the dtype of {q_name} ({q.dtype}), got {tensor.dtype}")
+
+
+def check_dtype(
+    name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype], where: str = ""
+) -> None:
+    """Raise unless a dtype is one of some."""
+    if dtype not in allowed:
+        names = ", ".join(str(x).removeprefix("torch.") for x in allowed)
+        raise TypeError(f"{name}: dtype must be one of {names}{where}, got {dtype}")
 
 
 def as_number(name: str, value: Any, wanted: str = "a number") -> float:
@@ -145,7 +159,7 @@ def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
     if slopes is None:
         return
     check_tensor("alibi_slopes", slopes)
-    _check_place("alibi_slopes", slopes, torch.float32, q)
+    check_like("alibi_slopes", slopes, slopes.shape, torch.float32, q)
     heads = q.shape[-2]
     if slopes.dim() == 1 and slopes.shape[0] == heads:
         return
@@ -161,9 +175,8 @@ def sink_for(q: Tensor, sink: Any) -> Tensor | None:
     if sink is None:
         return None
     check_tensor("sink", sink)
-    if sink.dtype not in (*SINK_DTYPES, lse_dtype(q.dtype)):
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in SINK_DTYPES)
-        raise TypeError(f"sink: dtype must be one of {allowed}, got {sink.dtype}")
+    if sink.dtype != lse_dtype(q.dtype):
+        check_dtype("sink", sink.dtype, SINK_DTYPES)
     return sink.to(lse_dtype(q.dtype)).contiguous()
 
 
@@ -179,10 +192,19 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
     check_like("rng_state", rng_state, (2,), torch.int64, q)
 
 
-def check_like(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:
+def check_like(
+    name: str,
+    tensor: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    q: Tensor,
+    q_name: str = "q",
+) -> None:
     """Raise unless `tensor` has this shape and dtype and lies on the device of q."""
     check_tensor(name, tensor)
-    _check_place(name, tensor, dtype, q)
+    check_device(name, tensor, q, q_name)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
@@ -250,13 +272,6 @@ def _has_forward_gradient(tensor: Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def _check_place(name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
-
-
 def _check_head_dim(name: str, dimension: str, size: int) -> None:
     if not 1 <= size <= MAX_HEAD_DIM:
         raise ValueError(
@@ -275,6 +290,4 @@ def _check_data(name: str, tensor: Any, layout: str) -> None:
     if device not in ("cuda", "cpu", "meta"):
         raise ValueError(f"{name}: must be a CUDA or CPU tensor, got one on {tensor.device}")
     dtypes = CUDA_DTYPES if device == "cuda" else CPU_DTYPES
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name}: dtype must be one of {allowed} on {device}, got {tensor.dtype}")
+    check_dtype(name, tensor.dtype, dtypes, f" on {device}")

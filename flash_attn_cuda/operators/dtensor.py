@@ -352,7 +352,7 @@ def _split_of_partials(given: dict[str, Any]) -> tuple[Split, dict[str, Tensor]]
 
 
 def _combine_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    combine.CombineCall(**given).check()
+    combine.checked(**given)
     split, local = _split_of_partials(given)
     out, softmax_lse = func(*local.values(), given["out_dtype"])
     shape = given["out_partial"].shape[1:]
@@ -363,7 +363,7 @@ def _combine_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, DTensor]:
 
 
 def _combine_out_rule(func: Any, given: dict[str, Any]) -> DTensor:
-    combine.CombineOutCall(**given).check()
+    combine.checked_out(**given)
     split, local = _split_of_partials(given)
     softmax_lse = func(*local.values())
     return split.result(softmax_lse, _PARTIALS["out"][:-1], given["out"].shape[:-1])
