@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks.tensors import lse_dtype, round_up_seqlen
+from .checks.tensors import as_number, check_no_gradient, lse_dtype, round_up_seqlen
+from .window import UNLIMITED, WindowSize, window_bounds
 
 
 class Argument(NamedTuple):
     """What a field of a description is to those that read all of them.
 
     part: "" for what a backward needs too, "forward" for what it does not, "cache" for what is of
-    calls over caches and pages, which have no backward, "append" for what writes into a cache.
-    shape: of an array that is checked by it alone: B sequences, Hq query heads.
-    dtype: of that array, "int32", "int64" or "lse", softmax_lse's.
+    calls over caches and pages, which have no backward, "append" for what writes into a cache. Of
+    what comes into a backward, "target" for what it writes, and how, "extension" for what
+    operators do not have.
+    shape: of an array that is checked by it alone: B sequences, Hq query heads; or like what.
+    dtype: of that array, "int32", "int64" or "lse", softmax_lse's; or of q or the results.
+    is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
     over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
     """
@@ -35,6 +39,7 @@ class Argument(NamedTuple):
     shape: str = ""
     dtype: str = "int32"
     name_of_cache: str = ""  # what errors of a call over a cache say, if not the field's name
+    is_needed: bool = False
     has_gradient: bool = False
     is_in_lse: bool = False
     over_pairs: bool = False
@@ -192,6 +197,36 @@ def describe(**given: Any) -> AttentionCall:
     return call
 
 
+def options_of(
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: WindowSize,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+) -> dict[str, Any]:
+    """Fields of a call: the options that every public function has, but for what is off. TypeError
+    and ValueError name the argument.
+    """
+    options: dict[str, Any] = {"causal": bool(causal)}
+    if not (type(dropout_p) is type(softcap) is float):
+        dropout_p, softcap = as_number("dropout_p", dropout_p), as_number("softcap", softcap)
+    if dropout_p or softcap or deterministic:
+        options["dropout_p"], options["softcap"] = dropout_p, softcap
+        options["deterministic"] = bool(deterministic)
+    if alibi_slopes is not None:
+        check_no_gradient("alibi_slopes", alibi_slopes)
+        options["alibi_slopes"] = alibi_slopes
+    if softmax_scale is not None:
+        if type(softmax_scale) is not float:
+            softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
+        options["softmax_scale"] = softmax_scale
+    if window_size is not UNLIMITED:
+        options["window_size_left"], options["window_size_right"] = window_bounds(window_size)
+    return options
+
+
 @dataclass(eq=False)
 class Incoming:
     """What a backward has beyond the forward's arguments: gradients of the results, and these.
@@ -201,17 +236,17 @@ class Incoming:
     added to, all three, of a call with fp32_results.
     """
 
-    dout: Tensor | None
-    dlse: Tensor | None
-    out: Tensor
-    softmax_lse: Tensor
-    rng_state: Tensor | None
-    wants_dbias: bool = False
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    accumulate: bool = False
-    wants_softmax_d: bool = False
+    dout: Tensor | None = argument(shape="out", dtype="q")
+    dlse: Tensor | None = argument(shape="lse", dtype="lse")
+    out: Tensor = argument(shape="out", dtype="q", is_needed=True)
+    softmax_lse: Tensor = argument(shape="lse", dtype="lse", is_needed=True)
+    rng_state: Tensor | None = argument()
+    wants_dbias: bool = argument(False)
+    dq: Tensor | None = argument(None, part="target", shape="q", dtype="results")
+    dk: Tensor | None = argument(None, part="target", shape="k", dtype="results")
+    dv: Tensor | None = argument(None, part="target", shape="v", dtype="results")
+    accumulate: bool = argument(False, part="target")
+    wants_softmax_d: bool = argument(False, part="extension")
 
 
 class Results(NamedTuple):
@@ -256,6 +291,12 @@ DIFFERENTIABLE = _names(lambda said: said.has_gradient)
 OVER_PAIRS = _names(lambda said: said.over_pairs)
 # (name, sizes, dtype) of what is checked by its declaration alone.
 ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+_INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
+# Of what comes into a backward, an operator's arguments, and those that have a shape.
+INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")
+INCOMING_AND_TARGETS = tuple(name for name, x in _INCOMING.items() if x.part != "extension")
+INCOMING_ARRAYS = {name: said for name, said in _INCOMING.items() if said.shape}
+TARGETS = tuple(name for name, said in INCOMING_ARRAYS.items() if said.part == "target")
 
 
 class Names(NamedTuple):

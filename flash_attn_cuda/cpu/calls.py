@@ -40,11 +40,13 @@ def forward_on_cpu(
 def backward_on_cpu(
     call: AttentionCall, incoming: Incoming, tiling: Tiling = DEFAULT_TILING
 ) -> Gradients:
-    """dbias and dsink are None where they are not wanted. Rows that are no sequence's get 0."""
+    """Those of what the call does not have, or that are not wanted, are None. Rows that are no
+    sequence's get 0.
+    """
     q, given = call.q, replace(call, rng_state=incoming.rng_state)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=call.result_dtype()) for x in (q, call.k, call.v))
     softmax_d = q.new_zeros(call.softmax_d_shape(), dtype=call.lse_dtype())
-    dbias = dsink = None
+    dbias = None
     if incoming.wants_dbias and call.bias is not None:
         dbias = q.new_zeros(call.bias.shape, dtype=call.lse_dtype())
     dout = torch.zeros_like(incoming.out) if incoming.dout is None else incoming.dout
@@ -63,8 +65,7 @@ def backward_on_cpu(
                 dsink=None,
             )
             attention_backward(each.call, of_results, parts, tiling)
-        if call.sink is not None:
-            dsink = sink_gradient(call.sink, incoming.softmax_lse, softmax_d)
+        dsink = sink_gradient(call, incoming.softmax_lse, softmax_d)
     if dbias is not None and call.bias is not None:
         dbias = dbias.to(call.bias.dtype)
     return Gradients(dq, dk, dv, softmax_d, dbias, dsink)

@@ -356,12 +356,14 @@ class Problem:
         return hidden
 
 
-def sink_gradient(sink: Tensor, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor:
-    """Like sink (heads,): the sum over rows of exp(sink - lse) * (dlse - rowsum(dout * out)), which
-    is -softmax_d. softmax_lse is ([batch,] heads, rows), and -inf of rows that are no query's;
-    softmax_d may have more rows.
+def sink_gradient(call: AttentionCall, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:
+    """Like the call's sink (heads,), if it has one: the sum over rows of exp(sink - lse) * (dlse -
+    rowsum(dout * out)), which is -softmax_d. softmax_lse is ([batch,] heads, rows), and -inf of
+    rows that are no query's; softmax_d may have more rows.
     """
-    share = (sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp()
+    if call.sink is None:
+        return None
+    share = (call.sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp()
     of_rows = share.masked_fill(softmax_lse == -math.inf, 0.0)
     of_rows = of_rows * softmax_d[..., : softmax_lse.shape[-1]]
-    return -of_rows.sum(1 if of_rows.dim() == 2 else (0, 2)).to(sink.dtype)
+    return -of_rows.sum(1 if of_rows.dim() == 2 else (0, 2)).to(call.sink.dtype)

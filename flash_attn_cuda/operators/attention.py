@@ -1,7 +1,7 @@
 """Custom operators of namespace `flash_attn_cuda`, for torch.compile, export, vmap, autograd. Their
 arguments are the fields of an AttentionCall (call.py), in order.
 
-    attention              differentiable in q, k, v, bias and sink, through softmax_lse too
+    attention              differentiable in what call.py says, through softmax_lse too
     attention_with_append  writes new keys and values into a cache first; without gradients
     attention_gradients    the first one's gradients as new tensors: its autograd formula
     attention_backward     the same into given dq, dk and dv, or added to them; returns softmax_d
@@ -23,8 +23,11 @@ from ..call import (
     ARGUMENTS,
     DIFFERENTIABLE,
     FIELDS,
+    INCOMING,
+    INCOMING_AND_TARGETS,
     OF_BACKWARD,
     READ,
+    TARGETS,
     TENSORS,
     AttentionCall,
     Gradients,
@@ -209,10 +212,6 @@ _attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _
 
 # -- backward ------------------------------------------------------------------------------------
 
-TARGETS = ("dq", "dk", "dv")
-INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
-INCOMING_AND_TARGETS = (*INCOMING, *TARGETS, "accumulate")
-
 
 def _checked_backward(*args: Any) -> tuple[AttentionCall, Incoming]:
     count = len(OF_BACKWARD)
@@ -239,10 +238,13 @@ def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> Gradients:
 
 
 def _empty_gradients(call: AttentionCall, incoming: Incoming) -> Gradients:
-    dtype = call.result_dtype()
-    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (call.q, call.k, call.v))
-    dbias, dsink = (None if x is None else x.new_empty(x.shape) for x in (call.bias, call.sink))
-    return Gradients(dq, dk, dv, None, dbias if incoming.wants_dbias else None, dsink)
+    made: dict[str, Any] = dict.fromkeys(Gradients._fields)
+    for name in DIFFERENTIABLE:
+        argument = getattr(call, name)
+        if argument is not None and (name != "bias" or incoming.wants_dbias):
+            dtype = call.result_dtype() if f"d{name}" in TARGETS else argument.dtype
+            made[f"d{name}"] = argument.new_empty(argument.shape, dtype=dtype)
+    return Gradients(**made)
 
 
 def _for_operator(call: AttentionCall, found: Gradients) -> tuple[Tensor, ...]:
@@ -266,8 +268,8 @@ _gradients_op = define(
 
 
 def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients:
-    """Without softmax_d; dbias and dsink are empty where the call has no bias, or none of it is
-    wanted, and no sink.
+    """Without softmax_d; gradients of what the call does not have, or that are not wanted, are
+    empty.
     """
     op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
     found = op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))

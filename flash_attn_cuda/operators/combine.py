@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_dtype, check_like, check_tensor
+from ..checks.tensors import check_like, check_tensor
 from ..cpu import combine
 from .support import Tensors2, call_extension, define
 
@@ -56,7 +56,7 @@ def checked(out_partial: Any, lse_partial: Any, out_dtype: torch.dtype | None) -
     """Raises for what no backend runs."""
     check_partials(out_partial, lse_partial)
     dtype = out_partial.dtype if out_dtype is None else out_dtype
-    _check_dtype("out_dtype", dtype, out_partial)
+    _check_dtype("out_dtype: must", dtype, out_partial)
     return CombineCall(out_partial, lse_partial, dtype)
 
 
@@ -64,14 +64,15 @@ def checked_out(out_partial: Any, lse_partial: Any, out: Any) -> CombineCall:
     """The same of one that writes into out."""
     check_tensor("out", out)
     check_partials(out_partial, lse_partial)
-    _check_dtype("out", out.dtype, out_partial)
+    _check_dtype("out: dtype must", out.dtype, out_partial)
     check_like("out", out, out_partial.shape[1:], out.dtype, out_partial, "out_partial")
     return CombineCall(out_partial, lse_partial, out.dtype, out)
 
 
-def _check_dtype(name: str, dtype: torch.dtype, out_partial: Tensor) -> None:
-    if dtype != out_partial.dtype:
-        check_dtype(name, dtype, COMBINED_DTYPES)
+def _check_dtype(what: str, dtype: torch.dtype, out_partial: Tensor) -> None:
+    if dtype not in (*COMBINED_DTYPES, out_partial.dtype):
+        allowed = ", ".join(str(x).removeprefix("torch.") for x in COMBINED_DTYPES)
+        raise TypeError(f"{what} be one of {allowed}, got {dtype}")
 
 
 def check_partials(out_partial: Any, lse_partial: Any) -> None:
