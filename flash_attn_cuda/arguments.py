@@ -1,12 +1,13 @@
 """What the public functions make of their arguments before a backend sees them.
 
-Windows become two integers, defaults numbers, autocast's dtypes are applied and head dims padded.
+Lengths become integers, autocast's dtypes are applied and head dims padded; call.py has what it
+makes of options, window.py of windows.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,148 +22,47 @@ from torch.nn.functional import pad
 from . import build_info
 from .call import NAMES, Names
 from .checks.tensors import (
-    MAX_INT32,
-    as_number,
-    check_dropout_p,
-    check_softcap,
+    check_dtype,
     check_tensor,
-    refuse_gradients,
+    lse_dtype,
+    refuse_forward_gradients,
 )
 from .dtensor_import import is_dtensor
 
-WindowSize: TypeAlias = "tuple[int | None, int | None] | list[int | None] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
 
 
-class _Window(NamedTuple):
-    """A type of its own, so that `is` works while a compiler is tracing too: a plain tuple cannot
-    be compared there with a caller's that holds a symbol.
+def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True) -> Any:
+    """x, of one of the dtypes that callers may have it in, in softmax_lse's dtype; a parameter
+    without a gradient is detached.
     """
-
-    left: int
-    right: int
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))  # what a signature shows
-
-
-UNLIMITED = _Window(-1, -1)  # the window_size that hides nothing
-
-
-# Fields of an AttentionCall: the options that every public function has, checked as far as no other
-# argument is needed for that.
-Options: TypeAlias = dict[str, Any]
-
-# What nearly every call wants, full and causal: making one would be a tenth of a small call's time.
-_FULL: Options = {"causal": False}
-_CAUSAL: Options = {"causal": True}
+    if x is None:
+        return None
+    refuse_forward_gradients(**{name: x})  # which detaching would drop
+    check_tensor(name, x)
+    # Whether a plain tensor needs a gradient is not known where torch.vmap maps it.
+    if type(x) is not Tensor and isinstance(x, torch.nn.Parameter):
+        is_differentiable &= x.requires_grad and torch.is_grad_enabled()
+    dtype = lse_dtype(q.dtype)
+    if x.dtype != dtype:
+        check_dtype(name, x.dtype, (torch.float32, torch.float16, torch.bfloat16))
+        x = x.to(dtype)
+    return x.contiguous() if is_differentiable else x.contiguous().detach()
 
 
-def make_options(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-) -> Options:
-    """The options of a public function. TypeError and ValueError name the argument."""
-    causal = bool(causal)
-    if not (type(dropout_p) is type(softcap) is float):
-        dropout_p, softcap = as_number("dropout_p", dropout_p), as_number("softcap", softcap)
-    if not (dropout_p or softcap or deterministic) and alibi_slopes is None:
-        if window_size is UNLIMITED and softmax_scale is None:
-            return _CAUSAL if causal else _FULL
-    else:
-        check_dropout_p(dropout_p)
-        check_softcap(softcap)
-        check_slopes_have_no_gradient(alibi_slopes)
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
-    left, right = window_bounds(window_size)
-    return {
-        "dropout_p": float(dropout_p),
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": float(softcap),
-        "alibi_slopes": alibi_slopes,
-        "deterministic": bool(deterministic),
-    }
-
-
-def plain_mask(options: Options) -> tuple[float | None, bool] | None:
-    """(softmax_scale, causal) where there is no option but a full or a causal mask; else None."""
-    if len(options) == 1:
-        return None, options["causal"]
-    if (
-        options["dropout_p"] == 0.0
-        and options["softcap"] <= 0.0
-        and options["alibi_slopes"] is None
-        and not options["deterministic"]
-        and options["window_size_left"] < 0
-        and (options["causal"] or options["window_size_right"] <= 0)
-    ):
-        causal = options["causal"] or options["window_size_right"] == 0
-        return options["softmax_scale"], causal
-    return None
-
-
-def window_bounds(window_size: WindowSize) -> tuple[int, int]:
-    """(left, right) of a sequence or tensor of two integers; -1 where it says None, or something
-    negative that no kernel could hold.
+def seqlen_bound(name: str, max_seqlen: Any, x: Tensor, block_table: Any = None) -> int:
+    """A host integer for the max_seqlen of sequences packed in x, or in its pages, without reading
+    a tensor: what fits there for a tensor or None.
     """
-    if window_size is UNLIMITED:
-        return UNLIMITED
-    left, right = window_ends(window_size)
-    left, right = -1 if left is None else left, -1 if right is None else right
-    # While a compiler is tracing, a comparison would bind symbols to this call's numbers.
-    if is_compiling() or (-1 <= left <= MAX_INT32 and -1 <= right <= MAX_INT32):
-        return left, right
-    return max(-1, min(left, MAX_INT32)), max(-1, min(right, MAX_INT32))
-
-
-def window_ends(window_size: WindowSize) -> tuple[int | None, int | None]:
-    """The two entries of a window_size as they were given, for packages to which a negative one is
-    a bound like others. TypeError names the argument.
-    """
-    if isinstance(window_size, Tensor):
-        window_size = window_size.tolist()
-    try:
-        left, right = window_size
-        return _end(left), _end(right)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"window_size: must be two integers, got {window_size!r}") from error
-
-
-def _end(value: Any) -> int | None:
-    if value is None or type(value) is int:
-        return value
-    if isinstance(value, (int, torch.SymInt)):
-        return cast(int, value)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return operator.index(value)
-
-
-def check_slopes_have_no_gradient(alibi_slopes: Any) -> None:
-    """Raise for what is no tensor, and for slopes that a backward would have to differentiate."""
-    if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes)
-        refuse_gradients("which attention does not give to slopes", alibi_slopes=alibi_slopes)
-
-
-def seqlen_bound(name: str, max_seqlen: Any, total: int) -> int:
-    """A host integer for max_seqlen, without reading a tensor: `total` for a tensor or None."""
+    if type(max_seqlen) is int:
+        return max_seqlen
     if isinstance(max_seqlen, Tensor):
         if max_seqlen.dim() != 0:
             shape = tuple(max_seqlen.shape)
             raise ValueError(f"{name}: must be an integer or a 0-d tensor, got shape {shape}")
-        return total
+        return rows_bound(x, block_table)
     if max_seqlen is None:
-        return total
+        return rows_bound(x, block_table)
     if isinstance(max_seqlen, (int, torch.SymInt)):
         return cast(int, max_seqlen)
     try:
@@ -197,8 +97,8 @@ def packed_lengths(
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": seqlen_bound(names.max_seqlen_q, max_seqlen_q, rows_bound(q)),
-        "max_seqlen_k": seqlen_bound(names.max_seqlen_k, max_seqlen_k, rows_bound(k, block_table)),
+        "max_seqlen_q": seqlen_bound(names.max_seqlen_q, max_seqlen_q, q),
+        "max_seqlen_k": seqlen_bound(names.max_seqlen_k, max_seqlen_k, k, block_table),
     }
 
 

@@ -25,7 +25,14 @@ from .arguments import (
     pad_head_dim,
 )
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names, Results
-from .checks.calls import check_call, check_contents, check_gradients, check_out, names_of
+from .checks.calls import (
+    check_call,
+    check_contents,
+    check_gradients,
+    check_out,
+    check_return_attn_probs,
+    names_of,
+)
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
 from .operators.attention import run_operator
@@ -40,11 +47,8 @@ def attend(
 ) -> Result:
     """out, or (out, softmax_lse, S_dmask). `names`: what errors call the arguments."""
     call.return_softmax = return_attn_probs and call.dropout_p > 0.0
-    if call.return_softmax and (call.has_masks() or call.sink is not None):
-        raise NotImplementedError(
-            "return_attn_probs: must be False where there is dropout and an attn_mask, a "
-            f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
-        )
+    if call.return_softmax:
+        check_return_attn_probs(call)
     results = _results(call, names, return_attn_probs)
     out = results.out
     if not return_attn_probs:

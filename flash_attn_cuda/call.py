@@ -17,23 +17,32 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks.tensors import lse_dtype, round_up_seqlen
+from .checks.tensors import as_number, check_no_gradient, lse_dtype, round_up_seqlen
+from .window import UNLIMITED, WindowSize, window_bounds
 
 
 class Argument(NamedTuple):
     """What a field of a description is to those that read all of them.
 
     part: "" for what a backward needs too, "forward" for what it does not, "cache" for what is of
-    calls over caches and pages, which have no backward, "append" for what writes into a cache.
-    shape: of an array that is checked by it alone: B sequences, Hq query heads.
-    dtype: of that array, "int32", "int64" or "lse", softmax_lse's.
+    calls over caches and pages, which have no backward, "append" for what writes into a cache. Of
+    what comes into a backward, "target" for what it writes, and how, "extension" for what
+    operators do not have.
+    shape: of an array that is checked by it alone: B sequences, Hq query heads; or like what.
+    dtype: of that array, "int32", "int64" or "lse", softmax_lse's; or of q or the results.
+    is_needed: it must not be None.
+    is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
+    over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
     """
 
     part: str = ""
     shape: str = ""
     dtype: str = "int32"
     name_of_cache: str = ""  # what errors of a call over a cache say, if not the field's name
+    is_needed: bool = False
     has_gradient: bool = False
+    is_in_lse: bool = False
+    over_pairs: bool = False
 
     def sizes(self) -> tuple[str | int, ...]:
         """Of the array's dimensions, such as "B" or 4."""
@@ -70,8 +79,11 @@ class AttentionCall:
     softcap: float = argument(0.0)  # zero or negative: off
     alibi_slopes: Tensor | None = argument(None)  # (Hq,) or (B, Hq), fp32
     # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
-    bias: Tensor | None = argument(None, has_gradient=True)
-    sink: Tensor | None = argument(None, shape="(Hq,)", dtype="lse", has_gradient=True)
+    bias: Tensor | None = argument(None, has_gradient=True, over_pairs=True)
+    # exp(sink) joins the denominator of every softmax of its head
+    sink: Tensor | None = argument(
+        None, shape="(Hq,)", dtype="lse", has_gradient=True, is_in_lse=True
+    )
     deterministic: bool = argument(False)
     # (2,), int64: a forward's seed and offset; None: drawn
     rng_state: Tensor | None = argument(None, part="forward")
@@ -90,9 +102,10 @@ class AttentionCall:
     max_seqlen_k: int = argument(0)
     block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
     # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
-    block_rows: Tensor | None = argument(None, part="forward")
-    block_columns: Tensor | None = argument(None)  # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
-    mask_bits: Tensor | None = argument(None)  # (B|1, Hq|1, Sq, 4 * Tk)
+    block_rows: Tensor | None = argument(None, part="forward", over_pairs=True)
+    # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
+    block_columns: Tensor | None = argument(None, over_pairs=True)
+    mask_bits: Tensor | None = argument(None, over_pairs=True)  # (B|1, Hq|1, Sq, 4 * Tk)
     return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
     # 0: chosen, for pages and caches; others are not split
     num_splits: int = argument(0, part="forward")
@@ -124,6 +137,15 @@ class AttentionCall:
     def has_masks(self) -> bool:
         """Whether pairs are hidden or scores changed by tensors over them."""
         return self.block_rows is not None or self.bias is not None
+
+    def window(self) -> tuple[int, int]:
+        """(left, right): keys that a query sees on either side of its own; -1: all of them."""
+        right = 0 if self.causal else self.window_size_right
+        return max(self.window_size_left, -1), max(right, -1)
+
+    def is_windowed(self) -> bool:
+        """Whether there is a window, causal included, however wide."""
+        return self.causal or self.window_size_left >= 0 or self.window_size_right >= 0
 
     def batch(self) -> int:
         """Sequences of the call."""
@@ -180,6 +202,36 @@ def describe(**given: Any) -> AttentionCall:
     return call
 
 
+def options_of(
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: WindowSize,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+) -> dict[str, Any]:
+    """Fields of a call: the options that every public function has, but for what is off. TypeError
+    and ValueError name the argument.
+    """
+    options: dict[str, Any] = {"causal": bool(causal)}
+    if not (type(dropout_p) is type(softcap) is float):
+        dropout_p, softcap = as_number("dropout_p", dropout_p), as_number("softcap", softcap)
+    if dropout_p or softcap or deterministic:
+        options["dropout_p"], options["softcap"] = dropout_p, softcap
+        options["deterministic"] = bool(deterministic)
+    if alibi_slopes is not None:
+        check_no_gradient("alibi_slopes", alibi_slopes)
+        options["alibi_slopes"] = alibi_slopes
+    if softmax_scale is not None:
+        if type(softmax_scale) is not float:
+            softmax_scale = as_number("softmax_scale", softmax_scale, "None or a number")
+        options["softmax_scale"] = softmax_scale
+    if window_size is not UNLIMITED:
+        options["window_size_left"], options["window_size_right"] = window_bounds(window_size)
+    return options
+
+
 @dataclass(eq=False)
 class Incoming:
     """What a backward has beyond the forward's arguments: gradients of the results, and these.
@@ -189,17 +241,17 @@ class Incoming:
     added to, all three, of a call with fp32_results.
     """
 
-    dout: Tensor | None
-    dlse: Tensor | None
-    out: Tensor
-    softmax_lse: Tensor
-    rng_state: Tensor | None
-    wants_dbias: bool = False
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    accumulate: bool = False
-    wants_softmax_d: bool = False
+    dout: Tensor | None = argument(shape="out", dtype="q")
+    dlse: Tensor | None = argument(shape="lse", dtype="lse")
+    out: Tensor = argument(shape="out", dtype="q", is_needed=True)
+    softmax_lse: Tensor = argument(shape="lse", dtype="lse", is_needed=True)
+    rng_state: Tensor | None = argument()
+    wants_dbias: bool = argument(False)
+    dq: Tensor | None = argument(None, part="target", shape="q", dtype="results")
+    dk: Tensor | None = argument(None, part="target", shape="k", dtype="results")
+    dv: Tensor | None = argument(None, part="target", shape="v", dtype="results")
+    accumulate: bool = argument(False, part="target")
+    wants_softmax_d: bool = argument(False, part="extension")
 
 
 class Results(NamedTuple):
@@ -241,8 +293,15 @@ TENSORS = tuple(
 # What a backward's operators take: their random numbers are those that the forward had (Incoming).
 OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = _names(lambda said: said.has_gradient)
+OVER_PAIRS = _names(lambda said: said.over_pairs)
 # (name, sizes, dtype) of what is checked by its declaration alone.
 ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+_INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
+# Of what comes into a backward, an operator's arguments, and those that have a shape.
+INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")
+INCOMING_AND_TARGETS = tuple(name for name, x in _INCOMING.items() if x.part != "extension")
+INCOMING_ARRAYS = {name: said for name, said in _INCOMING.items() if said.shape}
+TARGETS = tuple(name for name, said in INCOMING_ARRAYS.items() if said.part == "target")
 
 
 class Names(NamedTuple):

@@ -21,6 +21,7 @@ from .arguments import Result, cast_for_autocast
 from .attend import attend, attend_over_cache
 from .call import AttentionCall, Names
 from .checks.calls import check_call
+from .checks.tensors import refuse_with
 from .dtensor_import import is_dtensor
 from .rotary import apply_rotary_emb
 
@@ -163,9 +164,7 @@ def _refuse(call: AttentionCall, chunk: int, return_attn_probs: bool) -> None:
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
         "return_attn_probs and dropout": return_attn_probs and call.dropout_p > 0.0,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise NotImplementedError(f"attention_chunk: must be 0 with {reason}, got {chunk}")
+    refuse_with(f"attention_chunk: must be 0 with {{}}, got {chunk}", reasons)
 
 
 def _of_equal_chunks(call: AttentionCall, chunk: int) -> AttentionCall:
@@ -304,9 +303,7 @@ def _appended(call: AttentionCall) -> AttentionCall:
     assert call.k_new is not None
     no_queries = call.q.new_empty((call.batch(), 0, *call.q.shape[-2:]))
     bounds = call.cu_seqlens_k_new
-    attend_over_cache(
-        replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, sink=None, out=None)
-    )
+    attend_over_cache(replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, out=None))
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}
@@ -318,7 +315,7 @@ def _rotated(call: AttentionCall) -> AttentionCall:
     assert call.rotary_cos is not None and call.rotary_sin is not None
     tables = (call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     filled = _filled(call).int()
-    runs = call.causal or call.window_size_left >= 0 or call.window_size_right >= 0
+    runs = call.is_windowed()
 
     def turned(x: Tensor, bounds: Tensor | None, runs: bool) -> Tensor:
         if bounds is None and runs:

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import UNLIMITED, Options, Result, WindowSize, make_options, plain_mask
+from .arguments import Result, of_lse_dtype
 from .attend import attend, attend_plainly
-from .call import NAMES, Names, describe
+from .call import NAMES, Names, describe, options_of
 from .checks.tensors import check_packed, check_tensor
 from .chunks import attend_in_chunks, check_chunk
-from .masks.given import Masks, add_masks, add_sink
+from .masks.given import Masks, add_masks
+from .window import UNLIMITED, WindowSize, is_unlimited
 
 _KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
 _QKVPACKED_NAMES = Names("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")
@@ -100,8 +101,8 @@ def flash_attn_func(
             or a bias, or of a bias under a softcap.
         RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
     """
-    options = make_options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    options = (
+        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
     )
     if (
         attn_mask is None
@@ -112,10 +113,10 @@ def flash_attn_func(
     ):
         return _attend(q, k, v, options, return_attn_probs, NAMES)
     check_tensor("q", q)
-    call = describe(q=q, k=k, v=v, **options)
+    call = describe(q=q, k=k, v=v, **options_of(*options))
     masks = Masks(attn_mask, block_mask, block_size)
     if sink is not None:
-        add_sink(call, sink)
+        call.sink = of_lse_dtype("sink", sink, q)
     if masks.are_given():
         add_masks(call, masks, (None, None))
     if attention_chunk != 0:
@@ -140,8 +141,8 @@ def flash_attn_kvpacked_func(
     The gradient of kv is made in one piece, without adding two padded halves. Everything else,
     errors included, is as in flash_attn_func.
     """
-    options = make_options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    options = (
+        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
     )
     check_packed("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(2)
@@ -164,8 +165,8 @@ def flash_attn_qkvpacked_func(
     Queries and keys have the same number of heads. The gradient of qkv is made in one piece.
     Everything else, errors included, is as in flash_attn_func.
     """
-    options = make_options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    options = (
+        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
     )
     check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(2)
@@ -173,12 +174,25 @@ def flash_attn_qkvpacked_func(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool, names: Names
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...],
+    return_attn_probs: bool,
+    names: Names,
 ) -> Result:
-    plain = plain_mask(options)
-    if plain is not None:
-        results = attend_plainly(q, k, v, *plain, return_attn_probs, names)
+    """A call of nothing but these, whose host time counts most where it is full or causal."""
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic = options
+    if (
+        is_unlimited(window_size)
+        and type(dropout_p) is type(softcap) is float
+        and not (dropout_p or softcap or deterministic)
+        and alibi_slopes is None
+        and (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        results = attend_plainly(q, k, v, softmax_scale, bool(causal), return_attn_probs, names)
         if results is not None:
             out, softmax_lse = results
             return out if softmax_lse is None else (out, softmax_lse, out.new_empty((0,)))
-    return attend(describe(q=q, k=k, v=v, **options), return_attn_probs, names)
+    call = describe(q=q, k=k, v=v, **options_of(*options))
+    return attend(call, return_attn_probs, names)

@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .arguments import UNLIMITED, WindowSize, make_options, rows_bound, seqlen_bound
+from .arguments import of_lse_dtype, seqlen_bound
 from .attend import attend_over_cache
-from .call import describe
+from .call import describe, options_of
 from .checks.lengths import check_batch_invariant, check_num_splits
 from .checks.tensors import check_tensor, refuse_gradients
 from .chunks import attend_over_cache_in_chunks, check_chunk
-from .masks.given import add_sink
 from .operators.combine import run_combine, run_combine_out
+from .window import UNLIMITED, WindowSize
 
 
 def flash_attn_with_kvcache(
@@ -105,16 +105,16 @@ def flash_attn_with_kvcache(
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_num_splits(num_splits)
         check_batch_invariant(batch_invariant)
-    options = make_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
     used, seqlen_k = _cache_lengths(cache_seqlens)
     if k is not None and cu_seqlens_k_new is None:
         cu_seqlens_k_new = cu_seqlens_q
     most = 0  # of no use without cu_seqlens_q
-    bound = seqlen_bound("max_seqlen_q", max_seqlen_q, rows_bound(q))
-    if cu_seqlens_q is not None:
-        most = bound
+    if max_seqlen_q is not None or cu_seqlens_q is not None:
+        bound = seqlen_bound("max_seqlen_q", max_seqlen_q, q)
+        most = 0 if cu_seqlens_q is None else bound
     call = describe(
         q=q,
         k=k_cache,
@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
         **options,
     )
     if sink is not None:
-        add_sink(call, sink, is_differentiable=False)
+        call.sink = of_lse_dtype("sink", sink, q, is_differentiable=False)
     if out is not None:
         call.out = out
     if attention_chunk != 0:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arguments import check_slopes_have_no_gradient, packed_lengths
+from .arguments import packed_lengths
 from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming, Results
-from .checks.tensors import refuse_forward_gradients
+from .checks.tensors import check_no_gradient, refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
 from .operators.support import arguments_of, check_vmap_randomness
 
@@ -186,7 +186,8 @@ def _flash_attn_varlen_backward(
 
 
 def _run(call: AttentionCall) -> Results:
-    check_slopes_have_no_gradient(call.alibi_slopes)
+    if call.alibi_slopes is not None:
+        check_no_gradient("alibi_slopes", call.alibi_slopes)
     refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     return run_operator(call)

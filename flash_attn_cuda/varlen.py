@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import UNLIMITED, Result, WindowSize, make_options, packed_lengths
+from .arguments import Result, of_lse_dtype, packed_lengths
 from .attend import attend
-from .call import Names, describe
+from .call import Names, describe, options_of
 from .checks.lengths import check_batch_invariant, check_num_splits
 from .checks.tensors import check_packed, check_tensor
 from .chunks import attend_in_chunks, check_chunk
-from .masks.given import Masks, add_masks, add_sink
+from .masks.given import Masks, add_masks
+from .window import UNLIMITED, WindowSize
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
 _QKVPACKED_NAMES = Names(
@@ -109,7 +110,7 @@ def flash_attn_varlen_func(
             block_mask; from the backward, there was a block_table; there is an out, and it or an
             input requires grad while gradients are enabled.
     """
-    options = make_options(
+    options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     if type(num_splits) is not int or batch_invariant is not False:
@@ -130,7 +131,7 @@ def flash_attn_varlen_func(
         **options,
     )
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
-        add_sink(call, sink)
+        call.sink = of_lse_dtype("sink", sink, q)
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
@@ -166,7 +167,7 @@ def flash_attn_varlen_kvpacked_func(
     The gradient of kv is made in one piece. Everything else, errors included, is as in
     flash_attn_varlen_func.
     """
-    options = make_options(
+    options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     check_packed("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
@@ -194,7 +195,7 @@ def flash_attn_varlen_qkvpacked_func(
     Queries and keys have the same number of heads. The gradient of qkv is made in one piece.
     Everything else, errors included, is as in flash_attn_varlen_func.
     """
-    options = make_options(
+    options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     check_packed("qkv", qkv, "(total, 3, heads, head_dim)", 3)

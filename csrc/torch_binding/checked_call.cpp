@@ -16,7 +16,6 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-constexpr std::int64_t max_head_dim = 256;
 constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than any device has
 
 const char* k_name_of(const AttentionCall& call) { return call.over_cache ? "k_cache" : "k"; }

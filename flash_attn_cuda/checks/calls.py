@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..call import ARRAYS, CACHE_NAMES, NAMES, AttentionCall, Incoming, Names
+from ..call import ARRAYS, CACHE_NAMES, INCOMING_ARRAYS, NAMES, AttentionCall, Incoming, Names
 from .lengths import (
     MAX_ROWS_WITH_ORIGIN,
     check_block_table,
@@ -29,20 +29,24 @@ from .masks import PairExtent, check_bias, check_lists
 from .tensors import (
     CACHE_LAYOUT,
     DENSE_LAYOUT,
+    MAX_FLOAT32,
+    MIN_FLOAT32,
     PACKED_LAYOUT,
     PAGED_LAYOUT,
     check_alibi_slopes,
+    check_contiguous_rows,
     check_cuda_head_dims,
     check_device_and_dtype,
-    check_dropout_p,
     check_like,
+    check_number,
+    check_pair,
     check_qkv,
     check_rng_state,
-    check_softcap,
-    check_softmax_scale,
     check_tensor,
+    check_values_like,
     output_shape,
     refuse_gradients,
+    refuse_with,
 )
 
 
@@ -58,32 +62,46 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     """
     names = names_of(call) if names is None else names
     _check_tensors(call, names)
-    batch = call.batch()
-    check_softmax_scale(call.softmax_scale)
-    check_dropout_p(call.dropout_p)
-    check_softcap(call.softcap)
-    check_alibi_slopes(call.alibi_slopes, batch, call.q)
+    check_numbers(call)
+    check_alibi_slopes(call.alibi_slopes, call.batch(), call.q)
     if call.rng_state is not None:
         check_rng_state(call.rng_state, call.dropout_p, call.q)
     check_num_splits(call.num_splits)
     check_sm_margin(call.sm_margin)
     if call.over_cache:
-        _check_cache(call, batch)
-    check_masks(call)
+        _check_new_keys(call)
+        _check_rotary(call)
+        _check_length_of_all(call)
+    extent = extent_of(call)
+    check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
+    check_bias("bias", call.bias, extent, call.q)
     if is_padded and not call.over_cache:
         check_cuda_head_dims(call.q, call.v)
     _check_refused(call)
 
 
+def check_numbers(call: AttentionCall) -> None:
+    """Raise unless the numbers of a call are some that kernels compute with."""
+    scale, dropout_p, softcap = call.softmax_scale, call.dropout_p, call.softcap
+    if scale is not None and not isinstance(scale, torch.SymFloat):
+        check_number("softmax_scale", scale, "None or a number")
+        if not abs(scale) <= MAX_FLOAT32:
+            raise ValueError(f"softmax_scale: must be finite in float32, got {scale}")
+    check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
+    check_number("softcap", softcap)
+    if not (softcap <= 0.0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
+        raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
+
+
 def _check_tensors(call: AttentionCall, names: Names) -> None:
     """q, k, v and the lengths have the form of one call."""
-    q, k = call.q, call.k
-    is_packed, is_paged = call.is_packed(), call.block_table is not None
-    k_layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
-    k_layout = CACHE_LAYOUT if call.over_cache else k_layout
-    k_layout = PAGED_LAYOUT if is_paged else k_layout
-    q_layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
-    check_qkv(q, k, call.v, (names.q, names.k, names.v), q_layout, k_layout)
+    q, k, is_packed = call.q, call.k, call.is_packed()
+    layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
+    of_keys = CACHE_LAYOUT if call.over_cache else layout
+    of_keys = of_keys if call.block_table is None else PAGED_LAYOUT
+    check_qkv(q, k, call.v, (names.q, names.k, names.v), layout, of_keys)
     if is_packed:
         check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
         check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
@@ -142,10 +160,8 @@ def _check_one_length(call: AttentionCall, names: Names) -> None:
 
 def _check_entries(call: AttentionCall, rows: int | None) -> None:
     for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
-        if cache.is_cuda and cache.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: must be contiguous in its last dimension, got stride {cache.stride(-1)}"
-            )
+        if cache.is_cuda:
+            check_contiguous_rows(name, cache)
     if call.block_table is None and rows is not None and call.k.shape[0] != rows:
         raise ValueError(
             f"k_cache: batch must be that of q ({rows}) without cache_batch_idx, "
@@ -153,32 +169,29 @@ def _check_entries(call: AttentionCall, rows: int | None) -> None:
         )
 
 
-def _check_cache(call: AttentionCall, batch: int) -> None:
-    _check_new_keys(call, batch)
-    _check_rotary(call)
-    if isinstance(call.seqlen_k, int):
-        capacity = call.capacity()
-        new = call.k_new.shape[1] if call.k_new is not None and call.k_new.dim() == 4 else 0
-        if call.seqlen_k < 0 or call.seqlen_k + new > capacity:
-            raise ValueError(
-                f"cache_seqlens: must be from 0 to {capacity - new}, for {new} new keys and a "
-                f"cache of {capacity}, got {call.seqlen_k}"
-            )
+def _check_length_of_all(call: AttentionCall) -> None:
+    """Raise unless the one length of all sequences of a cache, and new keys, fit it."""
+    if not isinstance(call.seqlen_k, int):
+        return
+    capacity = call.capacity()
+    new = call.k_new.shape[1] if call.k_new is not None and call.k_new.dim() == 4 else 0
+    if call.seqlen_k < 0 or call.seqlen_k + new > capacity:
+        raise ValueError(
+            f"cache_seqlens: must be from 0 to {capacity - new}, for {new} new keys and a "
+            f"cache of {capacity}, got {call.seqlen_k}"
+        )
 
 
-def _check_new_keys(call: AttentionCall, batch: int) -> None:
-    q, k, v = call.q, call.k_new, call.v_new
-    if (k is None) != (v is None):
-        missing, given = ("k", "v") if k is None else ("v", "k")
-        raise ValueError(f"{missing}: must be given with {given}, got None")
+def _check_new_keys(call: AttentionCall) -> None:
+    q, k, v, bounds = call.q, call.k_new, call.v_new, call.cu_seqlens_k_new
+    check_pair("k", k, "v", v)
     if k is None or v is None:
-        if call.cu_seqlens_k_new is not None:
+        if bounds is not None:
             raise ValueError("cu_seqlens_k_new: must be None without k")
         return
     if call.seqused_k is None and call.seqlen_k is None:
         raise ValueError("cache_seqlens: must be given with k, got None")
-    is_packed = call.cu_seqlens_k_new is not None
-    layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
+    layout = DENSE_LAYOUT if bounds is None else PACKED_LAYOUT
     for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
         heads, head_dim = cache.shape[-2:]
         check_tensor(name, tensor)
@@ -189,16 +202,12 @@ def _check_new_keys(call: AttentionCall, batch: int) -> None:
                 f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
                 f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
             )
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"v: must have the shape of k but for the last dimension, {tuple(k.shape)}, "
-            f"got {tuple(v.shape)}"
-        )
-    if is_packed:
-        check_cu_seqlens("cu_seqlens_k_new", call.cu_seqlens_k_new, q)
-        check_like("cu_seqlens_k_new", call.cu_seqlens_k_new, (batch + 1,), torch.int32, q)
-    elif k.shape[0] != batch:
-        raise ValueError(f"k: batch must be that of q ({batch}), got {k.shape[0]}")
+    check_values_like("v", v, "k", k)
+    if bounds is not None:
+        check_cu_seqlens("cu_seqlens_k_new", bounds, q)
+        check_like("cu_seqlens_k_new", bounds, (call.batch() + 1,), torch.int32, q)
+    elif k.shape[0] != call.batch():
+        raise ValueError(f"k: batch must be that of q ({call.batch()}), got {k.shape[0]}")
     elif isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
         raise ValueError(
             f"k: must fit the cache, which holds {call.capacity()} rows of a sequence, "
@@ -208,9 +217,7 @@ def _check_new_keys(call: AttentionCall, batch: int) -> None:
 
 def _check_rotary(call: AttentionCall) -> None:
     cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
-    if (cos is None) != (sin is None):
-        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise ValueError(f"rotary_{missing}: must be given with rotary_{given}, got None")
+    check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None or sin is None:
         return
     if call.k_new is None:
@@ -232,14 +239,11 @@ def _check_rotary(call: AttentionCall) -> None:
 
 def check_out(call: AttentionCall) -> None:
     """Raise unless the results of a call of tensors can be written into its out."""
-    out = call.out
+    out: Any = call.out
     refuse_gradients("as results are written into it", out=out)
     check_like("out", out, output_shape(call.q, call.v), call.result_dtype(), call.q)
-    assert out is not None
-    if out.shape[-1] > 1 and out.stride(-1) != 1:
-        raise ValueError(
-            f"out: must be contiguous in its last dimension, got stride {out.stride(-1)}"
-        )
+    if out.shape[-1] > 1:
+        check_contiguous_rows("out", out)
 
 
 def extent_of(call: AttentionCall) -> PairExtent:
@@ -251,45 +255,35 @@ def extent_of(call: AttentionCall) -> PairExtent:
     return PairExtent(call.batch(), call.q.shape[-2], *seqlens, call.is_packed())
 
 
-def check_masks(call: AttentionCall) -> None:
-    """Raise unless lists, bits and bias are of the call's pairs."""
-    extent = extent_of(call)
-    check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
-    check_bias("bias", call.bias, extent, call.q)
-
-
 def _check_refused(call: AttentionCall) -> None:
     """What fits together, and no backend does."""
-    if call.wants_s_dmask() and call.has_masks():
+    has_masks, in_place = call.has_masks(), call.reads_in_place()
+    if call.wants_s_dmask() and has_masks:
         raise NotImplementedError(
             "return_softmax: must be False where there is dropout and a mask or a bias, got True "
             f"and dropout_p {call.dropout_p}"
         )
     if call.origin is not None:
         _check_origin(call)
-    if call.fp32_results and (call.has_masks() or call.reads_in_place()):
-        what = "a mask or a bias" if call.has_masks() else "a block_table"
-        raise NotImplementedError(f"fp32_results: must be False with {what}, got True")
-    if not call.reads_in_place():
-        return
-    if call.dropout_p > 0.0:
+    if call.fp32_results:
+        reasons = {"a mask or a bias": has_masks, "a block_table": in_place}
+        refuse_with("fp32_results: must be False with {}, got True", reasons)
+    if in_place and call.dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
-    if call.has_masks():
+    if in_place and has_masks:
         raise NotImplementedError("attn_mask: must be None with a block_table")
 
 
 def _check_origin(call: AttentionCall) -> None:
     if not call.is_packed():
         raise ValueError("origin: must be None without cu_seqlens_q, got a tensor")
-    refused = {
+    reasons = {
         "a block_table": call.block_table is not None,
         "a cache": call.over_cache,
         "a mask or a bias": call.has_masks(),
         "return_softmax": call.wants_s_dmask(),
     }
-    for what, is_there in refused.items():
-        if is_there:
-            raise NotImplementedError(f"origin: must be None with {what}, got a tensor")
+    refuse_with("origin: must be None with {}, got a tensor", reasons)
     rows = max(call.q.shape[0], call.k.shape[0])
     if rows > MAX_ROWS_WITH_ORIGIN:
         raise ValueError(
@@ -297,11 +291,21 @@ def _check_origin(call: AttentionCall) -> None:
         )
 
 
+def check_return_attn_probs(call: AttentionCall) -> None:
+    """Raise for a public call with dropout whose S_dmask no backend makes."""
+    if call.has_masks() or call.sink is not None:
+        raise NotImplementedError(
+            "return_attn_probs: must be False where there is dropout and an attn_mask, a "
+            f"block_mask or a sink, got True and dropout_p {call.dropout_p}"
+        )
+
+
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
     """Raise for a forward that has no backward."""
-    if call.deterministic and call.has_masks():
-        what = "a block mask" if call.block_rows is not None else "a floating attn_mask"
-        raise NotImplementedError(f"deterministic: must be False with {what}, got True")
+    if call.deterministic:
+        lists, bias = call.block_rows is not None, call.bias is not None
+        reasons = {"a block mask": lists, "a floating attn_mask": bias}
+        refuse_with("deterministic: must be False with {}, got True", reasons)
     if wants_dbias and call.softcap > 0.0:
         raise NotImplementedError(
             f"attn_mask: has no gradient with softcap, got a softcap of {call.softcap}"
@@ -310,7 +314,7 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
 
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
-    q, out_shape, rows = call.q, output_shape(call.q, call.v), call.lse_shape()
+    q, k, v = call.q, call.k, call.v
     if call.reads_in_place():
         raise NotImplementedError(
             "block_table: must be None in a call whose gradients are wanted, as must be a cache"
@@ -318,20 +322,17 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     check_gradients(call, incoming.wants_dbias)
     if incoming.wants_dbias and call.bias is None:
         raise ValueError("wants_dbias: must be False without a bias, got True")
-    if incoming.dout is not None:
-        check_like("dout", incoming.dout, out_shape, q.dtype, q)
-    check_like("out", incoming.out, out_shape, q.dtype, q)
-    check_like("softmax_lse", incoming.softmax_lse, rows, call.lse_dtype(), q)
-    if incoming.dlse is not None:
-        check_like("dlse", incoming.dlse, rows, call.lse_dtype(), q)
     check_rng_state(incoming.rng_state, call.dropout_p, q)
     if incoming.accumulate and not call.fp32_results:
         raise ValueError("accumulate: must be False without fp32_results, got True")
-    for name, like in (("dq", q), ("dk", call.k), ("dv", call.v)):
-        target: Any = getattr(incoming, name)
-        if target is not None:
-            check_like(name, target, like.shape, call.result_dtype(), q)
-        elif incoming.accumulate:
+    shapes: dict[str, Any] = {"out": output_shape(q, v), "lse": call.lse_shape()}
+    shapes |= {"q": q.shape, "k": k.shape, "v": v.shape}
+    dtypes = {"q": q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
+    for name, said in INCOMING_ARRAYS.items():
+        array: Any = getattr(incoming, name)
+        if array is not None or said.is_needed:
+            check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
+        elif incoming.accumulate and said.part == "target":
             raise ValueError(f"{name}: must be given with accumulate, got None")
 
 
@@ -349,8 +350,7 @@ def check_contents(call: AttentionCall, names: Names | None = None) -> None:
 
 
 def _check_packed_contents(call: AttentionCall, names: Names) -> None:
-    """Raise unless the contents of the lengths, tensors on the CPU, lie within q, k and v."""
-    q, k = call.q, call.k
+    q, k, table = call.q, call.k, call.block_table
     used_q = check_cu_seqlens_contents(
         names.cu_seqlens_q, call.cu_seqlens_q, q.shape[0], names.total_q
     )
@@ -359,22 +359,18 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
         used_q = call.seqused_q
     check_bound(names.max_seqlen_q, call.max_seqlen_q, used_q)
 
-    table = call.block_table
-    if table is None:
-        used_k = check_cu_seqlens_contents(
-            names.cu_seqlens_k, call.cu_seqlens_k, k.shape[0], names.total_k
+    name, used_k = "seqused_k", call.seqused_k
+    if table is None or used_k is None:
+        total = k.shape[0] if table is None else None
+        rows = check_cu_seqlens_contents(
+            names.cu_seqlens_k, call.cu_seqlens_k, total, names.total_k
         )
-        if call.seqused_k is not None:
-            check_range("seqused_k", call.seqused_k, 0, used_k)
-            used_k = call.seqused_k
-    else:
-        capacity = table.shape[1] * k.shape[1]
-        if call.seqused_k is not None:
-            name, used_k = "seqused_k", call.seqused_k
+        if used_k is None:
+            name, used_k = names.cu_seqlens_k, rows
         else:
-            name = names.cu_seqlens_k
-            used_k = check_cu_seqlens_contents(name, call.cu_seqlens_k, None, "")
-        check_range(name, used_k, 0, capacity, "a sequence's length")
+            check_range(name, used_k, 0, rows)
+    if table is not None:
+        check_range(name, used_k, 0, table.shape[1] * k.shape[1], "a sequence's length")
     check_bound(names.max_seqlen_k, call.max_seqlen_k, used_k)
     if call.leftpad_k is not None:
         check_range("leftpad_k", call.leftpad_k, 0, used_k)
@@ -385,20 +381,20 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
 
 
 def _check_cache_contents(call: AttentionCall) -> None:
-    """Raise unless the contents of the lengths and indices, on the CPU, lie within the cache."""
-    q, k_cache, table = call.q, call.k, call.block_table
-    batch, capacity = call.batch(), call.capacity()
-    used = call.seqused_k
-    if call.seqlen_k is not None:
-        used = torch.full((batch,), call.seqlen_k, device="cpu")
-    queries = torch.full((batch,), q.shape[1], device="cpu")
-    if call.cu_seqlens_q is not None:
-        queries = check_cu_seqlens_contents(
-            "cu_seqlens_q", call.cu_seqlens_q, q.shape[0], "total_q"
-        )
+    q, k_cache, table, capacity = call.q, call.k, call.block_table, call.capacity()
+
+    def of_all(rows: int) -> torch.Tensor:
+        return torch.full((call.batch(),), rows, device="cpu")
+
+    if call.cu_seqlens_q is None:
+        queries = of_all(q.shape[1])
+    else:
+        bounds = ("cu_seqlens_q", call.cu_seqlens_q, q.shape[0], "total_q")
+        queries = check_cu_seqlens_contents(*bounds)
         check_bound("max_seqlen_q", call.max_seqlen_q, queries)
-    if used is None:
-        used = torch.full((batch,), capacity, device="cpu")
+    used = call.seqused_k
+    if used is None or call.seqlen_k is not None:
+        used = of_all(capacity if call.seqlen_k is None else call.seqlen_k)
     check_range("cache_seqlens", used, 0, capacity)
     new = torch.zeros_like(used)
     if call.k_new is not None:
@@ -416,14 +412,13 @@ def _check_cache_contents(call: AttentionCall) -> None:
         if call.cache_batch_idx is not None:
             table = table[call.cache_batch_idx.long()]
         check_pages(table, call.leftpad_k, used + new, k_cache.shape[:2])
-    if call.rotary_cos is not None:
-        in_order = call.causal or call.window_size_left >= 0 or call.window_size_right >= 0
-        rotated = torch.maximum(new, queries if in_order else queries.clamp(max=1))
-        last = (used + rotated - 1).masked_fill(rotated == 0, 0)
-        limit = call.rotary_cos.shape[0] - 1
-        if limit < 0:
-            if rotated.any():
-                raise ValueError("rotary_cos: must have a row for every position, got no rows")
-            return
-        what = "the last position that a rotation needs"
-        check_range("rotary_cos", last, 0, limit, f"{what}, cache_seqlens plus new rows less 1,")
+    if call.rotary_cos is None:
+        return
+    rotated = torch.maximum(new, queries if call.is_windowed() else queries.clamp(max=1))
+    last = (used + rotated - 1).masked_fill(rotated == 0, 0)
+    limit = call.rotary_cos.shape[0] - 1
+    if limit >= 0:
+        what = "the last position that a rotation needs, cache_seqlens plus new rows less 1,"
+        check_range("rotary_cos", last, 0, limit, what)
+    elif rotated.any():
+        raise ValueError("rotary_cos: must have a row for every position, got no rows")

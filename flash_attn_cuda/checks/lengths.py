@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .tensors import check_like, check_tensor
+from .tensors import check_place, check_tensor
 
 MAX_SPLITS = 256
 MAX_INT64 = 2**63 - 1
@@ -28,14 +28,8 @@ def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
     check_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.shape[0] < 1:
         raise ValueError(f"{name}: must have shape (batch + 1,), got {tuple(tensor.shape)}")
-    check_like(name, tensor, tensor.shape, torch.int32, q)
+    check_place(name, tensor, torch.int32, q)
     return tensor.shape[0]
-
-
-def check_optional(name: str, tensor: Any, shape: tuple[int, ...], q: Tensor) -> None:
-    """Raise unless `tensor` is None or an int32 tensor of this shape on the device of q."""
-    if tensor is not None:
-        check_like(name, tensor, shape, torch.int32, q)
 
 
 def check_block_table(
@@ -53,7 +47,7 @@ def check_block_table(
         raise ValueError(
             f"block_table: must have shape ({wanted}, max_pages), got {tuple(table.shape)}"
         )
-    check_like("block_table", table, table.shape, torch.int32, q)
+    check_place("block_table", table, torch.int32, q)
     if pool.shape[1] < 1:
         raise ValueError(
             f"{pool_name}: pages must have at least one row, got shape {tuple(pool.shape)}"

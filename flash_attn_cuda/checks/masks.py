@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..masks.lists import PIECE, tiles_of
 from ..operators.support import has_vmap_dimension
-from .tensors import check_tensor
+from .tensors import check_device, check_pair, check_place, check_tensor
 
 
 class PairExtent(NamedTuple):
@@ -30,9 +30,7 @@ def check_lists(rows: Any, columns: Any, bits: Any, extent: PairExtent, q: Tenso
 
     Contents are never checked: whoever reads them drops what is out of range.
     """
-    if (rows is None) != (columns is None):
-        missing, given = ("rows", "columns") if rows is None else ("columns", "rows")
-        raise ValueError(f"block_{missing}: must be given with block_{given}, got None")
+    check_pair("block_rows", rows, "block_columns", columns)
     if rows is None:
         if bits is not None:
             raise ValueError("mask_bits: must be None without block_rows, got a tensor")
@@ -63,18 +61,13 @@ def check_bias(name: str, bias: Any, extent: PairExtent, q: Tensor) -> None:
     if bias is None:
         return
     check_tensor(name, bias)
-    _check_device(name, bias, q)
+    check_device(name, bias, q)
     if bias.dtype not in (q.dtype, torch.float32):
         allowed = " or ".join(dict.fromkeys((str(q.dtype), str(torch.float32))))
         raise TypeError(f"{name}: dtype must be {allowed}, got {bias.dtype}")
-    rows_fit = bias.dim() == 4 and (
-        bias.shape[2] == 1 or _fits(bias.shape[2], extent.seqlen_q, extent.is_packed)
-    )
-    if not (
-        rows_fit
-        and _is_shared_or(bias, extent)
-        and _fits(bias.shape[3], extent.seqlen_k, extent.is_packed)
-    ):
+    fits = bias.dim() == 4 and _is_shared_or(bias, extent)
+    fits = fits and (bias.shape[2] == 1 or _fits(bias.shape[2], extent.seqlen_q, extent.is_packed))
+    if not (fits and _fits(bias.shape[3], extent.seqlen_k, extent.is_packed)):
         raise ValueError(
             f"{name}: must have shape ({extent.batch} or 1, {extent.heads_q} or 1, "
             f"{extent.seqlen_q} or 1, {extent.seqlen_k}), got {tuple(bias.shape)}"
@@ -84,10 +77,7 @@ def check_bias(name: str, bias: Any, extent: PairExtent, q: Tensor) -> None:
 def _check_list(
     name: str, tensor: Any, last: tuple[int, int], extent: PairExtent, q: Tensor
 ) -> None:
-    check_tensor(name, tensor)
-    _check_device(name, tensor, q)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name}: dtype must be torch.int32, got {tensor.dtype}")
+    check_place(name, tensor, torch.int32, q)
     if not (
         tensor.dim() == 4
         and _is_shared_or(tensor, extent)
@@ -118,11 +108,6 @@ def _fits(size: int, wanted: int, or_more: bool) -> bool:
     return size >= wanted if or_more else size == wanted
 
 
-def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
-
-
 # -- the public functions ------------------------------------------------------------------------
 
 
@@ -131,7 +116,7 @@ def check_attn_mask(attn_mask: Any, extent: PairExtent, q: Tensor) -> None:
     rows.
     """
     check_tensor("attn_mask", attn_mask)
-    _check_device("attn_mask", attn_mask, q)
+    check_device("attn_mask", attn_mask, q)
     if attn_mask.dtype not in (torch.bool, q.dtype, torch.float32):
         allowed = ", ".join(dict.fromkeys(map(str, (torch.bool, q.dtype, torch.float32))))
         raise TypeError(f"attn_mask: dtype must be one of {allowed}, got {attn_mask.dtype}")
@@ -155,10 +140,7 @@ def check_attn_mask(attn_mask: Any, extent: PairExtent, q: Tensor) -> None:
 
 def check_blocks(block_mask: Tensor, block_size: Any, extent: PairExtent, q: Tensor) -> None:
     """Raise unless block_mask is bool with a value for every block of block_size."""
-    check_tensor("block_mask", block_mask)
-    if block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask: dtype must be torch.bool, got {block_mask.dtype}")
-    _check_device("block_mask", block_mask, q)
+    check_place("block_mask", block_mask, torch.bool, q)
     check_block_size(block_size)
     wanted = tuple(
         -(-seqlen // size)
@@ -188,8 +170,7 @@ def check_block_size(block_size: Any) -> None:
 
 def check_sparsity(sparsity: Any, name: str, extent: PairExtent, q: Tensor) -> None:
     """Raise unless a BlockSparsity is one of the pairs; `name`: what it was made of."""
-    if sparsity.device != q.device:
-        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {sparsity.device}")
+    check_device(name, sparsity, q)
     for what, size, most in (
         ("batch", sparsity.batch, extent.batch),
         ("heads", sparsity.heads, extent.heads_q),

@@ -23,7 +23,6 @@ MAX_INT32 = 2**31 - 1
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SINK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 DENSE_LAYOUT = "(batch, seqlen, heads, head_dim)"
 PACKED_LAYOUT = "(total, heads, head_dim)"
@@ -69,11 +68,7 @@ def check_qkv(
             f"{k_name}: last dimension (head_dim) must be that of {q_name} ({head_dim}), "
             f"got {k.shape[-1]}"
         )
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"{v_name}: must have the shape of {k_name} but for the last dimension, "
-            f"{tuple(k.shape)}, got {tuple(v.shape)}"
-        )
+    check_values_like(v_name, v, k_name, k)
     _check_head_dim(v_name, "head_dim_v", v.shape[-1])
 
 
@@ -82,14 +77,51 @@ def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     return *q.shape[:-1], v.shape[-1]
 
 
-def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
-    """Raise unless `tensor` has the device and the dtype of q."""
+def check_values_like(v_name: str, v: Tensor, k_name: str, k: Tensor) -> None:
+    """Raise unless v has the shape of k but for the head dim."""
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{v_name}: must have the shape of {k_name} but for the last dimension, "
+            f"{tuple(k.shape)}, got {tuple(v.shape)}"
+        )
+
+
+def check_contiguous_rows(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: must be contiguous in its last dimension, got stride {x.stride(-1)}"
+        )
+
+
+def check_pair(a_name: str, a: Any, b_name: str, b: Any) -> None:
+    """Raise unless both are None or neither."""
+    if (a is None) != (b is None):
+        missing, given = (a_name, b_name) if a is None else (b_name, a_name)
+        raise ValueError(f"{missing}: must be given with {given}, got None")
+
+
+def check_device(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` lies on the device of q."""
     if tensor.device != q.device:
         raise ValueError(
             f"{name}: must be on the device of {q_name} ({q.device}), got {tensor.device}"
         )
+
+
+def check_device_and_dtype(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` has the device and the dtype of q."""
+    check_device(name, tensor, q, q_name)
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}: must have the dtype of {q_name} ({q.dtype}), got {tensor.dtype}")
+
+
+def check_dtype(
+    name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype], where: str = ""
+) -> None:
+    """Raise unless a dtype is one of some."""
+    if dtype not in allowed:
+        names = ", ".join(str(x).removeprefix("torch.") for x in allowed)
+        raise TypeError(f"{name}: dtype must be one of {names}{where}, got {dtype}")
 
 
 def as_number(name: str, value: Any, wanted: str = "a number") -> float:
@@ -113,58 +145,25 @@ def as_number(name: str, value: Any, wanted: str = "a number") -> float:
     return float(value)
 
 
-def check_softmax_scale(softmax_scale: Any) -> None:
-    """Raise unless softmax_scale is None (for head_dim ** -0.5) or a number finite in fp32."""
-    if softmax_scale is None or isinstance(softmax_scale, torch.SymFloat):
-        return
-    if not isinstance(softmax_scale, (int, float)):
-        kind = type(softmax_scale).__name__
-        raise TypeError(f"softmax_scale: must be None or a number, got {kind}")
-    if not abs(softmax_scale) <= MAX_FLOAT32:
-        raise ValueError(f"softmax_scale: must be finite in float32, got {softmax_scale}")
-
-
-def check_dropout_p(dropout_p: Any) -> None:
-    """Raise unless dropout_p is a number in [0, 1)."""
-    if not isinstance(dropout_p, (int, float, torch.SymFloat)):
-        raise TypeError(f"dropout_p: must be a number, got {type(dropout_p).__name__}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
-
-
-def check_softcap(softcap: Any) -> None:
-    """Raise unless softcap is a number: zero or negative, which is off, or normal in fp32."""
-    if not isinstance(softcap, (int, float, torch.SymFloat)):
-        raise TypeError(f"softcap: must be a number, got {type(softcap).__name__}")
-    if not (softcap <= 0.0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
-        raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
+def check_number(name: str, value: Any, wanted: str = "a number") -> None:
+    """Raise for what is not of a type that operators take for a float."""
+    if not isinstance(value, (int, float, torch.SymFloat)):
+        raise TypeError(f"{name}: must be {wanted}, got {type(value).__name__}")
 
 
 def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
     """Raise unless slopes is None or an fp32 tensor (Hq,) or (batch, Hq) on the device of q."""
     if slopes is None:
         return
-    check_tensor("alibi_slopes", slopes)
-    _check_place("alibi_slopes", slopes, torch.float32, q)
+    check_place("alibi_slopes", slopes, torch.float32, q)
     heads = q.shape[-2]
-    if slopes.dim() == 1 and slopes.shape[0] == heads:
-        return
-    if slopes.dim() != 2 or slopes.shape[0] != batch or slopes.shape[1] != heads:
+    # Compared one by one: where a compiler traces, `in` takes a symbol for another number.
+    per_head = slopes.dim() == 1 and slopes.shape[0] == heads
+    if not per_head and tuple(slopes.shape) != (batch, heads):
         raise ValueError(
             f"alibi_slopes: must have shape ({heads},) or ({batch}, {heads}), "
             f"got {tuple(slopes.shape)}"
         )
-
-
-def sink_for(q: Tensor, sink: Any) -> Tensor | None:
-    """A sink of softmax_lse's dtype, of one of the dtypes that callers may have it in."""
-    if sink is None:
-        return None
-    check_tensor("sink", sink)
-    if sink.dtype not in (*SINK_DTYPES, lse_dtype(q.dtype)):
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in SINK_DTYPES)
-        raise TypeError(f"sink: dtype must be one of {allowed}, got {sink.dtype}")
-    return sink.to(lse_dtype(q.dtype)).contiguous()
 
 
 def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
@@ -175,14 +174,27 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
         raise ValueError(
             f"rng_state: must be that of the forward where dropout_p > 0 ({dropout_p}), got None"
         )
-    check_tensor("rng_state", rng_state)
     check_like("rng_state", rng_state, (2,), torch.int64, q)
 
 
-def check_like(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:
-    """Raise unless `tensor` has this shape and dtype and lies on the device of q."""
+def check_place(name: str, tensor: Any, dtype: torch.dtype, q: Tensor, q_name: str = "q") -> None:
+    """Raise unless `tensor` has this dtype and lies on the device of q."""
     check_tensor(name, tensor)
-    _check_place(name, tensor, dtype, q)
+    check_device(name, tensor, q, q_name)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+
+
+def check_like(
+    name: str,
+    tensor: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    q: Tensor,
+    q_name: str = "q",
+) -> None:
+    """Raise unless `tensor` has this shape and dtype and lies on the device of q."""
+    check_place(name, tensor, dtype, q, q_name)
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
@@ -213,6 +225,19 @@ def check_tensor(name: str, tensor: Any) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name}: must be a dense tensor, got {layout}")
+
+
+def check_no_gradient(name: str, x: Any) -> None:
+    """Raise for what is no tensor, and for one that a backward would have to differentiate."""
+    check_tensor(name, x)
+    refuse_gradients("which attention does not give to slopes", **{name: x})
+
+
+def refuse_with(text: str, reasons: dict[str, bool]) -> None:
+    """Raise NotImplementedError for the first reason that holds, which the text has a place for."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotImplementedError(text.format(reason))
 
 
 def refuse_gradients(reason: str, **tensors: Any) -> None:
@@ -250,13 +275,6 @@ def _has_forward_gradient(tensor: Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def _check_place(name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name}: must be on the device of q ({q.device}), got {tensor.device}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
-
-
 def _check_head_dim(name: str, dimension: str, size: int) -> None:
     if not 1 <= size <= MAX_HEAD_DIM:
         raise ValueError(
@@ -275,6 +293,4 @@ def _check_data(name: str, tensor: Any, layout: str) -> None:
     if device not in ("cuda", "cpu", "meta"):
         raise ValueError(f"{name}: must be a CUDA or CPU tensor, got one on {tensor.device}")
     dtypes = CUDA_DTYPES if device == "cuda" else CPU_DTYPES
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name}: dtype must be one of {allowed} on {device}, got {tensor.dtype}")
+    check_dtype(name, tensor.dtype, dtypes, f" on {device}")

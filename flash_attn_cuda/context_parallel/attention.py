@@ -21,42 +21,43 @@ from torch.distributed import ProcessGroup
 
 from ..arguments import is_plain_cuda_call
 from ..call import AttentionCall, Incoming
+from ..cpu.tiles import sink_gradient
 from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
 from .exchange import add_back, arrived, reordered, send, send_back
 from .load import HeadGroups, even_groups
-from .merge import add_sink_, merge_, sink_gradient
-from .schedule import DeviceCall, Hop, Options, Schedule
+from .merge import add_sink_, merge_
+from .schedule import DeviceCall, Hop, Schedule
 from .steps import Exchange
 
 
 @dataclass(eq=False)
 class Work:
-    """One attention of a rank. first_head: the first of q's heads in the whole; head_groups: the
-    groups in which heads of keys travel, of the forward and of the backward.
+    """One attention of a rank. settings: fields of all its AttentionCalls; first_head: the first of
+    q's heads in the whole; head_groups: the groups in which heads of keys travel, of the forward
+    and of the backward.
     """
 
     schedule: Schedule
-    options: Options
+    settings: dict[str, Any]
     group: ProcessGroup | None
     head_groups: tuple[HeadGroups, HeadGroups]
-    alibi_slopes: Tensor | None = None
-    rng_state: Tensor | None = None
     first_head: int = 0
-    sm_margin: int = 0
 
     def over(
         self, call: DeviceCall, q: Tensor, k: Tensor, v: Tensor, heads: slice
     ) -> AttentionCall:
         """The call over these rows; heads: which of the work's query heads q holds."""
-        options, packed, band = self.options, call.packed, self.options.band
-        left, right = (band.left, band.right) if packed.is_masked else (None, None)
-        slopes = self.alibi_slopes
+        packed, settings = call.packed, dict(self.settings)
+        if not packed.is_masked:
+            settings |= {"window_size_left": -1, "window_size_right": -1}
+        slopes = settings.get("alibi_slopes")
         if slopes is not None:
             slopes = slopes[..., heads]
             if slopes.dim() == 2 and call.sequences is not None:
                 slopes = slopes.index_select(0, call.sequences)
+            settings["alibi_slopes"] = slopes
         origin = call.origin
         first_head = self.first_head + heads.start
         if origin is not None and first_head:
@@ -66,20 +67,12 @@ class Work:
             q,
             k,
             v,
-            dropout_p=options.dropout_p,
-            softmax_scale=options.softmax_scale,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
-            softcap=options.softcap,
-            alibi_slopes=slopes,
-            deterministic=options.deterministic,
             cu_seqlens_q=call.cu_seqlens_q,
             cu_seqlens_k=call.cu_seqlens_k,
             max_seqlen_q=packed.max_seqlen_q,
             max_seqlen_k=packed.max_seqlen_k,
             origin=origin,
-            rng_state=self.rng_state,
-            sm_margin=self.sm_margin,
+            **settings,
         )
 
 
@@ -111,13 +104,14 @@ class ContextAttention(torch.autograd.Function):
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout
         run = merged_backward if ctx.work.schedule.merges else gathered_backward
-        incoming = OfWhole(dout, dlse, out, softmax_lse, ctx.work.rng_state)
+        rng_state = ctx.work.settings.get("rng_state")
+        incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)
         dq, dk, dv = run(ctx.work, q, k, v, incoming)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
             softmax_d = softmax_d if dlse is None else softmax_d - dlse
-            dsink = sink_gradient(sink, softmax_lse, softmax_d)
+            dsink = sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
         return dq, dk, dv, dsink, None
 
 

@@ -45,10 +45,3 @@ def weight(softmax_lse: Tensor, total: Tensor) -> Tensor:
     """(rows, heads, 1): the share of a part in the whole."""
     share = (softmax_lse - total).exp().masked_fill(total == -torch.inf, 0.0)
     return share.t()[..., None]
-
-
-def sink_gradient(sink: Tensor, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor:
-    """Of the rows of this rank; softmax_d (heads, rows) is rowsum(dout * out) - dlse."""
-    share = (sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp()
-    share = share.masked_fill(softmax_lse == -torch.inf, 0.0)
-    return -(share * softmax_d).sum(1).to(sink.dtype)

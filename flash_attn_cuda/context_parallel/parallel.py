@@ -15,18 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..arguments import (
-    UNLIMITED,
-    WindowSize,
-    cast_for_autocast,
-    make_options,
-    needs_padding,
-    pad_head_dim,
-    window_bounds,
-)
-from ..call import default_softmax_scale
+from ..arguments import cast_for_autocast, needs_padding, pad_head_dim
+from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, options_of
+from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
+from ..window import UNLIMITED, WindowSize, window_bounds
 from .attention import ContextAttention, Work
 from .exchange import of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
@@ -40,7 +34,7 @@ from .plan import (
     plan_pads,
     rows_of_joined,
 )
-from .schedule import Options, Schedule, gathering, order_on_device, ringing
+from .schedule import Schedule, Sight, gathering, order_on_device, ringing
 from .ulysses import Across, AllRows, OwnRows, check_heads
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
@@ -48,6 +42,7 @@ SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # the ring that are wrong: there attend is a graph break.
 IS_TRACED = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
 
+_NUMBERS = tuple(name for name in OF_BACKWARD if name not in TENSORS)  # of an AttentionCall
 MOST_KEPT = 256  # schedules, indices and agreements, of which packed batches each have their own
 
 
@@ -215,11 +210,13 @@ class ContextParallel:
             rows). Padding rows of a plan have out 0 and softmax_lse -inf.
         """
         check_shapes(q, k, v, plan, self.size)
-        given = make_options(
-            *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        settings = options_of(
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
         )
         q, k, v = cast_for_autocast(q, k, v)
-        scale = given.get("softmax_scale")
+        # Of columns unpadded.
+        settings.setdefault("softmax_scale", default_softmax_scale(index(q.shape[-1])))
+        check_numbers(AttentionCall(q, k, v, **settings))
         left, right = window_bounds(window_size)
         batch = None if plan is not None else q.shape[0]
         prepared = prepare(
@@ -229,21 +226,20 @@ class ContextParallel:
             (index(q.shape[-2]), index(k.shape[-2]), index(k.shape[-1]) + index(v.shape[-1])),
             k.dtype,
             q.device,
-            (causal, left, right),
-            given.get("dropout_p", 0.0),
-            default_softmax_scale(index(q.shape[-1])) if scale is None else scale,
-            given.get("softcap", 0.0),
+            (settings.pop("causal"), left, right),
+            settings.get("dropout_p", 0.0),
             alibi_slopes is not None,
-            given.get("deterministic", False),
         )
+        band = prepared.sight.band
+        settings["window_size_left"] = -1 if band.left is None else band.left
+        settings["window_size_right"] = -1 if band.right is None else band.right
         if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        self._agree(prepared, q, k, v, sink, return_lse)
+        call = AttentionCall(q, k, v, sink=sink, **settings)
+        self._agree(prepared, call, return_lse)
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
-        out, softmax_lse = self._attend_packed(
-            q, k, v, prepared, alibi_slopes, sink, return_lse=return_lse
-        )
+        out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse)
         if batch is not None:
             out = out.unflatten(0, (batch, -1))
         if softmax_lse is None:
@@ -260,18 +256,16 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        prepared: Prepared,
-        alibi_slopes: Tensor | None,
         sink: Tensor | None,
-        *,
+        prepared: Prepared,
+        settings: dict[str, Any],
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """(out, softmax_lse) of this rank's rows; softmax_lse is None unless it is returned."""
         columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
-        across, options = prepared.across, prepared.options
-        first_head = 0
+        across, first_head = prepared.across, 0
         if across is not None:
             check_heads(q.shape[1], k.shape[1], across.ranks)
             repeats = max(1, across.ranks // k.shape[1])
@@ -280,18 +274,14 @@ class ContextParallel:
             q, k, v = AllRows.apply(across, q, k, v)
             first_head = q.shape[1] * rank_of(across.group)
             mine = slice(first_head, first_head + q.shape[1])
-            alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., mine]
+            if "alibi_slopes" in settings:
+                settings["alibi_slopes"] = settings["alibi_slopes"][..., mine]
             sink = None if sink is None else sink[mine]
-        work = Work(
-            prepared.schedule,
-            options,
-            self._groups_for(prepared.scheme)[1],
-            prepared.head_groups,
-            alibi_slopes,
-            self._draw(q) if options.dropout_p > 0.0 else None,
-            first_head,
-            self.sm_margin,
-        )
+        settings["sm_margin"] = self.sm_margin
+        if prepared.sight.has_dropout:
+            settings["rng_state"] = self._draw(q)
+        group = self._groups_for(prepared.scheme)[1]
+        work = Work(prepared.schedule, settings, group, prepared.head_groups, first_head)
         out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
         if across is not None:
             out = OwnRows.apply(across, out)
@@ -319,13 +309,13 @@ class ContextParallel:
         return (self._ulysses if scheme == "ulysses+ring" else None), self._ring
 
     def _schedule(
-        self, plan: Plan, scheme: str, heads: int, options: Options, device: torch.device
+        self, plan: Plan, scheme: str, heads: int, sight: Sight, device: torch.device
     ) -> Schedule:
         """Of the group that keys travel in, whose ranks `plan` is of."""
         make = ringing if scheme in ("ring", "ulysses+ring") else gathering
         rank = 0 if len(plan.ranks) == 1 else rank_of(self._ring)
-        key = (plan, make.__name__, heads, options, device)
-        return self._once(key, lambda: make(plan, rank, heads, options, device))
+        key = (plan, make.__name__, heads, sight, device)
+        return self._once(key, lambda: make(plan, rank, heads, sight, device))
 
     def _head_groups(
         self, load: Load, schedule: Schedule, heads: Heads
@@ -377,28 +367,22 @@ class ContextParallel:
             self._captured[key] = self._prepared[key]
         return self._prepared[key]
 
-    def _prepare(
-        self,
-        plan: Plan,
-        heads: Heads,
-        options: Options,
-        device: torch.device,
-    ) -> Prepared:
+    def _prepare(self, plan: Plan, heads: Heads, sight: Sight, device: torch.device) -> Prepared:
         def make() -> Prepared:
             scheme = self._scheme_of(plan, heads.q, heads.k)
             group, _ = self._groups_for(scheme)
             inside = plan if group is None else plan.joined(size_of(group))
-            schedule = self._schedule(inside, scheme, heads.q, options, device)
+            schedule = self._schedule(inside, scheme, heads.q, sight, device)
             return Prepared(
                 plan,
-                options,
+                sight,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, options.band), schedule, heads),
+                self._head_groups(Load.of(inside, sight.band), schedule, heads),
                 self._across(plan, inside, scheme, device),
             )
 
-        return self._once((plan, "prepared", heads, options, device), make)
+        return self._once((plan, "prepared", heads, sight, device), make)
 
     def _index(self, key: Any, device: torch.device, rows: Any) -> Tensor:
         def make() -> Tensor:
@@ -413,38 +397,31 @@ class ContextParallel:
         lengths = (rows * self.size,) * batch
         return self._once((batch, rows, "zigzag"), lambda: equal_plan(lengths, self.size))
 
-    def _agree(
-        self,
-        prepared: Prepared,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        return_lse: bool,
-    ) -> None:
+    def _agree(self, prepared: Prepared, call: AttentionCall, return_lse: bool) -> None:
         """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
         asks the others once of each.
         """
         if (
             self.size == 1
             or is_compiling()
-            or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+            or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             return
-        plan, options = prepared.plan, prepared.options
-        shapes = tuple((tuple(x.shape), x.dtype) for x in (q, k, v))
+        numbers = {name: getattr(call, name) for name in _NUMBERS}
+        tensors = {"q": call.q, "k": call.k, "v": call.v}
+        shapes = tuple((tuple(x.shape), x.dtype) for x in tensors.values())
         exchanges_lse = return_lse and prepared.across is not None
-        key = (plan, options, shapes, sink is not None, exchanges_lse)
+        plan, sight, has_sink = prepared.plan, prepared.sight, call.sink is not None
+        key = (plan, sight, *numbers.values(), shapes, has_sink, exchanges_lse)
         if key in self._agreed:
             return
         facts = {
             "plan": str(hash_of(plan)),
-            **{name: str(value) for name, value in vars(options).items()},
-            **{
-                name: f"{tuple(x.shape)} {x.dtype}"
-                for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
-            },
-            "sink": "None" if sink is None else "a tensor",
+            "band": str(sight.band),
+            **{name: str(value) for name, value in numbers.items()},
+            "has_alibi": str(sight.has_alibi),
+            **{name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()},
+            "sink": "a tensor" if has_sink else "None",
             "return_lse": str(exchanges_lse),
             "scheme": prepared.scheme,
             "head_groups": str(prepared.head_groups),
@@ -477,7 +454,7 @@ class Prepared:
     """What of an attention follows from its plan and options."""
 
     plan: Plan
-    options: Options
+    sight: Sight
     scheme: str
     schedule: Schedule
     head_groups: tuple[HeadGroups, HeadGroups]
@@ -492,12 +469,9 @@ def prepare(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    sight: tuple[bool, int, int],
+    mask: tuple[bool, int, int],
     dropout_p: float,
-    softmax_scale: float,
-    softcap: float,
     has_alibi: bool,
-    deterministic: bool,
 ) -> Prepared:
     """Under torch.compile this runs once for a graph, and what it returns is a constant there: the
     graph has the collectives and the calls of one plan, and the index tensors of its schedule. Its
@@ -507,21 +481,19 @@ def prepare(
         batch_and_rows: of sequences of one length, in place of a plan: how many, and rows of each
             on a rank.
         heads: Heads without the size of an item, which dtype gives.
-        sight: causal, and how far a query sees to its left and right.
+        mask: causal, and how far a query sees to its left and right.
     """
     if plan is None:
         assert batch_and_rows is not None
         plan = parallel._plan_of_batch(*batch_and_rows)
-    causal, left, right = sight
-    options = Options(
-        Band.of(causal, (left, right)), dropout_p, softmax_scale, softcap, has_alibi, deterministic
-    )
-    if dropout_p > 0.0 and plan.multiple < 16:
+    causal, left, right = mask
+    sight = Sight(Band.of(causal, (left, right)), dropout_p > 0.0, has_alibi)
+    if sight.has_dropout and plan.multiple < 16:
         raise ValueError(
             "dropout_p: must be 0 where sequences are not cut at multiples of 16 "
             f"(plan(..., multiple=16) cuts there), got {dropout_p}"
         )
-    return parallel._prepare(plan, Heads(*heads, dtype.itemsize), options, device)
+    return parallel._prepare(plan, Heads(*heads, dtype.itemsize), sight, device)
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -16,20 +16,17 @@ from .steps import Exchange, PackedCall, Part
 
 
 @dataclass(frozen=True)
-class Options:
-    """What of a call is the same on every rank and for every part."""
+class Sight:
+    """What of a call's options a schedule depends on."""
 
     band: Band
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    softcap: float = 0.0
+    has_dropout: bool = False
     has_alibi: bool = False
-    deterministic: bool = False
 
     @property
     def keeps_places(self) -> bool:
         """Whether scores depend on where queries and keys lie, beyond what a mask hides."""
-        return self.has_alibi or self.dropout_p > 0.0
+        return self.has_alibi or self.has_dropout
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +40,10 @@ class DeviceCall:
     sequences: Tensor | None  # whose row of slopes (batch, heads) each has
 
     @classmethod
-    def of(
-        cls, parts: list[Part], heads: int, options: Options, device: torch.device
-    ) -> DeviceCall:
+    def of(cls, parts: list[Part], heads: int, sight: Sight, device: torch.device) -> DeviceCall:
         packed = PackedCall.of(parts, heads)
-        depends_on_alignment = packed.is_masked or options.has_alibi
-        places_count = options.dropout_p > 0.0 or (depends_on_alignment and not packed.is_aligned)
+        depends_on_alignment = packed.is_masked or sight.has_alibi
+        places_count = sight.has_dropout or (depends_on_alignment and not packed.is_aligned)
 
         def int32(numbers: Any) -> Tensor:
             return on_device(numbers, device, torch.int32)
@@ -58,7 +53,7 @@ class DeviceCall:
             int32(packed.cu_seqlens_q),
             int32(packed.cu_seqlens_k),
             int32(packed.origin) if places_count else None,
-            int32(packed.sequences) if options.has_alibi else None,
+            int32(packed.sequences) if sight.has_alibi else None,
         )
 
 
@@ -91,23 +86,21 @@ class Schedule:
     cut_rows: tuple[steps.Rows, ...] = ()
 
 
-def gathering(
-    plan: Plan, rank: int, heads: int, options: Options, device: torch.device
-) -> Schedule:
+def gathering(plan: Plan, rank: int, heads: int, sight: Sight, device: torch.device) -> Schedule:
     """Sequences that the rank has whole, and then the others, whose keys come all at once. heads:
     of queries in the whole, which dropout counts.
     """
 
     def calls_of(parts: list[Part]) -> tuple[DeviceCall, ...]:
         calls = steps.without_gaps(parts)
-        return tuple(DeviceCall.of(x, heads, options, device) for x in calls)
+        return tuple(DeviceCall.of(x, heads, sight, device) for x in calls)
 
     hops = []
-    if whole := steps.whole_parts(plan, rank, options.band):
+    if whole := steps.whole_parts(plan, rank, sight.band):
         hops.append(Hop(None, calls_of(whole)))
     if plan.travelling:
         exchange, order, parts = steps.gather(
-            plan, rank, options.band, keeps_places=options.keeps_places
+            plan, rank, sight.band, keeps_places=sight.keeps_places
         )
         arrival, departure = order_on_device(order, device), None
         again: list[tuple[steps.Rows, steps.Rows]] = []
@@ -119,19 +112,19 @@ def gathering(
     return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=False, cut_rows=cut)
 
 
-def ringing(plan: Plan, rank: int, heads: int, options: Options, device: torch.device) -> Schedule:
+def ringing(plan: Plan, rank: int, heads: int, sight: Sight, device: torch.device) -> Schedule:
     """The rank's own keys, and then those of the ranks before it, one after the other."""
     hops = []
     for distance in range(len(plan.ranks)):
-        if distance > 0 and steps.is_hop_empty(plan, distance, options.band):
+        if distance > 0 and steps.is_hop_empty(plan, distance, sight.band):
             continue
         exchange: Exchange | None = None
         keys = [steps.Held(*x) for x in plan.placed(rank)]
         if distance > 0:
-            exchange, keys = steps.hop(plan, rank, distance, options.band)
-        parts = steps.hop_parts(plan, rank, options.band, keys)
-        calls = steps.calls_of(parts, keeps_places=options.keeps_places)
-        made = tuple(DeviceCall.of(x, heads, options, device) for x in calls)
+            exchange, keys = steps.hop(plan, rank, distance, sight.band)
+        parts = steps.hop_parts(plan, rank, sight.band, keys)
+        calls = steps.calls_of(parts, keeps_places=sight.keeps_places)
+        made = tuple(DeviceCall.of(x, heads, sight, device) for x in calls)
         hops.append(Hop(exchange, made))
     return Schedule(plan.rows, plan.used_rows(rank), tuple(hops), merges=True)
 

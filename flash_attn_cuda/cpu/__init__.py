@@ -5,35 +5,30 @@ Better Parallelism and Work Partitioning" (2023): tiles of queries against tiles
 softmax with an output that is normalised once at the end, and a backward that recomputes the
 probabilities from the log-sum-exp. Extra memory is O(seqlen * head_dim).
 
-    tiles       which blocks of queries and keys meet, and what becomes of their scores
+    calls       a whole call, forward or backward
+    sequences   packed sequences and those over a cache: each is a dense call
     dense       sequences of one length
-    varlen      packed sequences: each is a dense call
-    kvcache     attention over a KV cache, and the combination of partial results
+    tiles       which blocks of queries and keys meet, and what becomes of their scores
     visibility  the pairs that a sparse mask leaves
+    philox      what dropout keeps
+    combine     sums of partial results
 
-Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. The functions expect arguments
-that have passed checks/, contents of lengths included. calls.py makes them of an AttentionCall.
+Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. Calls have passed checks/,
+contents of lengths included.
 """
 
 from __future__ import annotations
 
-from .dense import attention_backward, attention_forward, probabilities
-from .kvcache import combine, kvcache_forward
-from .tiles import DEFAULT_TILING, AttentionOptions, Tiling
-from .varlen import varlen_backward, varlen_forward, varlen_probabilities
+from .calls import backward_on_cpu, forward_on_cpu
+from .combine import combine
+from .tiles import DEFAULT_TILING, Tiling
 from .visibility import Visibility
 
 __all__ = [
     "DEFAULT_TILING",
-    "AttentionOptions",
     "Tiling",
     "Visibility",
-    "attention_backward",
-    "attention_forward",
+    "backward_on_cpu",
     "combine",
-    "kvcache_forward",
-    "probabilities",
-    "varlen_backward",
-    "varlen_forward",
-    "varlen_probabilities",
+    "forward_on_cpu",
 ]

@@ -2,125 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from .. import cpu
 from ..call import AttentionCall, Gradients, Incoming, Results
-from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
+from ..checks.tensors import output_shape
+from .dense import attention_backward, attention_forward, probabilities
+from .sequences import append, of_entry, sequences_of
+from .tiles import DEFAULT_TILING, Tiling, sink_gradient
 
 
-def forward_on_cpu(call: AttentionCall, rng_state: Tensor) -> Results:
-    """With the random numbers of rng_state."""
-    options = _options(call, rng_state, by_columns=False)
-    q, k, v = call.q, call.k, call.v
-    s_dmask = q.new_empty((0,))
-    with torch.autocast("cpu", enabled=False):
-        if call.over_cache:
-            return Results(*_over_cache(call, options), s_dmask, rng_state)
-        if not call.is_packed():
-            out, softmax_lse = cpu.attention_forward(q, k, v, options)
-            if call.wants_s_dmask():
-                s_dmask = cpu.probabilities(q, k, softmax_lse, options)
-            return Results(out, softmax_lse, s_dmask, rng_state)
-        lengths = _lengths(call) | {"block_table": call.block_table}
-        out, softmax_lse = cpu.varlen_forward(
-            q, k, v, options=options, origin=call.origin, **lengths
-        )
-        if call.wants_s_dmask():
-            s_dmask = cpu.varlen_probabilities(
-                *(q, k, softmax_lse),
-                max_seqlen_q=call.max_seqlen_q,
-                max_seqlen_k=call.max_seqlen_k,
-                options=options,
-                **lengths,
-            )
-        return Results(out, softmax_lse, s_dmask, rng_state)
-
-
-def backward_on_cpu(call: AttentionCall, incoming: Incoming) -> Gradients:
-    """dbias is empty where it is not wanted."""
-    options = _options(call, incoming.rng_state, by_columns=True)
-    dtype = call.lse_dtype()
-    sums = None
-    if incoming.wants_dbias and call.bias is not None:
-        sums = call.q.new_zeros(tuple(call.bias.shape), dtype=dtype)
-    dout = torch.zeros_like(incoming.out) if incoming.dout is None else incoming.dout
-    tensors = (dout, call.q, call.k, call.v, incoming.out, incoming.softmax_lse)
-    given: dict[str, Any] = {"options": options, "dlse": incoming.dlse, "dbias": sums}
-    with torch.autocast("cpu", enabled=False):
-        if call.is_packed():
-            given |= _lengths(call) | {"origin": call.origin}
-            found = cpu.varlen_backward(*tensors, **given)
-        else:
-            found = cpu.attention_backward(*tensors, **given)
-        dq, dk, dv, softmax_d = found
-        of_bias = call.q.dtype if call.bias is None else call.bias.dtype
-        dbias = call.q.new_empty((0,), dtype=of_bias) if sums is None else sums.to(of_bias)
-        dsink = _sink_gradient(call, incoming, softmax_d)
-        return Gradients(dq, dk, dv, softmax_d, dbias, dsink)
-
-
-def _sink_gradient(call: AttentionCall, incoming: Incoming, softmax_d: Tensor) -> Tensor:
-    """(heads_q,): the sum over queries of exp(sink - lse) * (dlse - rowsum(dout * out)), which is
-    -softmax_d; rows that are no query's have lse -inf.
+def forward_on_cpu(
+    call: AttentionCall, rng_state: Tensor, tiling: Tiling = DEFAULT_TILING
+) -> Results:
+    """With the random numbers of rng_state. Rows of q that are no sequence's get out 0 and
+    softmax_lse -inf.
     """
-    if call.sink is None:
-        return call.q.new_empty((0,), dtype=call.lse_dtype())
-    lse = incoming.softmax_lse
-    of_rows = torch.exp(call.sink[:, None] - lse) * softmax_d[..., : lse.shape[-1]]
-    of_rows = of_rows.masked_fill(lse == -torch.inf, 0.0)
-    return -(of_rows.sum(-1) if call.is_packed() else of_rows.sum((0, 2)))
+    call, q = replace(call, rng_state=rng_state), call.q
+    out = q.new_zeros(output_shape(q, call.v), dtype=call.result_dtype())
+    softmax_lse = q.new_full(call.lse_shape(), -math.inf, dtype=call.lse_dtype())
+    s_dmask = q.new_zeros(call.s_dmask_shape())
+    with torch.autocast("cpu", enabled=False):
+        append(call)
+        for each in sequences_of(call):
+            lse = softmax_lse[each.rows]
+            attention_forward(each.call, out[each.queries], lse, tiling)
+            if call.wants_s_dmask():
+                seqlen_q, seqlen_k = each.call.q.shape[1], each.call.k.shape[1]
+                probs = s_dmask[each.entry, :, :seqlen_q, :seqlen_k]
+                probabilities(each.call, lse, probs, tiling)
+    return Results(out, softmax_lse, s_dmask, rng_state)
 
 
-def _options(
-    call: AttentionCall, rng_state: Tensor | None, *, by_columns: bool
-) -> cpu.AttentionOptions:
-    visibility = None
-    if by_columns and call.block_columns is not None:
-        visibility = cpu.Visibility.of_columns(call.block_columns, call.mask_bits)
-    elif call.block_rows is not None:
-        visibility = cpu.Visibility.of_rows(call.block_rows, call.mask_bits)
-    right = 0 if call.causal else call.window_size_right
-    left, right = max(call.window_size_left, -1), max(right, -1)
-    if call.origin is not None:
-        left, right = (-1 if x > MOST_BOUND_WITH_ORIGIN else x for x in (left, right))
-    return cpu.AttentionOptions(
-        softmax_scale=call.scale(),
-        window=(left, right),
-        softcap=max(call.softcap, 0.0),
-        alibi_slopes=call.alibi_slopes,
-        dropout_p=call.dropout_p,
-        rng_state=rng_state if call.dropout_p > 0.0 else None,
-        fp32_results=call.fp32_results,
-        visibility=visibility,
-        bias=call.bias,
-        sink=call.sink,
-    )
-
-
-def _lengths(call: AttentionCall) -> dict[str, Any]:
-    starts_of_keys = call.cu_seqlens_k
-    if starts_of_keys is None:  # of pages, where nothing but differences counts
-        assert call.seqused_k is not None  # checked
-        starts_of_keys = pad(call.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    names = ("cu_seqlens_q", "seqused_q", "seqused_k", "leftpad_k")
-    return {"cu_seqlens_k": starts_of_keys, **{name: getattr(call, name) for name in names}}
-
-
-def _over_cache(call: AttentionCall, options: cpu.AttentionOptions) -> tuple[Tensor, Tensor]:
-    return cpu.kvcache_forward(
-        *(call.q, call.k, call.v, call.k_new, call.v_new, options),
-        rotary_cos=call.rotary_cos,
-        rotary_sin=call.rotary_sin,
-        rotary_interleaved=call.rotary_interleaved,
-        cache_seqlens=call.seqused_k if call.seqlen_k is None else call.seqlen_k,
-        cache_batch_idx=call.cache_batch_idx,
-        cache_leftpad=call.leftpad_k,
-        block_table=call.block_table,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k_new=call.cu_seqlens_k_new,
-    )
+def backward_on_cpu(
+    call: AttentionCall, incoming: Incoming, tiling: Tiling = DEFAULT_TILING
+) -> Gradients:
+    """Those of what the call does not have, or that are not wanted, are None. Rows that are no
+    sequence's get 0.
+    """
+    q, given = call.q, replace(call, rng_state=incoming.rng_state)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=call.result_dtype()) for x in (q, call.k, call.v))
+    softmax_d = q.new_zeros(call.softmax_d_shape(), dtype=call.lse_dtype())
+    dbias = None
+    if incoming.wants_dbias and call.bias is not None:
+        dbias = q.new_zeros(call.bias.shape, dtype=call.lse_dtype())
+    dout = torch.zeros_like(incoming.out) if incoming.dout is None else incoming.dout
+    with torch.autocast("cpu", enabled=False):
+        for each in sequences_of(given):
+            of_results = Incoming(
+                dout[each.queries],
+                None if incoming.dlse is None else incoming.dlse[each.rows],
+                incoming.out[each.queries],
+                incoming.softmax_lse[each.rows],
+                rng_state=None,
+            )
+            parts = Gradients(
+                *(dq[each.queries], dk[each.keys], dv[each.keys], softmax_d[each.rows]),
+                dbias=of_entry(dbias, each.entry),
+                dsink=None,
+            )
+            attention_backward(each.call, of_results, parts, tiling)
+        dsink = sink_gradient(call, incoming.softmax_lse, softmax_d)
+    if dbias is not None and call.bias is not None:
+        dbias = dbias.to(call.bias.dtype)
+    return Gradients(dq, dk, dv, softmax_d, dbias, dsink)

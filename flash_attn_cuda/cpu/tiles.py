@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks.tensors import lse_dtype
+from ..call import AttentionCall
+from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
 from ..masks.lists import TILE
-from .philox import keep_mask, keep_scale
+from .philox import keep_mask
 from .visibility import Part, Visibility, broadcast_part
 
 _MOST_SHIFT = 1 << 30
@@ -24,7 +25,7 @@ _MOST_SHIFT = 1 << 30
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sequence lies in a longer one, a row of AttentionCall.origin (call.py)."""
+    """Where a call's first sequence lies in a longer one: a row of AttentionCall.origin."""
 
     stream: int
     first_q: int
@@ -32,53 +33,11 @@ class Origin:
     shift: int
 
     @classmethod
-    def of_row(cls, row: Tensor) -> Origin:
-        stream, first_q, first_k, shift = row.tolist()
+    def of(cls, call: AttentionCall) -> Origin:
+        if call.origin is None:
+            return cls(0, 0, 0, call.k.shape[1] - call.q.shape[1])
+        stream, first_q, first_k, shift = call.origin[0].tolist()
         return cls(stream, first_q, first_k, min(max(shift, -_MOST_SHIFT), _MOST_SHIFT))
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionOptions:
-    """What an attention call computes besides its tensors.
-
-    Of packed sequences, per-sequence options are those of sequence `first_sequence` and following.
-    """
-
-    softmax_scale: float
-    window: tuple[int, int] = (-1, -1)  # (left, right), -1: unbounded; causal is right = 0
-    softcap: float = 0.0  # <= 0: off
-    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq), fp32
-    dropout_p: float = 0.0
-    rng_state: Tensor | None = None  # (seed, offset), int64; needed when dropout_p > 0
-    visibility: Visibility | None = None  # the pairs that a sparse mask leaves
-    bias: Tensor | None = None  # (B|1, Hq|1, Sq|1, Sk), added to the scores
-    sink: Tensor | None = None  # (Hq,): exp(sink) joins the softmax's denominator
-    first_sequence: int = 0  # which sequence of the call the first batch entry is
-    origin: Origin | None = None  # of the call's sequence, if it is one in a longer one
-    fp32_results: bool = False  # out, dq, dk and dv are of the compute dtype
-
-    def __post_init__(self) -> None:
-        if self.dropout_p > 0.0 and self.rng_state is None:
-            raise ValueError("rng_state: must be given when dropout_p > 0, got None")
-
-    def result_dtype(self, x: Tensor) -> torch.dtype:
-        """Of what is computed from inputs like x."""
-        return lse_dtype(x.dtype) if self.fp32_results else x.dtype
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether there is a window, causal included, however wide."""
-        return max(self.window) >= 0
-
-    def part(self, lanes: Lanes) -> Part:
-        """The sequences of the call and the query heads of some lanes."""
-        first = self.first_sequence
-        return slice(first + lanes.batches.start, first + lanes.batches.stop), lanes.heads_q
-
-    @property
-    def keep_scale(self) -> float:
-        """What kept probabilities are multiplied by."""
-        return keep_scale(self.dropout_p) if self.dropout_p > 0.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +83,10 @@ class Lanes:
     group: int  # query heads per key head
     dtype: torch.dtype
 
+    @property
+    def part(self) -> Part:
+        return self.batches, self.heads_q
+
     def query_tile(self, x: Tensor, block: Block) -> Tensor:
         """(B, Sq, Hq, D) -> (lanes, group * block_m, D)."""
         tile = x[self.batches, block.start : block.stop, self.heads_q].transpose(1, 2)
@@ -160,29 +123,35 @@ class Lanes:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Sizes, options and tiling of one call."""
+    """A call of sequences of one length, its sizes and its tiles."""
 
+    call: AttentionCall
     batch: int
     seqlen_q: int
     seqlen_k: int
     heads_q: int
     heads_k: int
-    options: AttentionOptions
+    window: tuple[int, int]  # (left, right), -1: unbounded; causal is right = 0
+    origin: Origin
+    visibility: Visibility | None  # the pairs that a sparse mask leaves
     dtype: torch.dtype
-    device: torch.device
     block_m: int
     block_n: int
     lanes_per_tile: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, options: AttentionOptions, tiling: Tiling) -> Problem:
-        batch, seqlen_q, heads_q, head_dim = q.shape
-        _, seqlen_k, heads_k, _ = k.shape
+    def of(cls, call: AttentionCall, tiling: Tiling, *, by_columns: bool = False) -> Problem:
+        """by_columns: a sparse mask is read as the backward does."""
+        batch, seqlen_q, heads_q, head_dim = call.q.shape
+        _, seqlen_k, heads_k, _ = call.k.shape
         group = heads_q // heads_k
+        visibility = None
+        if (lists := call.block_columns if by_columns else call.block_rows) is not None:
+            make = Visibility.of_columns if by_columns else Visibility.of_rows
+            visibility = make(lists, call.mask_bits)
         # The blocks of a sparse mask are its tiles: which of them meet is what its lists say.
         most_m, most_n = (
-            x if options.visibility is None else min(x, TILE)
-            for x in (tiling.block_m, tiling.block_n)
+            x if visibility is None else min(x, TILE) for x in (tiling.block_m, tiling.block_n)
         )
         block_n = max(1, min(most_n, seqlen_k))
         block_m = max(1, min(most_m, seqlen_q, tiling.max_scores // (group * block_n)))
@@ -190,31 +159,29 @@ class Problem:
             tiling.max_scores // (group * block_m * block_n),
             tiling.max_dq // (group * max(1, seqlen_q) * head_dim),
         )
+        left, right = (-1 if x > MOST_BOUND_WITH_ORIGIN else x for x in call.window())
         return cls(
+            call=call,
             batch=batch,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             heads_q=heads_q,
             heads_k=heads_k,
-            options=options,
-            dtype=lse_dtype(q.dtype),
-            device=q.device,
+            window=(left, right),
+            origin=Origin.of(call),
+            visibility=visibility,
+            dtype=call.lse_dtype(),
             block_m=block_m,
             block_n=block_n,
             lanes_per_tile=max(1, lanes),
         )
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        return self.batch, self.heads_q, self.seqlen_q
-
-    @property
     def shift(self) -> int:
         """Query i stands at key i + shift: the diagonal ends in the bottom right corner, unless an
         origin has it elsewhere.
         """
-        origin = self.options.origin
-        return self.seqlen_k - self.seqlen_q if origin is None else origin.shift
+        return self.origin.shift
 
     # -- which blocks meet -----------------------------------------------------------------------
 
@@ -224,7 +191,7 @@ class Problem:
         """
         batches_per_tile = max(1, self.lanes_per_tile // self.heads_k)
         heads_per_tile = min(self.heads_k, self.lanes_per_tile)
-        visibility = self.options.visibility
+        visibility = self.visibility
         if visibility is not None and visibility.differs_by_sequence:
             batches_per_tile = 1
         if visibility is not None and visibility.differs_by_head:
@@ -250,7 +217,7 @@ class Problem:
         """Those of key_blocks() with a key that some query of the block sees, up to the last such
         key; under a sparse mask, of the blocks that it has m_block visit.
         """
-        left, right = self.options.window
+        left, right = self.window
         start, stop = 0, self.seqlen_k
         if left >= 0:
             start = max(0, m_block.start + self.shift - left)
@@ -262,7 +229,7 @@ class Problem:
 
     def query_blocks_that_see(self, lanes: Lanes, n_block: Block) -> Iterator[Block]:
         """Those of query_blocks() with a query that sees some key of the block."""
-        left, right = self.options.window
+        left, right = self.window
         start, stop = 0, self.seqlen_q
         if right >= 0:
             start = max(0, n_block.start - self.shift - right)
@@ -274,9 +241,9 @@ class Problem:
                 yield block
 
     def _has_visit(self, lanes: Lanes, m_block: Block, n_block: Block) -> bool:
-        visibility = self.options.visibility
+        visibility = self.visibility
         return visibility is None or visibility.has_visit(
-            self.options.part(lanes), m_block.positions(), n_block.positions()
+            lanes.part, m_block.positions(), n_block.positions()
         )
 
     # -- scores of a pair of blocks --------------------------------------------------------------
@@ -287,29 +254,28 @@ class Problem:
 
         Returns the derivative of the scores by the products, None for 1.
         """
-        slope = None
-        if self.options.softcap > 0.0:
-            capped = scores.div_(self.options.softcap).tanh_()
+        call, slope = self.call, None
+        if call.softcap > 0.0:
+            capped = scores.div_(call.softcap).tanh_()
             slope = 1.0 - capped * capped
-            scores.mul_(self.options.softcap)
-        if self.options.alibi_slopes is not None:
-            self._add_alibi(self.options.alibi_slopes, scores, lanes, m_block, n_block)
+            scores.mul_(call.softcap)
+        if call.alibi_slopes is not None:
+            self._add_alibi(call.alibi_slopes, scores, lanes, m_block, n_block)
         by_head = self._by_head(scores, lanes)
-        if self.options.bias is not None:
-            by_head += self.bias_tile(self.options.bias, lanes, m_block, n_block)
+        if call.bias is not None:
+            by_head += self.bias_tile(call.bias, lanes, m_block, n_block)
         if self._hides_any(m_block, n_block):
             by_head.masked_fill_(self._hidden(m_block, n_block), -math.inf)
-        if self.options.visibility is not None:
-            part, blocks = self.options.part(lanes), (m_block.positions(), n_block.positions())
-            by_head.masked_fill_(self.options.visibility.hidden(part, *blocks), -math.inf)
+        if self.visibility is not None:
+            blocks = m_block.positions(), n_block.positions()
+            by_head.masked_fill_(self.visibility.hidden(lanes.part, *blocks), -math.inf)
         return slope
 
     def bias_tile(self, bias: Tensor, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor:
         """The part of a tensor (B|1, Hq|1, Sq|1, Sk) that belongs to a tile: a view."""
         rows = slice(m_block.start, m_block.stop) if bias.shape[2] > 1 else slice(0, 1)
-        return bias[broadcast_part(bias, self.options.part(lanes))][
-            ..., rows, n_block.start : n_block.stop
-        ]
+        part = bias[broadcast_part(bias, lanes.part)]
+        return part[..., rows, n_block.start : n_block.stop]
 
     def add_bias_gradient(
         self, dbias: Tensor, dscores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
@@ -318,17 +284,16 @@ class Problem:
         target = self.bias_tile(dbias, lanes, m_block, n_block)
         target += self._by_head(dscores, lanes).sum_to_size(target.shape)
 
-    def sink_tile(self, lanes: Lanes, m_block: Block) -> Tensor | None:
-        """(lanes, group * block_m, 1): the sink of every row; None without."""
-        if self.options.sink is None:
-            return None
+    def empty_softmax(self, q_tile: Tensor, lanes: Lanes, m_block: Block) -> tuple[Tensor, Tensor]:
+        """(maxima, sums of exponentials) of rows that have met no key, (lanes, group * block_m, 1):
+        the sink of its head is in every row's softmax.
+        """
+        row_sum = q_tile.new_zeros((*q_tile.shape[:2], 1))
+        if self.call.sink is None:
+            return row_sum - math.inf, row_sum
         batches = lanes.batches.stop - lanes.batches.start
-        sink = self.options.sink[lanes.heads_q].to(self.dtype)
-        return (
-            sink[:, None]
-            .expand(batches, -1, len(m_block))
-            .reshape(-1, lanes.group * len(m_block), 1)
-        )
+        sink = self.call.sink[lanes.heads_q, None].to(self.dtype)
+        return sink.expand(batches, -1, len(m_block)).reshape(row_sum.shape), row_sum + 1.0
 
     def _by_head(self, tile: Tensor, lanes: Lanes) -> Tensor:
         """(lanes, group * block_m, block_n) as (batches, heads_q, block_m, block_n)."""
@@ -339,23 +304,18 @@ class Problem:
 
     def dropped(self, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor | None:
         """(lanes, group * block_m, block_n) booleans: what dropout takes away; None without."""
-        options = self.options
-        if options.dropout_p <= 0.0 or options.rng_state is None:
+        if self.call.dropout_p == 0.0:
             return None
-        sequences, heads = options.part(lanes)
-        batch, origin = range(sequences.start, sequences.stop), options.origin
-        if origin is None:
-            origin = Origin(stream=0, first_q=0, first_k=0, shift=self.shift)
-        else:
-            batch = range(1)
+        assert self.call.rng_state is not None
+        first_head = self.origin.stream + lanes.heads_q.start
         keep = keep_mask(
-            options.rng_state,
-            options.dropout_p,
-            batch=batch,
-            heads=range(origin.stream + heads.start, origin.stream + heads.stop),
+            self.call.rng_state,
+            self.call.dropout_p,
+            batch=range(lanes.batches.start, lanes.batches.stop),
+            heads=range(first_head, self.origin.stream + lanes.heads_q.stop),
             num_heads=self.heads_q,
-            rows=m_block.positions(origin.first_q),
-            cols=n_block.positions(origin.first_k),
+            rows=m_block.positions(self.origin.first_q),
+            cols=n_block.positions(self.origin.first_k),
         )
         return keep.logical_not_().view(-1, lanes.group * len(m_block), len(n_block))
 
@@ -363,7 +323,7 @@ class Problem:
         self, slopes: Tensor, scores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
     ) -> None:
         if slopes.dim() == 2:
-            of_lanes = slopes[self.options.part(lanes)]
+            of_lanes = slopes[lanes.part]
         else:
             batches = lanes.batches.stop - lanes.batches.start
             of_lanes = slopes[lanes.heads_q].expand(batches, -1)
@@ -373,19 +333,20 @@ class Problem:
 
     def _distance(self, m_block: Block, n_block: Block) -> Tensor:
         """(block_m, block_n) integers: j - (i + shift)."""
-        queries = torch.arange(m_block.start, m_block.stop, device=self.device) + self.shift
-        return torch.arange(n_block.start, n_block.stop, device=self.device) - queries[:, None]
+        device = self.call.q.device
+        queries = torch.arange(m_block.start, m_block.stop, device=device) + self.shift
+        return torch.arange(n_block.start, n_block.stop, device=device) - queries[:, None]
 
     def _hides_any(self, m_block: Block, n_block: Block) -> bool:
         """Whether some query of the one block does not see some key of the other."""
-        left, right = self.options.window
+        left, right = self.window
         furthest_right = n_block.stop - 1 - (m_block.start + self.shift)
         furthest_left = m_block.stop - 1 + self.shift - n_block.start
         return 0 <= right < furthest_right or 0 <= left < furthest_left
 
     def _hidden(self, m_block: Block, n_block: Block) -> Tensor:
         """(block_m, block_n) booleans: keys that queries do not see."""
-        left, right = self.options.window
+        left, right = self.window
         distance = self._distance(m_block, n_block)
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if left >= 0:
@@ -393,3 +354,16 @@ class Problem:
         if right >= 0:
             hidden |= distance > right
         return hidden
+
+
+def sink_gradient(call: AttentionCall, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:
+    """Like the call's sink (heads,), if it has one: the sum over rows of exp(sink - lse) * (dlse -
+    rowsum(dout * out)), which is -softmax_d. softmax_lse is ([batch,] heads, rows), and -inf of
+    rows that are no query's; softmax_d may have more rows.
+    """
+    if call.sink is None:
+        return None
+    share = (call.sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp()
+    of_rows = share.masked_fill(softmax_lse == -math.inf, 0.0)
+    of_rows = of_rows * softmax_d[..., : softmax_lse.shape[-1]]
+    return -of_rows.sum(1 if of_rows.dim() == 2 else (0, 2)).to(call.sink.dtype)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import UNLIMITED, WindowSize
 from ..names import refused_names
 from ..surfaces.sequences import (
     attend_sequences,
@@ -24,6 +23,7 @@ from ..surfaces.sequences import (
     refuse_given,
     splits_of,
 )
+from ..window import UNLIMITED, WindowSize
 
 __all__ = [
     "fa_version_unsupported_reason",

@@ -1,5 +1,5 @@
-"""Masks, biases and sinks as callers give them, made into what an AttentionCall has: lists and
-bits of a BlockSparsity, a bias in four dimensions, a sink in softmax_lse's dtype.
+"""Masks and biases as callers give them, made into what an AttentionCall has: lists and bits of a
+BlockSparsity, a bias in four dimensions.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..arguments import cast_for_autocast, rows_bound, seqlen_bound
+from ..arguments import cast_for_autocast, seqlen_bound
 from ..call import AttentionCall
 from ..checks.calls import check_call, extent_of
 from ..checks.masks import PairExtent, check_attn_mask, check_blocks, check_sparsity
-from ..checks.tensors import refuse_forward_gradients, sink_for
 from ..dtensor_import import is_dtensor
 from .sparsity import BlockSparsity
 
@@ -57,17 +56,6 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
         _as_shards(call, masks)
     if not masks.is_dense_mask():
         call.bias = _bias_of(masks.attn_mask, extent, call.q)
-
-
-def add_sink(call: AttentionCall, sink: Any, is_differentiable: bool = True) -> None:
-    """Sets the sink of a call whose q is a tensor; a parameter without a gradient is detached."""
-    refuse_forward_gradients(sink=sink)  # which detaching would drop
-    sink = sink_for(call.q, sink)
-    # Whether a plain tensor needs a gradient is not known where torch.vmap maps it.
-    is_differentiable &= not isinstance(sink, torch.nn.Parameter) or (
-        sink.requires_grad and torch.is_grad_enabled()
-    )
-    call.sink = sink if sink is None or is_differentiable else sink.detach()
 
 
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:
@@ -154,4 +142,4 @@ def _bound(name: str, max_seqlen: Any, masks: Masks, of_mask: int | None, x: Ten
                 raise TypeError(f"{name}: must be an integer with a tensor {mask}, got {kind}")
         if of_mask is not None:
             return of_mask
-    return seqlen_bound(name, max_seqlen, rows_bound(x))
+    return seqlen_bound(name, max_seqlen, x)

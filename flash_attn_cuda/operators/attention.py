@@ -1,7 +1,7 @@
 """Custom operators of namespace `flash_attn_cuda`, for torch.compile, export, vmap, autograd. Their
 arguments are the fields of an AttentionCall (call.py), in order.
 
-    attention              differentiable in q, k, v, bias and sink, through softmax_lse too
+    attention              differentiable in what call.py says, through softmax_lse too
     attention_with_append  writes new keys and values into a cache first; without gradients
     attention_gradients    the first one's gradients as new tensors: its autograd formula
     attention_backward     the same into given dq, dk and dv, or added to them; returns softmax_d
@@ -12,7 +12,7 @@ attend.py and private.py call them; combine.py has those of partial results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from ..call import (
+    ARGUMENTS,
     DIFFERENTIABLE,
     FIELDS,
+    INCOMING,
+    INCOMING_AND_TARGETS,
     OF_BACKWARD,
     READ,
+    TARGETS,
     TENSORS,
     AttentionCall,
     Gradients,
@@ -38,6 +42,7 @@ from .support import (
     arguments_of,
     call_extension,
     check_randomness,
+    define,
     draw_rng_state,
     empty_rng_state,
     for_transforms,
@@ -46,12 +51,11 @@ from .support import (
     one_by_one,
     save_nothing,
     schema_of,
-    select_entry,
 )
 
 _ops = torch.ops.flash_attn_cuda
 # Of the operator that returns gradients; softmax_d is the other one's.
-_GRADIENTS = tuple(name for name in Gradients._fields if name != "softmax_d")
+_GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
 _NO_GRADIENTS_OVER_PAGES = (
     "block_table: must be None in a call whose gradients are wanted, got a tensor; gradients "
     "through the pages of a block_table are not implemented"
@@ -60,10 +64,22 @@ _NO_GRADIENTS_OVER_PAGES = (
 # -- forward -------------------------------------------------------------------------------------
 
 
-def _checked(args: tuple[Any, ...], names: Sequence[str] = READ) -> AttentionCall:
-    call = AttentionCall(**dict(zip(names, args, strict=True)))
+def _described(args: Sequence[Any], names: Sequence[str] = READ) -> AttentionCall:
+    return AttentionCall(**dict(zip(names, args, strict=True)))
+
+
+def _checked(*args: Any) -> tuple[AttentionCall]:
+    call = _described(args)
     check_call(call)
-    return call
+    return (call,)
+
+
+def _checked_append(*args: Any) -> tuple[AttentionCall]:
+    call = _described(args, FIELDS)
+    check_call(call)
+    if call.k_new is None or not call.over_cache:
+        raise ValueError("k: must be given, over a cache; attention reads one alone")
+    return (call,)
 
 
 def _on_cpu(call: AttentionCall) -> Results:
@@ -95,52 +111,21 @@ def _empty_results(call: AttentionCall) -> Results:
     )
 
 
-@torch.library.custom_op(
-    "flash_attn_cuda::attention",
-    mutates_args=(),
-    device_types="cpu",
-    schema=schema_of(Results._fields, (AttentionCall, READ)),
+_FORWARD: dict[str, Any] = {"cpu": _on_cpu, "cuda": _on_cuda, "fake": _empty_results}
+_attention_op = define(
+    "attention",
+    schema_of(Results._fields, (AttentionCall, READ)),
+    check=_checked,
+    **_FORWARD,
     **RANDOM,
 )
-def _attention_op(*args: Any) -> tuple[Any, ...]:
-    return tuple(_on_cpu(_checked(args)))
-
-
-@_attention_op.register_kernel("cuda")
-def _(*args: Any) -> tuple[Any, ...]:
-    return tuple(_on_cuda(_checked(args)))
-
-
-@_attention_op.register_fake
-def _(*args: Any) -> tuple[Any, ...]:
-    return tuple(_empty_results(_checked(args)))
-
-
-def _checked_append(args: tuple[Any, ...]) -> AttentionCall:
-    call = _checked(args, FIELDS)
-    if call.k_new is None or not call.over_cache:
-        raise ValueError("k: must be given, over a cache; attention reads one alone")
-    return call
-
-
-@torch.library.custom_op(
-    "flash_attn_cuda::attention_with_append",
-    mutates_args=("k", "v"),
-    device_types="cpu",
-    schema=schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
+_append_op = define(
+    "attention_with_append",
+    schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
+    mutated=("k", "v"),
+    check=_checked_append,
+    **_FORWARD,
 )
-def _append_op(*args: Any) -> tuple[Any, ...]:
-    return tuple(_on_cpu(_checked_append(args)))
-
-
-@_append_op.register_kernel("cuda")
-def _(*args: Any) -> tuple[Any, ...]:
-    return tuple(_on_cuda(_checked_append(args)))
-
-
-@_append_op.register_fake
-def _(*args: Any) -> tuple[Any, ...]:
-    return tuple(_empty_results(_checked_append(args)))
 
 
 def run_operator(call: AttentionCall) -> Results:
@@ -158,7 +143,7 @@ _SAVED = tuple(name for name in TENSORS if name in OF_BACKWARD)
 
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call = AttentionCall(**dict(zip(READ, inputs, strict=True)))
+    call = _described(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.in_place = call.reads_in_place()
@@ -188,15 +173,13 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> 
     wanted = dict(zip(READ, ctx.needs_input_grad, strict=True))
     *saved, out, softmax_lse, rng_state = ctx.saved_tensors
     tensors = dict(zip(_SAVED, saved, strict=True))
-    sink = tensors["sink"]
-    if not wanted["sink"]:
-        tensors["sink"] = None
+    for name in DIFFERENTIABLE:
+        if ARGUMENTS[name].is_in_lse and not wanted[name]:
+            tensors[name] = None
     call = AttentionCall(**tensors, **ctx.others)
     incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, wants_dbias=wanted["bias"])
     found = run_gradients_operator(call, incoming)
-    made: dict[str, Any] = {name: getattr(found, f"d{name}") for name in DIFFERENTIABLE}
-    made["bias"] = made["bias"] if wanted["bias"] else None
-    made["sink"] = made["sink"].to(sink.dtype) if wanted["sink"] and sink is not None else None
+    made = {name: getattr(found, f"d{name}") for name in DIFFERENTIABLE if wanted[name]}
     return tuple(made.get(name) for name in READ)
 
 
@@ -229,77 +212,64 @@ _attention_for_transforms = for_transforms(_attention_op, _save_for_gradients, _
 
 # -- backward ------------------------------------------------------------------------------------
 
-TARGETS = ("dq", "dk", "dv")
-INCOMING = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
-INCOMING_AND_TARGETS = (*INCOMING, *TARGETS, "accumulate")
 
-
-def _checked_backward(
-    args: tuple[Any, ...], names: Sequence[str]
-) -> tuple[AttentionCall, Incoming]:
+def _checked_backward(*args: Any) -> tuple[AttentionCall, Incoming]:
     count = len(OF_BACKWARD)
-    call = _checked(args[:count], OF_BACKWARD)
-    incoming = Incoming(**dict(zip(names, args[count:], strict=True)))
+    call = _described(args[:count], OF_BACKWARD)
+    check_call(call)
+    # The operator that returns gradients takes the first of them.
+    incoming = Incoming(**dict(zip(INCOMING_AND_TARGETS, args[count:], strict=False)))
     check_incoming(call, incoming)
     return call, incoming
+
+
+def _backward_on_cpu(call: AttentionCall, incoming: Incoming) -> Gradients:
+    check_contents(call)
+    return backward_on_cpu(call, incoming)
 
 
 def _backward_on_cuda(call: AttentionCall, incoming: Incoming) -> Gradients:
     if call.dropout_p == 0.0:
         incoming = replace(incoming, rng_state=None)
-    return call_extension("backward", call.q.device, call, incoming)
+    found: Gradients = call_extension("backward", call.q.device, call, incoming)
+    if found.dbias is not None and call.bias is not None:
+        found = found._replace(dbias=found.dbias.to(call.bias.dtype))
+    return found
 
 
-def _empty_gradients(call: AttentionCall, wants_dbias: bool) -> tuple[Tensor, ...]:
-    q, k, v = call.q, call.k, call.v
-    dbias = q.new_empty((0,))
-    if wants_dbias and call.bias is not None:
-        dbias = q.new_empty(tuple(call.bias.shape), dtype=call.bias.dtype)
-    elif call.bias is not None:
-        dbias = dbias.to(call.bias.dtype)
-    sizes = (0,) if call.sink is None else tuple(call.sink.shape)
-    dsink = q.new_empty(sizes, dtype=call.lse_dtype())
-    dq, dk, dv = (x.new_empty(x.shape, dtype=call.result_dtype()) for x in (q, k, v))
-    return dq, dk, dv, dbias, dsink
+def _empty_gradients(call: AttentionCall, incoming: Incoming) -> Gradients:
+    made: dict[str, Any] = dict.fromkeys(Gradients._fields)
+    for name in DIFFERENTIABLE:
+        argument = getattr(call, name)
+        if argument is not None and (name != "bias" or incoming.wants_dbias):
+            dtype = call.result_dtype() if f"d{name}" in TARGETS else argument.dtype
+            made[f"d{name}"] = argument.new_empty(argument.shape, dtype=dtype)
+    return Gradients(**made)
 
 
-@torch.library.custom_op(
-    "flash_attn_cuda::attention_gradients",
-    mutates_args=(),
-    device_types="cpu",
-    schema=schema_of(
-        _GRADIENTS,
-        (AttentionCall, OF_BACKWARD),
-        (Incoming, INCOMING),
-    ),
+def _for_operator(call: AttentionCall, found: Gradients) -> tuple[Tensor, ...]:
+    """Empty tensors, of an argument's dtype, for those that there are not."""
+    made = []
+    for name in DIFFERENTIABLE:
+        argument, gradient = getattr(call, name), getattr(found, f"d{name}")
+        like: Tensor = call.q if argument is None else argument
+        made.append(like.new_empty((0,)) if gradient is None else gradient)
+    return tuple(made)
+
+
+_gradients_op = define(
+    "attention_gradients",
+    schema_of(_GRADIENTS, (AttentionCall, OF_BACKWARD), (Incoming, INCOMING)),
+    check=_checked_backward,
+    cpu=lambda call, incoming: _for_operator(call, _backward_on_cpu(call, incoming)),
+    cuda=lambda call, incoming: _for_operator(call, _backward_on_cuda(call, incoming)),
+    fake=lambda call, incoming: _for_operator(call, _empty_gradients(call, incoming)),
 )
-def _gradients_op(*args: Any) -> tuple[Tensor, ...]:
-    call, incoming = _checked_backward(args, INCOMING)
-    check_contents(call)
-    return arguments_of(backward_on_cpu(call, incoming), _GRADIENTS)
-
-
-@_gradients_op.register_kernel("cuda")
-def _(*args: Any) -> tuple[Tensor, ...]:
-    call, incoming = _checked_backward(args, INCOMING)
-    found = _backward_on_cuda(call, incoming)
-    dtype = call.q.dtype if call.bias is None else call.bias.dtype
-    dbias = call.q.new_empty((0,)) if found.dbias is None else found.dbias
-    found = found._replace(dbias=dbias.to(dtype))
-    if found.dsink is None:
-        found = found._replace(dsink=call.q.new_empty((0,), dtype=call.lse_dtype()))
-    return arguments_of(found, _GRADIENTS)
-
-
-@_gradients_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    call, incoming = _checked_backward(args, INCOMING)
-    return _empty_gradients(call, incoming.wants_dbias)
 
 
 def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients:
-    """Without softmax_d; dbias and dsink are empty where the call has no bias, or none of it is
-    wanted, and no sink.
+    """Without softmax_d; gradients of what the call does not have, or that are not wanted, are
+    empty.
     """
     op = _gradients_for_transforms if is_functorch_active() else _ops.attention_gradients
     found = op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
@@ -310,40 +280,32 @@ _gradients_op.register_autograd(no_double_backward)
 _gradients_for_transforms = for_transforms(_gradients_op, save_nothing, no_double_backward)
 
 
-@torch.library.custom_op(
-    "flash_attn_cuda::attention_backward",
-    mutates_args=TARGETS,
-    device_types="cpu",
-    schema=schema_of(
-        "Tensor softmax_d",
-        (AttentionCall, OF_BACKWARD),
-        (Incoming, INCOMING_AND_TARGETS),
-        mutated=TARGETS,
-    ),
-)
-def _backward_op(*args: Any) -> Tensor | None:
-    call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
-    check_contents(call)
-    found = backward_on_cpu(call, incoming)
+def _written_on_cpu(call: AttentionCall, incoming: Incoming) -> Tensor | None:
+    found = _backward_on_cpu(call, incoming)
     for name in TARGETS:
         target, gradient = getattr(incoming, name), getattr(found, name)
-        if target is not None and incoming.accumulate:
-            target.add_(gradient)
-        elif target is not None:
-            target.copy_(gradient)
+        if target is not None:
+            target.add_(gradient) if incoming.accumulate else target.copy_(gradient)
     return found.softmax_d
 
 
-@_backward_op.register_kernel("cuda")
-def _(*args: Any) -> Tensor | None:
-    call, incoming = _checked_backward(args, INCOMING_AND_TARGETS)
+def _written_on_cuda(call: AttentionCall, incoming: Incoming) -> Tensor | None:
     return _backward_on_cuda(call, replace(incoming, wants_softmax_d=True)).softmax_d
 
 
-@_backward_op.register_fake
-def _(*args: Any) -> Tensor:
-    call, _ = _checked_backward(args, INCOMING_AND_TARGETS)
-    return call.q.new_empty(call.softmax_d_shape(), dtype=call.lse_dtype())
+_backward_op = define(
+    "attention_backward",
+    schema_of(
+        "Tensor softmax_d",
+        *((AttentionCall, OF_BACKWARD), (Incoming, INCOMING_AND_TARGETS)),
+        mutated=TARGETS,
+    ),
+    mutated=TARGETS,
+    check=_checked_backward,
+    cpu=_written_on_cpu,
+    cuda=_written_on_cuda,
+    fake=lambda call, _: call.q.new_empty(call.softmax_d_shape(), dtype=call.lse_dtype()),
+)
 
 
 def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
@@ -355,74 +317,54 @@ def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
 
 # -- vmap ----------------------------------------------------------------------------------------
 
-_DROPOUT = READ.index("dropout_p")
-_forward_one_by_one = one_by_one(_attention_op, _DROPOUT)
-_FOLDED = frozenset(
-    (
-        "q",
-        "k",
-        "v",
-        "dropout_p",
-        "softmax_scale",
-        "causal",
-        "window_size_left",
-        "window_size_right",
-        "softcap",
-        "alibi_slopes",
-        "deterministic",
-        "return_softmax",
-    )
-)
+_FOLDED = ("q", "k", "v", "alibi_slopes")
+_OTHERS = tuple(name for name in TENSORS if name not in _FOLDED)
 
 
 def _folds_into_batch(call: AttentionCall) -> bool:
     """Whether a call over one more dimension is a call of a larger batch: one whose other tensors
     are None, and not over a cache, which nobody copies.
     """
-    others = (getattr(call, name) for name in TENSORS if name not in _FOLDED)
-    return not call.over_cache and all(x is None for x in others)
+    return not call.over_cache and all(x is None for x in arguments_of(call, _OTHERS))
 
 
 @_attention_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    call, size = AttentionCall(**dict(zip(READ, args, strict=True))), info.batch_size
-    if not _folds_into_batch(call):
-        return _forward_one_by_one(info, in_dims, *args)
+    call, size = _described(args), info.batch_size
     check_randomness(call.dropout_p, info.randomness)
+    if not _folds_into_batch(call):
+        return one_by_one(_attention_op, size, in_dims, args)
     folded, batch = _folded(call, dict(zip(READ, in_dims, strict=True)), size)
-    out, softmax_lse, s_dmask, rng_state = _attention_op(*arguments_of(folded, READ))
-    out, softmax_lse = (_unfold_batch(size, batch, x) for x in (out, softmax_lse))
-    if call.wants_s_dmask():
-        return (out, softmax_lse, _unfold_batch(size, batch, s_dmask), rng_state), (0, 0, 0, None)
-    return (out, softmax_lse, s_dmask, rng_state), (0, 0, None, None)
+    found = _attention_op(*arguments_of(folded, READ))
+    rows = ("out", "softmax_lse")
+    mapped = (*rows, "S_dmask") if call.wants_s_dmask() else rows
+    return _unfolded(dict(zip(Results._fields, found, strict=True)), mapped, size, batch)
 
 
 @_gradients_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
     size, count = info.batch_size, len(OF_BACKWARD)
-    call = AttentionCall(**dict(zip(OF_BACKWARD, args[:count], strict=True)))
+    call = _described(args[:count], OF_BACKWARD)
     given = dict(zip(INCOMING, args[count:], strict=True))
     dims = dict(zip((*OF_BACKWARD, *INCOMING), in_dims, strict=True))
     # Where the forward was not mapped, batch entries are part of what decides about dropout.
     is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
     if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):
-        each = [_gradients_op(*select_entry(args, in_dims, index)) for index in range(size)]
-        results = tuple(torch.stack(x) for x in zip(*each, strict=True))
-        return results, (0,) * len(results)
+        return one_by_one(_gradients_op, size, in_dims, args)
     folded, batch = _folded(call, dims, size)
     for name in ("dout", "dlse", "out", "softmax_lse"):
         given[name] = _fold_into_batch(size, given[name], dims[name])
-    *found, dbias, dsink = _gradients_op(*arguments_of(folded, OF_BACKWARD), *given.values())
-    dq, dk, dv = (_unfold_batch(size, batch, x) for x in found)
-    return (dq, dk, dv, dbias, dsink), (0, 0, 0, None, None)
+    found = _gradients_op(*arguments_of(folded, OF_BACKWARD), *given.values())
+    return _unfolded(dict(zip(_GRADIENTS, found, strict=True)), TARGETS, size, batch)
 
 
 def _folded(call: AttentionCall, dims: dict[str, Any], size: int) -> tuple[AttentionCall, int]:
     """The call with vmap's dimension in its batch, and the batch of one entry."""
-    batch = _batch_of(call.q, dims["q"])
-    tensors = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in "qkv"}
+    dim = dims["q"]
+    batch = call.q.shape[0] if dim is None else call.q.movedim(dim, 0).shape[1]
+    folded = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in "qkv"}
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims["alibi_slopes"])
-    return replace(call, **tensors, alibi_slopes=slopes), batch
+    return replace(call, **folded, alibi_slopes=slopes), batch
 
 
 def _fold_into_batch(size: int, x: Any, dim: int | None) -> Any:
@@ -443,10 +385,11 @@ def _fold_slopes(size: int, batch: int, slopes: Any, dim: int | None) -> Any:
     return slopes.expand(size, batch, slopes.shape[-1]).flatten(0, 1)
 
 
-def _unfold_batch(size: int, batch: int, x: Tensor) -> Tensor:
-    return x.unflatten(0, (size, batch))
-
-
-def _batch_of(x: Tensor, dim: int | None) -> int:
-    """The batch of one entry of vmap's dimension."""
-    return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
+def _unfolded(
+    found: dict[str, Tensor], mapped: Collection[str], size: int, batch: int
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Results and where vmap's dimension is in each; those `mapped` have it in the batch."""
+    results = tuple(
+        x.unflatten(0, (size, batch)) if name in mapped else x for name, x in found.items()
+    )
+    return results, tuple(0 if name in mapped else None for name in found)

@@ -12,33 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cpu
 from ..checks.tensors import check_like, check_tensor
-from .support import Tensors2, call_extension, schema_of
+from ..cpu import combine
+from .support import Tensors2, call_extension, define
 
 _ops = torch.ops.flash_attn_cuda
-_RETURNS = "Tensor out, Tensor softmax_lse"
 COMBINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class CombineCall:
-    """Arguments of _flash_attn_combine. out_dtype None is out_partial's."""
+    """Arguments of both operators; where out (B, S, H, D) is given, dtype is that of it."""
 
     out_partial: Tensor
     lse_partial: Tensor
-    out_dtype: torch.dtype | None
-
-    def check(self) -> None:
-        """Raise for what no backend runs."""
-        check_partials(self.out_partial, self.lse_partial)
-        if self.dtype not in (*COMBINED_DTYPES, self.out_partial.dtype):
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMBINED_DTYPES)
-            raise TypeError(f"out_dtype: must be one of {allowed}, got {self.dtype}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.out_partial.dtype if self.out_dtype is None else self.out_dtype
+    dtype: torch.dtype
+    out: Tensor | None = None
 
     def empty_lse(self) -> Tensor:
         """(B, S, H), where the rows of a head are neighbours, on every device: the layout that the
@@ -48,9 +37,42 @@ class CombineCall:
         strides = (heads * seqlen, 1, seqlen)
         return self.lse_partial.new_empty_strided((batch, seqlen, heads), strides)
 
+    def empty(self) -> Tensors2:
+        partial = self.out_partial
+        return partial.new_empty(partial.shape[1:], dtype=self.dtype), self.empty_lse()
+
     def on_cpu(self) -> Tensors2:
-        out, softmax_lse = cpu.combine(self.out_partial, self.lse_partial, self.dtype)
+        out, softmax_lse = combine(self.out_partial, self.lse_partial, self.dtype)
+        out = out if self.out is None else self.out.copy_(out)
         return out, self.empty_lse().copy_(softmax_lse)
+
+    def on_cuda(self) -> Tensors2:
+        arguments = (self.out_partial, self.lse_partial, self.out, self.dtype)
+        out, softmax_lse = call_extension("combine", self.out_partial.device, *arguments)
+        return out, softmax_lse
+
+
+def checked(out_partial: Any, lse_partial: Any, out_dtype: torch.dtype | None) -> CombineCall:
+    """Raises for what no backend runs."""
+    check_partials(out_partial, lse_partial)
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    _check_dtype("out_dtype: must", dtype, out_partial)
+    return CombineCall(out_partial, lse_partial, dtype)
+
+
+def checked_out(out_partial: Any, lse_partial: Any, out: Any) -> CombineCall:
+    """The same of one that writes into out."""
+    check_tensor("out", out)
+    check_partials(out_partial, lse_partial)
+    _check_dtype("out: dtype must", out.dtype, out_partial)
+    check_like("out", out, out_partial.shape[1:], out.dtype, out_partial, "out_partial")
+    return CombineCall(out_partial, lse_partial, out.dtype, out)
+
+
+def _check_dtype(what: str, dtype: torch.dtype, out_partial: Tensor) -> None:
+    if dtype not in (*COMBINED_DTYPES, out_partial.dtype):
+        allowed = ", ".join(str(x).removeprefix("torch.") for x in COMBINED_DTYPES)
+        raise TypeError(f"{what} be one of {allowed}, got {dtype}")
 
 
 def check_partials(out_partial: Any, lse_partial: Any) -> None:
@@ -59,106 +81,36 @@ def check_partials(out_partial: Any, lse_partial: Any) -> None:
     dtypes = (torch.float32,) if out_partial.is_cuda else (torch.float32, torch.float64)
     if out_partial.dtype not in dtypes:
         raise TypeError(f"out_partial: dtype must be torch.float32, got {out_partial.dtype}")
-    if out_partial.dim() != 5:
+    shape = tuple(out_partial.shape)
+    if len(shape) != 5:
         raise ValueError(
             "out_partial: must have 5 dimensions (splits, batch, seqlen, heads, head_dim), "
-            f"got shape {tuple(out_partial.shape)}"
+            f"got shape {shape}"
         )
-    if out_partial.shape[0] < 1:
-        raise ValueError(
-            f"out_partial: must have at least one split, got shape {tuple(out_partial.shape)}"
-        )
-    check_tensor("lse_partial", lse_partial)
-    if lse_partial.device != out_partial.device:
-        raise ValueError(
-            f"lse_partial: must be on the device of out_partial ({out_partial.device}), "
-            f"got {lse_partial.device}"
-        )
-    check_like("lse_partial", lse_partial, out_partial.shape[:-1], out_partial.dtype, out_partial)
+    if shape[0] < 1:
+        raise ValueError(f"out_partial: must have at least one split, got shape {shape}")
+    like = (shape[:-1], out_partial.dtype, out_partial, "out_partial")
+    check_like("lse_partial", lse_partial, *like)
 
 
-@torch.library.custom_op(
-    "flash_attn_cuda::_flash_attn_combine",
-    mutates_args=(),
-    device_types="cpu",
-    schema=schema_of(_RETURNS, (CombineCall, ("out_partial", "lse_partial", "out_dtype"))),
+_combine_op = define(
+    "_flash_attn_combine",
+    "(Tensor out_partial, Tensor lse_partial, ScalarType? out_dtype) "
+    "-> (Tensor out, Tensor softmax_lse)",
+    check=lambda *args: (checked(*args),),
+    cpu=CombineCall.on_cpu,
+    cuda=CombineCall.on_cuda,
+    fake=CombineCall.empty,
 )
-def _combine_op(*args: Any) -> Tensors2:
-    call = CombineCall(*args)
-    call.check()
-    return call.on_cpu()
-
-
-@_combine_op.register_kernel("cuda")
-def _(*args: Any) -> Tensors2:
-    call = CombineCall(*args)
-    call.check()
-    device = call.out_partial.device
-    out, softmax_lse = call_extension(
-        "combine", device, call.out_partial, call.lse_partial, None, call.dtype
-    )
-    return out, softmax_lse
-
-
-@_combine_op.register_fake
-def _(*args: Any) -> Tensors2:
-    call = CombineCall(*args)
-    call.check()
-    partial = call.out_partial
-    return partial.new_empty(partial.shape[1:], dtype=call.dtype), call.empty_lse()
-
-
-@dataclass(frozen=True)
-class CombineOutCall:
-    """Arguments of _flash_attn_combine_out: out (B, S, H, D) is written."""
-
-    out_partial: Tensor
-    lse_partial: Tensor
-    out: Tensor
-
-    def check(self) -> CombineCall:
-        """Raise for what no backend runs; returns the call that computes the same."""
-        check_tensor("out", self.out)
-        call = CombineCall(self.out_partial, self.lse_partial, self.out.dtype)
-        check_partials(self.out_partial, self.lse_partial)
-        if self.out.dtype not in (*COMBINED_DTYPES, self.out_partial.dtype):
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMBINED_DTYPES)
-            raise TypeError(f"out: dtype must be one of {allowed}, got {self.out.dtype}")
-        if self.out.device != self.out_partial.device:
-            raise ValueError(
-                f"out: must be on the device of out_partial ({self.out_partial.device}), "
-                f"got {self.out.device}"
-            )
-        check_like("out", self.out, self.out_partial.shape[1:], self.out.dtype, self.out_partial)
-        return call
-
-
-@torch.library.custom_op(
-    "flash_attn_cuda::_flash_attn_combine_out",
-    mutates_args=("out",),
-    device_types="cpu",
-    schema=schema_of(
-        "Tensor softmax_lse",
-        (CombineOutCall, ("out_partial", "lse_partial", "out")),
-        mutated=("out",),
-    ),
+_combine_out_op = define(
+    "_flash_attn_combine_out",
+    "(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor softmax_lse",
+    mutated=("out",),
+    check=lambda *args: (checked_out(*args),),
+    cpu=lambda call: call.on_cpu()[1],
+    cuda=lambda call: call.on_cuda()[1],
+    fake=CombineCall.empty_lse,
 )
-def _combine_out_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    combined, softmax_lse = CombineOutCall(out_partial, lse_partial, out).check().on_cpu()
-    out.copy_(combined)
-    return softmax_lse
-
-
-@_combine_out_op.register_kernel("cuda")
-def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    CombineOutCall(out_partial, lse_partial, out).check()
-    device = out_partial.device
-    return call_extension("combine", device, out_partial, lse_partial, out, out.dtype)[1]
-
-
-@_combine_out_op.register_fake
-def _(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    return CombineOutCall(out_partial, lse_partial, out).check().empty_lse()
 
 
 def run_combine(

@@ -25,18 +25,23 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.functional import pad
 
 from ..call import (
+    ARRAYS,
     DIFFERENTIABLE,
     FIELDS,
+    INCOMING,
+    INCOMING_AND_TARGETS,
     OF_BACKWARD,
+    OVER_PAIRS,
     READ,
+    TARGETS,
     TENSORS,
     AttentionCall,
     Incoming,
+    Results,
 )
 from ..checks.calls import check_call, check_incoming, names_of
-from ..checks.tensors import output_shape
+from ..checks.tensors import output_shape, refuse_with
 from . import attention, combine
-from .attention import INCOMING, INCOMING_AND_TARGETS, TARGETS
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
 
@@ -59,20 +64,20 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     else:
         entries = keys
     new = keys if call.cu_seqlens_k_new is not None else (batch, *keys)
-    pairs, each = (batch, HEADS, WHOLE, WHOLE), (batch,)
+    declared: dict[Any, Any] = {"B": batch, "Hq": HEADS}
+    arrays = {name: tuple(declared.get(x, WHOLE) for x in sizes) for name, sizes, _ in ARRAYS}
+    pairs = (batch, HEADS, WHOLE, WHOLE)
     table = (WHOLE if call.cache_batch_idx is not None else batch, WHOLE)
     slopes = (HEADS,) if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else pairs[:2]
     return {
         **{"q": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
-        **dict.fromkeys(("bias", "block_rows", "block_columns", "mask_bits"), pairs),
-        **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx"), each),
+        **arrays,
+        **dict.fromkeys(OVER_PAIRS, pairs),
         **dict.fromkeys(
             ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "rng_state"), (WHOLE,)
         ),
         **dict.fromkeys(("rotary_cos", "rotary_sin"), (WHOLE, WHOLE)),
         "alibi_slopes": slopes,
-        "sink": (HEADS,),
-        "origin": (batch, WHOLE),
         "block_table": table,
     }
 
@@ -96,8 +101,8 @@ def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
     if names is None:
         titles: dict[str, str] = names_of(call)._asdict()
     else:
-        lists = dict.fromkeys(("block_rows", "block_columns", "mask_bits"), "attn_mask, block_mask")
-        titles = {**names._asdict(), **lists, "bias": "attn_mask"}
+        masks = dict.fromkeys(OVER_PAIRS, "attn_mask, block_mask")
+        titles = {**names._asdict(), **masks, "bias": "attn_mask"}
     if call.over_cache:
         titles |= {"k_new": "k", "v_new": "v"}
     return titles
@@ -142,16 +147,15 @@ def _check_appended(call: AttentionCall, split: Split) -> None:
 def _check_dropout(call: AttentionCall, split: Split) -> None:
     if call.dropout_p == 0.0 or not any(split.cuts):
         return
-    refused = {
+    reasons = {
         "an attn_mask or a block_mask": call.has_masks(),
         "return_attn_probs": call.wants_s_dmask(),
     }
-    for what, is_there in refused.items():
-        if is_there:
-            raise NotImplementedError(
-                f"dropout_p: must be 0 with {what} where DTensors are sharded, got "
-                f"{call.dropout_p}: redistribute q, k and v to be replicated"
-            )
+    refuse_with(
+        f"dropout_p: must be 0 with {{}} where DTensors are sharded, got {call.dropout_p}: "
+        "redistribute q, k and v to be replicated",
+        reasons,
+    )
 
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
@@ -234,7 +238,9 @@ def _forward(names: Sequence[str]) -> Rule:
         part = local_call(call, split)
         if call.dropout_p > 0.0 and call.rng_state is None:
             part = replace(part, rng_state=_shared_rng_state(call, split))
-        out, softmax_lse, s_dmask, rng_state = func(*arguments_of(part, names))
+        results = func(*arguments_of(part, names))
+        found: dict[str, Tensor] = dict(zip(Results._fields, results, strict=True))
+        out, softmax_lse, rng_state = found["out"], found["softmax_lse"], found["rng_state"]
         if part.is_packed() and not call.is_packed():
             batch = part.batch()
             out = out.unflatten(0, (batch, call.q.shape[1]))
@@ -243,7 +249,7 @@ def _forward(names: Sequence[str]) -> Rule:
         return (
             split.result(out, layouts["q"], output_shape(call.q, call.v)),
             split.result(softmax_lse, layout_of_rows(call), call.lse_shape()),
-            split.result(s_dmask, probabilities, call.s_dmask_shape()),
+            split.result(found["S_dmask"], probabilities, call.s_dmask_shape()),
             split.result(rng_state, (WHOLE,), rng_state.shape),
         )
 
@@ -305,8 +311,8 @@ def _among_heads(found: Tensor, first: int, held: int) -> Tensor:
 
 def _gradients_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
     backward = _BackwardPart(given)
-    dq, dk, dv, dbias, dsink = func(*backward.arguments(backward.incoming, INCOMING))
-    found = (*backward.shards(dq, dk, dv), dbias, dsink)
+    dq, dk, dv, *others = func(*backward.arguments(backward.incoming, INCOMING))
+    found = (*backward.shards(dq, dk, dv), *others)
     return tuple(map(backward.result, DIFFERENTIABLE, found))
 
 
@@ -352,7 +358,7 @@ def _split_of_partials(given: dict[str, Any]) -> tuple[Split, dict[str, Tensor]]
 
 
 def _combine_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    combine.CombineCall(**given).check()
+    combine.checked(**given)
     split, local = _split_of_partials(given)
     out, softmax_lse = func(*local.values(), given["out_dtype"])
     shape = given["out_partial"].shape[1:]
@@ -363,7 +369,7 @@ def _combine_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, DTensor]:
 
 
 def _combine_out_rule(func: Any, given: dict[str, Any]) -> DTensor:
-    combine.CombineOutCall(**given).check()
+    combine.checked_out(**given)
     split, local = _split_of_partials(given)
     softmax_lse = func(*local.values())
     return split.result(softmax_lse, _PARTIALS["out"][:-1], given["out"].shape[:-1])

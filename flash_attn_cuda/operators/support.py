@@ -34,8 +34,42 @@ _SCHEMA_TYPES = {
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
-    "torch.dtype | None": "ScalarType?",
 }
+
+
+def define(
+    name: str,
+    schema: str,
+    *,
+    check: Callable[..., tuple[Any, ...]],
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    fake: Callable[..., Any],
+    mutated: Sequence[str] = (),
+    **settings: Any,
+) -> Any:
+    """The operator flash_attn_cuda::name. `check` makes of its arguments what the implementations
+    take, of which `fake` is a compiler's; `mutated` names the arguments that it writes into.
+    """
+
+    def checked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def implementation(*args: Any) -> Any:
+            found = run(*check(*args))
+            return tuple(found) if isinstance(found, tuple) else found
+
+        return implementation
+
+    op = torch.library.custom_op(
+        f"flash_attn_cuda::{name}",
+        checked(cpu),
+        mutates_args=mutated,
+        device_types="cpu",
+        schema=schema,
+        **settings,
+    )
+    op.register_kernel("cuda")(checked(cuda))
+    op.register_fake(checked(fake))
+    return op
 
 
 def schema_of(
@@ -45,8 +79,7 @@ def schema_of(
 ) -> str:
     """The schema of an operator whose arguments are these fields of these dataclasses, in order.
 
-    `returns` is the schema's list of results, or names of tensors; `mutated` names the arguments it
-    writes into.
+    `returns` is the schema's list of results, or names of tensors.
     """
     if not isinstance(returns, str):
         returns = ", ".join(f"Tensor {name}" for name in returns)
@@ -168,27 +201,21 @@ def _is_mapped(x: Tensor, level: int) -> bool:
     return False
 
 
-def one_by_one(op: Callable[..., Any], dropout_p: int) -> Callable[..., Any]:
-    """A rule for torch.vmap that calls a forward for one entry after the other, so that a dropout
-    is another one for each; `dropout_p` is the position of that argument.
+def one_by_one(
+    op: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What a rule for torch.vmap returns where it calls an operator for one entry after the other,
+    so that a dropout is another one for each.
     """
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[int, ...]]:
-        check_randomness(args[dropout_p], info.randomness)
-        if info.batch_size == 0:
-            raise NotImplementedError("torch.vmap: must map over at least one entry, got 0")
-        each = [op(*select_entry(args, in_dims, index)) for index in range(info.batch_size)]
-        results = tuple(torch.stack(x) for x in zip(*each, strict=True))
-        return results, (0,) * len(results)
-
-    return rule
-
-
-def select_entry(args: tuple[Any, ...], in_dims: tuple[Any, ...], index: int) -> list[Any]:
-    """The arguments of one entry of vmap's dimension."""
-    return [
-        x if dim is None else x.select(dim, index) for x, dim in zip(args, in_dims, strict=True)
+    if size == 0:
+        raise NotImplementedError("torch.vmap: must map over at least one entry, got 0")
+    pairs = list(zip(args, in_dims, strict=True))
+    each = [
+        op(*(x if dim is None else x.select(dim, index) for x, dim in pairs))
+        for index in range(size)
     ]
+    results = tuple(torch.stack(x) for x in zip(*each, strict=True))
+    return results, (0,) * len(results)
 
 
 def is_functorch_active() -> bool:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import UNLIMITED, WindowSize, rows_bound
+from ..arguments import rows_bound
 from ..call import AttentionCall
 from ..checks.tensors import MAX_INT32
+from ..window import UNLIMITED, WindowSize
 
 
 class Hidden(NamedTuple):

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import UNLIMITED, WindowSize, window_bounds
-from ..checks.lengths import check_optional
-from ..checks.tensors import check_tensor
+from ..checks.tensors import check_like, check_tensor
 from ..dense import flash_attn_qkvpacked_func as _qkvpacked
 from ..kvcache import flash_attn_combine
 from ..kvcache import flash_attn_with_kvcache as _with_kvcache
 from ..names import refused_names
 from ..rotary import apply_rotary_emb
+from ..window import UNLIMITED, WindowSize, window_bounds
 from .sequences import (
     REFUSALS,
     attend_sequences,
@@ -253,7 +252,8 @@ def flash_attn_with_kvcache(
     if k is not None and rotary_seqlens is not None and rotary_cos is not None:
         left, right = window_bounds(window_size)
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        check_optional("rotary_seqlens", rotary_seqlens, (batch,), q)
+        if rotary_seqlens is not None:
+            check_like("rotary_seqlens", rotary_seqlens, (batch,), torch.int32, q)
         tables = (rotary_cos, rotary_sin, bool(rotary_interleaved))
         in_order = causal or left >= 0 or right >= 0
         q = _rotated(q, tables, rotary_seqlens, cu_seqlens_q, in_order)

@@ -42,11 +42,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import WindowSize, rows_bound, seqlen_bound, window_ends
+from ..arguments import seqlen_bound
 from ..checks.tensors import check_tensor
 from ..kvcache import flash_attn_combine as _combine
 from ..masks.lists import PIECE
 from ..names import refused_names
+from ..window import WindowSize, window_ends
 from .bands import Band
 from .sequences import attend_sequences, refuse_fp8, refuse_given, splits_of
 
@@ -424,7 +425,7 @@ def _extent(
     check_tensor(name, x)
     if cu_seqlens is not None:
         check_tensor(f"cu_seqlens_{name}", cu_seqlens)
-        bound = seqlen_bound(f"max_seqlen_{name}", max_seqlen, rows_bound(x))
+        bound = seqlen_bound(f"max_seqlen_{name}", max_seqlen, x)
         return cu_seqlens.shape[0] - 1, bound
     if x.dim() != 4:
         raise ValueError(

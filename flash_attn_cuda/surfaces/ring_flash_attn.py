@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..arguments import UNLIMITED, WindowSize, window_bounds
 from ..checks.tensors import check_packed, check_tensor
 from ..context_parallel import Band, ContextParallel, Plan
 from ..context_parallel.stripes import stripes_of
+from ..window import UNLIMITED, WindowSize, window_bounds
 from .ring_plans import (
     Slice,
     balanced,

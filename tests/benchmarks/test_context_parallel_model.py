@@ -27,7 +27,7 @@ from benchmarks.context_parallel.programs import (
 )
 from benchmarks.core import report
 from flash_attn_cuda.context_parallel import Band, steps
-from flash_attn_cuda.context_parallel.schedule import Options, gathering, ringing
+from flash_attn_cuda.context_parallel.schedule import Sight, gathering, ringing
 from tests.cases.cpu_harness import one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,8 +81,8 @@ def test_bytes_are_those_of_the_exchanges_of_the_schedule(problem, scheme):
     row = 2 * heads.k * heads.dim * 2
     outcomes = {which: run(problem, scheme, which, Constants()) for which in PASSES}
     for rank in range(problem.ranks):
-        options = Options(problem.band)
-        schedule = make(problem.plan, rank, heads.q, options, torch.device("cpu"))
+        sight = Sight(problem.band)
+        schedule = make(problem.plan, rank, heads.q, sight, torch.device("cpu"))
         exchanges = [hop.exchange for hop in schedule.hops if hop.exchange is not None]
         sent = sum(
             count

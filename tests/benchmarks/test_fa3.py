@@ -14,7 +14,8 @@ from benchmarks.core.refcheck import ReferenceCheck
 from benchmarks.core.runner import Status, make_input_sets, run_case
 from benchmarks.peers import backends, fa3
 from benchmarks.peers.backends import BACKENDS, Unsupported
-from flash_attn_cuda import cpu
+from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.cpu import backward_on_cpu, forward_on_cpu
 from tests.benchmarks.cases import BRIEF, SMALL
 
 NAMESPACE = "fake_flash_attn_3"
@@ -40,29 +41,28 @@ def named(operator: str, arguments: tuple) -> dict:
 
 def forward(*arguments):
     given = named("fwd", arguments)
-    q, k, v = given["q"], given["k"], given["v"]
+    q = given["q"]
     assert given["k_new"] is None and given["num_splits"] == 1 and not torch.is_grad_enabled()
     if q.shape[-1] == 24:
         raise RuntimeError("This flash attention build does not support hdim 24.")
     if q.shape[-1] == 40:
         raise RuntimeError("CUDA error: operation not supported")
-    out, lse = cpu.attention_forward(q, k, v, options_of(**given))
-    return out, lse, q.new_empty(0), q.new_empty(0)
+    found = forward_on_cpu(call_of(**given), q.new_empty(0))
+    return found.out, found.softmax_lse, q.new_empty(0), q.new_empty(0)
 
 
 def backward(*arguments):
     given = named("bwd", arguments)
-    tensors = [given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")]
-    gradients = cpu.attention_backward(*tensors, options_of(**given))
-    for name, gradient in zip(("dq", "dk", "dv"), gradients[:3], strict=True):
-        given[name].copy_(gradient)
+    incoming = Incoming(given["dout"], None, given["out"], given["softmax_lse"], None)
+    found = backward_on_cpu(call_of(**given), incoming)
+    for name in ("dq", "dk", "dv"):
+        given[name].copy_(getattr(found, name))
     return torch.empty(0), given["softmax_lse"].clone()
 
 
-def options_of(
-    *, softmax_scale: float, is_causal: bool = False, **_others: object
-) -> cpu.AttentionOptions:
-    return cpu.AttentionOptions(softmax_scale, window=(-1, 0 if is_causal else -1))
+def call_of(*, softmax_scale: float, is_causal: bool = False, **others) -> AttentionCall:
+    tensors = (others[name] for name in "qkv")
+    return AttentionCall(*tensors, softmax_scale=softmax_scale, causal=is_causal)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import cpu
-from flash_attn_cuda.cpu import Tiling
+from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.cpu import DEFAULT_TILING, Tiling, backward_on_cpu, forward_on_cpu
 from tests.cases.attention import AttentionCase, AttentionInputs, Features, VarlenCase, VarlenInputs
 from tests.reference import (
     AttentionOptions,
@@ -35,39 +37,40 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def cpu_options(case: Features, head_dim: int, slopes: Tensor | None) -> cpu.AttentionOptions:
-    left, right = case.window
-    return cpu.AttentionOptions(
-        softmax_scale=head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale,
-        window=(left, 0 if case.causal else right),
-        softcap=case.softcap,
-        alibi_slopes=slopes,
-        dropout_p=case.dropout_p,
-        rng_state=RNG_STATE if case.dropout_p > 0.0 else None,
-    )
+def call_of(case: Features, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> AttentionCall:
+    """The case's call of these tensors; `others` are fields of it."""
+    given: dict[str, Any] = case.arguments()
+    left, right = given.pop("window_size")
+    return AttentionCall(q, k, v, **given, window_size_left=left, window_size_right=right, **others)
 
 
 def compute(
     case: AttentionCase, inputs: AttentionInputs, tiling: Tiling = SMALL_TILES
 ) -> AttentionResult:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    out, lse = cpu.attention_forward(q, k, v, options, tiling)
-    dq, dk, dv, _ = cpu.attention_backward(
-        inputs.dout, q, k, v, out, lse, options, inputs.dlse, tiling
-    )
-    return AttentionResult(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+    slopes = inputs.alibi_slopes
+    call = call_of(case, inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
+    return compute_call(call, inputs, tiling)
 
 
 def compute_varlen(case: VarlenCase, inputs: VarlenInputs) -> AttentionResult:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    lengths = inputs.lengths()
-    out, lse = cpu.varlen_forward(q, k, v, options=options, **lengths)
-    dq, dk, dv, _ = cpu.varlen_backward(
-        inputs.dout, q, k, v, out, lse, options=options, dlse=inputs.dlse, **lengths
-    )
-    return AttentionResult(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+    return compute_call(varlen_call_of(case, inputs), inputs)
+
+
+def varlen_call_of(case: VarlenCase, inputs: VarlenInputs) -> AttentionCall:
+    lengths: dict[str, Any] = {**inputs.lengths(), "alibi_slopes": inputs.alibi_slopes}
+    return call_of(case, inputs.q, inputs.k, inputs.v, **lengths)
+
+
+def compute_call(
+    call: AttentionCall,
+    inputs: AttentionInputs | VarlenInputs,
+    tiling: Tiling = DEFAULT_TILING,
+) -> AttentionResult:
+    """With dropout of RNG_STATE."""
+    out, lse, *_ = forward_on_cpu(call, RNG_STATE, tiling)
+    incoming = Incoming(inputs.dout, inputs.dlse, out, lse, RNG_STATE)
+    found = backward_on_cpu(call, incoming, tiling)
+    return AttentionResult(out=out, lse=lse, dq=found.dq, dk=found.dk, dv=found.dv)
 
 
 def reference_options(case: AttentionCase, inputs: AttentionInputs) -> AttentionOptions:
@@ -118,3 +121,35 @@ def assert_fp64_close(actual: AttentionResult, expected: AttentionResult) -> Non
             atol=1e-11,
             msg=lambda text, n=name: f"{n}: {text}",
         )
+
+
+class CpuAttention(torch.autograd.Function):
+    """The backend under autograd, without the package's operators: out, lse and where that is
+    finite.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, tiling: Tiling, *tensors: Tensor) -> Any:
+        ctx.call, ctx.tiling = replace(call, **dict(zip("qkv", tensors, strict=True))), tiling
+        out, lse, *_ = forward_on_cpu(ctx.call, RNG_STATE, tiling)
+        ctx.save_for_backward(out, lse)
+        seen = lse > -torch.inf
+        ctx.mark_non_differentiable(seen)
+        return out, lse, seen
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Any) -> Any:
+        incoming = Incoming(dout, dlse, *ctx.saved_tensors, RNG_STATE)
+        found = backward_on_cpu(ctx.call, incoming, ctx.tiling)
+        return None, None, found.dq, found.dk, found.dv
+
+
+def check_gradients(call: AttentionCall, tiling: Tiling = DEFAULT_TILING) -> None:
+    """Those of q, k and v through out and lse, by differences."""
+    leaves = [x.detach().nan_to_num(0.5).requires_grad_() for x in (call.q, call.k, call.v)]
+
+    def attention(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, seen = CpuAttention.apply(call, tiling, *tensors)
+        return out, torch.where(seen, lse, 0.0)
+
+    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)

@@ -16,7 +16,7 @@ from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
 from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, head_slices
 from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
 from flash_attn_cuda.context_parallel.plan import rows_of_joined
-from flash_attn_cuda.context_parallel.schedule import Options, ringing
+from flash_attn_cuda.context_parallel.schedule import Sight, ringing
 from flash_attn_cuda.context_parallel.ulysses import check_heads, copy, is_of_words
 
 BANDS = st.builds(
@@ -358,8 +358,8 @@ def test_a_ring_over_a_shard_with_padding_does_not() -> None:
 
 
 def begin_with_all_rows(plan: Plan) -> list[bool]:
-    options, cpu = Options(Band(None, 0)), torch.device("cpu")
-    own = [ringing(plan, rank, 4, options, cpu).hops[0] for rank in range(len(plan.ranks))]
+    sight, cpu = Sight(Band(None, 0)), torch.device("cpu")
+    own = [ringing(plan, rank, 4, sight, cpu).hops[0] for rank in range(len(plan.ranks))]
     return [begins_with_all_rows(hop.calls, plan.rows, plan.rows) for hop in own]
 
 

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn_cuda import cpu
-from flash_attn_cuda.cpu import AttentionOptions, Tiling
+from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.cpu import Tiling, backward_on_cpu, forward_on_cpu
+from flash_attn_cuda.cpu.dense import probabilities
+from flash_attn_cuda.cpu.philox import keep_scale
 from tests.cases.attention import Alibi, AttentionCase, Layout
 from tests.cases.cpu_harness import (
     OFFSET,
@@ -21,8 +23,9 @@ from tests.cases.cpu_harness import (
     SEED,
     SMALL_TILES,
     assert_fp64_close,
+    call_of,
+    check_gradients,
     compute,
-    cpu_options,
     naive_of,
     one_thread,  # noqa: F401
     reference_of,
@@ -265,32 +268,15 @@ def test_invisible_key_blocks_are_not_read(window: tuple[int, int]) -> None:
 def test_softmax_d() -> None:
     case = cpu_case(seqlen_q=30, seqlen_k=30, dtype=torch.float64)
     inputs = case.make_inputs()
-    q, k, v = inputs.q, inputs.k, inputs.v
-    options = AttentionOptions(0.25)
-    out, lse = cpu.attention_forward(q, k, v, options)
-    *_, softmax_d = cpu.attention_backward(
-        inputs.dout, q, k, v, out, lse, options, inputs.dlse, SMALL_TILES
-    )
+    call = call_of(case, inputs.q, inputs.k, inputs.v)
+    out, lse, *_ = forward_on_cpu(call, RNG_STATE)
+    incoming = Incoming(inputs.dout, inputs.dlse, out, lse, None)
+    softmax_d = backward_on_cpu(call, incoming, SMALL_TILES).softmax_d
+    assert softmax_d is not None
     expected = (inputs.dout * out).sum(-1).transpose(1, 2) - inputs.dlse
     assert softmax_d.shape == (case.batch, case.num_heads_q, 128)
     torch.testing.assert_close(softmax_d[..., :30], expected)
     assert not softmax_d[..., 30:].any()
-
-
-class CpuAttention(torch.autograd.Function):
-    """The backend under autograd, without the package's operators."""
-
-    @staticmethod
-    def forward(ctx: Any, options: AttentionOptions, *tensors: torch.Tensor) -> Any:
-        out, lse = cpu.attention_forward(*tensors, options, SMALL_TILES)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.options = options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
-        gradients = cpu.attention_backward(dout, *ctx.saved_tensors, ctx.options, dlse, SMALL_TILES)
-        return None, *gradients[:3]
 
 
 @pytest.mark.parametrize(
@@ -318,16 +304,9 @@ def test_gradcheck_through_out_and_lse(features: dict[str, Any]) -> None:
         **features,
     )
     inputs = case.make_inputs()
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    assert torch.autograd.gradcheck(
-        lambda *x: CpuAttention.apply(options, *x), leaves, fast_mode=True
-    )
-
-
-def test_dropout_needs_a_random_state() -> None:
-    with pytest.raises(ValueError, match="rng_state: must be given"):
-        AttentionOptions(1.0, dropout_p=0.5)
+    slopes = inputs.alibi_slopes
+    call = call_of(case, inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
+    check_gradients(call, SMALL_TILES)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -344,10 +323,11 @@ def test_probabilities(window: tuple[int, int], dropout_p: float) -> None:
         dropout_p=dropout_p,
     )
     inputs = case.make_inputs()
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    out, lse = cpu.attention_forward(inputs.q, inputs.k, inputs.v, options)
-    probs = cpu.probabilities(inputs.q, inputs.k, lse, options, SMALL_TILES)
-    assert probs.shape == (2, 4, 33, 21)
+    slopes = inputs.alibi_slopes
+    call = call_of(case, inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
+    out, lse, *_ = forward_on_cpu(call, RNG_STATE)
+    probs = torch.zeros(2, 4, 33, 21, dtype=torch.float64)
+    probabilities(replace(call, rng_state=RNG_STATE), lse, probs, SMALL_TILES)
     torch.testing.assert_close(probs.abs().sum(-1), (lse > -torch.inf).double())
     if dropout_p > 0.0:
         keep = keep_mask(SEED, OFFSET, dropout_p, 2, 4, 33, 21)
@@ -355,7 +335,7 @@ def test_probabilities(window: tuple[int, int], dropout_p: float) -> None:
     else:
         assert not probs.signbit().any()
     values = inputs.v.repeat_interleave(2, dim=2)
-    kept = probs.clamp_min(0.0) * options.keep_scale
+    kept = probs.clamp_min(0.0) * keep_scale(dropout_p)
     torch.testing.assert_close(torch.einsum("bhmn,bnhd->bmhd", kept, values), out)
 
 
@@ -364,12 +344,10 @@ def test_dropout_leaves_the_mean() -> None:
     case = cpu_case(batch=1, seqlen_q=4, seqlen_k=40, dtype=torch.float64)
     inputs = case.make_inputs()
     tensors = (inputs.q, inputs.k, inputs.v)
-    plain, _ = cpu.attention_forward(*tensors, AttentionOptions(0.25))
-    outs = []
-    for seed in range(400):
-        state = torch.tensor([seed * 7919, 0])
-        options = AttentionOptions(0.25, dropout_p=0.5, rng_state=state)
-        outs.append(cpu.attention_forward(*tensors, options)[0])
+    call = AttentionCall(*tensors)
+    plain = forward_on_cpu(call, RNG_STATE).out
+    dropping = replace(call, dropout_p=0.5)
+    outs = [forward_on_cpu(dropping, torch.tensor([seed * 7919, 0])).out for seed in range(400)]
     stacked = torch.stack(outs)
     standard_error = stacked.std(0) / len(outs) ** 0.5
     assert ((stacked.mean(0) - plain).abs() < 5 * standard_error).all()

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn_cuda import cpu
-from flash_attn_cuda.cpu import AttentionOptions
+from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import Alibi, KvCacheCase, KvCacheInputs
-from tests.cases.cpu_harness import cpu_options, one_thread  # noqa: F401
+from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401
 from tests.cases.pairwise import pairwise
 from tests.reference import AttentionResult, KvCacheResult, attention, kvcache_reference
 from tests.reference.tolerance import assert_close
@@ -75,12 +75,13 @@ def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
 
 def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
     """Changes the caches of `inputs`."""
-    arguments = inputs.arguments()
-    options = cpu_options(case, case.head_dim, arguments.pop("alibi_slopes"))
-    options = replace(options, sink=arguments.pop("sink"))
-    out, lse = cpu.kvcache_forward(
-        **arguments, options=options, rotary_interleaved=case.rotary_interleaved
-    )
+    given = inputs.arguments()
+    q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
+    used, others = given.pop("cache_seqlens"), {"k_new": given.pop("k"), "v_new": given.pop("v")}
+    others |= {"seqlen_k": used} if isinstance(used, int) else {"seqused_k": used}
+    others |= {"leftpad_k": given.pop("cache_leftpad"), **given}
+    others |= {"over_cache": True, "rotary_interleaved": case.rotary_interleaved}
+    out, lse, *_ = forward_on_cpu(call_of(case, q, k, v, **others), RNG_STATE)
     return AttentionResult(out=out, lse=lse)
 
 
@@ -134,22 +135,26 @@ def test_decoding_token_by_token_equals_one_causal_call() -> None:
     q, k, v = (torch.randn(2, steps, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     angles = torch.rand(steps, 4, dtype=torch.float64)
     tables = (angles.cos(), angles.sin())
-    options = AttentionOptions(8**-0.5, window=(-1, 0))
 
     def cache() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((2, steps, 2, 8), math.nan).double(), torch.zeros(2, steps, 2, 8).double()
 
-    once_caches, step_caches = cache(), cache()
-    once, _ = cpu.kvcache_forward(
-        *(q, *once_caches, k, v, options, *tables), cache_seqlens=torch.zeros(2, dtype=torch.int32)
-    )
-    for t in range(steps):
-        part = slice(t, t + 1)
-        out, _ = cpu.kvcache_forward(
-            *(q[:, part], *step_caches, k[:, part], v[:, part], options, *tables),
-            cache_seqlens=torch.full((2,), t, dtype=torch.int32),
+    def attend(caches: tuple[torch.Tensor, torch.Tensor], part: slice) -> torch.Tensor:
+        call = AttentionCall(
+            *(q[:, part], *caches),
+            causal=True,
+            over_cache=True,
+            seqlen_k=part.start,
+            **{"k_new": k[:, part], "v_new": v[:, part]},
+            **{"rotary_cos": tables[0], "rotary_sin": tables[1]},
         )
-        torch.testing.assert_close(out, once[:, part])
+        return forward_on_cpu(call, RNG_STATE).out
+
+    once_caches, step_caches = cache(), cache()
+    once = attend(once_caches, slice(0, steps))
+    for t in range(steps):
+        out = attend(step_caches, slice(t, t + 1))
+        torch.testing.assert_close(out, once[:, t : t + 1])
     for x, y in zip(once_caches, step_caches, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -201,7 +206,7 @@ def test_combination_of_parts_is_the_whole(cuts: list[int], seqlen_q: int, seed:
     out_partial = torch.stack([out for out, _ in parts]).float()
     lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts]).float()
     out_partial[lse_partial == -math.inf] = math.nan  # of an empty part
-    out, lse = cpu.combine(out_partial, lse_partial, torch.float32)
+    out, lse = combine(out_partial, lse_partial, torch.float32)
     expected_out, expected_lse = attention(q, k, v)
     torch.testing.assert_close(out.double(), expected_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse.transpose(1, 2), rtol=1e-5, atol=1e-5)
@@ -211,6 +216,6 @@ def test_combination_of_parts_is_the_whole(cuts: list[int], seqlen_q: int, seed:
 def test_combination_without_any_key(splits: int) -> None:
     out_partial = torch.full((splits, 2, 4, 3, 8), math.nan)
     lse_partial = torch.full((splits, 2, 4, 3), -math.inf)
-    out, lse = cpu.combine(out_partial, lse_partial, torch.bfloat16)
+    out, lse = combine(out_partial, lse_partial, torch.bfloat16)
     assert out.shape == (2, 4, 3, 8) and out.dtype == torch.bfloat16 and not out.any()
     assert lse.shape == (2, 4, 3) and (lse == -math.inf).all()

@@ -10,15 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn_cuda import cpu
+from flash_attn_cuda.cpu import forward_on_cpu
 from tests.cases.attention import Alibi, VarlenCase
 from tests.cases.cpu_harness import (
     OFFSET,
+    RNG_STATE,
     SEED,
     assert_fp64_close,
+    call_of,
+    check_gradients,
+    compute_call,
     compute_varlen,
-    cpu_options,
     one_thread,  # noqa: F401
+    varlen_call_of,
     varlen_naive_of,
     varlen_reference_of,
 )
@@ -141,15 +145,19 @@ def test_equals_a_dense_call(dropout_p: float) -> None:
     )
     inputs = case.make_inputs()
     packed = compute_varlen(case, inputs)
-    q, k, v, dout = (x.unflatten(0, (3, -1)) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    dlse = inputs.dlse.unflatten(1, (3, 20)).transpose(0, 1)
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    out, lse = cpu.attention_forward(q, k, v, options)
-    gradients = cpu.attention_backward(dout, q, k, v, out, lse, options, dlse)
-    torch.testing.assert_close(packed.out, out.flatten(0, 1))
-    torch.testing.assert_close(packed.lse, lse.transpose(0, 1).flatten(1))
-    for x, y in zip((packed.dq, packed.dk, packed.dv), gradients[:3], strict=True):
-        torch.testing.assert_close(x, y.flatten(0, 1))
+    by_entry = {name: getattr(inputs, name).unflatten(0, (3, -1)) for name in "qkv"}
+    dense = replace(
+        inputs,
+        **by_entry,
+        dout=inputs.dout.unflatten(0, (3, -1)),
+        dlse=inputs.dlse.unflatten(1, (3, 20)).transpose(0, 1),
+    )
+    call = call_of(case, *by_entry.values(), alibi_slopes=inputs.alibi_slopes)
+    found = compute_call(call, dense)
+    torch.testing.assert_close(packed.lse, found.lse.transpose(0, 1).flatten(1))
+    for name, x in packed.tensors().items():
+        if name != "lse":
+            torch.testing.assert_close(x, found.tensors()[name].flatten(0, 1))
 
 
 def test_rows_outside_the_sequences() -> None:
@@ -194,41 +202,23 @@ def test_paged_keys(lengths: str, page_size: int) -> None:
                 pool[table[index, row // page_size], row % page_size] = x[start + row]
             start += length
         pools.append(pool)
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    expected = cpu.varlen_forward(inputs.q, inputs.k, inputs.v, options=options, **inputs.lengths())
-    actual = cpu.varlen_forward(
-        inputs.q, *pools, options=options, **inputs.lengths(), block_table=table
-    )
-    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
-    probs = cpu.varlen_probabilities(
-        *(inputs.q, pools[0], expected[1]),
-        max_seqlen_q=case.max_seqlen_q,
-        max_seqlen_k=case.max_seqlen_k,
-        options=options,
-        **inputs.lengths(),
-        block_table=table,
-    )
-    assert probs.isfinite().all()
+    call = varlen_call_of(case, inputs)
+    expected = forward_on_cpu(call, RNG_STATE)
+    paged = replace(call, k=pools[0], v=pools[1], block_table=table)
+    actual = forward_on_cpu(paged, RNG_STATE)
+    assert torch.equal(actual.out, expected.out)
+    assert torch.equal(actual.softmax_lse, expected.softmax_lse)
 
 
 @pytest.mark.parametrize("lengths", ["cross", "used", "leftpad"])
 def test_probabilities(lengths: str) -> None:
     case = varlen_case(lengths, dtype=torch.float64, dropout_p=0.3, window=(6, 6))
     inputs = case.make_inputs()
-    options = cpu_options(case, case.head_dim, None)
-    _, lse = cpu.varlen_forward(inputs.q, inputs.k, inputs.v, options=options, **inputs.lengths())
     sizes = (case.max_seqlen_q + 1, case.max_seqlen_k + 2)
-    probs = cpu.varlen_probabilities(
-        inputs.q,
-        inputs.k,
-        lse,
-        *(inputs.cu_seqlens_q, inputs.cu_seqlens_k),
-        *sizes,
-        options,
-        inputs.seqused_q,
-        inputs.seqused_k,
-        inputs.leftpad_k,
-    )
+    bounds: dict[str, Any] = dict(zip(("max_seqlen_q", "max_seqlen_k"), sizes, strict=True))
+    call = replace(varlen_call_of(case, inputs), return_softmax=True, **bounds)
+    _, lse, probs, _ = forward_on_cpu(call, RNG_STATE)
+    assert probs is not None
     assert probs.shape == (case.batch, case.num_heads_q, *sizes)
     keep = keep_mask(SEED, OFFSET, 0.3, case.batch, case.num_heads_q, *sizes)
     assert not (probs > 0.0)[~keep].any() and not (probs < 0.0)[keep].any()
@@ -237,22 +227,6 @@ def test_probabilities(lengths: str) -> None:
         sums = probs[index, :, :length].abs().sum(-1)
         seen = lse[:, start : start + length] > -torch.inf
         torch.testing.assert_close(sums, seen.double())
-
-
-class CpuVarlenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        out, lse = cpu.varlen_forward(*tensors, **call)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = call
-        seen = lse > -torch.inf
-        ctx.mark_non_differentiable(seen)
-        return out, lse, seen
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, _: Any) -> Any:
-        gradients = cpu.varlen_backward(dout, *ctx.saved_tensors, dlse=dlse, **ctx.call)
-        return None, *gradients[:3]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +250,4 @@ def test_gradcheck_through_out_and_lse(features: dict[str, Any]) -> None:
         device="cpu",
         **features,
     )
-    inputs = case.make_inputs()
-    leaves = [x.nan_to_num(0.5).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    options = cpu_options(case, case.head_dim, inputs.alibi_slopes)
-    call = {"options": options, **inputs.lengths()}
-
-    def attention(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, seen = CpuVarlenAttention.apply(call, *tensors)
-        return out, torch.where(seen, lse, 0.0)
-
-    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
+    check_gradients(varlen_call_of(case, case.make_inputs()))

@@ -1,0 +1,144 @@
+"""The sequences of a call, each as a dense call of a batch of one.
+
+Packed, sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]; of queries the first
+seqused_q[b] attend, and its keys are those from leftpad_k[b] to seqused_k[b]. Over a cache it lies
+in entry cache_batch_idx[b], b by default, and has new keys behind those too. With a block_table its
+keys are in the pages that its entry of that names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import OVER_PAIRS, AttentionCall
+
+Index = Any  # what takes a part of a tensor, one sequence as a batch of one
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """A call of sequences of one length, and where it lies in the call that it is a part of."""
+
+    call: AttentionCall
+    entry: slice  # of what has an entry a sequence
+    queries: Index  # of what is like q
+    rows: Index  # of what is like softmax_lse
+    keys: Index  # of what is like k; new tensors where that is in pages
+
+
+def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
+    """Those with a query: without one there is nothing to compute. New keys are in the cache."""
+    every = slice(None)
+    if not (call.is_packed() or call.over_cache):
+        yield Sequence(call, every, every, every, every)
+        return
+    bounds, used_q = _numbers(call.cu_seqlens_q), _numbers(call.seqused_q)
+    leftpad, bounds_new = _numbers(call.leftpad_k), _numbers(call.cu_seqlens_k_new)
+    for index, used in enumerate(_used_keys(call)):
+        queries = rows = _part(index, bounds, None if used_q is None else used_q[index])
+        if bounds is not None:
+            rows = (None, every, queries[1])
+        q = call.q[queries]
+        if q.shape[1] == 0:
+            continue
+        new = 0 if call.k_new is None else call.k_new[_part(index, bounds_new)].shape[1]
+        keys = _keys(call, index, 0 if leftpad is None else leftpad[index], used + new)
+        q = _rotated(q, call, used, runs=call.is_windowed())
+        alone = _alone(call, index, q, call.k[keys], call.v[keys])
+        yield Sequence(alone, slice(index, index + 1), queries, rows, keys)
+
+
+def append(call: AttentionCall) -> None:
+    """Writes new keys and values into the cache. All of them are there before a sequence is read:
+    sequences may share an entry, and see what the others appended.
+    """
+    if call.k_new is None or call.v_new is None:
+        return
+    bounds = _numbers(call.cu_seqlens_k_new)
+    for index, used in enumerate(_used_keys(call)):
+        new = _part(index, bounds)
+        k = _rotated(call.k_new[new], call, used, runs=True)
+        keys = _keys(call, index, used, used + k.shape[1])
+        call.k[keys], call.v[keys] = k, call.v_new[new]
+
+
+def of_entry(x: Any, entry: slice) -> Any:
+    """The part of x (B|1, ...) that is of some entries of the batch: a view."""
+    return x if x is None or x.shape[0] == 1 else x[entry]
+
+
+def _alone(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    """Sequence `index` of a call, of which these are queries and keys."""
+    entry, slopes = slice(index, index + 1), call.alibi_slopes
+    if call.origin is None:
+        origin = torch.tensor([[index * q.shape[2], 0, 0, k.shape[1] - q.shape[1]]])
+    else:
+        origin = call.origin[entry]
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[entry]
+    pairs: dict[str, Any] = {name: of_entry(getattr(call, name), entry) for name in OVER_PAIRS}
+    dense: dict[str, Any] = {"cu_seqlens_q": None, "block_table": None, "over_cache": False}
+    return replace(call, q=q, k=k, v=v, origin=origin, alibi_slopes=slopes, **pairs, **dense)
+
+
+def _numbers(x: Tensor | None) -> list[int] | None:
+    return None if x is None else x.tolist()
+
+
+def _used_keys(call: AttentionCall) -> list[int]:
+    """Rows of each sequence that hold keys, left padding included, new ones not."""
+    if call.seqused_k is not None:
+        return call.seqused_k.tolist()
+    if call.over_cache:
+        return [call.capacity() if call.seqlen_k is None else call.seqlen_k] * call.batch()
+    assert call.cu_seqlens_k is not None  # checked
+    return call.cu_seqlens_k.diff().tolist()
+
+
+def _part(index: int, bounds: list[int] | None, used: int | None = None) -> Index:
+    """An entry, or its first `used` rows, of what is packed with these bounds."""
+    if bounds is None:
+        return slice(index, index + 1)
+    begin = bounds[index]
+    return None, slice(begin, bounds[index + 1] if used is None else begin + used)
+
+
+def _keys(call: AttentionCall, index: int, begin: int, end: int) -> Index:
+    """Rows begin to end of a sequence's keys."""
+    entry = index if call.cache_batch_idx is None else int(call.cache_batch_idx[index])
+    if call.block_table is not None:
+        positions, page_size = torch.arange(begin, end), call.k.shape[1]
+        pages = call.block_table[entry][positions // page_size].long()
+        return pages[None], (positions % page_size)[None]
+    if call.over_cache:
+        return slice(entry, entry + 1), slice(begin, end)
+    assert call.cu_seqlens_k is not None  # checked
+    first = int(call.cu_seqlens_k[index])
+    return None, slice(first + begin, first + end)
+
+
+def _rotated(x: Tensor, call: AttentionCall, first: int, *, runs: bool) -> Tensor:
+    """Rotary embedding (Su et al., "RoFormer", 2021) of x (1, S, H, D) in its first columns.
+
+    Row t stands at position first + t if it runs, else at `first`. x itself without tables.
+    """
+    cos, sin = call.rotary_cos, call.rotary_sin
+    if cos is None or sin is None or x.shape[1] == 0:
+        return x
+    rows = slice(first, first + x.shape[1]) if runs else slice(first, first + 1)
+    dtype = call.lse_dtype()
+    cos_rows, sin_rows = (table[rows, None].to(dtype) for table in (cos, sin))
+    half, interleaved = cos.shape[1], call.rotary_interleaved
+    result = x.to(dtype, copy=True)
+    turned = result[..., : 2 * half]
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    along = -1 if interleaved else -2
+    real, imaginary = (part.clone() for part in pairs.unbind(along))
+    pairs.select(along, 0).copy_(real * cos_rows - imaginary * sin_rows)
+    pairs.select(along, 1).copy_(real * sin_rows + imaginary * cos_rows)
+    return result.to(x.dtype)
