@@ -76,6 +76,7 @@ class Kernel(Enum):
     sm80_decode = "sm80 decode"
     sm80_backward = "sm80 backward"
     sm90_forward = "sm90 forward"
+    sm90_wide_forward = "sm90 wide_forward"
     sm90_backward = "sm90 backward"
 
 
@@ -183,26 +184,30 @@ class ForwardRow(KernelRow):
     block_n: int
     num_warps: int
     stages_q: int | None = of(Kernel.sm90_forward)
-    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm80_decode)
+    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm80_decode)
     ctas_per_sm: int = of(Kernel.sm90_forward, default=1)
-    producer_registers: int | None = of(Kernel.sm90_forward)
-    consumer_registers: int | None = of(Kernel.sm90_forward)
+    producer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
+    consumer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
     bends_in_softmax: bool = of(Kernel.sm90_forward, default=False)
     alternates_probabilities: bool = of(Kernel.sm90_forward, default=False)
     keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
+    columns_per_cta: int = of(Kernel.sm80_forward, default=0)
     shares_queries: bool = of(Kernel.sm80_decode, default=False)
+    columns_per_warp: int = of(Kernel.sm80_decode, default=0)
     most_causal_seqlen: int = 0
     most_full_seqlen: int = 0
     least_keys_full: int = of(Kernel.sm90_forward, default=0)
     least_keys_windowed: int = of(Kernel.sm90_forward, default=0)
+    is_wide: bool = field(default=False, metadata={"compiled": False})  # of a kernel for wide heads
     features: Feature = NO_FEATURES
 
     @property
     def kernel(self) -> Kernel:
-        decodes = self.kind is Kind.decode
-        return Kernel(f"{self.family.value} decode") if decodes else super().kernel
+        if self.kind is Kind.decode:
+            return Kernel(f"{self.family.value} decode")
+        return Kernel.sm90_wide_forward if self.is_wide else super().kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +226,7 @@ class BackwardRow(KernelRow):
     warps_m_scores: int | None = of(Kernel.sm80_backward)
     warps_n_dkdv: int | None = of(Kernel.sm80_backward)
     warps_m_dq: int | None = of(Kernel.sm80_backward)
+    columns_per_cta: int = of(Kernel.sm80_backward, default=0)
     stages_q: int
     stages_do: int
     stages_kv: int | None = of(Kernel.sm90_backward)
@@ -274,6 +280,8 @@ class Entry:
         family, name = self.kernel.value.split()
         row_type = BackwardRow if name == Pass.backward.name else ForwardRow
         of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
+        if self.kernel is Kernel.sm90_wide_forward:
+            of_kind = {"is_wide": True}
         pair = self.head_dim if isinstance(self.head_dim, tuple) else (self.head_dim, None)
         for each in self.tiles:
             for (variant, features), dtype in product(each.variants.items(), Dtype):

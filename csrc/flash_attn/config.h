@@ -61,7 +61,9 @@ struct ForwardConfig {
   bool bends_in_softmax = false;  // sm90: the softmax bends scores itself
   bool alternates_probabilities = false;  // sm90: registers for two P
   bool keeps_pointers = false;  // sm80 tiles: pointers to K and V stay in registers between blocks
+  int columns_per_cta = 0;      // sm80 tiles: of V and O, 0: all. Other CTAs have the others
   bool shares_queries = false;  // decode: Q waits in shared memory, which all warps read
+  int columns_per_warp = 0;     // decode: of Q, K, V and O, 0: all. Other warps have the others
   // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
   // and without; for some that are longer a plan may (host/plan_forward.cpp). Both 0: any call.
   int most_causal_seqlen;
@@ -85,12 +87,13 @@ struct BackwardConfig {
   // sm90: 1, or 2 that share the keys of a tile and the columns of dQ, with a row's warps each.
   int ctas_per_tile = 1;
   // sm80: warps along the first mode of each product; the others lie along its second mode.
-  int warps_m_scores = 0;  // S and dP (block_m x block_n): warps along queries
-  int warps_n_dkdv = 0;    // dK and dV (block_n x head_dim): warps along keys
-  int warps_m_dq = 0;      // dQ (block_m x head_dim): warps along queries
-  int stages_q;            // shared-memory buffers for Q
-  int stages_do;           // and for dO
-  int stages_kv = 1;       // sm90: for the keys and values of tiles
+  int warps_m_scores = 0;   // S and dP (block_m x block_n): warps along queries
+  int warps_n_dkdv = 0;     // dK and dV (block_n x head_dim): warps along keys
+  int warps_m_dq = 0;       // dQ (block_m x head_dim): warps along queries
+  int columns_per_cta = 0;  // sm80: of dK, dV and dQ, 0: all. Other CTAs have the others
+  int stages_q;             // shared-memory buffers for Q
+  int stages_do;            // and for dO
+  int stages_kv = 1;        // sm90: for the keys and values of tiles
   // sm90: what setmaxnreg leaves a thread of each warpgroup.
   int producer_registers = 0;
   int key_registers = 0;  // of those that hold dK and dV

@@ -253,6 +253,13 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
   return chosen;
 }
 
+// Warps, or groups of them, that take keys of their own.
+int warp_groups(const ForwardConfig& decode) {
+  return decode.columns_per_warp == 0
+             ? decode.num_warps
+             : decode.num_warps / (decode.head_dim / decode.columns_per_warp);
+}
+
 // CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
 // that one has under way.
 int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
@@ -278,7 +285,7 @@ int choose_splits(const ForwardParams& params, const Window& window,
   if (config.family == KernelFamily::sm90 &&
       (ctas >= device.num_sms || (!has_pages && !wants_splits(params, window, config, device))))
     return 1;
-  const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
+  const int keys_per_step = config.block_n * (decodes ? warp_groups(config) : 1);
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(window, shape, config.block_m);
   const int steps = ceil_div(keys, keys_per_step);
   if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));

@@ -62,7 +62,7 @@ bool has_kernels(const at::Tensor& q, bool drops) {
 // row without keys.
 bool takes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout_p) {
   constexpr int head_dim_step = 8;
-  constexpr int most_head_dim = 256;
+  constexpr int most_head_dim = 512;
   const auto type = q.scalar_type();
   if ((type != at::kHalf && type != at::kBFloat16) || k.scalar_type() != type ||
       v.scalar_type() != type)

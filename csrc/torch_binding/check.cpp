@@ -12,7 +12,7 @@ namespace flash_attn_cuda::binding {
 namespace {
 
 constexpr std::int64_t max_int = std::numeric_limits<int>::max();
-constexpr std::int64_t max_head_dim = 256;
+constexpr std::int64_t max_head_dim = 512;
 constexpr std::int64_t mask_tile = 128;  // queries, or keys, of a tile of BlockLists
 
 const char* describe(int dims, InputLayout::Kv kv) {

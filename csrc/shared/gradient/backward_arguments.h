@@ -49,6 +49,7 @@ struct BackwardArguments {
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink
   int sink_shares_per_head;
+  int ctas_per_tile;  // sm80: those that share the columns of dK, dV and dQ
 };
 
 struct ConvertDqArguments {
@@ -61,7 +62,8 @@ struct ConvertDqArguments {
   const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
   const int* given_back;         // those and their neighbour, if any; -1: none
   unsigned num_given_back;
-  int swept_rows;  // sequences of at most so many rows have dq already
+  int swept_rows;     // sequences of at most so many rows have dq already
+  int ctas_per_tile;  // sm80: those that share the columns of dQ
 };
 
 // What the CTAs of an sm90 kernel draw: tiles, some of them in parts.

@@ -10,18 +10,23 @@ namespace flash_attn_cuda::sm80 {
 template <class Tag>
 void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
-  const BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
-  launch_kernel<&backward_kernel<Tag>>(plan.schedule.grid_size(), Traits::threads,
-                                       sizeof(typename Traits::SharedStorage), stream, arguments);
+  BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
+  const int columns = std::max(params.shape.head_dim, params.shape.head_dim_v);
+  arguments.ctas_per_tile = (columns - 1) / Traits::columns_per_cta + 1;
+  launch_kernel<&backward_kernel<Tag>>(plan.schedule.grid_size() * arguments.ctas_per_tile,
+                                       Traits::threads, sizeof(typename Traits::SharedStorage),
+                                       stream, arguments);
 }
 
 template <class Tag>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
+  ConvertDqArguments arguments = convert_dq_arguments(plan, params);
+  arguments.ctas_per_tile = (params.shape.head_dim - 1) / Traits::columns_per_cta + 1;
   launch_kernel<&convert_dq_kernel<Tag>>(
-      std::int64_t{plan.q_tiles} * params.shape.num_heads_q, Traits::threads,
-      Traits::block_m * Traits::head_dim * sizeof(typename Traits::Element), stream,
-      convert_dq_arguments(plan, params));
+      std::int64_t{plan.q_tiles} * params.shape.num_heads_q * arguments.ctas_per_tile,
+      Traits::threads, Traits::block_m * Traits::columns_per_cta * sizeof(typename Traits::Element),
+      stream, arguments);
 }
 
 template <class Tag>

@@ -19,6 +19,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   const bool scales_scores = Traits::modifies_scores && modifies_scores(params.score);
   const float scale = params.score.softmax_scale;
   const std::int64_t ctas_per_split = plan.schedule.grid_size();
+  const int ctas_per_row = (shape.head_dim_v - 1) / Traits::columns_per_cta + 1;
   const ForwardArguments arguments{
       .params = params,
       .schedule = plan.schedule,
@@ -32,9 +33,11 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .keys_per_split = plan.keys_per_split,
       .partial_rows = query_rows(params),
       .out_partial = reinterpret_cast<float*>(workspace + plan.out_partial_offset),
-      .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset)};
-  launch_kernel<&forward_kernel<Tag>>(ctas_per_split * plan.num_splits, Traits::threads,
-                                      sizeof(typename Traits::SharedStorage), stream, arguments);
+      .lse_partial = reinterpret_cast<float*>(workspace + plan.lse_partial_offset),
+      .ctas_per_row = ctas_per_row};
+  launch_kernel<&forward_kernel<Tag>>(ctas_per_split * plan.num_splits * ctas_per_row,
+                                      Traits::threads, sizeof(typename Traits::SharedStorage),
+                                      stream, arguments);
 }
 
 template <class Tag>
