@@ -37,6 +37,7 @@ ROWS_OF_SMALL_UNITS = {
     Kernel.sm90_forward: 5,
     Kernel.sm90_wide_forward: 5,
     Kernel.sm90_backward: 5,
+    Kernel.sm90_wide_backward: 5,
 }
 # Of these kernels it is the rows that take long, not what they share of a tile: their small units
 # have so many rows whether those are of a tile or of several.

@@ -78,6 +78,7 @@ class Kernel(Enum):
     sm90_forward = "sm90 forward"
     sm90_wide_forward = "sm90 wide_forward"
     sm90_backward = "sm90 backward"
+    sm90_wide_backward = "sm90 wide_backward"
 
 
 def of(*kernels: Kernel, default: Any = None) -> Any:
@@ -200,7 +201,7 @@ class ForwardRow(KernelRow):
     most_full_seqlen: int = 0
     least_keys_full: int = of(Kernel.sm90_forward, default=0)
     least_keys_windowed: int = of(Kernel.sm90_forward, default=0)
-    is_wide: bool = field(default=False, metadata={"compiled": False})  # of a kernel for wide heads
+    is_wide: bool = of(Kernel.sm90_wide_forward, default=False)
     features: Feature = NO_FEATURES
 
     @property
@@ -229,12 +230,13 @@ class BackwardRow(KernelRow):
     columns_per_cta: int = of(Kernel.sm80_backward, default=0)
     stages_q: int
     stages_do: int
-    stages_kv: int | None = of(Kernel.sm90_backward)
-    producer_registers: int | None = of(Kernel.sm90_backward)
-    key_registers: int | None = of(Kernel.sm90_backward)
+    stages_kv: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
+    producer_registers: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
+    key_registers: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
     dq_registers: int | None = of(Kernel.sm90_backward)
     dq_columns: int | None = of(Kernel.sm90_backward)
     separate_keys: bool = of(Kernel.sm90_backward, default=False)
+    is_wide: bool = of(Kernel.sm90_wide_backward, default=False)
     keeps_probabilities: bool = of(Kernel.sm90_backward, default=False)
     rounds_differences: bool = of(Kernel.sm90_backward, default=False)
     stores_tiles: bool = of(Kernel.sm90_backward, default=False)
@@ -245,6 +247,10 @@ class BackwardRow(KernelRow):
     least_keys_full: int = of(Kernel.sm90_backward, default=0)
     least_keys_windowed: int = of(Kernel.sm90_backward, default=0)
     features: Feature = NO_FEATURES
+
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel.sm90_wide_backward if self.is_wide else super().kernel
 
 
 @dataclass(frozen=True)
@@ -278,9 +284,9 @@ class Entry:
         were within 2 % of the windowed ones run on full attention (docs/forward_sm80.md).
         """
         family, name = self.kernel.value.split()
-        row_type = BackwardRow if name == Pass.backward.name else ForwardRow
+        row_type = BackwardRow if name.endswith(Pass.backward.name) else ForwardRow
         of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
-        if self.kernel is Kernel.sm90_wide_forward:
+        if name.startswith("wide_"):
             of_kind = {"is_wide": True}
         pair = self.head_dim if isinstance(self.head_dim, tuple) else (self.head_dim, None)
         for each in self.tiles:

@@ -141,6 +141,16 @@ def _sm90_wide_forward(row: Any) -> Rules:
     yield from _registers(registers, ctas_per_sm=1)
 
 
+def _sm90_wide_backward(row: Any) -> Rules:
+    yield row.block_m == row.block_n == 64, "both warpgroups multiply scores of the same 64 rows"
+    yield row.num_warps == 8, "two warpgroups share the columns of a gradient"
+    yield row.head_dim == row.value_dim == 512, "a warpgroup holds 256 columns"
+    yield row.stages_kv >= 2, "one slot fills while the other is read"
+    registers = {"producer_registers": (row.producer_registers, 1)}
+    registers["key_registers"] = (row.key_registers, 2)
+    yield from _registers(registers, ctas_per_sm=1)
+
+
 RULES: dict[str, Callable[[Any], Rules]] = {
     "sm80 forward": _sm80_forward,
     "sm80 decode": _sm80_decode,
@@ -148,6 +158,7 @@ RULES: dict[str, Callable[[Any], Rules]] = {
     "sm90 forward": _sm90_forward,
     "sm90 wide_forward": _sm90_wide_forward,
     "sm90 backward": _sm90_backward,
+    "sm90 wide_backward": _sm90_wide_backward,
 }
 
 

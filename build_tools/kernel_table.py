@@ -367,6 +367,12 @@ SM90_BACKWARD = (
             tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
         ),
     ),
+    entry(
+        Kernel.sm90_wide_backward, 512,
+        block_m=64, block_n=64, num_warps=8, stages_q=1, stages_do=1, stages_kv=4,
+        producer_registers=40, key_registers=232,
+        tiles=(tile({"": ORDERED}),),
+    ),
 )
 # fmt: on
 

@@ -72,6 +72,7 @@ struct ForwardConfig {
   // window and with one.
   int least_keys_full = 0;
   int least_keys_windowed = 0;
+  bool is_wide = false;  // sm90: a kernel of csrc/sm90/wide_forward/
   FeatureSet features;
 };
 
@@ -102,6 +103,7 @@ struct BackwardConfig {
   // sm90: one warpgroup holds dV, another dK of the same keys, instead of each both of its own
   // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).
   bool separate_keys = false;
+  bool is_wide = false;              // sm90: a kernel of csrc/sm90/wide_backward/
   bool keeps_probabilities = false;  // sm90: P stays in registers for dV while dS is made
   bool rounds_differences = false;   // sm90, bf16: dP - D is rounded before P multiplies it
   bool stores_tiles = false;         // sm90: dK and dV leave through shared memory of their own

@@ -129,7 +129,7 @@ int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config
                        std::int64_t key_tiles, const DeviceInfo& device) {
   const std::int64_t ctas = key_tiles * shape.num_heads_k * config.ctas_per_tile;
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
-  if (ctas == 0) return 1;
+  if (ctas == 0 || config.is_wide) return 1;
 
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
   const std::int64_t affordable = group * shape.seqlen_q / (2 * std::int64_t{shape.seqlen_k});
@@ -149,7 +149,8 @@ int choose_dkdv_splits(const AttentionShape& shape, const BackwardConfig& config
 constexpr int most_swept_keys = 1024;
 
 bool may_sweep(const BackwardParams& params, const BackwardInstance& instance) {
-  return instance.writes_dq && instance.config.ctas_per_tile == 1 && !params.deterministic &&
+  return instance.writes_dq && instance.config.ctas_per_tile == 1 && !instance.config.is_wide &&
+         !params.deterministic &&
          params.sparsity.lists.data == nullptr;
 }
 
@@ -204,7 +205,7 @@ DqPath choose_dq_path(const BackwardParams& params, const Window& window,
                       const BackwardInstance& instance, bool sweeps) {
   const BackwardConfig& config = instance.config;
   if (!instance.writes_dq) return config.finishes_dq ? DqPath::finished : DqPath::converted;
-  if (params.shape.seqlen_k <= config.block_n) return DqPath::direct;
+  if (params.shape.seqlen_k <= config.block_n || config.is_wide) return DqPath::direct;
   if (sweeps || params.deterministic) return DqPath::ordered;
   const int enough = window.is_full() ? config.finish_keys_full : config.finish_keys_windowed;
   const bool finishes =

@@ -22,7 +22,8 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream
                       stream);
   backward_preprocess(plan, normalized, stream);
   // The main kernels of the sm90 family do it themselves, if they are launched.
-  const bool is_sm90 = plan.instance->config.family == KernelFamily::sm90;
+  const BackwardConfig& config = plan.instance->config;
+  const bool is_sm90 = config.family == KernelFamily::sm90 && !config.is_wide;
   if (!is_sm90 || plan.schedule.grid_size() == 0) sum_sink_gradient(plan, normalized, stream);
   plan.instance->launch(plan, normalized, stream);
   const bool leaves_sums = plan.dq_path == DqPath::converted || plan.dq_path == DqPath::finished;

@@ -12,80 +12,21 @@
 #include "sm90/epilogue.h"
 #include "sm90/forward/epilogue.h"
 #include "sm90/forward/scores.h"
+#include "sm90/wide/partner.h"
+#include "sm90/wide/ring_reader.h"
 #include "sm90/wide_forward/steps.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// One warpgroup's side of what the two tell each other. Two places are enough: who writes one anew
-// has heard of the step between, which the other told when it had read this one.
-template <class Traits>
-struct Partner {
-  typename Traits::SharedStorage& smem;
-  int warpgroup;
-  int thread;
-  unsigned step = 0;
-
-  CUTE_DEVICE auto& told_by(int who) const { return smem.told[step % 2][who]; }
-
-  // p: 16 registers; rows: a number for each of the thread's two, the same in its quad.
-  template <class Operand>
-  CUTE_DEVICE void tell(Operand const& p, float const (&rows)[2]) const {
-    auto& told = told_by(warpgroup);
-    auto pairs = recast<const std::uint32_t>(p);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::vectors_of_p; ++i)
-      told.p[i][thread] = {pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2), pairs(4 * i + 3)};
-    tell_rows(rows);
-  }
-  CUTE_DEVICE void tell_rows(float const (&rows)[2]) const {
-    auto& told = told_by(warpgroup);
-    if (thread % 4 == 0) {
-      told.rows[row_of(0)] = rows[0];
-      told.rows[row_of(1)] = rows[1];
-    }
-    __syncwarp();
-    if (thread % 32 == 0) EmptyBarrier::arrive(&told.full[thread / 32]);
-  }
-
-  // What the other has told of this step.
-  template <class Operand>
-  CUTE_DEVICE void hear(Operand& p, float (&rows)[2]) {
-    hear_rows(rows);
-    auto const& told = smem.told[(step - 1) % 2][1 - warpgroup];
-    auto pairs = recast<std::uint32_t>(p);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::vectors_of_p; ++i) {
-      const uint4 vector = told.p[i][thread];
-      pairs(4 * i) = vector.x;
-      pairs(4 * i + 1) = vector.y;
-      pairs(4 * i + 2) = vector.z;
-      pairs(4 * i + 3) = vector.w;
-    }
-  }
-  CUTE_DEVICE void hear_rows(float (&rows)[2]) {
-    auto& told = told_by(1 - warpgroup);
-    FullBarrier::wait(&told.full[thread / 32], step / 2 % 2);
-    rows[0] = told.rows[row_of(0)];
-    rows[1] = told.rows[row_of(1)];
-    ++step;
-  }
-
- private:
-  CUTE_DEVICE int row_of(int i) const { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
-};
-
-// A warpgroup's way through its ring. A slot is given back when the product behind it has started
-// and its own has ended.
+// The products of a warpgroup, whose operands come through its ring.
 template <class Traits>
 struct WideProducts {
   typename Traits::SharedStorage& smem;
   int warpgroup;
   int thread;
+  RingReader<Traits::slots> reader{smem.rings[warpgroup]};
   typename Traits::ScoresMma scores_mma{};
   typename Traits::OutputMma output_mma{};
-  PipelineState<Traits::slots> next{};
-  PipelineState<Traits::slots> started{};
-  bool is_pending = false;
 
   CUTE_DEVICE auto make_scores() const {
     return AccumulatorOf<typename Traits::ScoresMma, Shape<_64, Int<Traits::block_n>>>{};
@@ -94,7 +35,8 @@ struct WideProducts {
     return AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::columns_v>>>{};
   }
 
-  // S of the block whose keys come next.
+  // S of the block whose keys come next. Without a branch between the products: at one ptxas waits
+  // for each of them (C7514).
   template <class Accumulator>
   CUTE_DEVICE void start_scores(Accumulator& tSrS) {
     auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);
@@ -103,10 +45,10 @@ struct WideProducts {
     auto tSrK = b_fragment(scores_mma, sK, thread);
     CUTE_UNROLL
     for (int i = 0; i < Traits::head_dim / Traits::key_columns; ++i) {
-      consumer_wait(smem.rings[warpgroup], next);
+      const int slot = reader.wait();
       start_product(scores_mma, with_new_addresses(tSrQ(_, _, _, i)),
-                    with_new_addresses(tSrK(_, _, _, next.stage)), tSrS, i > 0);
-      end_previous();
+                    with_new_addresses(tSrK(_, _, _, slot)), tSrS, i > 0);
+      reader.go_on();
     }
   }
 
@@ -118,30 +60,11 @@ struct WideProducts {
     auto tOrV = b_fragment(output_mma, transposed(sV), thread);
     CUTE_UNROLL
     for (int i = 0; i < Traits::block_n / Traits::value_rows; ++i) {
-      consumer_wait(smem.rings[warpgroup], next);
-      auto part = make_tensor(tOrP.data() + i * int(size<0>(tOrP)) * steps,
-                              make_layout(make_shape(shape<0>(tOrP), _1{}, Int<steps>{}),
-                                          make_stride(stride<0>(tOrP), _0{}, size<0>(tOrP))));
-      start_product(output_mma, part, tOrV(_, _, _, next.stage), tOrO, add || i > 0);
-      end_previous();
+      const int slot = reader.wait();
+      auto part = operand_steps<steps>(tOrP, i * steps);
+      start_product(output_mma, part, tOrV(_, _, _, slot), tOrO, add || i > 0);
+      reader.go_on();
     }
-  }
-
-  // All of them; `accumulator` is the last one's.
-  template <class Accumulator>
-  CUTE_DEVICE void finish(Accumulator& accumulator) {
-    wait_products<0>(accumulator);
-    if (is_pending) consumer_release(smem.rings[warpgroup], started);
-    is_pending = false;
-  }
-
- private:
-  CUTE_DEVICE void end_previous() {
-    warpgroup_wait<1>();
-    if (is_pending) consumer_release(smem.rings[warpgroup], started);
-    started = next;
-    is_pending = true;
-    next.advance();
   }
 };
 
@@ -202,7 +125,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
   PipelineState<1> q_state;
   typename ForwardScores<Traits>::Pipelines score_pipelines;
   WideProducts<Traits> products{smem, warpgroup, thread};
-  Partner<Traits> partner{smem, warpgroup, thread};
+  Partner partner{smem.told, warpgroup, thread};
   auto tSrS = products.make_scores();
   auto tOrO = products.make_output();
   FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP, tOrOtherP;
@@ -222,7 +145,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
 
     consumer_wait(smem.q_ring, q_state);
     products.start_scores(tSrS);
-    products.finish(tSrS);
+    products.reader.finish(tSrS);
     // Inline, because as a function it would have its registers in memory. No product crosses the
     // end of a step: the compiler may move registers there.
     auto multiply = [&](int step, auto is_last) __attribute__((always_inline)) {
@@ -254,7 +177,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
       }
       products.start_output(tOrP, tOrO, step > 0);
       products.start_output(tOrOtherP, tOrO, true);
-      products.finish(tOrO);
+      products.reader.finish(tOrO);
       if constexpr (!is_last) warpgroup_fence_operand(tSrS);
     };
     CUTE_NO_UNROLL
@@ -265,8 +188,8 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     CUTE_UNROLL
     for (int row = 0; row < rows; ++row)
       own_sums[row] = quad_reduce(softmax.row_sum[row], [](float a, float b) { return a + b; });
-    partner.tell_rows(own_sums);
-    partner.hear_rows(other_sums);
+    partner.tell(own_sums);
+    partner.hear(other_sums);
     CUTE_UNROLL
     for (int row = 0; row < rows; ++row)
       softmax.row_sum[row] = thread % 4 == 0 ? own_sums[row] + other_sums[row] : 0.0f;

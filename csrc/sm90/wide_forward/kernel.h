@@ -29,15 +29,14 @@ __global__ void __launch_bounds__(WideForwardTraits<Tag>::threads, 1)
     smem.work_ring.init(Traits::consumer_warps + Traits::loaders);
     FullBarrier::init(&smem.tile_wanted, 1);
     for (auto& of_step : smem.told) {
-      for (auto& told : of_step) {
-        for (auto& full : told.full) FullBarrier::init(&full, 1);
-      }
+      for (auto& told : of_step) told.init();
     }
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
     prefetch_tma_descriptor(&args.k_map);
     prefetch_tma_descriptor(&args.v_map);
   }
+  clear_missing_boxes<Traits::block_m, Traits::head_dim>(smem.q, args.params.shape.head_dim);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   __syncthreads();

@@ -35,7 +35,7 @@ void launch_wide_forward(const ForwardPlan& plan, const ForwardParams& params, S
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, shape.batch_size, plan.table),
       .key_box_rows = Traits::block_n,
-      .last_v_box = (shape.head_dim_v - 1) / columns * columns,
+      .last_v_box = last_wide_box(shape.head_dim_v),
       .splits = {.num_splits = 1,
                  .rows = query_rows(params),
                  .out_partial = nullptr,

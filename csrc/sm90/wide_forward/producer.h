@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/forward/producer.h"
+#include "sm90/wide/tile_columns.h"
 #include "sm90/wide_forward/steps.h"
 #include "sm90/wide_forward/traits.h"
 
@@ -22,11 +23,10 @@ struct WideProducer {
     const int query = work.tile * Traits::block_m;
     producer_acquire(smem.q_ring, q_state);
     q_state.advance();
-    std::uint64_t* full = &smem.q_ring.full[0];
-    FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes);
-    load_tile<Traits::block_m, Traits::head_dim>(
-        args.q_map, full, smem.q,
-        {sequence.batch_q, work.head, sequence.row_q + query, sequence.seqlen_q - query});
+    load_existing_boxes<Traits::block_m>(
+        args.q_map, &smem.q_ring.full[0], smem.q,
+        {sequence.batch_q, work.head, sequence.row_q + query, sequence.seqlen_q - query},
+        args.params.shape.head_dim);
   }
 
   // The next slot once it is free, for `load` to fill.
@@ -51,11 +51,12 @@ struct WideProducer {
 
   CUTE_DEVICE void load_keys(TileWork const& work, int block) {
     const RowSpan span = span_of(work, block * Traits::block_n);
+    const int last_box = last_wide_box(args.params.shape.head_dim);
     CUTE_NO_UNROLL
     for (int column = 0; column < Traits::head_dim; column += Traits::key_columns) {
       fill_slot([&](std::uint64_t* full, auto* slot) {
-        load_tile<Traits::block_n, Traits::key_columns>(args.k_map, full, slot, span,
-                                                        Traits::head_dim, Traits::block_n, column);
+        load_tile<Traits::block_n, Traits::key_columns>(args.k_map, full, slot, span, last_box,
+                                                        Traits::block_n, min(column, last_box));
       });
     }
   }
@@ -63,14 +64,14 @@ struct WideProducer {
   // The warpgroup's columns of a block's values. Of rows that do not exist the block's first one is
   // loaded in their place: what P is zero for must be a number, and a box must have a row.
   CUTE_DEVICE void load_values(TileWork const& work, int block) {
+    const int first_column = min(warpgroup * Traits::columns_v, args.last_v_box);
     CUTE_NO_UNROLL
     for (int row = 0; row < Traits::block_n; row += Traits::value_rows) {
       RowSpan span = span_of(work, block * Traits::block_n + row);
       if (span.rows <= 0) span = {span.batch, span.head, span.row - row, 1};
       fill_slot([&](std::uint64_t* full, auto* slot) {
-        load_tile<Traits::value_rows, Traits::columns_v>(args.v_map, full, slot, span,
-                                                         args.last_v_box, Traits::value_rows,
-                                                         warpgroup * Traits::columns_v);
+        load_tile<Traits::value_rows, Traits::columns_v>(
+            args.v_map, full, slot, span, args.last_v_box, Traits::value_rows, first_column);
       });
     }
   }

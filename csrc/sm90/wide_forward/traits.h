@@ -5,6 +5,7 @@
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm90/forward/traits.h"
+#include "sm90/wide/partner.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -52,7 +53,6 @@ struct WideForwardTraits {
   using QueryLayout = TileLayout<Element, block_m, key_columns, head_dim / key_columns>;
   using KeyLayout = TileLayout<Element, block_n, key_columns, slots>;
   using ValueLayout = TileLayout<Element, value_rows, columns_v, slots>;
-  static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
 
   static constexpr int producer_registers = config.producer_registers;
   static constexpr int consumer_registers = config.consumer_registers;
@@ -60,19 +60,10 @@ struct WideForwardTraits {
   static constexpr int bias_stages = 2;  // of no use
   static constexpr int word_stages = 1;
 
-  // What a warpgroup tells the other of its scores of a step, or at the end of a tile of their
-  // sums: thread by thread, as both hold the same rows.
-  static constexpr int vectors_of_p = block_n / 16;  // of 16 bytes, a thread's
-  struct Told {
-    uint4 p[vectors_of_p][128];
-    float rows[block_m];
-    std::uint64_t full[4];  // by warps
-  };
-
   struct SharedStorage {
     alignas(1024) Element q[block_m * head_dim];
     alignas(1024) Element slots[consumers][WideForwardTraits::slots * slot_elements];
-    alignas(16) Told told[2][consumers];  // of two steps in turn
+    alignas(16) Told told[2][consumers];
     Ring<1> q_ring;
     Ring<WideForwardTraits::slots> rings[consumers];
     Ring<work_stages> work_ring;
