@@ -35,7 +35,9 @@ ROWS_OF_SMALL_UNITS = {
     Kernel.sm80_decode: 3,
     Kernel.sm80_backward: 1,
     Kernel.sm90_forward: 5,
+    Kernel.sm90_wide_forward: 5,
     Kernel.sm90_backward: 5,
+    Kernel.sm90_wide_backward: 5,
 }
 # Of these kernels it is the rows that take long, not what they share of a tile: their small units
 # have so many rows whether those are of a tile or of several.

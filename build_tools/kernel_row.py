@@ -76,12 +76,14 @@ class Kernel(Enum):
     sm80_decode = "sm80 decode"
     sm80_backward = "sm80 backward"
     sm90_forward = "sm90 forward"
+    sm90_wide_forward = "sm90 wide_forward"
     sm90_backward = "sm90 backward"
+    sm90_wide_backward = "sm90 wide_backward"
 
     @property
     def own_struct(self) -> str:
         """Of the fields that the kernel alone reads."""
-        return f"{self.value.title().replace(' ', '')}Config"
+        return f"{self.value.title().replace(' ', '').replace('_', '')}Config"
 
 
 def of(*kernels: Kernel, default: Any = None, planned: bool = False) -> Any:
@@ -206,14 +208,17 @@ class ForwardRow(KernelRow):
     most_full_seqlen: int = 0
     least_keys_full: int = of(Kernel.sm90_forward, default=0, planned=True)
     least_keys_windowed: int = of(Kernel.sm90_forward, default=0, planned=True)
+    columns_per_cta: int = of(Kernel.sm80_forward, default=0, planned=True)
+    columns_per_warp: int = of(Kernel.sm80_decode, default=0, planned=True)
+    is_wide: bool = of(Kernel.sm90_wide_forward, default=False, planned=True)
     features: Feature = NO_FEATURES
 
     keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
     stages_q: int | None = of(Kernel.sm90_forward)
-    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm80_decode)
+    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm80_decode)
     shares_queries: bool = of(Kernel.sm80_decode, default=False)
-    producer_registers: int | None = of(Kernel.sm90_forward)
-    consumer_registers: int | None = of(Kernel.sm90_forward)
+    producer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
+    consumer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
     bends_in_softmax: bool = of(Kernel.sm90_forward, default=False)
@@ -221,8 +226,9 @@ class ForwardRow(KernelRow):
 
     @property
     def kernel(self) -> Kernel:
-        decodes = self.kind is Kind.decode
-        return Kernel(f"{self.family.value} decode") if decodes else super().kernel
+        if self.kind is Kind.decode:
+            return Kernel(f"{self.family.value} decode")
+        return Kernel.sm90_wide_forward if self.is_wide else super().kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +250,8 @@ class BackwardRow(KernelRow):
     finish_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
     least_keys_full: int = of(Kernel.sm90_backward, default=0, planned=True)
     least_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
+    columns_per_cta: int = of(Kernel.sm80_backward, default=0, planned=True)
+    is_wide: bool = of(Kernel.sm90_wide_backward, default=False, planned=True)
     features: Feature = NO_FEATURES
 
     warps_m_scores: int | None = of(Kernel.sm80_backward)
@@ -251,15 +259,19 @@ class BackwardRow(KernelRow):
     warps_m_dq: int | None = of(Kernel.sm80_backward)
     stages_q: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_do: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
-    stages_kv: int | None = of(Kernel.sm90_backward)
-    producer_registers: int | None = of(Kernel.sm90_backward)
-    key_registers: int | None = of(Kernel.sm90_backward)
+    stages_kv: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
+    producer_registers: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
+    key_registers: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
     dq_registers: int | None = of(Kernel.sm90_backward)
     dq_columns: int | None = of(Kernel.sm90_backward)
     separate_keys: bool = of(Kernel.sm90_backward, default=False)
     keeps_probabilities: bool = of(Kernel.sm90_backward, default=False)
     rounds_differences: bool = of(Kernel.sm90_backward, default=False)
     stores_tiles: bool = of(Kernel.sm90_backward, default=False)
+
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel.sm90_wide_backward if self.is_wide else super().kernel
 
 
 @dataclass(frozen=True)
@@ -293,8 +305,10 @@ class Entry:
         were within 2 % of the windowed ones run on full attention (docs/forward_sm80.md).
         """
         family, name = self.kernel.value.split()
-        row_type = BackwardRow if name == Pass.backward.name else ForwardRow
+        row_type = BackwardRow if name.endswith(Pass.backward.name) else ForwardRow
         of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
+        if name.startswith("wide_"):
+            of_kind = {"is_wide": True}
         pair = self.head_dim if isinstance(self.head_dim, tuple) else (self.head_dim, None)
         for each in self.tiles:
             for (variant, features), dtype in product(each.variants.items(), Dtype):

@@ -55,10 +55,12 @@ def _sm80_decode(row: Any) -> Rules:
 
 def _sm80_backward(row: Any) -> Rules:
     yield from _columns_of_values(row)
+    own_columns = row.columns_per_cta or row.head_dim
+    yield row.head_dim % own_columns == 0, "columns_per_cta divide the head dim"
     for name, along, rows, columns in (
         ("warps_m_scores", row.warps_m_scores, row.block_m, row.block_n),
-        ("warps_n_dkdv", row.warps_n_dkdv, row.block_n, row.head_dim),
-        ("warps_m_dq", row.warps_m_dq, row.block_m, row.head_dim),
+        ("warps_n_dkdv", row.warps_n_dkdv, row.block_n, own_columns),
+        ("warps_m_dq", row.warps_m_dq, row.block_m, own_columns),
     ):
         yield row.num_warps % along == 0, f"{name} divides num_warps"
         across = row.num_warps // along
@@ -129,12 +131,38 @@ def _is_power_of_two(value: int) -> bool:
 
 _PREPROCESS = "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it"
 
+
+def _sm90_wide_forward(row: Any) -> Rules:
+    yield (
+        row.block_m == 64 and row.block_n == 64,
+        "both warpgroups multiply S of the same 64 queries",
+    )
+    yield row.num_warps == 8, "two warpgroups share the columns of O"
+    yield row.head_dim == row.value_dim == 512, "a warpgroup holds 256 columns of O"
+    yield row.stages_kv >= 2, "one slot fills while the other is read"
+    registers = {"producer_registers": (row.producer_registers, 1)}
+    registers["consumer_registers"] = (row.consumer_registers, 2)
+    yield from _registers(registers, ctas_per_sm=1)
+
+
+def _sm90_wide_backward(row: Any) -> Rules:
+    yield row.block_m == row.block_n == 64, "both warpgroups multiply scores of the same 64 rows"
+    yield row.num_warps == 8, "two warpgroups share the columns of a gradient"
+    yield row.head_dim == row.value_dim == 512, "a warpgroup holds 256 columns"
+    yield row.stages_kv >= 2, "one slot fills while the other is read"
+    registers = {"producer_registers": (row.producer_registers, 1)}
+    registers["key_registers"] = (row.key_registers, 2)
+    yield from _registers(registers, ctas_per_sm=1)
+
+
 RULES: dict[str, Callable[[Any], Rules]] = {
     "sm80 forward": _sm80_forward,
     "sm80 decode": _sm80_decode,
     "sm80 backward": _sm80_backward,
     "sm90 forward": _sm90_forward,
+    "sm90 wide_forward": _sm90_wide_forward,
     "sm90 backward": _sm90_backward,
+    "sm90 wide_backward": _sm90_wide_backward,
 }
 
 

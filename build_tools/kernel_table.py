@@ -142,6 +142,12 @@ SM90_FORWARD = (
             tile({"cache_modifiers": CACHE_MODIFIERS}),
         ),
     ),
+    entry(
+        Kernel.sm90_wide_forward, 512,
+        block_m=64, block_n=64, num_warps=8, stages_kv=4,
+        producer_registers=40, consumer_registers=232,
+        tiles=(tile({"": NO_FEATURES, "modifiers": MODIFIERS}),),
+    ),
 )
 # fmt: on
 
@@ -183,6 +189,16 @@ SM80_FORWARD = (
         Kernel.sm80_forward, 256,
         block_m=64, block_n=64, num_warps=4,
         tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED}),),
+    ),
+    # Two CTAs have half of O's columns each, and S twice. One row for plain and modified scores.
+    entry(
+        Kernel.sm80_forward, 512,
+        block_m=64, block_n=64, num_warps=4, columns_per_cta=256,
+        tiles=(
+            tile({"": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT, "masked": MASKED}),
+            tile({"smem99k": CACHE_MODIFIERS | DROPOUT}, block_n=16),
+            tile({"masked_smem99k": MASKED}, block_m=32, block_n=32, num_warps=2),
+        ),
     ),
 )
 # fmt: on
@@ -228,6 +244,15 @@ SM80_DECODE = (
         tiles=(
             tile({"decode": DECODE}, num_warps=2, stages_kv=3),
             tile({"decode_smem99k": DECODE}, num_warps=1, stages_kv=5),
+        ),
+    ),
+    # Two warps share a slice of keys, with half of its columns each.
+    entry(
+        Kernel.sm80_decode, 512,
+        block_m=16, block_n=16, shares_queries=True, columns_per_warp=256,
+        tiles=(
+            tile({"decode": DECODE}, num_warps=4, stages_kv=3),
+            tile({"decode_smem99k": DECODE}, num_warps=2, stages_kv=2),
         ),
     ),
 )
@@ -342,6 +367,12 @@ SM90_BACKWARD = (
             tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
         ),
     ),
+    entry(
+        Kernel.sm90_wide_backward, 512,
+        block_m=64, block_n=64, num_warps=8, stages_kv=4,
+        producer_registers=40, key_registers=232,
+        tiles=(tile({"": ORDERED}),),
+    ),
 )
 # fmt: on
 
@@ -409,6 +440,17 @@ SM80_BACKWARD = (
                  stages_q=1, stages_do=1),
             tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING},
                  block_m=32, block_n=32, **FOUR_WARPS, stages_q=1, stages_do=1),
+        ),
+    ),
+    # Several CTAs have some of the columns of dK, dV and dQ each, and S and dP all of them.
+    entry(
+        Kernel.sm80_backward, 512,
+        block_m=32, block_n=64, **WARPS_2_4_2, stages_q=1, stages_do=1, columns_per_cta=256,
+        tiles=(
+            tile({"": ORDERED, "dropout": EVERYTHING, "masked": MASKED}),
+            tile({"smem163k": EVERYTHING, "masked_smem163k": MASKED}, block_n=32, **FOUR_WARPS),
+            tile({"smem99k": EVERYTHING}, block_m=16, block_n=32, columns_per_cta=128,
+                 num_warps=2, warps_m_scores=1, warps_n_dkdv=2, warps_m_dq=1),
         ),
     ),
 )

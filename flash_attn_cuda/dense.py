@@ -45,11 +45,11 @@ def flash_attn_func(
     then a bias, then masks: a key that any of them hides is hidden.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), head_dim from 1 to 256. fp16 or bf16 on CUDA; also
+        q: (batch, seqlen_q, heads_q, head_dim), head_dim from 1 to 512. fp16 or bf16 on CUDA; also
             fp32 and fp64 on the CPU. Any strides. On CUDA, tensors whose rows do not start on
             16-byte boundaries, and a head_dim that is not a multiple of 8, cost a copy.
         k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
-        v: (batch, seqlen_k, heads_k, head_dim_v), head_dim_v from 1 to 256, mostly that of q and k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), head_dim_v from 1 to 512, mostly that of q and k.
         dropout_p: probability in [0, 1), to 2 ** -16, of dropping an attention weight; the others
             are scaled so that the expectation stays. This and the other numbers may be of Python's
             or numpy's types, or 0-d tensors on the CPU (in a full graph of torch.compile Python's

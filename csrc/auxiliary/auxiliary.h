@@ -24,14 +24,14 @@ struct SequenceTableRequest {
 void make_sequence_table(const SequenceTablePlan& plan, const SequenceTableRequest& request,
                          Stream stream);
 
-// How backward_preprocess goes over query rows: 16 bytes of O a lane, and as many more lanes as
-// keep the rows of a block in one query tile.
+// How backward_preprocess goes over query rows: 16 bytes of O a lane, up to a warp's, and as many
+// more lanes as keep the rows of a block in one query tile.
 inline constexpr int preprocess_threads = 256;
 constexpr int preprocess_lanes(const BackwardParams& params, int tile_rows) {
   const int elements = elements_of_vector(params.dtype);
   const int vectors = (params.shape.head_dim_v + elements - 1) / elements;
   const auto of_row = static_cast<int>(std::bit_ceil(static_cast<unsigned>(vectors)));
-  return std::max(of_row, preprocess_threads / tile_rows);
+  return std::max(std::min(of_row, 32), preprocess_threads / tile_rows);
 }
 constexpr int preprocess_blocks_per_tile(const BackwardParams& params, int tile_rows) {
   return tile_rows * preprocess_lanes(params, tile_rows) / preprocess_threads;

@@ -73,8 +73,9 @@ template <class Element>
 __device__ float output_dot(const PreprocessArguments& args, const Sequence& sequence, int head,
                             int query, bool is_used, int lane) {
   float dot = 0.0f;
-  const int column = lane * vector_elements;
-  if (is_used && column < args.params.shape.head_dim_v) {
+  const int columns = is_used ? args.params.shape.head_dim_v : 0;
+  for (int column = lane * vector_elements; column < columns;
+       column += vector_elements << args.log2_lanes_per_row) {
     const auto load = [&](const TensorView& view) {
       return *reinterpret_cast<const Vector<Element>*>(
           static_cast<const Element*>(view.data) + sequence.batch_q * view.batch_stride +

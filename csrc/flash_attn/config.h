@@ -72,8 +72,20 @@ struct ForwardConfig {
   // with one.
   int least_keys_full = 0;
   int least_keys_windowed = 0;
+  int columns_per_cta = 0;   // sm80: of V and O, 0: all. Other CTAs have the others
+  int columns_per_warp = 0;  // decode: of Q, K, V and O, 0: all. Other warps have the others
+  bool is_wide = false;      // a kernel of sm90/wide_forward/
   FeatureSet features;
 };
+
+// CTAs that share the columns of a row's results.
+constexpr int ctas_of_columns(int columns_per_cta, int columns) {
+  return columns_per_cta == 0 ? 1 : (columns - 1) / columns_per_cta + 1;
+}
+// Warps of a decode kernel, or groups of them, that take keys of their own.
+constexpr int warps_with_own_keys(const ForwardConfig& decode) {
+  return decode.num_warps / ctas_of_columns(decode.columns_per_warp, decode.head_dim);
+}
 
 struct Sm80ForwardConfig {
   bool keeps_pointers;  // pointers to K and V stay in registers between blocks
@@ -97,6 +109,12 @@ struct Sm90ForwardConfig {
   bool alternates_probabilities;  // registers for two P
 };
 
+struct Sm90WideForwardConfig {
+  int stages_kv;  // slots of the rings that K and V come through
+  int producer_registers;
+  int consumer_registers;
+};
+
 struct BackwardConfig {
   KernelFamily family;
   Dtype dtype;
@@ -116,6 +134,8 @@ struct BackwardConfig {
   int finish_keys_windowed = 0;
   int least_keys_full = 0;  // as of ForwardConfig
   int least_keys_windowed = 0;
+  int columns_per_cta = 0;  // sm80: of dK, dV and dQ, 0: all. Other CTAs have the others
+  bool is_wide = false;     // a kernel of sm90/wide_backward/
   FeatureSet features;
 };
 
@@ -143,6 +163,12 @@ struct Sm90BackwardConfig {
   bool keeps_probabilities;  // P stays in registers for dV while dS is made
   bool rounds_differences;   // bf16: dP - D is rounded before P multiplies it
   bool stores_tiles;         // dK and dV leave through shared memory of their own
+};
+
+struct Sm90WideBackwardConfig {
+  int stages_kv;  // slots of the rings that right operands come through
+  int producer_registers;
+  int key_registers;  // of the warpgroups that multiply
 };
 
 }  // namespace flash_attn_cuda

@@ -18,8 +18,8 @@ namespace {
 constexpr int most_swept_keys = 1024;
 
 bool may_sweep(const BackwardParams& params, const BackwardInstance& instance) {
-  return instance.writes_dq && instance.config.ctas_per_tile == 1 && !params.deterministic &&
-         params.sparsity.lists.data == nullptr;
+  return instance.writes_dq && instance.config.ctas_per_tile == 1 && !instance.config.is_wide &&
+         !params.deterministic && params.sparsity.lists.data == nullptr;
 }
 
 // Rows of queries, of all heads of a tile, with their sums, that every CTA can have in L2.
@@ -98,7 +98,7 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
   const AttentionShape& shape = params.shape;
   const std::int64_t ctas = key_tiles * shape.num_heads_k * config.ctas_per_tile;
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
-  if (ctas == 0 || params.sequences.leftpad_k != nullptr) return 1;
+  if (ctas == 0 || config.is_wide || params.sequences.leftpad_k != nullptr) return 1;
 
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
   const std::int64_t affordable = group * shape.seqlen_q / (2 * std::int64_t{shape.seqlen_k});
@@ -127,7 +127,7 @@ DqPath choose_dq_path(const BackwardParams& params, const BackwardPlan& plan) {
   const Window& window = params.window;
   const BackwardConfig& config = plan.instance->config;
   if (!plan.instance->writes_dq) return config.finishes_dq ? DqPath::finished : DqPath::converted;
-  if (params.shape.seqlen_k <= config.block_n) return DqPath::direct;
+  if (params.shape.seqlen_k <= config.block_n || config.is_wide) return DqPath::direct;
   if (plan.sweeps || params.deterministic) return DqPath::ordered;
   const int enough = window.is_full() ? config.finish_keys_full : config.finish_keys_windowed;
   const bool finishes =

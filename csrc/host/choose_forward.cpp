@@ -224,7 +224,7 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
   if (config.family == KernelFamily::sm90 &&
       (ctas >= device.num_sms || (!has_pages && !wants_splits(params, config, device))))
     return 1;
-  const int keys_per_step = config.block_n * (decodes ? config.num_warps : 1);
+  const int keys_per_step = config.block_n * (decodes ? warps_with_own_keys(config) : 1);
   const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(params, config.block_m);
   const int steps = ceil_div(keys, keys_per_step);
   if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));

@@ -151,10 +151,23 @@ void plan_tiles(const BackwardParams& params, const DeviceInfo& device, Backward
   choose_sweeps(params, bytes_per_query, device, plan);
 }
 
+std::int64_t main_grid(const BackwardParams& params, const BackwardPlan& plan) {
+  const BackwardConfig& config = plan.instance->config;
+  const AttentionShape& shape = params.shape;
+  const std::int64_t key_tiles = plan.schedule.grid_size();
+  if (config.is_wide)  // one for a tile of dK, one of dQ, one of dV
+    return 2 * key_tiles + std::int64_t{plan.q_tiles} * shape.num_heads_q;
+  if (config.family == KernelFamily::sm90)
+    return std::min<std::int64_t>(plan.num_tickets() * config.ctas_per_tile, plan.num_ctas);
+  return key_tiles *
+         ctas_of_columns(config.columns_per_cta, std::max(shape.head_dim, shape.head_dim_v));
+}
+
 // CTAs of the kernel that converts sums of dQ: one for a query tile, or for a few strips of one.
 std::int64_t convert_grid(const BackwardParams& params, const BackwardPlan& plan) {
   const BackwardConfig& config = plan.instance->config;
-  const std::int64_t tiles = std::int64_t{plan.q_tiles} * params.shape.num_heads_q;
+  const std::int64_t tiles = std::int64_t{plan.q_tiles} * params.shape.num_heads_q *
+                             ctas_of_columns(config.columns_per_cta, params.shape.head_dim);
   if (!plan.leaves_sums()) return 0;
   if (config.family != KernelFamily::sm90) return tiles;
   const std::int64_t most = tiles * (config.block_m / convert_dq_rows);
@@ -215,9 +228,8 @@ BackwardPlan plan_backward(const BackwardParams& given, const DeviceInfo& device
   plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
   plan.shared_tiles = choose_shared_tiles(params, plan);
   const BackwardConfig& config = plan.instance->config;
-  plan.grid = config.family == KernelFamily::sm90
-                  ? std::min<std::int64_t>(plan.num_tickets() * config.ctas_per_tile, plan.num_ctas)
-                  : plan.schedule.grid_size();
+  plan.grid = main_grid(params, plan);
+  check_grid(plan.grid, 1);
   plan.convert_grid = convert_grid(params, plan);
   if (params.dsink != nullptr)
     plan.sink_shares_per_head = plan.q_tiles * preprocess_blocks_per_tile(params, config.block_m);

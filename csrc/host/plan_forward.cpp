@@ -145,7 +145,8 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
                   .rows_per_query = rows_per_query(params, config),
                   .tiles_descend = last_tiles_are_long(params.window)};
   }
-  const std::int64_t tiles = plan.schedule.grid_size();
+  const std::int64_t tiles =
+      plan.schedule.grid_size() * ctas_of_columns(config.columns_per_cta, params.shape.head_dim_v);
   plan.num_splits = choose_splits(params, *plan.instance, tiles, device);
   check_grid(tiles, plan.num_splits);
   if (params.split.batch_invariant && config.kind == ForwardKind::decode)

@@ -21,7 +21,8 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& given, Stream 
                       stream);
   backward_preprocess(plan, params, stream);
   // The main kernels of the sm90 family do it themselves, if they are launched.
-  const bool is_sm90 = plan.instance->config.family == KernelFamily::sm90;
+  const BackwardConfig& config = plan.instance->config;
+  const bool is_sm90 = config.family == KernelFamily::sm90 && !config.is_wide;
   if (!is_sm90 || plan.grid == 0) sum_sink_gradient(plan, params, stream);
   plan.instance->launch(plan, params, stream);
   if (plan.leaves_sums()) plan.instance->convert_dq(plan, params, stream);

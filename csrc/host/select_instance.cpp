@@ -36,7 +36,9 @@ bool serves(const BackwardConfig& config, const KernelRequest& request) {
 }
 
 // Of the columns that TMA loads at a time (sm90/isa/copy.h) some must exist.
-bool fills_boxes(int bucket, int head_dim) {
+template <class Config>
+bool fills_boxes(const Config& config, int bucket, int head_dim) {
+  if (config.is_wide) return true;
   const int columns = bucket % 64 == 0 ? 64 : 32;
   return bucket - head_dim < columns;
 }
@@ -45,7 +47,7 @@ bool fills_boxes(int bucket, int head_dim) {
 // sum over them.
 bool has_values(const ForwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
 bool has_values(const BackwardConfig& config, const KernelRequest& request) {
-  return fills_boxes(config.head_dim_v, request.head_dim_v);
+  return fills_boxes(config, config.head_dim_v, request.head_dim_v);
 }
 
 // What only rows of sm90 tell apart: those with lists walk nothing else, those with a bias always
@@ -57,7 +59,7 @@ bool suits(const Config& config, const KernelRequest& request) {
   const FeatureSet of_a_cache = config.features & (feature::paged_kv | feature::split_kv);
   return (request.features & needed) == needed &&
          (of_a_cache == 0 || (request.features & of_a_cache) != 0) &&
-         fills_boxes(config.head_dim, request.head_dim) && has_values(config, request);
+         fills_boxes(config, config.head_dim, request.head_dim) && has_values(config, request);
 }
 
 template <class Instance>

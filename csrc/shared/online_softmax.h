@@ -199,6 +199,19 @@ struct OnlineSoftmax {
     return true;
   }
 
+  // Takes over what is higher of references that another warp has for the same rows; references
+  // [row] becomes what has to be multiplied that was made with them.
+  template <class RescaleRow>
+  CUTE_DEVICE void raise_references(float (&references)[kRows], RescaleRow rescale_row) {
+    move_reference(references, rescale_row);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      const float change = shifts ? (references[row] - row_max[row]) * scale_log2
+                                  : __fmul_rn(references[row], scale_log2) - row_offset[row];
+      references[row] = references[row] == -INFINITY ? 1.0f : fast_exp2(change);
+    }
+  }
+
   // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.
   // No visible key: O = 0, lse = sink.
   template <class Output>

@@ -130,7 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() =
       "CUDA attention. Tensors are fp16 or bf16, (batch, seqlen, heads, head_dim), head_dim a "
       "multiple\n"
-      "of 8 up to 256, of v, out and their gradients maybe another one; lengths and indices are\n"
+      "of 8 up to 512, of v, out and their gradients maybe another one; lengths and indices are\n"
       "int32. TypeError: a dtype; ValueError: a shape, a device, a number; NotImplementedError:\n"
       "what is refused; RuntimeError: no kernel for the call, or CUDA's own errors. No function\n"
       "but device_errors synchronises, unless FLASH_ATTN_CUDA_CHECK=1 asks that each call waits\n"

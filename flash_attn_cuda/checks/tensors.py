@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 MAX_INT32 = 2**31 - 1

@@ -23,7 +23,7 @@ from flash_attn_cuda.operators.attention import (
 from tests.cases.attention import Alibi, VarlenCase
 
 NAMES = ("dq", "dk", "dv")
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (72, 72), (32, 32))
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (512, 512), (192, 128), (96, 96), (72, 72), (32, 32))
 # Where a target lies: by itself; dk and dv as they travel between ranks; where no kernel writes.
 PLACES = ("contiguous", "side by side", "odd stride")
 PATTERN = 77.0

@@ -164,7 +164,7 @@ class AttentionCase(Features):
 
 # The head dims with rows of their own in the kernel table, every other one that needs no padding,
 # and three that do or that other libraries' tests name: 59 and 111 are padded in Python.
-BUCKET_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+BUCKET_HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 ALL_HEAD_DIMS = (*range(8, 257, 8), 59, 111)
 
 # On and around the tile edges 16, 32, 64 and 128, and lengths with nothing in common with them.

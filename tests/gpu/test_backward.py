@@ -72,7 +72,7 @@ def test_odd_lengths(check: Check, seqlen_q: int, causal: bool) -> None:
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256, 512])
 def test_odd_lengths_in_every_bucket(check: Check, head_dim: int, causal: bool) -> None:
     seqlens = ODD_SEQLENS[: scaled(len(ODD_SEQLENS), 6)]
     partners = random.Random(head_dim).sample(seqlens, len(seqlens))
@@ -85,7 +85,7 @@ def test_odd_lengths_in_every_bucket(check: Check, head_dim: int, causal: bool) 
 
 @CAUSAL
 @pytest.mark.parametrize("lengths", LONG_SEQLENS, ids=lambda lengths: f"{lengths[0]}x{lengths[1]}")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_long_lengths(check: Check, head_dim: int, lengths: tuple[int, int], causal: bool) -> None:
     seqlen_q, seqlen_k = (scaled(seqlen, max(1, seqlen // 16)) for seqlen in lengths)
     check(
@@ -253,7 +253,7 @@ def test_backward_after_the_inputs_changed_is_refused() -> None:
         out.backward(inputs.dout)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_rows_without_keys_have_no_gradient(head_dim: int) -> None:
     case = make_case(seqlen_q=300, seqlen_k=70, head_dim=head_dim, causal=True)
     skip_without_row(case)

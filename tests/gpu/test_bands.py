@@ -91,7 +91,7 @@ def test_over_pages(case: BandCase) -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "origin"])
 @pytest.mark.parametrize("band", [(None, -700), (-700, None), (900, -300), (-300, 900)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_long_bands(head_dim: int, band: tuple[Any, Any], layout: str) -> None:
     length = scaled(2100, 150)
     lengths = ((length, length + 333),) * 2
@@ -115,7 +115,7 @@ END = st.none() | st.integers(-400, 400)
     lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=3),
     window=st.tuples(END, END),
     causal=st.booleans(),
-    head_dim=st.sampled_from([32, 64, 80, 128, 256]),
+    head_dim=st.sampled_from([32, 64, 80, 128, 256, 512]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     has_sink=st.booleans(),
 )

@@ -72,7 +72,7 @@ def test_lengths(check_mask: CheckMask, lengths: tuple[int, int], fp32: bool, ca
         check_mask(MaskedCase(of, None, RandomBias(own, fp32)))
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 59, 96, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 59, 96, 160, 192, 256, 512])
 def test_head_dims(check_mask: CheckMask, head_dim: int) -> None:
     of = make_case(batch=1, seqlen_q=211, seqlen_k=300, num_heads_k=2, head_dim=head_dim)
     check_mask(MaskedCase(of, None, RandomBias("hq")))
@@ -250,7 +250,7 @@ def test_gradients_are_those_of_torch(own: str, head_dim: int) -> None:
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (40, 64, 96, 128, 256),
+    "head_dim": (40, 64, 96, 128, 256, 320, 512),
     "heads": ((4, 4), (6, 2), (4, 1)),
     "lengths": ((130, 130), (70, 201), (201, 70), (1, 150), (257, 129)),
     "bias": tuple(RandomBias(own, own in ("q", "bh")) for own in OWN),

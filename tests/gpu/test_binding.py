@@ -75,7 +75,7 @@ BAD_INPUTS = {
     "mixed": (TypeError, r"v: must have the dtype of q \(BFloat16\), got Half", {"v": torch.half}),
     "3-D": (ValueError, "k: must have 4 dimensions", {"k": (SEQLEN, HEADS, HEAD_DIM)}),
     "head_dim 59": (ValueError, "must be a multiple of 8, got 59", {"q": (2, 40, 4, 59)}),
-    "head_dim 264": (ValueError, "must be from 1 to 256, got 264", {"q": (2, 40, 4, 264)}),
+    "head_dim 520": (ValueError, "must be from 1 to 512, got 520", {"q": (2, 40, 4, 520)}),
     "no query head": (ValueError, "q: must have at least one head", {"q": (2, 40, 0, 64)}),
     "no key head": (ValueError, "k: must have at least one head", {"k": (2, 40, 0, 64)}),
     "heads": (
@@ -99,10 +99,10 @@ BAD_INPUTS = {
         r"v: last dimension \(head_dim_v\) must be a multiple of 8, got 60",
         {"v": (2, 40, 4, 60)},
     ),
-    "v head_dim 264": (
+    "v head_dim 520": (
         ValueError,
-        r"v: last dimension \(head_dim_v\) must be from 1 to 256, got 264",
-        {"v": (2, 40, 4, 264)},
+        r"v: last dimension \(head_dim_v\) must be from 1 to 512, got 520",
+        {"v": (2, 40, 4, 520)},
     ),
 }
 

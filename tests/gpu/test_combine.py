@@ -55,7 +55,7 @@ def test_numbers_of_splits(splits: int) -> None:
     assert_combined(flash_attn_combine(*partials), *partials)
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 32, 59, 96, 111, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 32, 59, 96, 111, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", OUT_DTYPES, ids=["fp32", "bf16", "fp16"])
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     partials = make_partials(4, head_dim=head_dim)

@@ -36,7 +36,7 @@ from tests.cases.repeats import (
 
 pytestmark = pytest.mark.gpu
 
-BUCKETS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+BUCKETS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 512])
 
 
 @BUCKETS
@@ -66,7 +66,7 @@ def test_features(head_dim: int, features: dict[str, Any]) -> None:
     assert_repeatable(crowded_case(**{"head_dim": head_dim, **features}), REPEATS)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize(
     "features",
     [{}, {"dropout_p": 0.2}, {"num_heads_k": 1, "window": (100, 0)}],
@@ -154,7 +154,7 @@ def test_what_comes_beside_the_keys_is_read_in_time(
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("seqlens_q", [1, 7])
 def test_whichever_split_is_last_combines_them(seqlens_q: int, head_dim: int) -> None:
     """The CTAs that share the keys of a tile end in any order."""

@@ -72,7 +72,7 @@ def test_the_mask_is_that_of_seed_and_offset(p: float) -> None:
 def test_the_mask_does_not_depend_on_tiles() -> None:
     """Head dims and dtypes choose other kernels, layouts other addresses: all drop the same."""
     base = make_case(seqlen_q=150, seqlen_k=201, dropout_p=0.3, num_heads_k=2)
-    cases = [replace(base, head_dim=d) for d in (8, 32, 59, 64, 96, 128, 192, 256)]
+    cases = [replace(base, head_dim=d) for d in (8, 32, 59, 64, 96, 128, 192, 256, 512)]
     cases += [replace(base, layout=layout) for layout in (Layout.packed, Layout.misaligned)]
     cases += [replace(base, dtype=torch.float16), replace(base, num_heads_k=1)]
     cases += [replace(base, deterministic=True), replace(base, softcap=3.0)]
@@ -116,7 +116,7 @@ def test_the_mask_of_a_sequence_counts_within_it() -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 512])
 def test_results_with_the_mask(check: Check, head_dim: int, heads: tuple[int, int]) -> None:
     """Forward and backward, against the reference with the reference's own mask."""
     for p, causal in ((0.17, False), (0.5, True)):

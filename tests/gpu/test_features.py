@@ -78,7 +78,7 @@ def test_windows(check: Check, lengths: tuple[int, int], causal: bool) -> None:
         check(case, seed=seed)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256, 512])
 def test_windows_in_every_bucket(check: Check, head_dim: int) -> None:
     for lengths, window in (((257, 300), (40, 2)), ((300, 140), (-1, 70)), ((140, 300), (70, -1))):
         check(
@@ -128,7 +128,7 @@ def test_softcap(check: Check, softcap: float, causal: bool) -> None:
     check(make_case(seqlen_q=140, seqlen_k=170, num_heads_k=2, softcap=softcap, causal=causal))
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256, 512])
 def test_softcap_in_every_bucket(check: Check, head_dim: int) -> None:
     check(make_case(seqlen_q=140, seqlen_k=170, head_dim=head_dim, softcap=5.0, num_heads_k=2))
 
@@ -167,7 +167,7 @@ def levels_of(groups_of_keys: Tensor, head_dim: int) -> Tensor:
 @CAUSAL
 @BOTH_DTYPES
 @pytest.mark.parametrize("is_long", [False, True], ids=["usual", "long"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 512])
 def test_softcap_of_scores_that_rise(
     head_dim: int, is_long: bool, dtype: torch.dtype, causal: bool
 ) -> None:
@@ -200,7 +200,7 @@ def test_softcap_of_scores_that_rise(
 
 @CAUSAL
 @BOTH_DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_softcap_of_scores_that_rise_from_page_to_page(
     head_dim: int, dtype: torch.dtype, causal: bool
 ) -> None:
@@ -265,7 +265,7 @@ def test_alibi(check: Check, alibi: Alibi, lengths: tuple[int, int]) -> None:
         check(case)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 192, 256, 512])
 def test_alibi_in_every_bucket(check: Check, head_dim: int) -> None:
     check(make_case(seqlen_q=140, seqlen_k=170, head_dim=head_dim, alibi=Alibi.per_batch))
 
@@ -333,7 +333,7 @@ def test_huge_scales_stay_finite(scale: float) -> None:
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (32, 64, 80, 96, 111, 128, 160, 192, 256),
+    "head_dim": (32, 64, 80, 96, 111, 128, 160, 192, 256, 320, 512),
     "heads": ((4, 4), (6, 2), (4, 1)),
     "lengths": ((130, 130), (70, 201), (201, 70), (1, 150), (113, 64), (257, 129)),
     "mask": (
@@ -385,7 +385,7 @@ def feature_cases(draw: st.DrawFn) -> AttentionCase:
         seqlen_k=draw(st.integers(1, limit)),
         num_heads_q=heads_k * draw(st.integers(1, 4)),
         num_heads_k=heads_k,
-        head_dim=draw(st.integers(1, 256)),
+        head_dim=draw(st.integers(1, 512)),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
         causal=draw(st.booleans()),
         window=(draw(bound), draw(bound)),

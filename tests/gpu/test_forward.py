@@ -44,7 +44,7 @@ def test_odd_lengths(check: Check, seqlen_q: int, causal: bool) -> None:
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256, 512])
 def test_odd_lengths_in_every_bucket(check: Check, head_dim: int, causal: bool) -> None:
     partners = random.Random(head_dim).sample(ODD_SEQLENS, len(ODD_SEQLENS))
     for seqlen_q, seqlen_k in zip(ODD_SEQLENS, partners, strict=True):
@@ -56,7 +56,7 @@ def test_odd_lengths_in_every_bucket(check: Check, head_dim: int, causal: bool) 
 
 @CAUSAL
 @pytest.mark.parametrize("lengths", LONG_SEQLENS, ids=lambda lengths: f"{lengths[0]}x{lengths[1]}")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_long_lengths(check: Check, head_dim: int, lengths: tuple[int, int], causal: bool) -> None:
     seqlen_q, seqlen_k = (scaled(seqlen, max(1, seqlen // 8)) for seqlen in lengths)
     case = make_case(
@@ -186,7 +186,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         seqlen_k=draw(st.integers(1, limit)),
         num_heads_q=heads_k * draw(st.integers(1, 5)),
         num_heads_k=heads_k,
-        head_dim=draw(st.integers(1, 256)),
+        head_dim=draw(st.integers(1, 512)),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
         causal=draw(st.booleans()),
         softmax_scale=draw(st.none() | st.floats(-2.0, 2.0, width=32)),
@@ -207,7 +207,7 @@ def test_random_cases(check: Check, case: AttentionCase, seed: int) -> None:
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [40, 64, 111, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 111, 256, 512])
 def test_gpu_and_cpu_agree(head_dim: int, causal: bool) -> None:
     """Two implementations, one result: the GPU against the CPU backend in fp64 as reference."""
     case = make_case(

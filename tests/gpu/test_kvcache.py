@@ -77,7 +77,7 @@ def test_head_ratios(check: Check, heads: tuple[int, int], page_size: int | None
 
 
 @PAGES
-@pytest.mark.parametrize("head_dim", [1, 8, 32, 40, 59, 64, 96, 111, 128, 160, 192, 255, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 32, 40, 59, 64, 96, 111, 128, 160, 192, 255, 256, 512])
 def test_head_dims(check: Check, head_dim: int, page_size: int | None) -> None:
     """Odd ones too, whose rows start on no 16-byte boundary."""
     for seqlen_q in (1, 20):
@@ -299,7 +299,7 @@ def test_more_parts_than_places(num_splits: int, page_size: int | None) -> None:
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (32, 59, 64, 96, 128, 192, 256),
+    "head_dim": (32, 59, 64, 96, 128, 192, 256, 320, 512),
     "heads": ((4, 4), (8, 2), (6, 1), (5, 5)),
     "lengths": (
         *((1, 1), (1, None), (7, 7), (40, 40), (40, 2)),
@@ -348,7 +348,7 @@ def test_combinations(num_splits: int, case: KvCacheCase) -> None:
 def cache_cases(draw: st.DrawFn) -> KvCacheCase:
     batch = draw(st.integers(1, 4))
     capacity = draw(st.integers(1, scaled(400, 80)))
-    heads_k, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 256))
+    heads_k, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 512))
     packed = draw(st.booleans())
     lengths = st.integers(0, 1) | st.integers(0, 140)
     seqlens_q: Any = tuple(draw(lengths) for _ in range(batch)) if packed else draw(lengths)

@@ -54,7 +54,7 @@ def test_what_shares_a_mask(check_mask: CheckMask, given_as: str, size: int, own
     check_mask(MaskedCase(of, RandomMask(0.4, size, own, given_as)))
 
 
-@pytest.mark.parametrize("head_dim", [8, 32, 40, 59, 72, 96, 111, 160, 192, 200, 256])
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 59, 72, 96, 111, 160, 192, 200, 256, 512])
 @pytest.mark.parametrize("size", [1, 64])
 def test_head_dims(check_mask: CheckMask, size: int, head_dim: int) -> None:
     of = make_case(batch=1, seqlen_q=211, seqlen_k=300, num_heads_k=2, head_dim=head_dim)
@@ -289,7 +289,7 @@ def check_made_mask(of: AttentionCase, made: BlockSparsity) -> None:
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (40, 64, 96, 128, 256),
+    "head_dim": (40, 64, 96, 128, 256, 320, 512),
     "heads": ((4, 4), (6, 2), (4, 1)),
     "lengths": ((130, 130), (70, 201), (201, 70), (1, 150), (113, 64), (257, 129)),
     "mask": (

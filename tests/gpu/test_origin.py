@@ -63,7 +63,16 @@ AXES = {
     "documents": list(DOCUMENTS),
     "mask": list(MASKS),
     "features": list(FEATURES),
-    "head_dims": [(64, 64), (128, 128), (32, 32), (96, 96), (256, 256), (192, 128), (72, 72)],
+    "head_dims": [
+        (64, 64),
+        (128, 128),
+        (32, 32),
+        (96, 96),
+        (256, 256),
+        (192, 128),
+        (72, 72),
+        (512, 512),
+    ],
     "heads": [(4, 4), (4, 2), (8, 1)],
     "dtype": [torch.bfloat16, torch.float16],
 }
@@ -123,7 +132,7 @@ def test_parts_give_the_whole(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_cuts_anywhere(head_dim: int, mask: str) -> None:
     """Without dropout they need not be at multiples of 16."""
     documents = Documents((301, 77, 450), (333, 77, 450), (13, 131, 299), (7, 129, 331))
@@ -188,7 +197,7 @@ def test_the_origin_of_a_whole_changes_no_bit(head_dim: int, mask: str, features
 @pytest.mark.parametrize(
     "place", [(0, 0, 0), (3, 160, 48), (-7, 16, 1 << 20), (1 << 30, 1 << 30, 0)]
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_dropout_of_a_part_is_that_of_its_place(head_dim: int, place: tuple[int, ...]) -> None:
     """Decision by decision, through values that are rows of the identity."""
     seqlen_q, seqlen_k, p = 200, head_dim - 8, 0.4
@@ -229,7 +238,7 @@ def test_dropout_of_a_part_is_that_of_its_place(head_dim: int, place: tuple[int,
 
 @pytest.mark.parametrize("shift", [INT_MIN, -(2**30), -5000, 5000, 2**30, INT_MAX])
 @pytest.mark.parametrize("mask", ["causal", "left", "window", "diagonal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_windows_that_do_not_reach(head_dim: int, mask: str, shift: int) -> None:
     """Zeros, and nothing of the tensors' neighbours."""
     documents = Documents((300, 33), (270, 20), (), ())
@@ -254,7 +263,7 @@ def test_windows_that_do_not_reach(head_dim: int, mask: str, shift: int) -> None
 
 @pytest.mark.parametrize("features", ["plain", "deterministic", "dropout"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_rows_that_are_no_sequences(head_dim: int, mask: str, features: str) -> None:
     """Gaps hold NaN before, and zeros in fp32 afterwards; nothing is written around the results."""
     documents = Documents((200, 33), (270, 20), (), ())

@@ -44,7 +44,7 @@ def operator_forward(case: AttentionCase, inputs: AttentionInputs) -> tuple[Tens
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1)], ids=["mha", "mqa"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 512])
 def test_repeated_runs_give_the_same_bits(head_dim: int, heads: tuple[int, int]) -> None:
     case = make_case(
         batch=4,
@@ -168,7 +168,7 @@ GUARDED_LAYOUTS = pytest.mark.parametrize(
 
 
 @GUARDED_LAYOUTS
-@pytest.mark.parametrize("head_dim", [8, 64, 104, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 104, 256, 512])
 def test_gradients_into_given_tensors(head_dim: int, layout: Layout) -> None:
     """dq, dk, dv are written in full and nothing around them, rows without keys included."""
     case = make_case(
@@ -215,7 +215,7 @@ def test_softmax_d_is_the_row_term_of_the_backward() -> None:
 
 @pytest.mark.cuda_only
 @GUARDED_LAYOUTS
-@pytest.mark.parametrize("head_dim", [8, 64, 104, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 104, 256, 512])
 def test_output_into_a_given_tensor(head_dim: int, layout: Layout) -> None:
     """_C.fwd writes all of `out` and nothing around it, directly or through a copy."""
     case = make_case(seqlen_q=211, seqlen_k=150, num_heads_k=2, head_dim=head_dim, causal=True)

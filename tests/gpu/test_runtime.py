@@ -64,7 +64,7 @@ def test_compile_fullgraph(head_dim: int, backend: str) -> None:
 
 
 @pytest.mark.cuda_only
-@pytest.mark.parametrize("head_dim", [64, 59, 256])
+@pytest.mark.parametrize("head_dim", [64, 59, 256, 512])
 def test_cuda_graph_replays_on_new_data(head_dim: int) -> None:
     case = make_case(seqlen_q=200, seqlen_k=230, num_heads_k=2, head_dim=head_dim, causal=True)
     skip_without_row(case)

@@ -48,7 +48,7 @@ PAGES = pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "paged"])
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 96, 128, 192, 256, 512])
 def test_head_dims(check_mask: CheckMask, head_dim: int, causal: bool) -> None:
     """More queries than keys: under a causal mask some see the sink alone."""
     for sink, dtype in zip(DTYPES, (torch.bfloat16, torch.float16, torch.bfloat16), strict=True):
@@ -152,7 +152,7 @@ def test_queries_without_a_key() -> None:
     )
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256, 512])
 def test_many_rows(check_mask: CheckMask, head_dim: int) -> None:
     """More shares of a head's gradient than a thread block adds at a time, and more heads than
     shares.
@@ -240,7 +240,7 @@ def test_splits(num_splits: int, page_size: int | None) -> None:
 
 CACHES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (32, 64, 96, 128, 256),
+    "head_dim": (32, 64, 96, 128, 256, 320, 512),
     "heads": ((4, 4), (8, 2), (6, 1)),
     "lengths": ((1, 1), (1, None), (7, 7), (40, 2), ((3, 0, 20), (3, 0, 20)), ((1, 4, 0), None)),
     "page_size": (None, 1, 7, 256),

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.gpu
 # backward runs sm80 kernels; where it has none; wider values; what is padded in Python.
 PAIRS = (
     *((192, 128), (160, 72), (128, 64), (96, 32), (96, 64), (256, 128)),
-    *((64, 40), (128, 80), (96, 72), (64, 128)),
+    *((64, 40), (128, 80), (96, 72), (64, 128), (512, 256), (256, 512), (320, 512)),
 )
 PADDED_PAIRS = ((59, 33), (64, 33), (59, 64))
 BOTH_FAMILIES = ((192, 128), (128, 64))

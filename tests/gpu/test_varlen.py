@@ -75,7 +75,7 @@ def test_lengths(check: Check, lengths: Any, causal: bool) -> None:
     check(varlen(lengths, causal=causal))
 
 
-@pytest.mark.parametrize("head_dim", [32, 40, 59, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 59, 96, 128, 192, 256, 512])
 def test_lengths_in_every_bucket(check: Check, head_dim: int) -> None:
     check(varlen(LENGTHS["odd"], head_dim=head_dim, causal=True))
     check(varlen(LENGTHS["more_queries"], head_dim=head_dim, num_heads_k=1, dtype=torch.float16))
@@ -301,7 +301,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         LENGTHS[name] for name in ("odd", "with_empty", "more_queries", "more_keys", "empty_keys")
     ),
     "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (32, 64, 96, 111, 128, 192, 256),
+    "head_dim": (32, 64, 96, 111, 128, 192, 256, 320, 512),
     "heads": ((4, 4), (6, 2), (4, 1)),
     "mask": ({}, {"causal": True}, {"window": (33, -1)}, {"window": (-1, 9)}, {"window": (40, 3)}),
     "softcap": (0.0, 4.0),
@@ -352,7 +352,7 @@ def varlen_cases(draw: st.DrawFn) -> VarlenCase:
         lengths_k=tuple(lengths_k),
         num_heads_q=heads_k * draw(st.integers(1, 4)),
         num_heads_k=heads_k,
-        head_dim=draw(st.integers(1, 256)),
+        head_dim=draw(st.integers(1, 512)),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
         causal=draw(st.booleans()),
         window=(draw(bound), draw(bound)),

@@ -1,6 +1,8 @@
 // What the host hands to the kernels of a backward, whatever their family.
 #pragma once
 
+#include <algorithm>
+
 #include "flash_attn/instance.h"
 #include "shared/dropout/dropout.h"
 #include "shared/gradient/finishes_dq.h"
@@ -47,6 +49,7 @@ struct BackwardArguments {
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink
   int sink_shares_per_head;
+  int ctas_per_tile;  // sm80: those that share the columns of dK, dV and dQ
 };
 
 struct ConvertDqArguments {
@@ -59,8 +62,14 @@ struct ConvertDqArguments {
   const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
   const int* given_back;         // those and their neighbour, if any; -1: none
   unsigned num_given_back;
-  int swept_rows;  // sequences of at most so many rows have dq already
+  int swept_rows;     // sequences of at most so many rows have dq already
+  int ctas_per_tile;  // sm80: those that share the columns of dQ
 };
+
+// sm80: CTAs that share the columns of a key tile's gradients.
+inline int ctas_per_tile(const BackwardConfig& config, const AttentionShape& shape) {
+  return ctas_of_columns(config.columns_per_cta, std::max(shape.head_dim, shape.head_dim_v));
+}
 
 // What */backward/scores.h leaves out of dS.
 inline float score_factor(const BackwardParams& params) {
@@ -103,7 +112,8 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .part_sums = plan.part_sums.in(workspace),
       .part_counters = plan.part_counters.in(workspace),
       .sink_shares = plan.sink_shares.in(workspace),
-      .sink_shares_per_head = plan.sink_shares_per_head};
+      .sink_shares_per_head = plan.sink_shares_per_head,
+      .ctas_per_tile = ctas_per_tile(plan.instance->config, params.shape)};
 }
 
 inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
@@ -121,7 +131,9 @@ inline ConvertDqArguments convert_dq_arguments(const BackwardPlan& plan,
           .strips_drawn = was_finishing ? tickets + 1 : nullptr,
           .given_back = plan.given_back.in(workspace),
           .num_given_back = was_finishing ? static_cast<unsigned>(plan.grid) * finishing_warps : 0,
-          .swept_rows = plan.table.swept_rows};
+          .swept_rows = plan.table.swept_rows,
+          .ctas_per_tile =
+              ctas_of_columns(plan.instance->config.columns_per_cta, params.shape.head_dim)};
 }
 
 }  // namespace flash_attn_cuda

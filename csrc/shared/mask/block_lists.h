@@ -44,7 +44,8 @@ struct Visit {
 // What one tile visits, in blocks of kBlock.
 template <int kBlock>
 struct BlockList {
-  static_assert(list_tile % kBlock == 0 && kBlock >= list_piece);
+  static_assert(kBlock == list_tile || list_piece % kBlock == 0,
+                "a block lies in one piece, or is two");
   static constexpr int blocks_per_entry = list_tile / kBlock;
 
   const int* entries;

@@ -29,13 +29,13 @@ struct DqTurns {
   }
 
 #if defined(__CUDACC__)
-  // Both by all threads that add; sync() is their barrier. Where kShares CTAs add the columns of a
-  // key tile's dQ, each counts.
-  template <int kShares = 1, class Sync>
+  // Both by all threads that add; sync() is their barrier. Where several CTAs share the columns of
+  // a key tile's dQ, each counts.
+  template <class Sync>
   __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread,
-                       Sync sync) const {
+                       Sync sync, int shares = 1) const {
     if (thread == 0) {
-      const int additions = kShares * turn_of(adders, tile);
+      const int additions = shares * turn_of(adders, tile);
       int done;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"

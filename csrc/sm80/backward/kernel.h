@@ -30,7 +30,7 @@ template <class Traits, class Accumulator>
 CUTE_DEVICE void write_key_gradient(TensorView const& view, Sequence const& sequence, int head_k,
                                     int key_begin, int columns, Accumulator const& accumulator,
                                     typename Traits::Element* buffer, int thread) {
-  auto sGrad = smem_tile<typename Traits::KeyLayout>(buffer);
+  auto sGrad = smem_tile<typename Traits::OwnKeyLayout>(buffer);
   fragment_to_shared<typename Traits::Element>(accumulator, typename Traits::DkdvMma{}, sGrad,
                                                thread);
   __syncthreads();
@@ -43,8 +43,8 @@ CUTE_DEVICE void write_key_gradient(TensorView const& view, Sequence const& sequ
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
                                      BackwardArguments const& args, Sequence const& sequence,
-                                     int split, int head_k, int key_begin, int columns,
-                                     Accumulator const& accumulator, int thread) {
+                                     int split, int head_k, int key_begin, int column_begin,
+                                     int columns, Accumulator const& accumulator, int thread) {
   constexpr int head_dim = Traits::head_dim;
   AttentionShape const& shape = args.params.shape;
   Fp32Rows target{
@@ -57,13 +57,13 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
     const std::int64_t row = split * args.partial_rows +
                              std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k +
                              key_begin;
-    target.first = partial + (row * shape.num_heads_k + head_k) * head_dim;
+    target.first = partial + (row * shape.num_heads_k + head_k) * head_dim + column_begin;
     target.row_stride = shape.num_heads_k * head_dim;
-    target.columns = head_dim;
+    target.columns = Traits::columns_per_cta;
     target.accumulates = false;
   }
-  fragment_to_fp32_rows<Traits::block_n, head_dim>(accumulator, typename Traits::DkdvMma{}, target,
-                                                   thread);
+  fragment_to_fp32_rows<Traits::block_n, Traits::columns_per_cta>(
+      accumulator, typename Traits::DkdvMma{}, target, thread);
 }
 
 // What this CTA does, for all its threads.
@@ -75,6 +75,11 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   int block_id = blockIdx.x;
   if (Traits::has(feature::deterministic) && args.turns.used())
     block_id = atomicAdd(args.tickets, 1);
+  if constexpr (Traits::shares_columns) {
+    const int tile_id = block_id / args.ctas_per_tile;
+    smem.column_begin = (block_id - tile_id * args.ctas_per_tile) * Traits::columns_per_cta;
+    block_id = tile_id;
+  }
   TileWork work;
   if (!find_work(args.schedule, args.table, params, block_id, work)) {
     smem.work.tile = no_tile;
@@ -102,6 +107,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   constexpr int block_m = Traits::block_m;
   constexpr int block_n = Traits::block_n;
   constexpr int head_dim = Traits::head_dim;
+  constexpr int own_columns = Traits::columns_per_cta;
 
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
@@ -116,6 +122,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   Sequence const& sequence = work.sequence;
   BlockRange const& range = smem.range;
   if (work.tile == no_tile) return;
+  const int column_begin = Traits::shares_columns ? smem.column_begin : 0;
+  const bool has_own_k = column_begin < shape.head_dim;  // columns of Q and K
+  const bool has_own_v = column_begin < shape.head_dim_v;
+  const int adding_ctas =  // to dQ of a tile
+      Traits::shares_columns ? (shape.head_dim - 1) / own_columns + 1 : 1;
   const int head_k = work.head / args.dkdv_splits;
   const int split = work.head - head_k * args.dkdv_splits;
   const int heads_per_cta = shape.num_heads_q / shape.num_heads_k / args.dkdv_splits;
@@ -130,6 +141,12 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);     // (block_n, head_dim)
   auto sP = smem_tile<typename Traits::ScoresLayout>(smem.p);  // (block_m, block_n)
   auto sdS = smem_tile<typename Traits::ScoresLayout>(smem.ds);
+  // The columns that this CTA makes gradients of.
+  auto own_of_queries = [&](auto const& tile) {
+    return smem_tile<typename Traits::OwnQueryLayout>(raw_pointer_cast(tile.data()) +
+                                                      column_begin * block_m);
+  };
+  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + column_begin * block_n);
 
   const StepRange step_range{range, first_head, first_head + heads_per_cta};
   const auto walk = [&] {
@@ -178,14 +195,22 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   typename Traits::ScoresMma scores_mma;
   typename Traits::DkdvMma dkdv_mma;
   typename Traits::DqMma dq_mma;
-  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<head_dim>>> tdKrdK;
-  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<head_dim>>> tdVrdV;
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<own_columns>>> tdKrdK;
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<own_columns>>> tdVrdV;
   clear(tdKrdK);
   clear(tdVrdV);
 
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
   // This thread's (rows, columns) of S -> (query, key)
   auto tScS = rows_cols_view(accumulator_share(scores_mma, cS, thread));
+  // A product over the columns of two tiles, of which so many exist.
+  auto multiply_rows = [&](auto& accumulator, auto& a, auto& b, [[maybe_unused]] int columns) {
+    if constexpr (Traits::shares_columns) {
+      gemm_columns(scores_mma, accumulator, a, b, columns);
+    } else {
+      gemm(scores_mma, accumulator, a, b);
+    }
+  };
   auto to_shared = [&](auto const& accumulator, auto& tile) {
     fragment_to_shared<Element>(accumulator, scores_mma, tile, thread);
   };
@@ -215,7 +240,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     {
       auto q = operand_a(LoadMatrix<Element>{}, scores_mma, sQ, thread);
       auto k = operand_b(LoadMatrix<Element>{}, scores_mma, sK, thread);
-      gemm(scores_mma, tSrS, q, k);
+      multiply_rows(tSrS, q, k, shape.head_dim);
     }
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::is_plain) probabilities(scores, tScS, args.scale_log2, lse_log2);
@@ -225,7 +250,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     {
       auto dout = operand_a(LoadMatrix<Element>{}, scores_mma, sdO, thread);
       auto v = operand_b(LoadMatrix<Element>{}, scores_mma, sV, thread);
-      gemm(scores_mma, tdPrdP, dout, v);
+      multiply_rows(tdPrdP, dout, v, shape.head_dim_v);
     }
     auto dscores = rows_cols_view(tdPrdP);
     // Only now, so that the exponentials share the product's basic block and fill its gaps.
@@ -270,7 +295,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       modified.differentiate(scores, dscores, tScS, lse_log2, softmax_d, add_bias, hide_both,
                              [&] { to_shared(tSrS, sP); });
       if constexpr (Traits::has(feature::bias)) {
-        if (params.dbias.data != nullptr)
+        if (params.dbias.data != nullptr && column_begin == 0)
           add_bias_gradient<Element>(params.dbias, params.score.bias, sequence.index, step.head,
                                      1.0f / args.keep_probability, dscores, tScS, query_begin,
                                      key_begin);
@@ -283,34 +308,37 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     to_shared(tdPrdP, sdS);
     __syncthreads();  // P and dS are whole
 
-    {
+    if (!Traits::shares_columns || has_own_v) {
       auto p = operand_a(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sP), thread);
-      auto dout = operand_b(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sdO), thread);
+      auto dout = operand_b(LoadMatrixTransposed<Element>{}, dkdv_mma,
+                            transposed(own_of_queries(sdO)), thread);
       gemm(dkdv_mma, tdVrdV, p, dout);
     }
-    {
+    if (!Traits::shares_columns || has_own_k) {
       auto ds = operand_a(LoadMatrix<Element>{}, dq_mma, sdS, thread);
-      auto k = operand_b(LoadMatrixTransposed<Element>{}, dq_mma, transposed(sK), thread);
-      AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<head_dim>>> tdQrdQ;
+      auto k = operand_b(LoadMatrixTransposed<Element>{}, dq_mma, transposed(sOwnK), thread);
+      AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<own_columns>>> tdQrdQ;
       clear(tdQrdQ);
       gemm(dq_mma, tdQrdQ, ds, k);
       if constexpr (Traits::has(feature::deterministic)) {
         if (args.turns.used()) {
-          args.turns.wait(q_tile_index(step),
-                          adders_of<block_m, block_n>(params.window, sequence, step.tile),
-                          work.tile, thread, [] { __syncthreads(); });
+          args.turns.wait(
+              q_tile_index(step), adders_of<block_m, block_n>(params.window, sequence, step.tile),
+              work.tile, thread, [] { __syncthreads(); }, adding_ctas);
         }
       }
-      DqAccumulator<Traits::threads>::add(args.dq_accum + q_tile_index(step) * (block_m * head_dim),
-                                          tdQrdQ, thread);
+      DqAccumulator<Traits::threads>::add(
+          args.dq_accum + q_tile_index(step) * (block_m * head_dim) + column_begin * block_m,
+          tdQrdQ, thread);
     }
-    {
+    if (!Traits::shares_columns || has_own_k) {
       auto ds = operand_a(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sdS), thread);
-      auto q = operand_b(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(sQ), thread);
+      auto q = operand_b(LoadMatrixTransposed<Element>{}, dkdv_mma, transposed(own_of_queries(sQ)),
+                         thread);
       gemm(dkdv_mma, tdKrdK, ds, q);
     }
     if constexpr (Traits::has(feature::deterministic)) {
-      if (args.turns.used())
+      if (args.turns.used() && (!Traits::shares_columns || has_own_k))
         args.turns.pass_on(q_tile_index(step), thread, [] { __syncthreads(); });
     }
     if (!is_last && (Traits::stages_q == 1 || Traits::stages_do == 1)) {
@@ -350,18 +378,22 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     CUTE_UNROLL
     for (int i = 0; i < size(tdVrdV); ++i) tdVrdV(i) *= kept;
   }
+  const int own_k = shape.head_dim - column_begin;
+  const int own_v = shape.head_dim_v - column_begin;
   if (args.dkdv_splits > 1 || (Traits::writes_fp32 && params.fp32_results)) {
-    write_fp32_gradient<Traits>(params.dk, args.dk_partial, args, sequence, split, head_k,
-                                key_begin, shape.head_dim, tdKrdK, thread);
-    write_fp32_gradient<Traits>(params.dv, args.dv_partial, args, sequence, split, head_k,
-                                key_begin, shape.head_dim_v, tdVrdV, thread);
+    write_fp32_gradient<Traits>(from_column<float>(params.dk, column_begin), args.dk_partial, args,
+                                sequence, split, head_k, key_begin, column_begin, own_k, tdKrdK,
+                                thread);
+    write_fp32_gradient<Traits>(from_column<float>(params.dv, column_begin), args.dv_partial, args,
+                                sequence, split, head_k, key_begin, column_begin, own_v, tdVrdV,
+                                thread);
     return;
   }
   __syncthreads();  // K and V are read, their buffers take dK and dV
-  write_key_gradient<Traits>(params.dk, sequence, head_k, key_begin, shape.head_dim, tdKrdK, smem.k,
-                             thread);
-  write_key_gradient<Traits>(params.dv, sequence, head_k, key_begin, shape.head_dim_v, tdVrdV,
-                             smem.v, thread);
+  write_key_gradient<Traits>(from_column<Element>(params.dk, column_begin), sequence, head_k,
+                             key_begin, own_k, tdKrdK, smem.k, thread);
+  write_key_gradient<Traits>(from_column<Element>(params.dv, column_begin), sequence, head_k,
+                             key_begin, own_v, tdVrdV, smem.v, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -20,7 +20,7 @@ void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, S
   using Traits = BackwardTraits<Tag>;
   launch_kernel<&convert_dq_kernel<Tag>>(
       plan.convert_grid, Traits::threads,
-      Traits::block_m * Traits::head_dim * sizeof(typename Traits::Element), stream,
+      Traits::block_m * Traits::columns_per_cta * sizeof(typename Traits::Element), stream,
       convert_dq_arguments(plan, params));
 }
 

@@ -19,6 +19,11 @@ struct BackwardTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int threads = config.num_warps * 32;
+  // Of dK, dV and dQ. Where they are not all, other CTAs have the rest, each with the same S and
+  // dP.
+  static constexpr int columns_per_cta =
+      config.columns_per_cta == 0 ? head_dim : config.columns_per_cta;
+  static constexpr bool shares_columns = columns_per_cta < head_dim;
   static constexpr int stages_q = own.stages_q;
   static constexpr int stages_do = own.stages_do;
 
@@ -39,8 +44,11 @@ struct BackwardTraits {
   using ScoresLayout = TileLayout<block_m, block_n>;
   using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
   using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
-  using KeyWriter = TileWriter<Element, block_n, head_dim, threads>;
-  using QueryWriter = TileWriter<Element, block_m, head_dim, threads>;
+  // Of the columns that a CTA makes gradients of, which lie together in a tile.
+  using OwnQueryLayout = TileLayout<block_m, columns_per_cta>;
+  using OwnKeyLayout = TileLayout<block_n, columns_per_cta>;
+  using KeyWriter = TileWriter<Element, block_n, columns_per_cta, threads>;
+  using QueryWriter = TileWriter<Element, block_m, columns_per_cta, threads>;
 
   struct SharedStorage {
     alignas(128) Element k[block_n * head_dim];  // K, then dK on its way out
@@ -53,14 +61,16 @@ struct BackwardTraits {
     alignas(128) float softmax_d[2][block_m];
     TileWork work;     // what the CTA does
     BlockRange range;  // the query tiles that it visits
+    int column_begin;  // of its gradients
   };
 
   static constexpr bool warps_tile(int warps_m, int rows, int columns) {
     return rows % (16 * warps_m) == 0 && columns % (16 * (config.num_warps / warps_m)) == 0;
   }
   static_assert(warps_tile(own.warps_m_scores, block_m, block_n), "S and dP: 16 x 16 a warp");
-  static_assert(warps_tile(own.warps_n_dkdv, block_n, head_dim), "dK and dV: 16 x 16 a warp");
-  static_assert(warps_tile(own.warps_m_dq, block_m, head_dim), "dQ: 16 x 16 a warp");
+  static_assert(warps_tile(own.warps_n_dkdv, block_n, columns_per_cta),
+                "dK and dV: 16 x 16 a warp");
+  static_assert(warps_tile(own.warps_m_dq, block_m, columns_per_cta), "dQ: 16 x 16 a warp");
   static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(threads >= 2 * block_m / 4, "row statistics load in one step of 16 bytes a thread");

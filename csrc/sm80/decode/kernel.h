@@ -4,8 +4,9 @@
 // A tile is 16 rows: the query heads that share a key head, of as many queries as fit. The warps of
 // a CTA share the keys, not the rows. Each streams its own slices through its own stages of shared
 // memory, with its own softmax and O, so that no barrier stops the loads; they are merged once at
-// the end. With splits several CTAs share a tile's keys as well, and leave O and LSE in fp32; the
-// last of them combines them.
+// the end. Of wide heads two warps share a slice, and each loads half of its columns: they add up S
+// and have half of O each. With splits several CTAs share a tile's keys as well, and leave O and
+// LSE in fp32; the last of them combines them.
 #pragma once
 
 #include "shared/kernel_order.h"
@@ -51,18 +52,19 @@ struct RowPositions {
 // Rows that do not attend and columns beyond head_dim are zeros.
 template <class Traits, class Fragment, class Coords>
 CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& sequence,
-                              PackedRow const (&rows)[Traits::rows_per_thread],
+                              PackedRow const (&rows)[Traits::rows_per_thread], int column_begin,
                               Coords const& coords, Fragment& fragment) {
   using Element = typename Traits::Element;
   constexpr std::uint32_t two_signs = 0x8000'8000;
-  const int head_dim = args.params.shape.head_dim;
+  const int head_dim = args.params.shape.head_dim - column_begin;
   const std::uint16_t* sources[Traits::rows_per_thread];
   CUTE_UNROLL
   for (int i = 0; i < Traits::rows_per_thread; ++i) {
     const bool attends = rows[i].query < sequence.seqlen_q;
     sources[i] =
         attends ? row_pointer<const std::uint16_t>(args.params.q, sequence.batch_q, rows[i].head,
-                                                   sequence.row_q + rows[i].query)
+                                                   sequence.row_q + rows[i].query) +
+                      column_begin
                 : nullptr;
   }
   auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
@@ -106,6 +108,30 @@ struct SharedQueries {
   }
 };
 
+// S of a slice, of which each of a group's two warps has what its columns add.
+template <class Traits, class Scores>
+CUTE_DEVICE void add_scores_of_group(typename Traits::SharedStorage& smem, int warp, int lane,
+                                     int current, Scores& scores) {
+  constexpr int vectors = Traits::block_m * Traits::slice / 32 / 4;
+  auto* buffer = reinterpret_cast<float4*>(smem.scores) +
+                 current / Traits::num_groups % 2 * Traits::num_warps * vectors * 32;
+  auto* own = reinterpret_cast<float4*>(scores.data());
+  float4* left = buffer + warp * vectors * 32 + lane;
+  CUTE_UNROLL
+  for (int i = 0; i < vectors; ++i) left[i * 32] = own[i];
+  // Who writes a buffer anew has passed the barrier of the slice between, and so has its reader.
+  asm volatile("bar.sync %0, 64;" ::"r"(1 + warp / 2) : "memory");
+  const float4* found = buffer + (warp ^ 1) * vectors * 32 + lane;
+  CUTE_UNROLL
+  for (int i = 0; i < vectors; ++i) {
+    const float4 other = found[i * 32];
+    own[i].x += other.x;
+    own[i].y += other.y;
+    own[i].z += other.z;
+    own[i].w += other.w;
+  }
+}
+
 // One item: O and LSE of a tile over its keys, or over a split of them.
 template <class Traits>
 CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item,
@@ -113,7 +139,6 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int slice = Traits::slice;
-  constexpr int head_dim = Traits::head_dim;
   constexpr int stages = Traits::stages;
 
   ForwardParams const& params = args.params;
@@ -121,6 +146,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int split = item.split;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const int group = warp / Traits::warps_per_group;
+  const int column_begin = warp % Traits::warps_per_group * Traits::columns_per_warp;
 
   Sequence const& sequence = work.sequence;
   const Band band = band_from_queries(params.window, sequence.shift);
@@ -135,16 +162,18 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     return;
   }
 
-  // This warp's slices: its loads run `stages - 1` of them ahead.
+  // This group's slices: its loads run `stages - 1` of them ahead.
   const int slices = span.empty() ? 0 : ceil_div_positive(span.end - span.origin, slice);
   const int first_slice = (span.begin - span.origin) / slice;
-  const int own_slice = first_slice + (warp + Traits::num_warps - first_slice % Traits::num_warps) %
-                                          Traits::num_warps;
-  SliceLoader<Traits> loader(args, work, span, lane);
+  const int own_slice =
+      first_slice +
+      (group + Traits::num_groups - first_slice % Traits::num_groups) % Traits::num_groups;
+  SliceLoader<Traits> loader(args, work, span, column_begin, lane);
   if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;
-  auto cQ = a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<head_dim>>{}), lane);
+  auto cQ = a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<Traits::columns_per_warp>>{}),
+                    lane);
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<slice>>{});
   auto tScS = rows_cols_view(accumulator_share(mma, cS, lane));  // this thread's (rows, columns)
   PackedRow rows[Traits::rows_per_thread];
@@ -155,18 +184,20 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     positions.set(i, params.score, sequence, band, rows[i]);
   }
   auto tSrQ = make_tensor<Element>(shape(cQ));
-  auto* shared_queries = reinterpret_cast<uint4*>(smem.queries);
+  auto* shared_queries =
+      reinterpret_cast<uint4*>(smem.queries) + column_begin / 16 * 32;  // steps of 16 columns
   SharedQueries<decltype(tSrQ)> q{shared_queries, lane, {}};
-  if (!Traits::shares_queries || warp == 0) load_queries<Traits>(args, sequence, rows, cQ, tSrQ);
+  if (!Traits::shares_queries || group == 0)
+    load_queries<Traits>(args, sequence, rows, column_begin, cQ, tSrQ);
   if constexpr (Traits::shares_queries) {
-    if (warp == 0) {
+    if (group == 0) {
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tSrQ); ++k) shared_queries[k * 32 + lane] = q.at(tSrQ, k);
     }
     __syncthreads();
   }
 
-  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_warp>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
 
@@ -174,9 +205,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int interior_end = min(visible.interior_end, span.end);
   int stage_to_fill = 0;
   int stage = 0;
-  const int ahead = (stages - 1) * Traits::num_warps;
+  const int ahead = (stages - 1) * Traits::num_groups;
 #pragma unroll 1
-  for (int next = own_slice; next - ahead < slices; next += Traits::num_warps) {
+  for (int next = own_slice; next - ahead < slices; next += Traits::num_groups) {
     if (next < slices) {
       const int key_begin = span.origin + next * slice;
       loader.load(key_begin, key_begin + Traits::step,
@@ -200,6 +231,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       gemm(mma, tSrS, q, k);
     else
       gemm_registers_a(mma, tSrS, tSrQ, k);
+    if constexpr (Traits::warps_per_group > 1)
+      add_scores_of_group<Traits>(smem, warp, lane, current, tSrS);
 
     auto scores = rows_cols_view(tSrS);
     if (args.scales_scores)
@@ -219,8 +252,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::piece>>> piece;
     CUTE_UNROLL
     for (int i = 0; i < Traits::pieces; ++i) {
-      auto sV =
-          smem_tile<typename Traits::ValueLayout>(data + slice * (head_dim + i * Traits::piece));
+      auto sV = smem_tile<typename Traits::ValueLayout>(
+          data + slice * (Traits::columns_per_warp + i * Traits::piece));
       auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), lane);
       auto tOrO_piece = make_tensor(tOrO.data() + i * int(size(piece)), piece.layout());
       gemm_registers_a(mma, tOrO_piece, tOrP, v);

@@ -13,16 +13,18 @@ class SliceLoader {
   using Element = typename Traits::Element;
   static constexpr int slice = Traits::slice;
 
-  // For the keys of `span`; the others of a slice become zeros, unread.
+  // For the keys of `span`, whose other ones become zeros in a slice, unread; their columns from
+  // column_begin on.
   CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
-                          int lane)
+                          int column_begin, int lane)
       : params(args.params),
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
         head(work.head),
+        column_begin(column_begin),
         lane(lane),
         lane_row(lane / chunks_per_row),
-        lane_column(lane % chunks_per_row * chunk),
+        lane_column(column_begin + lane % chunks_per_row * chunk),
         k_begin(row_pointer<const Element>(params.k, 0, head, lane_row) + lane_column),
         v_begin(row_pointer<const Element>(params.v, 0, head, lane_row) + lane_column),
         has_vector_rows(args.has_vector_rows),
@@ -57,7 +59,8 @@ class SliceLoader {
 
  private:
   using Bits = std::uint16_t;  // an element, unread
-  static constexpr int atom_columns = decltype(size<1>(SwizzleAtom<Traits::head_dim>{}))::value;
+  static constexpr int atom_columns =
+      decltype(size<1>(SwizzleAtom<Traits::columns_per_warp>{}))::value;
   static constexpr int chunk = sizeof(uint128_t) / sizeof(Element);
   static constexpr int chunks_per_row = atom_columns / chunk;
   static constexpr int rows_per_pass = 32 / chunks_per_row;
@@ -95,12 +98,12 @@ class SliceLoader {
     Element* targets[phases];
     CUTE_UNROLL
     for (int phase = 0; phase < phases; ++phase)
-      targets[phase] = &tile(lane_row + phase * rows_per_pass, lane_column);
+      targets[phase] = &tile(lane_row + phase * rows_per_pass, lane_column - column_begin);
     CUTE_UNROLL
     for (int row = 0; row < slice; row += rows_per_pass) {
       const bool exists = lane_key + row < keys;
       CUTE_UNROLL
-      for (int column = 0; column < Traits::head_dim; column += atom_columns) {
+      for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
         Element* target = targets[row % atom_rows / rows_per_pass] +
                           distance(row / atom_rows * atom_rows, column);
         copy_vector(k_row + column, exists && column < columns, target);
@@ -145,9 +148,9 @@ class SliceLoader {
       const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, row);
       const int columns = k_row >= 0 ? params.shape.head_dim - lane_column : 0;
       const int columns_v = k_row >= 0 ? params.shape.head_dim_v - lane_column : 0;
-      Element* first = &tile(row, lane_column);
+      Element* first = &tile(row, lane_column - column_begin);
       CUTE_UNROLL
-      for (int column = 0; column < Traits::head_dim; column += atom_columns) {
+      for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
         Element* target = first + distance(0, column);
         copy_vector(k_data + k_row + column, column < columns, target);
         copy_vector(v_data + v_row + column, column < columns_v,
@@ -160,20 +163,22 @@ class SliceLoader {
                                  std::int64_t v_offset) const {
     auto tile = smem_tile<typename Traits::KeyLayout>(reinterpret_cast<Bits*>(stage));
     constexpr int rows_in_flight = 4;
+    const auto* k_data = static_cast<const Bits*>(params.k.data) + column_begin;
+    const auto* v_data = static_cast<const Bits*>(params.v.data) + column_begin;
 #pragma unroll 1
     for (int first = 0; first < slice; first += rows_in_flight) {
 #pragma unroll 1
-      for (int column = lane; column < Traits::head_dim; column += 32) {
+      for (int column = lane; column < Traits::columns_per_warp; column += 32) {
         Bits k_bits[rows_in_flight];
         Bits v_bits[rows_in_flight];
         CUTE_UNROLL
         for (int i = 0; i < rows_in_flight; ++i) {
           const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, first + i);
           const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, first + i);
-          const bool exists = k_row >= 0 && column < params.shape.head_dim;
-          const bool exists_v = k_row >= 0 && column < params.shape.head_dim_v;
-          k_bits[i] = exists ? static_cast<const Bits*>(params.k.data)[k_row + column] : Bits{0};
-          v_bits[i] = exists_v ? static_cast<const Bits*>(params.v.data)[v_row + column] : Bits{0};
+          const bool exists = k_row >= 0 && column < params.shape.head_dim - column_begin;
+          const bool exists_v = k_row >= 0 && column < params.shape.head_dim_v - column_begin;
+          k_bits[i] = exists ? k_data[k_row + column] : Bits{0};
+          v_bits[i] = exists_v ? v_data[v_row + column] : Bits{0};
         }
         CUTE_UNROLL
         for (int i = 0; i < rows_in_flight; ++i) {
@@ -189,9 +194,10 @@ class SliceLoader {
   const KeyRows rows;
   const KeySpan span;
   const int head;
+  const int column_begin;
   const int lane;
-  const int lane_row;  // this lane's first vector of a tile
-  const int lane_column;
+  const int lane_row;            // this lane's first vector of a tile
+  const int lane_column;         // of the tensors'
   const Element* const k_begin;  // of the head, from the lane's vector on
   const Element* const v_begin;
   const bool has_vector_rows;

@@ -29,22 +29,22 @@ CUTE_DEVICE float warp_weight(RowState const& warp, RowState const& target, floa
   return fast_exp2(shifts ? (warp.max - target.max) * scale_log2 : warp.offset - target.offset);
 }
 
-// The row over all warps, and what their O have to be multiplied with.
+// The row over all groups of warps, and what their O have to be multiplied with.
 template <class Traits>
 CUTE_DEVICE RowState merged_row(typename Traits::SharedStorage const& smem, int row,
-                                float scale_log2, float (&weights)[Traits::num_warps]) {
-  RowState states[Traits::num_warps];
+                                float scale_log2, float (&weights)[Traits::num_groups]) {
+  RowState states[Traits::num_groups];
   RowState merged{.max = -INFINITY, .offset = 0.0f, .sum = 0.0f, .shifts = false};
   CUTE_UNROLL
-  for (int warp = 0; warp < Traits::num_warps; ++warp) {
-    states[warp] = smem.rows[warp][row];
-    if (states[warp].sum != 0.0f && states[warp].max > merged.max) merged = states[warp];
+  for (int group = 0; group < Traits::num_groups; ++group) {
+    states[group] = smem.rows[group * Traits::warps_per_group][row];
+    if (states[group].sum != 0.0f && states[group].max > merged.max) merged = states[group];
   }
   merged.sum = 0.0f;
   CUTE_UNROLL
-  for (int warp = 0; warp < Traits::num_warps; ++warp) {
-    weights[warp] = warp_weight(states[warp], merged, scale_log2);
-    merged.sum += states[warp].sum * weights[warp];
+  for (int group = 0; group < Traits::num_groups; ++group) {
+    weights[group] = warp_weight(states[group], merged, scale_log2);
+    merged.sum += states[group].sum * weights[group];
   }
   return merged;
 }
@@ -60,7 +60,7 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
                               int lane) {
   auto* o = reinterpret_cast<float*>(smem.pipelines[warp]);
   typename Traits::Mma mma;
-  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
+  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::columns_per_warp>>{});
   auto coords = rows_cols_view(accumulator_share(mma, cO, lane));
   auto output = rows_cols_view(tOrO);
   CUTE_UNROLL
@@ -189,17 +189,18 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
     OutputChunk chunk{};
     Denominator total{.sum = 0.0f, .offset = 0.0f};
     if (row.query < sequence.seqlen_q) {
-      float weights[Traits::num_warps];
+      float weights[Traits::num_groups];
       const RowState merged = merged_row<Traits>(smem, tile_row, args.scale_log2, weights);
       // One split has it, and so their combination.
       const float sink = split == 0 ? sink_of(args.params.score, row.head) : -INFINITY;
       total = denominator(merged, args.scale_log2).with_sink(sink);
       CUTE_UNROLL
-      for (int warp = 0; warp < Traits::num_warps; ++warp) {
+      for (int group = 0; group < Traits::num_groups; ++group) {
+        const int warp = group * Traits::warps_per_group + column / Traits::columns_per_warp;
         const auto* o = reinterpret_cast<const float*>(smem.pipelines[warp]);
-        const auto* part =
-            reinterpret_cast<const float4*>(o + tile_row * Traits::output_pitch + column);
-        chunk.add(*part, weights[warp]);
+        const auto* part = reinterpret_cast<const float4*>(o + tile_row * Traits::output_pitch +
+                                                           column % Traits::columns_per_warp);
+        chunk.add(*part, weights[group]);
       }
       chunk.scale(total.inverse());
     }

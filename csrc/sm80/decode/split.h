@@ -48,7 +48,8 @@ struct DecodeItem {
   int splits;  // of this tile
 };
 
-// Keys [begin, end), in slices that count from `origin`: warp w takes w, w + num_warps, ..
+// Keys [begin, end), in slices that count from `origin`: group g of the warps takes g,
+// g + num_groups, ..
 struct KeySpan {
   int origin;
   int begin;

@@ -38,8 +38,13 @@ struct DecodeTraits {
   static constexpr int head_dim = config.head_dim;
   static constexpr int num_warps = config.num_warps;
   static constexpr int threads = num_warps * 32;
-  static constexpr int step = num_warps * slice;  // keys that the CTA takes at a time
-  static constexpr int least_steps = 2;           // worth a split
+  // Of wide heads a group of warps shares a slice of keys: each warp has some of its columns.
+  static constexpr int columns_per_warp =
+      config.columns_per_warp == 0 ? head_dim : config.columns_per_warp;
+  static constexpr int warps_per_group = head_dim / columns_per_warp;
+  static constexpr int num_groups = num_warps / warps_per_group;
+  static constexpr int step = num_groups * slice;  // keys that the CTA takes at a time
+  static constexpr int least_steps = 2;            // worth a split
 
   using Element = ElementOf<config.dtype>;
   // Warps split the keys: every one holds all rows of the tile.
@@ -49,19 +54,19 @@ struct DecodeTraits {
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
   static constexpr bool shares_queries = own.shares_queries;
 
-  // V and O are multiplied in pieces of head_dim, to keep few fragments of V alive.
-  static constexpr int piece = head_dim % 64 == 0 ? 64 : 32;
-  static constexpr int pieces = head_dim / piece;
-  using KeyLayout = TileLayout<slice, head_dim>;
+  // V and O are multiplied in pieces of their columns, to keep few fragments of V alive.
+  static constexpr int piece = columns_per_warp % 64 == 0 ? 64 : 32;
+  static constexpr int pieces = columns_per_warp / piece;
+  using KeyLayout = TileLayout<slice, columns_per_warp>;
   using ValueLayout = TileLayout<slice, piece>;  // V is one such tile after the other
 
   // A slice of K and one of V make a stage.
-  static constexpr int stage_elements = 2 * slice * head_dim;
+  static constexpr int stage_elements = 2 * slice * columns_per_warp;
   static constexpr int stages = own.stages_kv;
 
   // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
   // the banks.
-  static constexpr int output_pitch = head_dim + 8;
+  static constexpr int output_pitch = columns_per_warp + 8;
 
   struct SharedStorage {
     alignas(128) Element pipelines[num_warps][stages * stage_elements];
@@ -72,11 +77,14 @@ struct DecodeTraits {
     bool is_last;
     int next_item;
     alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
+    // What each warp of a group adds to S, of two slices in turn.
+    alignas(16) float scores[warps_per_group > 1 ? 2 * num_warps * block_m * slice : 1];
   };
 
   static_assert(block_m == 16, "one m16 atom");
   static_assert(slice % 16 == 0 && slice <= 32, "a lane looks up one key of a slice");
   static_assert(head_dim % 32 == 0);
+  static_assert(warps_per_group <= 2 && num_warps % warps_per_group == 0);
   static_assert(stages >= 2, "one fills while the other is read");
   static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
   static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Element),

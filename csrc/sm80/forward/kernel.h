@@ -7,7 +7,8 @@
 // K(n - 1) while softmax and P V run.
 //
 // With splits the key blocks of a tile are shared out to several CTAs, which leave O and LSE of
-// their part in fp32 for combine_splits.cu.
+// their part in fp32 for combine_splits.cu. Of wide heads several CTAs share the columns of V and
+// O; each makes S for itself.
 #pragma once
 
 #include "shared/dropout/dropout.h"
@@ -38,6 +39,7 @@ struct ForwardArguments {
   std::int64_t partial_rows;  // per split: rows of q over all sequences
   float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
   float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
+  int ctas_per_row;           // those that share the columns of V and O
 };
 
 // -Q in place, each thread the elements it loaded itself.
@@ -79,7 +81,7 @@ CUTE_DEVICE void clear_unused_rows(Output& output, float* lse, Coords const& coo
 // This split's O and LSE in fp32.
 template <class Traits, class Output, class Coords>
 CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& sequence, int split,
-                               int head, int query_begin, Output const& output,
+                               int head, int query_begin, int column_begin, Output const& output,
                                Coords const& coords, float const* lse) {
   AttentionShape const& shape = args.params.shape;
   const std::int64_t first_row = split * args.partial_rows +
@@ -90,13 +92,14 @@ CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& seq
     const int query = get<0>(coords(row, 0));
     if (query_begin + query >= sequence.rows_q) continue;
     const std::int64_t index = (first_row + query) * shape.num_heads_q + head;
-    if (get<1>(coords(row, 0)) == 0) args.lse_partial[index] = lse[row];
+    if (get<1>(coords(row, 0)) == 0 && column_begin == 0) args.lse_partial[index] = lse[row];
     if (lse[row] == -INFINITY) continue;  // will not be read
-    float* target = args.out_partial + index * shape.head_dim_v;
+    float* target = args.out_partial + index * shape.head_dim_v + column_begin;
+    const int columns = shape.head_dim_v - column_begin;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); col += 2) {
       const int column = get<1>(coords(row, col));
-      if (column < shape.head_dim_v) {
+      if (column < columns) {
         *reinterpret_cast<float2*>(target + column) = {output(row, col), output(row, col + 1)};
       }
     }
@@ -106,12 +109,13 @@ CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& seq
 // O and LSE of the tile: registers -> shared memory (Q's buffer) -> global memory.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence, int split,
-                              int head, int query_begin, Accumulator& tOrO,
+                              int head, int query_begin, int column_begin, Accumulator& tOrO,
                               OnlineSoftmax<Traits::rows_per_thread>& softmax,
                               typename Traits::SharedStorage& smem, int thread) {
   using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
   const int rows = sequence.rows_q - query_begin;
+  const int columns = params.shape.head_dim_v - column_begin;
 
   float lse[Traits::rows_per_thread];
   auto output = rows_cols_view(tOrO);
@@ -122,20 +126,21 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   softmax.normalize_softmax_lse(output, lse, sink, o_scale);
 
   typename Traits::Mma mma;
-  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::head_dim>>{});
+  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::columns_per_cta>>{});
   auto coords = rows_cols_view(accumulator_share(mma, cO, thread));
   if (sequence.seqlen_q < sequence.rows_q) {
     clear_unused_rows<Traits>(output, lse, coords, sequence.seqlen_q - query_begin);
   }
   if constexpr (Traits::has(feature::split_kv)) {
     if (args.num_splits > 1) {
-      write_partial<Traits>(args, sequence, split, head, query_begin, output, coords, lse);
+      write_partial<Traits>(args, sequence, split, head, query_begin, column_begin, output, coords,
+                            lse);
       return;
     }
   }
   float* row_lse = params.lse.data + sequence.batch_q * params.lse.batch_stride +
                    head * params.lse.head_stride + sequence.row_q + query_begin;
-  if (get<1>(coords(0, 0)) == 0) {
+  if (get<1>(coords(0, 0)) == 0 && column_begin == 0) {
     CUTE_UNROLL
     for (int row = 0; row < Traits::rows_per_thread; ++row) {
       const int query = get<0>(coords(row, 0));
@@ -144,33 +149,34 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   }
 
   if (Traits::writes_fp32 && params.fp32_results) {
-    fragment_to_fp32_rows<Traits::block_m, Traits::head_dim>(
+    fragment_to_fp32_rows<Traits::block_m, Traits::columns_per_cta>(
         tOrO, mma,
         {.first =
-             row_pointer<float>(params.out, sequence.batch_q, head, sequence.row_q + query_begin),
+             row_pointer<float>(params.out, sequence.batch_q, head, sequence.row_q + query_begin) +
+             column_begin,
          .row_stride = params.out.row_stride,
          .rows = rows,
-         .columns = params.shape.head_dim_v},
+         .columns = columns},
         thread);
     return;
   }
 
   // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
-  auto sO = smem_tile<typename Traits::QueryLayout>(smem.q);
+  auto sO = smem_tile<typename Traits::OutputLayout>(smem.q);
+  if (Traits::shares_columns) __syncthreads();  // the rows of narrower tiles lie elsewhere
   fragment_to_shared<Element>(tOrO, mma, sO, thread);
   __syncthreads();
-  Traits::OutputWriter::store(params.out, sequence.batch_q, head, sequence.row_q + query_begin,
-                              rows, params.shape.head_dim_v, sO, thread);
+  Traits::OutputWriter::store(from_column<Element>(params.out, column_begin), sequence.batch_q,
+                              head, sequence.row_q + query_begin, rows, columns, sO, thread);
 }
 
 // What this CTA does, for all its threads.
 template <class Traits>
-CUTE_DEVICE void find_tile(ForwardArguments const& args, int split,
+CUTE_DEVICE void find_tile(ForwardArguments const& args, int split, int block_id,
                            typename Traits::SharedStorage& smem) {
   ForwardParams const& params = args.params;
   TileWork work;
-  if (!find_work(args.schedule, args.table, params, blockIdx.x - split * args.ctas_per_split,
-                 work)) {
+  if (!find_work(args.schedule, args.table, params, block_id - split * args.ctas_per_split, work)) {
     smem.work.tile = no_tile;
     return;
   }
@@ -210,7 +216,6 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int block_n = Traits::block_n;
-  constexpr int head_dim = Traits::head_dim;
 
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
@@ -219,9 +224,15 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   const int thread = threadIdx.x;
 
   if constexpr (Traits::has(feature::dropout)) publish_rng(params.dropout, blockIdx.x, thread);
-  const int split = Traits::has(feature::split_kv) ? blockIdx.x / args.ctas_per_split : 0;
+  int block_id = blockIdx.x;
+  int column_begin = 0;  // of this CTA's columns of V and O
+  if constexpr (Traits::shares_columns) {
+    block_id = blockIdx.x / args.ctas_per_row;
+    column_begin = (blockIdx.x - block_id * args.ctas_per_row) * Traits::columns_per_cta;
+  }
+  const int split = Traits::has(feature::split_kv) ? block_id / args.ctas_per_split : 0;
   // In shared memory, because registers are what this kernel is short of.
-  if (thread == 0) find_tile<Traits>(args, split, smem);
+  if (thread == 0) find_tile<Traits>(args, split, block_id, smem);
   __syncthreads();
   TileWork const& work = smem.work;
   Sequence const& sequence = work.sequence;
@@ -232,30 +243,41 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
-  auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);    // (block_n, head_dim)
+  auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, columns_per_cta)
 
-  auto source_at = [&](TensorView const& view, int key) {
-    return Traits::KeyLoader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
-                                     sequence.seqlen_k - key, thread);
+  auto source_at = [&]<class Loader>(Loader, TensorView const& view, int key) {
+    return Loader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
+                          sequence.seqlen_k - key, thread);
   };
-  [[maybe_unused]] const auto first_k = source_at(params.k, 0);
-  [[maybe_unused]] const auto first_v = source_at(params.v, 0);
-  auto load_keys = [&](TensorView const& view, int columns, auto const& first, auto& tile,
-                       int block) {
+  [[maybe_unused]] const auto first_k = source_at(typename Traits::KeyLoader{}, params.k, 0);
+  [[maybe_unused]] const auto first_v =
+      source_at(typename Traits::ValueLoader{}, from_column<Element>(params.v, column_begin), 0);
+  auto load_rows = [&]<class Loader, class AnyRowLoader>(Loader loader, AnyRowLoader,
+                                                         TensorView const& view, int columns,
+                                                         auto const& first, auto& tile, int block) {
     const int key = block * block_n;
     if (Traits::has(feature::paged_kv) && params.paged.block_table != nullptr) {
       const KeyRows rows = KeyRows::of(params.paged, sequence);
-      Traits::KeyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
+      AnyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
         if (key + row >= sequence.seqlen_k) return nullptr;
         return rows.row<const Element>(view, head_k, key + row, params.errors);
       });
     } else if constexpr (Traits::keeps_pointers) {
-      Traits::KeyLoader::load(view, {first.first + key * view.row_stride, first.rows - key},
-                              columns, tile, thread);
+      Loader::load(view, {first.first + key * view.row_stride, first.rows - key}, columns, tile,
+                   thread);
     } else {
-      Traits::KeyLoader::load(view, source_at(view, key), columns, tile, thread);
+      Loader::load(view, source_at(loader, view, key), columns, tile, thread);
     }
     commit_loads();
+  };
+  auto load_keys = [&](int block) {
+    load_rows(typename Traits::KeyLoader{}, typename Traits::KeyRowLoader{}, params.k,
+              shape.head_dim, first_k, sK, block);
+  };
+  auto load_values = [&](int block) {
+    load_rows(typename Traits::ValueLoader{}, typename Traits::ValueRowLoader{},
+              from_column<Element>(params.v, column_begin), shape.head_dim_v - column_begin,
+              first_v, sV, block);
   };
 
   typename Traits::Mma mma;
@@ -266,7 +288,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   // This thread's (rows, columns) of S -> (query, key)
   auto tScS = rows_cols_view(accumulator_share(mma, cS, thread));
 
-  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<head_dim>>> tOrO;
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_cta>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreModifiers modifiers{};
@@ -296,14 +318,18 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
-    load_keys(params.v, shape.head_dim_v, first_v, sV, block);
+    load_values(block);
     const int key_begin = block * block_n;
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
-    gemm(mma, tSrS, q, k);
+    if constexpr (Traits::shares_columns) {
+      gemm_columns(mma, tSrS, q, k, shape.head_dim);
+    } else {
+      gemm(mma, tSrS, q, k);
+    }
 
     wait_for_loads();  // V(block) is here; K's buffer is free
-    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
+    if (position > range.begin) load_keys(next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::modifies_scores) {
@@ -342,7 +368,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
-    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
+    load_keys(visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);
@@ -353,7 +379,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       visit = next_visit;
     }
   }
-  write_output<Traits>(args, sequence, split, work.head, query_begin, tOrO, softmax, smem, thread);
+  write_output<Traits>(args, sequence, split, work.head, query_begin, column_begin, tOrO, softmax,
+                       smem, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -13,18 +13,20 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   using Traits = ForwardTraits<Tag>;
   const bool scales_scores = Traits::modifies_scores && modifies_scores(params.score);
   const float scale = params.score.softmax_scale;
-  const ForwardArguments arguments{.params = params,
-                                   .schedule = plan.schedule,
-                                   .table = SequenceTable::at(params.workspace, plan.table),
-                                   .scale_log2 = scales_scores ? score_unit(params.score) * log2e
-                                                               : positive_scale(scale * log2e),
-                                   .negate_q = !scales_scores && scale < 0.0f,
-                                   .num_splits = plan.num_splits,
-                                   .ctas_per_split = static_cast<int>(plan.schedule.grid_size()),
-                                   .keys_per_split = plan.keys_per_split,
-                                   .partial_rows = query_rows(params),
-                                   .out_partial = plan.out_partial.in(params.workspace),
-                                   .lse_partial = plan.lse_partial.in(params.workspace)};
+  const ForwardArguments arguments{
+      .params = params,
+      .schedule = plan.schedule,
+      .table = SequenceTable::at(params.workspace, plan.table),
+      .scale_log2 =
+          scales_scores ? score_unit(params.score) * log2e : positive_scale(scale * log2e),
+      .negate_q = !scales_scores && scale < 0.0f,
+      .num_splits = plan.num_splits,
+      .ctas_per_split = static_cast<int>(plan.schedule.grid_size()),
+      .keys_per_split = plan.keys_per_split,
+      .partial_rows = query_rows(params),
+      .out_partial = plan.out_partial.in(params.workspace),
+      .lse_partial = plan.lse_partial.in(params.workspace),
+      .ctas_per_row = ctas_of_columns(Tag::config.columns_per_cta, params.shape.head_dim_v)};
   launch_kernel<&forward_kernel<Tag>>(plan.grid, Traits::threads,
                                       sizeof(typename Traits::SharedStorage), stream, arguments);
 }

@@ -19,6 +19,10 @@ struct ForwardTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int threads = config.num_warps * 32;
+  // Of V and O. Where they are not all, other CTAs have the rest, each with the same S.
+  static constexpr int columns_per_cta =
+      config.columns_per_cta == 0 ? head_dim : config.columns_per_cta;
+  static constexpr bool shares_columns = columns_per_cta < head_dim;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool modifies_scores = has(modifier_features | feature::bias);
@@ -36,15 +40,19 @@ struct ForwardTraits {
 
   using QueryLayout = TileLayout<block_m, head_dim>;
   using KeyLayout = TileLayout<block_n, head_dim>;
+  using ValueLayout = TileLayout<block_n, columns_per_cta>;
+  using OutputLayout = TileLayout<block_m, columns_per_cta>;
   using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
   using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
   using KeyRowLoader = RowLoader<Element, block_n, head_dim, threads>;
-  using OutputWriter = TileWriter<Element, block_m, head_dim, threads>;
+  using ValueLoader = TileLoader<Element, block_n, columns_per_cta, threads>;
+  using ValueRowLoader = RowLoader<Element, block_n, columns_per_cta, threads>;
+  using OutputWriter = TileWriter<Element, block_m, columns_per_cta, threads>;
 
   struct SharedStorage {
     alignas(128) Element q[block_m * head_dim];  // Q, then O on its way out
     alignas(128) Element k[block_n * head_dim];
-    alignas(128) Element v[block_n * head_dim];
+    alignas(128) Element v[block_n * columns_per_cta];
     TileWork work;     // what the CTA does
     BlockRange range;  // the key blocks that it visits, or the positions in the list
     std::conditional_t<is_sparse, SparseVisits<block_n>, AllVisits> visits;

@@ -83,6 +83,13 @@ CUTE_DEVICE Element* row_pointer(TensorView const& view, int batch, int head, in
          row * view.row_stride;
 }
 
+// The tensor from one of its columns on.
+template <class Element>
+CUTE_DEVICE TensorView from_column(TensorView view, int column) {
+  view.data = static_cast<Element*>(view.data) + column;
+  return view;
+}
+
 // The tile whose first row is `row`: global memory to shared memory. Rows from `rows` on and
 // columns from `columns` on become zeros, and nothing is read for them.
 template <class Element, int kRows, int kColumns, int kThreads>

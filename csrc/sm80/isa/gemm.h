@@ -54,9 +54,11 @@ struct SmemOperand {
   Source source;      // (copy, atoms, k)
   Fragment fragment;  // (mma, atoms, k)
 
-  CUTE_DEVICE void load(int k) {
+  CUTE_DEVICE void load(int k) { load(k, k); }
+  // Step `k` of the source, in the registers of step `place`.
+  CUTE_DEVICE void load(int k, int place) {
     auto target = retiled(copy, fragment);
-    cute::copy(copy, source(_, _, k), target(_, _, k));
+    cute::copy(copy, source(_, _, k), target(_, _, place));
   }
 };
 
@@ -92,6 +94,25 @@ CUTE_DEVICE void gemm(Mma const& mma, Accumulator& accumulator, A& a, B& b) {
       b.load(k + 1);
     }
     cute::gemm(mma, a.fragment(_, _, k), b.fragment(_, _, k), accumulator);
+  }
+}
+
+// The same of wide operands, in a loop over 64 columns that ends with those that exist.
+template <class Mma, class Accumulator, class A, class B>
+CUTE_DEVICE void gemm_columns(Mma const& mma, Accumulator& accumulator, A& a, B& b, int columns) {
+  constexpr int all_steps = decltype(size<2>(a.fragment))::value;
+  constexpr int steps = 4;  // of 16 columns, in a round of the loop
+  a.load(0);
+  b.load(0);
+  CUTE_NO_UNROLL
+  for (int first = 0; 16 * first < columns; first += steps) {
+    CUTE_UNROLL
+    for (int k = 0; k < steps; ++k) {
+      const int next = k + 1 < steps ? first + k + 1 : min(first + steps, all_steps - 1);
+      a.load(next, (k + 1) % steps);
+      b.load(next, (k + 1) % steps);
+      cute::gemm(mma, a.fragment(_, _, k), b.fragment(_, _, k), accumulator);
+    }
   }
 }
 

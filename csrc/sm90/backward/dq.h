@@ -132,9 +132,8 @@ CUTE_DEVICE void add_query_gradients(BackwardKernelArguments const& args,
         write_bias_gradient<Traits>(args, smem, ds_state.stage, item, step, thread);
       const auto wait_for_turn = [&] {
         if (!call.turns.used()) return;
-        call.turns.template wait<Traits::ctas_per_tile>(
-            index, adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
-            item.work.tile, thread, sync_dq);
+        call.turns.wait(index, adders_of<block_m, block_n>(call.params.window, sequence, step.tile),
+                        item.work.tile, thread, sync_dq, Traits::ctas_per_tile);
       };
       // Kept from step to step, the addresses of two CTAs' keys take more registers than there are.
       const auto step_k = [&] {

@@ -1,0 +1,90 @@
+// Everything a backward kernel for wide heads derives from its row of the kernel table
+// (build_tools/kernel_table.py).
+#pragma once
+
+#include "flash_attn/api.h"
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "sm90/isa/barriers.h"
+#include "sm90/isa/copy.h"
+#include "sm90/isa/gemm.h"
+#include "sm90/wide/partner.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// What a CTA makes a tile of.
+enum class Gradient : std::uint8_t { dk, dq, dv, none };
+
+// The blocks of the other sequence that a tile's rows see, of one head after the other.
+struct WideSteps {
+  BlockRange range;
+  int first_head;
+  int heads;
+
+  struct Place {
+    int head;
+    int block;
+  };
+
+  CUTE_DEVICE int count() const { return range.empty() ? 0 : heads * (range.end - range.begin); }
+  CUTE_DEVICE Place at(int step) const {
+    const int blocks = range.end - range.begin;
+    const int head = step / blocks;
+    return {first_head + head, range.begin + step - head * blocks};
+  }
+};
+
+struct WideJob {
+  Gradient gradient;
+  Sequence sequence;
+  int tile;  // of queries for dq, else of keys
+  int head;  // of q for dq, else of k
+  WideSteps steps;
+};
+
+template <class Tag>
+struct WideBackwardTraits {
+  static constexpr BackwardConfig config = Tag::config;
+  static constexpr Sm90WideBackwardConfig own = Tag::own;
+  static constexpr int block = config.block_m;  // of queries and of keys
+  static constexpr int head_dim = config.head_dim;
+  static constexpr int consumers = 2;
+  static constexpr int threads = 128 * (1 + consumers);
+  // Of a gradient, those of one warpgroup.
+  static constexpr int columns = head_dim / consumers;
+  static constexpr bool writes_fp32 = can_write_fp32(config.features);
+
+  using Element = ElementOf<config.dtype>;
+  // A slot of a ring: a block's rows with some of their columns, or some of the rows with a
+  // warpgroup's.
+  static constexpr int slot_columns = 64;
+  static constexpr int slot_rows = 16;
+  static constexpr int slot_elements = block * slot_columns;
+  static constexpr int slot_bytes = slot_elements * int(sizeof(Element));
+  static constexpr int slots = own.stages_kv;
+  static_assert(slot_elements == slot_rows * columns);
+
+  using ScoresMma = SharedMma<Element, block, slot_columns>;
+  using GradientMma = RegisterMma<Element, columns, slot_rows>;
+  using TileLayout64 = TileLayout<Element, block, slot_columns, head_dim / slot_columns>;
+  using ColumnsLayout = TileLayout<Element, block, slot_columns, slots>;
+  using RowsLayout = TileLayout<Element, slot_rows, columns, slots>;
+
+  static constexpr int producer_registers = own.producer_registers;
+  static constexpr int consumer_registers = own.key_registers;
+
+  struct SharedStorage {
+    alignas(1024) Element tiles[2][block * head_dim];  // K and V of keys, or Q and dO of queries
+    alignas(1024) Element slots[consumers][WideBackwardTraits::slots * slot_elements];
+    alignas(16) Told told[2][consumers];
+    std::uint64_t tile_full[2];
+    Ring<WideBackwardTraits::slots> rings[consumers];
+    WideJob job;
+  };
+
+  static_assert(block == 64 && config.block_n == block && config.head_dim_v == head_dim);
+  static_assert(config.features == 0 || config.features == feature::deterministic);
+  static_assert(sizeof(SharedStorage) <= 232448);
+};
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,62 @@
+// Forward attention on Hopper for heads so wide that O of 64 queries fills half of the registers:
+// O = softmax(score(Q K^T)) V and LSE.
+//
+// A CTA stays on its SM and takes tile after tile of 64 queries. Threads: one producer warpgroup,
+// of which one thread finds the tiles, two load K and V by TMA, one of them Q as well (producer.h),
+// and one warp clears tiles without keys; and two consumer warpgroups that multiply by wgmma
+// (consumer.h). Shared memory: Q 64 x head_dim; a ring of slots for each consumer warpgroup, of 64
+// keys x 128 columns or of 32 keys with its half of the columns of V; P of both, of two steps.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "shared/kernel_order.h"
+#include "sm90/wide_forward/consumer.h"
+#include "sm90/wide_forward/producer.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Tag>
+__global__ void __launch_bounds__(WideForwardTraits<Tag>::threads, 1)
+    wide_forward_kernel(const __grid_constant__ ForwardArguments args) {
+  using Traits = WideForwardTraits<Tag>;
+  extern __shared__ __align__(1024) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+
+  if (threadIdx.x == 0) {
+    smem.q_ring.init(Traits::consumer_warps);
+    for (auto& ring : smem.rings) ring.init(4);
+    smem.work_ring.init(Traits::consumer_warps + Traits::loaders);
+    FullBarrier::init(&smem.tile_wanted, 1);
+    for (auto& of_step : smem.told) {
+      for (auto& told : of_step) told.init();
+    }
+    cutlass::arch::fence_barrier_init();
+    prefetch_tma_descriptor(&args.q_map);
+    prefetch_tma_descriptor(&args.k_map);
+    prefetch_tma_descriptor(&args.v_map);
+  }
+  clear_missing_boxes<Traits::block_m, Traits::head_dim>(smem.q, args.params.shape.head_dim);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  __syncthreads();
+
+  // The same in all lanes, said so that the compiler knows.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warpgroup = warp / 4;
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
+    if (warp == 1) {
+      clear_empty_tiles<Traits>(args);
+    } else if (warp == 2) {
+      if (elect_one_sync()) find_tiles<Traits>(args, smem);
+    } else if (elect_one_sync()) {
+      WideProducer<Traits>{args, smem, warp == 0 ? 0 : 1}.run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    consume_wide<Traits>(args, smem, warpgroup - 1);
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

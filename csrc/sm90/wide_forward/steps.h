@@ -1,0 +1,33 @@
+// The steps of a tile of wide heads: two blocks of keys each, one for every warpgroup.
+#pragma once
+
+#include "sm90/forward/tile.h"
+#include "sm90/wide_forward/traits.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+struct WideSteps {
+  BlockRange range;
+  VisitOrder order;
+  int count;
+
+  CUTE_DEVICE WideSteps(ForwardParams const& params, TileWork const& work, BlockRange const& range)
+      : range(range),
+        order(visit_order<Traits>(params, work, range)),
+        count((range.end - range.begin + 1) / 2) {}
+
+  CUTE_DEVICE int position_of(int step, int warpgroup) const {
+    return range.end - 1 - 2 * step - warpgroup;
+  }
+  // The last step may lack the second warpgroup's.
+  CUTE_DEVICE bool has_block(int step, int warpgroup) const {
+    return position_of(step, warpgroup) >= range.begin;
+  }
+  // In whose place it has the first one's, of which it hides every pair.
+  CUTE_DEVICE int block_of(int step, int warpgroup) const {
+    return order.block_at(max(position_of(step, warpgroup), range.begin));
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90
