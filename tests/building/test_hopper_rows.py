@@ -101,7 +101,7 @@ std::vector<KernelRequest> requests(bool of_forward) {
                                 : std::vector{ForwardKind::tiles};
   const auto lengths = of_forward ? std::vector{1, 1 << 20} : std::vector{0};
   std::vector<KernelRequest> all;
-  for (const int head_dim : {32, 40, 64, 96, 128, 192, 256})
+  for (const int head_dim : {32, 40, 64, 96, 128, 192, 256, 512})
     for (const int head_dim_v : {head_dim, 256})
       for (const MaskKind mask : {MaskKind::full, MaskKind::windowed})
         for (const ForwardKind kind : kinds)
@@ -137,7 +137,9 @@ def _write_headers(folder: Path) -> None:
     for header in {row.launch_header for row in ALL_ROWS}:
         family, name, _ = header.split("/")
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
-        text = LAUNCH_HEADER.format(family=family, name=name, kind=kinds[name])
+        text = LAUNCH_HEADER.format(
+            family=family, name=name, kind=kinds[name.removeprefix("wide_")]
+        )
         (folder / header).write_text(text)
 
 
