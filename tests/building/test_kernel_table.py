@@ -323,8 +323,8 @@ def test_the_whole_table_can_be_printed() -> None:
 
 
 def test_every_sm80_forward_tile_fits_every_gpu() -> None:
-    """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block. Of wide
-    heads the variants that are named after it.
+    """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block; of wide
+    heads those of the variants that are named after it.
     """
     for row in FORWARD_ROWS:
         if row.family is not Family.sm80 or row.kind is not Kind.tiles:
