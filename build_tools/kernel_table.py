@@ -145,7 +145,7 @@ SM90_FORWARD = (
     entry(
         Kernel.sm90_wide_forward, 512,
         block_m=64, block_n=64, num_warps=8, stages_kv=4,
-        producer_registers=40, consumer_registers=232,
+        producer_registers=24, consumer_registers=240,
         tiles=(tile({"": NO_FEATURES, "modifiers": MODIFIERS}),),
     ),
 )

@@ -323,7 +323,7 @@ def test_the_whole_table_can_be_printed() -> None:
 
 
 def test_every_sm80_forward_tile_fits_every_gpu() -> None:
-    """Q, K and V of a step in the 99 KiB that a GPU of compute capability 8.6 gives a block; of wide
+    """Q, K and V of a step in the 99 KiB that GPUs of compute capability 8.6 give a block; of wide
     heads those of the variants that are named after it.
     """
     for row in FORWARD_ROWS:
