@@ -1,5 +1,6 @@
 #include "host/select_instance.h"
 
+#include <algorithm>
 #include <string>
 
 #include "host/error.h"
@@ -35,7 +36,8 @@ bool serves(const BackwardConfig& config, const KernelRequest& request) {
   return has_enough_keys(config, request);
 }
 
-// Of the columns that TMA loads at a time (sm90/isa/copy.h) some must exist.
+// Of the columns that TMA loads at a time (sm90/isa/copy.h) some must exist. Kernels for wide heads
+// load no others (sm90/wide/tile_columns.h).
 template <class Config>
 bool fills_boxes(const Config& config, int bucket, int head_dim) {
   if (config.is_wide) return true;
@@ -57,7 +59,10 @@ bool suits(const Config& config, const KernelRequest& request) {
   if (config.family != KernelFamily::sm90) return true;
   const FeatureSet needed = config.features & (feature::block_sparse | feature::bias);
   const FeatureSet of_a_cache = config.features & (feature::paged_kv | feature::split_kv);
-  return (request.features & needed) == needed &&
+  // Heads that a warpgroup can hold are for other kernels, of whichever family.
+  const bool suits_width =
+      !config.is_wide || std::max(request.head_dim, request.head_dim_v) > config.head_dim / 2;
+  return suits_width && (request.features & needed) == needed &&
          (of_a_cache == 0 || (request.features & of_a_cache) != 0) &&
          fills_boxes(config, config.head_dim, request.head_dim) && has_values(config, request);
 }
