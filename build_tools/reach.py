@@ -8,6 +8,7 @@ Tests, docs, benchmarks and examples do not count: they are to name every argume
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,13 @@ WORDS = ("sink", "softcap", "leftpad_k")
 # Around the package's own functions: they pass arguments on.
 AROUND = ("surfaces", "integrations", "context_parallel")
 AROUND_TEXT = ", ".join(AROUND)
+# What stands between a caller and a backend, in the package.
+INTERFACE = (
+    *("arguments.py", "attend.py", "call.py", "chunks.py", "dense.py", "explain.py"),
+    *("interface.py", "kvcache.py", "private.py", "varlen.py", "window.py"),
+    *("operators/attention.py", "operators/combine.py", "operators/support.py", "checks"),
+)
+MANY = 10  # parameters
 LAUNCHERS = ("csrc/sm90/forward/launch.h", "csrc/sm90/backward/launch.h")
 
 
@@ -68,9 +76,25 @@ def entries() -> list[int]:
 def operators() -> int:
     """Operators of torch that the package defines."""
     return sum(
-        len(re.findall(r"^@torch\.library\.custom_op", path.read_text(), flags=re.MULTILINE))
+        len(re.findall(r"^@torch\.library\.custom_op|= define\($", path.read_text(), re.MULTILINE))
         for path in sources("flash_attn_cuda")
     )
+
+
+def parameters(path: Path) -> list[int]:
+    """How many each function of a Python file has, self among them."""
+    functions = (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef))
+    listed = (x.args for x in functions)
+    return [len([*x.posonlyargs, *x.args, *x.kwonlyargs]) for x in listed]
+
+
+def interface() -> list[Path]:
+    return [path for name in INTERFACE for path in modules(REPO / "flash_attn_cuda" / name)]
+
+
+def modules(path: Path) -> list[Path]:
+    """A module, or those of a folder."""
+    return sorted(path.glob("*.py")) if path.is_dir() else [path]
 
 
 def report(words: Sequence[str]) -> list[str]:
@@ -83,11 +107,14 @@ def report(words: Sequence[str]) -> list[str]:
     python = sources("flash_attn_cuda")
     host = sources("csrc/torch_binding", "csrc/host")
     taken = entries()
+    count = sum(x >= MANY for path in python if path.suffix == ".py" for x in parameters(path))
     lines += [
         f"functions of the extension that take q: {len(taken)}, of {min(taken)} to {max(taken)} "
         "arguments",
         f"operators of torch: {operators()}",
         f"Python: {length(python)} lines in {len(python)} files",
+        f"Python interface: {length(interface())} lines in {len(interface())} files",
+        f"Python functions of {MANY} and more parameters: {count}",
         f"binding and host C++: {length(host)} lines in {len(host)} files",
     ]
     for launcher in LAUNCHERS:

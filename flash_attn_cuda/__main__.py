@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
 from . import build_info, self_check
+from .call import AttentionCall
 from .explain import call_of_shapes, explain
+
+# Of the call to explain: what is off at its default.
+NUMBERS = {x.name: x.default for x in fields(AttentionCall) if x.type == "float"}
 
 
 def run() -> int:
@@ -83,10 +88,9 @@ def explain_call(given: argparse.Namespace) -> int:
         "causal": given.causal,
         "window_size_left": given.window[0],
         "window_size_right": given.window[1],
+        **{name: getattr(given, name) for name in NUMBERS},
         "packed": given.packed,
-        "softcap": given.softcap,
         "alibi": given.alibi,
-        "dropout_p": given.dropout,
         "block_sparse": given.block_sparse,
         "bias": given.bias,
     }
@@ -157,9 +161,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar=("LEFT", "RIGHT"),
         help="-1: none",
     )
-    call.add_argument("--softcap", type=float, default=0.0)
+    for name, default in NUMBERS.items():
+        flag = "--" + name.removesuffix("_p").replace("_", "-")
+        call.add_argument(flag, type=float, default=default, dest=name, metavar="NUMBER")
     call.add_argument("--alibi", action="store_true")
-    call.add_argument("--dropout", type=float, default=0.0, metavar="P")
     call.add_argument("--block-sparse", action="store_true", help="a mask, as lists of blocks")
     call.add_argument("--bias", action="store_true", help="a tensor added to the scores")
     call.add_argument("--deterministic", action="store_true")

@@ -6,8 +6,7 @@ makes of options, window.py of windows.
 
 from __future__ import annotations
 
-import operator
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.nn.functional import pad
 from . import build_info
 from .call import NAMES, Names
 from .checks.tensors import (
+    as_index,
     check_dtype,
     check_tensor,
     lse_dtype,
@@ -56,20 +56,12 @@ def seqlen_bound(name: str, max_seqlen: Any, x: Tensor, block_table: Any = None)
     """
     if type(max_seqlen) is int:
         return max_seqlen
-    if isinstance(max_seqlen, Tensor):
-        if max_seqlen.dim() != 0:
-            shape = tuple(max_seqlen.shape)
-            raise ValueError(f"{name}: must be an integer or a 0-d tensor, got shape {shape}")
+    if isinstance(max_seqlen, Tensor) and max_seqlen.dim() != 0:
+        shape = tuple(max_seqlen.shape)
+        raise ValueError(f"{name}: must be an integer or a 0-d tensor, got shape {shape}")
+    if max_seqlen is None or isinstance(max_seqlen, Tensor):
         return rows_bound(x, block_table)
-    if max_seqlen is None:
-        return rows_bound(x, block_table)
-    if isinstance(max_seqlen, (int, torch.SymInt)):
-        return cast(int, max_seqlen)
-    try:
-        return operator.index(max_seqlen)
-    except TypeError as error:
-        kind = type(max_seqlen).__name__
-        raise TypeError(f"{name}: must be an integer, a 0-d tensor or None, got {kind}") from error
+    return as_index(name, max_seqlen, "an integer, a 0-d tensor or None")
 
 
 def rows_bound(x: Tensor, block_table: Any = None) -> int:

@@ -45,22 +45,30 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
 def attend(
     call: AttentionCall, return_attn_probs: bool = False, names: Names | None = None
 ) -> Result:
-    """out, or (out, softmax_lse, S_dmask). `names`: what errors call the arguments."""
-    call.return_softmax = return_attn_probs and call.dropout_p > 0.0
-    if call.return_softmax:
-        check_return_attn_probs(call)
-    results = _results(call, names, return_attn_probs)
-    out = results.out
+    """What a public function returns. `names`: what errors call the arguments."""
+    return returned(results_of(call, return_attn_probs, names), return_attn_probs)
+
+
+def returned(results: Results, return_attn_probs: bool) -> Result:
+    """out, or (out, softmax_lse, S_dmask)."""
+    out, s_dmask = results.out, results.S_dmask
     if not return_attn_probs:
         return out
-    s_dmask = out.new_empty((0,)) if results.S_dmask is None else results.S_dmask
-    return out, results.softmax_lse, s_dmask
+    return out, results.softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
 
 
-def attend_over_cache(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse)."""
-    results = _results(call, None, returns_lse=True)
-    return results.out, results.softmax_lse
+def results_of(
+    call: AttentionCall, returns_lse: bool = True, names: Names | None = None
+) -> Results:
+    """Those that were not wanted may be None; S_dmask is made where softmax_lse is wanted."""
+    call.return_softmax = returns_lse and call.dropout_p > 0.0
+    if call.return_softmax:
+        check_return_attn_probs(call)
+    if call.out is not None:
+        _check_out(call, names)
+    if call.return_softmax or not _is_plain(call):
+        return _by_operator(call, names)
+    return _by_extension(call, names, returns_lse)
 
 
 def attend_plainly(
@@ -87,18 +95,8 @@ def attend_plainly(
 
 
 def needs_gradient(call: AttentionCall) -> bool:
-    return torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (getattr(call, name) for name in DIFFERENTIABLE)
-    )
-
-
-def _results(call: AttentionCall, names: Names | None, returns_lse: bool) -> Results:
-    """Those that were not wanted may be None."""
-    if call.out is not None:
-        _check_out(call, names)
-    if call.return_softmax or not _is_plain(call):
-        return _by_operator(call, names)
-    return _by_extension(call, names, returns_lse)
+    inputs = arguments_of(call, DIFFERENTIABLE)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check_out(call: AttentionCall, names: Names | None) -> None:

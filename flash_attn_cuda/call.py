@@ -10,7 +10,7 @@ extension's structs, with what autograd keeps and what has a gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +137,15 @@ class AttentionCall:
     def has_masks(self) -> bool:
         """Whether pairs are hidden or scores changed by tensors over them."""
         return self.block_rows is not None or self.bias is not None
+
+    def packed(self) -> AttentionCall:
+        """The call with its sequences, all of one length, packed."""
+        (batch, seqlen_q), seqlen_k = self.q.shape[:2], self.k.shape[1]
+        entries = torch.arange(batch + 1, device=self.q.device, dtype=torch.int32)
+        q, k, v = (x.flatten(0, 1) for x in (self.q, self.k, self.v))
+        bounds: dict[str, Any] = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+        bounds |= {"cu_seqlens_q": entries * seqlen_q, "cu_seqlens_k": entries * seqlen_k}
+        return replace(self, q=q, k=k, v=v, **bounds)
 
     def window(self) -> tuple[int, int]:
         """(left, right): keys that a query sees on either side of its own; -1: all of them."""

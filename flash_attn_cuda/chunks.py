@@ -10,29 +10,25 @@ which there are as many as there can be; those without a query are empty.
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import Result, cast_for_autocast
-from .attend import attend, attend_over_cache
-from .call import AttentionCall, Names
+from .arguments import cast_for_autocast
+from .attend import results_of
+from .call import AttentionCall, Results
 from .checks.calls import check_call
-from .checks.tensors import refuse_with
+from .checks.tensors import as_index, refuse_with
 from .dtensor_import import is_dtensor
 from .rotary import apply_rotary_emb
 
 
 def check_chunk(attention_chunk: Any) -> int:
     """0 for none."""
-    try:
-        chunk = operator.index(attention_chunk)
-    except TypeError as error:
-        kind = type(attention_chunk).__name__
-        raise TypeError(f"attention_chunk: must be an integer, got {kind}") from error
+    chunk = as_index("attention_chunk", attention_chunk)
     if chunk < 0:
         raise ValueError(f"attention_chunk: must be 0, for none, or positive, got {chunk}")
     return chunk
@@ -115,56 +111,44 @@ def _rows_of(slopes: Tensor | None, owner: Tensor) -> Tensor | None:
     return slopes[owner] if slopes is not None and slopes.dim() == 2 else slopes
 
 
-def attend_in_chunks(
-    call: AttentionCall, chunk: int, return_attn_probs: bool, names: Names | None = None
-) -> Result:
-    """As attend."""
-    _refuse(call, chunk, return_attn_probs)
-    call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
-    check_call(call, names, is_padded=False)
-    if call.batch() == 0:
-        return attend(call, return_attn_probs, names)
-    if is_dtensor(call.q) or is_dtensor(call.k):
-        return _in_shards(call, chunk, return_attn_probs, names)
-    if call.is_packed():
-        return attend(_of_packed(call, chunk), return_attn_probs, names)
-    (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
-    if seqlen_q <= seqlen_k <= chunk:
-        return attend(call, return_attn_probs, names)
-    if seqlen_q == seqlen_k and seqlen_q % chunk == 0:
-        cut = _of_equal_chunks(call, chunk)
-    else:
-        cut = _of_dense(call, chunk)
-    out, softmax_lse, s_dmask = attend(cut, True, names)
-    out = out.reshape(batch, seqlen_q, *out.shape[-2:])
-    if not return_attn_probs:
-        return out
-    if cut.is_packed():
-        softmax_lse = softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    else:
-        softmax_lse = softmax_lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
-    return out, softmax_lse, s_dmask
-
-
-def _in_shards(
-    call: AttentionCall, chunk: int, return_attn_probs: bool, names: Names | None
-) -> Result:
-    """Each rank cuts its part."""
-    from .operators.dtensor_shards import attend_in_shards
-
-    out, softmax_lse = attend_in_shards(
-        call, lambda part: attend_in_chunks(part, chunk, True, names), "attention_chunk"
-    )
-    return (out, softmax_lse, out.new_empty((0,))) if return_attn_probs else out
-
-
-def _refuse(call: AttentionCall, chunk: int, return_attn_probs: bool) -> None:
+def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Results:
+    """As results_of."""
     reasons = {
         "an attn_mask or a block_mask": call.has_masks(),
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
-        "return_attn_probs and dropout": return_attn_probs and call.dropout_p > 0.0,
+        "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
     }
     refuse_with(f"attention_chunk: must be 0 with {{}}, got {chunk}", reasons)
+    call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    check_call(call, is_padded=False)
+    if call.batch() == 0:
+        return results_of(call, returns_lse)
+    if is_dtensor(call.q) or is_dtensor(call.k):
+        return _in_shards(call, lambda part: attend_in_chunks(part, chunk, True))
+    if call.is_packed():
+        return results_of(_of_packed(call, chunk), returns_lse)
+    (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
+    if seqlen_q <= seqlen_k <= chunk:
+        return results_of(call, returns_lse)
+    if seqlen_q == seqlen_k and seqlen_q % chunk == 0:
+        cut = _of_equal_chunks(call, chunk)
+    else:
+        cut = _of_packed(call.packed(), chunk, before=seqlen_q > seqlen_k)
+    found = results_of(cut, returns_lse)
+    softmax_lse = found.softmax_lse
+    if returns_lse and cut.is_packed():
+        softmax_lse = softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    elif returns_lse:
+        softmax_lse = softmax_lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
+    out = found.out.reshape(batch, seqlen_q, *found.out.shape[-2:])
+    return found._replace(out=out, softmax_lse=softmax_lse)
+
+
+def _in_shards(call: AttentionCall, attend: Callable[[AttentionCall], Results]) -> Results:
+    """Each rank cuts its part."""
+    from .operators.dtensor_shards import attend_in_shards
+
+    return attend_in_shards(call, attend, "attention_chunk")
 
 
 def _of_equal_chunks(call: AttentionCall, chunk: int) -> AttentionCall:
@@ -174,23 +158,6 @@ def _of_equal_chunks(call: AttentionCall, chunk: int) -> AttentionCall:
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes.repeat_interleave(q.shape[0] // call.q.shape[0], 0)
     return replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
-
-
-def _of_dense(call: AttentionCall, chunk: int) -> AttentionCall:
-    """Packed, and then cut."""
-    (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
-    entries = torch.arange(batch + 1, device=call.q.device, dtype=torch.int32)
-    packed = replace(
-        call,
-        q=call.q.flatten(0, 1),
-        k=call.k.flatten(0, 1),
-        v=call.v.flatten(0, 1),
-        cu_seqlens_q=entries * seqlen_q,
-        cu_seqlens_k=entries * seqlen_k,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-    )
-    return _of_packed(packed, chunk, before=seqlen_q > seqlen_k)
 
 
 def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> AttentionCall:
@@ -223,17 +190,13 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
 # -- over a cache --------------------------------------------------------------------------------
 
 
-def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> tuple[Tensor, Tensor]:
-    """As attend_over_cache. New keys are appended first, unless one query a sequence sees one."""
-    check_call(call, None, is_padded=False)
+def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
+    """As results_of. New keys are appended first, unless one query a sequence sees one."""
+    check_call(call, is_padded=False)
     if call.batch() == 0:
-        return attend_over_cache(call)
+        return results_of(call)
     if is_dtensor(call.q) or is_dtensor(call.k):
-        from .operators.dtensor_shards import attend_in_shards
-
-        return attend_in_shards(
-            call, lambda part: attend_over_cache_in_chunks(part, chunk), "attention_chunk"
-        )
+        return _in_shards(call, lambda part: attend_over_cache_in_chunks(part, chunk))
     if call.rotary_cos is not None and call.k_new is not None:
         call = _rotated(call)
     is_decode = not call.is_packed() and call.q.shape[1] == 1
@@ -245,13 +208,11 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> tuple[Tensor
     if is_decode:
         len_k = filled - pad + int(call.k_new is not None)
         skipped = (len_k - 1).clamp(min=0) // chunk * chunk
-        return attend_over_cache(replace(call, leftpad_k=(pad + skipped).int()))
+        return results_of(replace(call, leftpad_k=(pad + skipped).int()))
     return _over_pieces(call, chunk, filled, pad)
 
 
-def _over_pieces(
-    call: AttentionCall, chunk: int, filled: Tensor, pad: Tensor
-) -> tuple[Tensor, Tensor]:
+def _over_pieces(call: AttentionCall, chunk: int, filled: Tensor, pad: Tensor) -> Results:
     is_packed, batch = call.is_packed(), call.batch()
     q = call.q if is_packed else call.q.flatten(0, 1)
     total_q = q.shape[0]
@@ -281,13 +242,15 @@ def _over_pieces(
         cache_batch_idx=entry.int(),
         alibi_slopes=_rows_of(call.alibi_slopes, cut.owner),
     )
-    out, softmax_lse = attend_over_cache(pieces)
+    found = results_of(pieces)
     if is_packed:
-        return out, softmax_lse
+        return found
     shape = (batch, call.q.shape[1])
-    out = out.unflatten(0, shape)
-    softmax_lse = softmax_lse.unflatten(1, shape).transpose(0, 1)
-    return out if call.out is None else call.out.copy_(out), softmax_lse
+    out = found.out.unflatten(0, shape)
+    softmax_lse = found.softmax_lse.unflatten(1, shape).transpose(0, 1)
+    return found._replace(
+        out=out if call.out is None else call.out.copy_(out), softmax_lse=softmax_lse
+    )
 
 
 def _filled(call: AttentionCall) -> Tensor:
@@ -303,7 +266,7 @@ def _appended(call: AttentionCall) -> AttentionCall:
     assert call.k_new is not None
     no_queries = call.q.new_empty((call.batch(), 0, *call.q.shape[-2:]))
     bounds = call.cu_seqlens_k_new
-    attend_over_cache(replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, out=None))
+    results_of(replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, out=None))
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import Result, of_lse_dtype
-from .attend import attend, attend_plainly
+from .attend import attend, attend_plainly, returned
 from .call import NAMES, Names, describe, options_of
 from .checks.tensors import check_packed, check_tensor
 from .chunks import attend_in_chunks, check_chunk
@@ -120,7 +120,8 @@ def flash_attn_func(
     if masks.are_given():
         add_masks(call, masks, (None, None))
     if attention_chunk != 0:
-        return attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
+        results = attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
+        return returned(results, return_attn_probs)
     return attend(call, return_attn_probs)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import of_lse_dtype, seqlen_bound
-from .attend import attend_over_cache
+from .attend import results_of
 from .call import describe, options_of
-from .checks.lengths import check_batch_invariant, check_num_splits
-from .checks.tensors import check_tensor, refuse_gradients
+from .checks.lengths import check_splits
+from .checks.tensors import as_index, check_tensor, refuse_gradients
 from .chunks import attend_over_cache_in_chunks, check_chunk
 from .operators.combine import run_combine, run_combine_out
 from .window import UNLIMITED, WindowSize
@@ -103,8 +102,7 @@ def flash_attn_with_kvcache(
     """
     _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
     if type(num_splits) is not int or batch_invariant is not False:
-        num_splits = check_num_splits(num_splits)
-        check_batch_invariant(batch_invariant)
+        num_splits = check_splits(num_splits, batch_invariant)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
@@ -142,10 +140,10 @@ def flash_attn_with_kvcache(
     if out is not None:
         call.out = out
     if attention_chunk != 0:
-        out, softmax_lse = attend_over_cache_in_chunks(call, check_chunk(attention_chunk))
+        results = attend_over_cache_in_chunks(call, check_chunk(attention_chunk))
     else:
-        out, softmax_lse = attend_over_cache(call)
-    return (out, softmax_lse) if return_softmax_lse else out
+        results = results_of(call)
+    return (results.out, results.softmax_lse) if return_softmax_lse else results.out
 
 
 def flash_attn_combine(
@@ -194,13 +192,7 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
     """(a tensor or None, one number for every sequence or None)."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens, None
-    if isinstance(cache_seqlens, torch.SymInt):
-        return None, cast(int, cache_seqlens)
-    try:
-        return None, operator.index(cache_seqlens)
-    except TypeError as error:
-        kind = type(cache_seqlens).__name__
-        raise TypeError(f"cache_seqlens: must be an integer or a tensor, got {kind}") from error
+    return None, as_index("cache_seqlens", cache_seqlens, "an integer or a tensor")
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

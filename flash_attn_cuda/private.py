@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .arguments import packed_lengths
-from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming, Results
+from .call import TENSORS, AttentionCall, Incoming, Results
 from .checks.tensors import check_no_gradient, refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
 from .operators.support import arguments_of, check_vmap_randomness
@@ -188,19 +188,11 @@ def _flash_attn_varlen_backward(
 def _run(call: AttentionCall) -> Results:
     if call.alibi_slopes is not None:
         check_no_gradient("alibi_slopes", call.alibi_slopes)
-    refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
+    refuse_forward_gradients(**vars(call))
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
     return run_operator(call)
 
 
 def _run_backward(call: AttentionCall, incoming: Incoming) -> Tensor:
-    refuse_forward_gradients(
-        dout=incoming.dout,
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        out=incoming.out,
-        softmax_lse=incoming.softmax_lse,
-        dlse=incoming.dlse,
-    )
+    refuse_forward_gradients(**(vars(call) | vars(incoming)))
     return run_backward_operator(call, incoming)

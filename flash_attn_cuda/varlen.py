@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import Result, of_lse_dtype, packed_lengths
-from .attend import attend
+from .attend import attend, returned
 from .call import Names, describe, options_of
-from .checks.lengths import check_batch_invariant, check_num_splits
+from .checks.lengths import check_splits
 from .checks.tensors import check_packed, check_tensor
 from .chunks import attend_in_chunks, check_chunk
 from .masks.given import Masks, add_masks
@@ -114,8 +114,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     )
     if type(num_splits) is not int or batch_invariant is not False:
-        num_splits = check_num_splits(num_splits)
-        check_batch_invariant(batch_invariant)
+        num_splits = check_splits(num_splits, batch_invariant)
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = describe(
         q=q,
@@ -136,13 +135,14 @@ def flash_attn_varlen_func(
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
         if block_table is None:  # keys are not split, which is batch-invariant
-            check_num_splits(num_splits)
+            check_splits(num_splits)
             call.num_splits, call.batch_invariant = 0, False
     if out is not None:
         check_tensor("v", v)
         call.out = out
     if attention_chunk != 0:
-        return attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
+        results = attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
+        return returned(results, return_attn_probs)
     return attend(call, return_attn_probs)
 
 

@@ -12,42 +12,7 @@ from typing import Any
 import torch
 
 from ..call import ARRAYS, CACHE_NAMES, INCOMING_ARRAYS, NAMES, AttentionCall, Incoming, Names
-from .lengths import (
-    MAX_ROWS_WITH_ORIGIN,
-    check_block_table,
-    check_bound,
-    check_cu_seqlens,
-    check_cu_seqlens_contents,
-    check_max_seqlen,
-    check_num_splits,
-    check_origin_contents,
-    check_pages,
-    check_range,
-    check_sm_margin,
-)
-from .masks import PairExtent, check_bias, check_lists
-from .tensors import (
-    CACHE_LAYOUT,
-    DENSE_LAYOUT,
-    MAX_FLOAT32,
-    MIN_FLOAT32,
-    PACKED_LAYOUT,
-    PAGED_LAYOUT,
-    check_alibi_slopes,
-    check_contiguous_rows,
-    check_cuda_head_dims,
-    check_device_and_dtype,
-    check_like,
-    check_number,
-    check_pair,
-    check_qkv,
-    check_rng_state,
-    check_tensor,
-    check_values_like,
-    output_shape,
-    refuse_gradients,
-    refuse_with,
-)
+from . import lengths, masks, tensors
 
 
 def names_of(call: AttentionCall) -> Names:
@@ -63,20 +28,20 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     names = names_of(call) if names is None else names
     _check_tensors(call, names)
     check_numbers(call)
-    check_alibi_slopes(call.alibi_slopes, call.batch(), call.q)
+    tensors.check_alibi_slopes(call.alibi_slopes, call.batch(), call.q)
     if call.rng_state is not None:
-        check_rng_state(call.rng_state, call.dropout_p, call.q)
-    check_num_splits(call.num_splits)
-    check_sm_margin(call.sm_margin)
+        tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
+    lengths.check_splits(call.num_splits)
+    lengths.check_sm_margin(call.sm_margin)
     if call.over_cache:
         _check_new_keys(call)
         _check_rotary(call)
         _check_length_of_all(call)
     extent = extent_of(call)
-    check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
-    check_bias("bias", call.bias, extent, call.q)
+    masks.check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
+    masks.check_bias("bias", call.bias, extent, call.q)
     if is_padded and not call.over_cache:
-        check_cuda_head_dims(call.q, call.v)
+        tensors.check_cuda_head_dims(call.q, call.v)
     _check_refused(call)
 
 
@@ -84,27 +49,27 @@ def check_numbers(call: AttentionCall) -> None:
     """Raise unless the numbers of a call are some that kernels compute with."""
     scale, dropout_p, softcap = call.softmax_scale, call.dropout_p, call.softcap
     if scale is not None and not isinstance(scale, torch.SymFloat):
-        check_number("softmax_scale", scale, "None or a number")
-        if not abs(scale) <= MAX_FLOAT32:
+        tensors.check_number("softmax_scale", scale, "None or a number")
+        if not abs(scale) <= tensors.MAX_FLOAT32:
             raise ValueError(f"softmax_scale: must be finite in float32, got {scale}")
-    check_number("dropout_p", dropout_p)
+    tensors.check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
-    check_number("softcap", softcap)
-    if not (softcap <= 0.0 or MIN_FLOAT32 <= softcap <= MAX_FLOAT32):
+    tensors.check_number("softcap", softcap)
+    if not (softcap <= 0.0 or tensors.MIN_FLOAT32 <= softcap <= tensors.MAX_FLOAT32):
         raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
 
 
 def _check_tensors(call: AttentionCall, names: Names) -> None:
     """q, k, v and the lengths have the form of one call."""
     q, k, is_packed = call.q, call.k, call.is_packed()
-    layout = PACKED_LAYOUT if is_packed else DENSE_LAYOUT
-    of_keys = CACHE_LAYOUT if call.over_cache else layout
-    of_keys = of_keys if call.block_table is None else PAGED_LAYOUT
-    check_qkv(q, k, call.v, (names.q, names.k, names.v), layout, of_keys)
+    layout = tensors.PACKED_LAYOUT if is_packed else tensors.DENSE_LAYOUT
+    of_keys = tensors.CACHE_LAYOUT if call.over_cache else layout
+    of_keys = of_keys if call.block_table is None else tensors.PAGED_LAYOUT
+    tensors.check_qkv(q, k, call.v, (names.q, names.k, names.v), layout, of_keys)
     if is_packed:
-        check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
-        check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
+        lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
+        lengths.check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
     batch = call.batch()
     rows = None if call.cache_batch_idx is not None else batch
     if call.over_cache:
@@ -114,7 +79,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     else:
         _check_one_length(call, names)
     _check_arrays(call, names, batch)
-    check_block_table(call.block_table, rows, k, q, names.k)
+    lengths.check_block_table(call.block_table, rows, k, q, names.k)
 
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
@@ -127,14 +92,14 @@ def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
             shape: list[Any] = []
             for symbol in symbols:
                 shape.append(sizes.get(symbol, symbol))
-            check_like(getattr(names, name, name), array, shape, dtypes[dtype], call.q)
+            tensors.check_like(getattr(names, name, name), array, shape, dtypes[dtype], call.q)
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
-    check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
+    lengths.check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
     if call.cu_seqlens_k is None and call.block_table is not None and call.seqused_k is not None:
         return
-    entries = check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)
+    entries = lengths.check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)
     if entries != batch + 1:
         raise ValueError(
             f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
@@ -161,7 +126,7 @@ def _check_one_length(call: AttentionCall, names: Names) -> None:
 def _check_entries(call: AttentionCall, rows: int | None) -> None:
     for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
         if cache.is_cuda:
-            check_contiguous_rows(name, cache)
+            tensors.check_contiguous_rows(name, cache)
     if call.block_table is None and rows is not None and call.k.shape[0] != rows:
         raise ValueError(
             f"k_cache: batch must be that of q ({rows}) without cache_batch_idx, "
@@ -184,28 +149,28 @@ def _check_length_of_all(call: AttentionCall) -> None:
 
 def _check_new_keys(call: AttentionCall) -> None:
     q, k, v, bounds = call.q, call.k_new, call.v_new, call.cu_seqlens_k_new
-    check_pair("k", k, "v", v)
+    tensors.check_pair("k", k, "v", v)
     if k is None or v is None:
         if bounds is not None:
             raise ValueError("cu_seqlens_k_new: must be None without k")
         return
     if call.seqused_k is None and call.seqlen_k is None:
         raise ValueError("cache_seqlens: must be given with k, got None")
-    layout = DENSE_LAYOUT if bounds is None else PACKED_LAYOUT
+    layout = tensors.DENSE_LAYOUT if bounds is None else tensors.PACKED_LAYOUT
     for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
         heads, head_dim = cache.shape[-2:]
-        check_tensor(name, tensor)
-        check_device_and_dtype(name, tensor, q)
+        tensors.check_tensor(name, tensor)
+        tensors.check_device_and_dtype(name, tensor, q)
         dims = layout.count(",") + 1
         if tensor.dim() != dims or tensor.shape[-2] != heads or tensor.shape[-1] != head_dim:
             raise ValueError(
                 f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
                 f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
             )
-    check_values_like("v", v, "k", k)
+    tensors.check_values_like("v", v, "k", k)
     if bounds is not None:
-        check_cu_seqlens("cu_seqlens_k_new", bounds, q)
-        check_like("cu_seqlens_k_new", bounds, (call.batch() + 1,), torch.int32, q)
+        lengths.check_cu_seqlens("cu_seqlens_k_new", bounds, q)
+        tensors.check_like("cu_seqlens_k_new", bounds, (call.batch() + 1,), torch.int32, q)
     elif k.shape[0] != call.batch():
         raise ValueError(f"k: batch must be that of q ({call.batch()}), got {k.shape[0]}")
     elif isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
@@ -217,14 +182,14 @@ def _check_new_keys(call: AttentionCall) -> None:
 
 def _check_rotary(call: AttentionCall) -> None:
     cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
-    check_pair("rotary_cos", cos, "rotary_sin", sin)
+    tensors.check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None or sin is None:
         return
     if call.k_new is None:
         raise ValueError("rotary_cos: must be None without k: a rotation is one of new keys")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_tensor(name, table)
-        check_device_and_dtype(name, table, q)
+        tensors.check_tensor(name, table)
+        tensors.check_device_and_dtype(name, table, q)
         if table.dim() != 2 or not 2 <= 2 * table.shape[1] <= q.shape[-1]:
             raise ValueError(
                 f"{name}: must have shape (seqlen_rotary, rotary_dim / 2), with rotary_dim from 2 "
@@ -240,19 +205,21 @@ def _check_rotary(call: AttentionCall) -> None:
 def check_out(call: AttentionCall) -> None:
     """Raise unless the results of a call of tensors can be written into its out."""
     out: Any = call.out
-    refuse_gradients("as results are written into it", out=out)
-    check_like("out", out, output_shape(call.q, call.v), call.result_dtype(), call.q)
+    tensors.refuse_gradients("as results are written into it", out=out)
+    tensors.check_like(
+        "out", out, tensors.output_shape(call.q, call.v), call.result_dtype(), call.q
+    )
     if out.shape[-1] > 1:
-        check_contiguous_rows("out", out)
+        tensors.check_contiguous_rows("out", out)
 
 
-def extent_of(call: AttentionCall) -> PairExtent:
+def extent_of(call: AttentionCall) -> masks.PairExtent:
     """The pairs of queries and keys that masks and biases of a call are about."""
     if call.is_packed():
         seqlens = (call.max_seqlen_q, call.max_seqlen_k)
     else:
         seqlens = (call.q.shape[1], call.k.shape[1])
-    return PairExtent(call.batch(), call.q.shape[-2], *seqlens, call.is_packed())
+    return masks.PairExtent(call.batch(), call.q.shape[-2], *seqlens, call.is_packed())
 
 
 def _check_refused(call: AttentionCall) -> None:
@@ -267,7 +234,7 @@ def _check_refused(call: AttentionCall) -> None:
         _check_origin(call)
     if call.fp32_results:
         reasons = {"a mask or a bias": has_masks, "a block_table": in_place}
-        refuse_with("fp32_results: must be False with {}, got True", reasons)
+        tensors.refuse_with("fp32_results: must be False with {}, got True", reasons)
     if in_place and call.dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
     if in_place and has_masks:
@@ -283,11 +250,11 @@ def _check_origin(call: AttentionCall) -> None:
         "a mask or a bias": call.has_masks(),
         "return_softmax": call.wants_s_dmask(),
     }
-    refuse_with("origin: must be None with {}, got a tensor", reasons)
+    tensors.refuse_with("origin: must be None with {}, got a tensor", reasons)
     rows = max(call.q.shape[0], call.k.shape[0])
-    if rows > MAX_ROWS_WITH_ORIGIN:
+    if rows > lengths.MAX_ROWS_WITH_ORIGIN:
         raise ValueError(
-            f"origin: must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
+            f"origin: must be None for more than {lengths.MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
         )
 
 
@@ -305,7 +272,7 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
     if call.deterministic:
         lists, bias = call.block_rows is not None, call.bias is not None
         reasons = {"a block mask": lists, "a floating attn_mask": bias}
-        refuse_with("deterministic: must be False with {}, got True", reasons)
+        tensors.refuse_with("deterministic: must be False with {}, got True", reasons)
     if wants_dbias and call.softcap > 0.0:
         raise NotImplementedError(
             f"attn_mask: has no gradient with softcap, got a softcap of {call.softcap}"
@@ -322,16 +289,16 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     check_gradients(call, incoming.wants_dbias)
     if incoming.wants_dbias and call.bias is None:
         raise ValueError("wants_dbias: must be False without a bias, got True")
-    check_rng_state(incoming.rng_state, call.dropout_p, q)
+    tensors.check_rng_state(incoming.rng_state, call.dropout_p, q)
     if incoming.accumulate and not call.fp32_results:
         raise ValueError("accumulate: must be False without fp32_results, got True")
-    shapes: dict[str, Any] = {"out": output_shape(q, v), "lse": call.lse_shape()}
+    shapes: dict[str, Any] = {"out": tensors.output_shape(q, v), "lse": call.lse_shape()}
     shapes |= {"q": q.shape, "k": k.shape, "v": v.shape}
     dtypes = {"q": q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
     for name, said in INCOMING_ARRAYS.items():
         array: Any = getattr(incoming, name)
         if array is not None or said.is_needed:
-            check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
+            tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
         elif incoming.accumulate and said.part == "target":
             raise ValueError(f"{name}: must be given with accumulate, got None")
 
@@ -351,33 +318,33 @@ def check_contents(call: AttentionCall, names: Names | None = None) -> None:
 
 def _check_packed_contents(call: AttentionCall, names: Names) -> None:
     q, k, table = call.q, call.k, call.block_table
-    used_q = check_cu_seqlens_contents(
+    used_q = lengths.check_cu_seqlens_contents(
         names.cu_seqlens_q, call.cu_seqlens_q, q.shape[0], names.total_q
     )
     if call.seqused_q is not None:
-        check_range("seqused_q", call.seqused_q, 0, used_q)
+        lengths.check_range("seqused_q", call.seqused_q, 0, used_q)
         used_q = call.seqused_q
-    check_bound(names.max_seqlen_q, call.max_seqlen_q, used_q)
+    lengths.check_bound(names.max_seqlen_q, call.max_seqlen_q, used_q)
 
     name, used_k = "seqused_k", call.seqused_k
     if table is None or used_k is None:
         total = k.shape[0] if table is None else None
-        rows = check_cu_seqlens_contents(
+        rows = lengths.check_cu_seqlens_contents(
             names.cu_seqlens_k, call.cu_seqlens_k, total, names.total_k
         )
         if used_k is None:
             name, used_k = names.cu_seqlens_k, rows
         else:
-            check_range(name, used_k, 0, rows)
+            lengths.check_range(name, used_k, 0, rows)
     if table is not None:
-        check_range(name, used_k, 0, table.shape[1] * k.shape[1], "a sequence's length")
-    check_bound(names.max_seqlen_k, call.max_seqlen_k, used_k)
+        lengths.check_range(name, used_k, 0, table.shape[1] * k.shape[1], "a sequence's length")
+    lengths.check_bound(names.max_seqlen_k, call.max_seqlen_k, used_k)
     if call.leftpad_k is not None:
-        check_range("leftpad_k", call.leftpad_k, 0, used_k)
+        lengths.check_range("leftpad_k", call.leftpad_k, 0, used_k)
     if table is not None:
-        check_pages(table, call.leftpad_k, used_k, k.shape[:2])
+        lengths.check_pages(table, call.leftpad_k, used_k, k.shape[:2])
     if call.origin is not None and call.dropout_p > 0.0:
-        check_origin_contents(call.origin)
+        lengths.check_origin_contents(call.origin)
 
 
 def _check_cache_contents(call: AttentionCall) -> None:
@@ -390,28 +357,32 @@ def _check_cache_contents(call: AttentionCall) -> None:
         queries = of_all(q.shape[1])
     else:
         bounds = ("cu_seqlens_q", call.cu_seqlens_q, q.shape[0], "total_q")
-        queries = check_cu_seqlens_contents(*bounds)
-        check_bound("max_seqlen_q", call.max_seqlen_q, queries)
+        queries = lengths.check_cu_seqlens_contents(*bounds)
+        lengths.check_bound("max_seqlen_q", call.max_seqlen_q, queries)
     used = call.seqused_k
     if used is None or call.seqlen_k is not None:
         used = of_all(capacity if call.seqlen_k is None else call.seqlen_k)
-    check_range("cache_seqlens", used, 0, capacity)
+    lengths.check_range("cache_seqlens", used, 0, capacity)
     new = torch.zeros_like(used)
     if call.k_new is not None:
         new = new + call.k_new.shape[1]
         if call.cu_seqlens_k_new is not None:
             total, name = call.k_new.shape[0], "cu_seqlens_k_new"
-            new = check_cu_seqlens_contents(name, call.cu_seqlens_k_new, total, "total_k_new")
-        check_range("cache_seqlens", used + new, 0, capacity, "with the new keys, the length")
+            new = lengths.check_cu_seqlens_contents(
+                name, call.cu_seqlens_k_new, total, "total_k_new"
+            )
+        lengths.check_range(
+            "cache_seqlens", used + new, 0, capacity, "with the new keys, the length"
+        )
     if call.leftpad_k is not None:
-        check_range("cache_leftpad", call.leftpad_k, 0, used + new)
+        lengths.check_range("cache_leftpad", call.leftpad_k, 0, used + new)
     rows = k_cache.shape[0] if table is None else table.shape[0]
     if call.cache_batch_idx is not None:
-        check_range("cache_batch_idx", call.cache_batch_idx, 0, rows - 1)
+        lengths.check_range("cache_batch_idx", call.cache_batch_idx, 0, rows - 1)
     if table is not None:
         if call.cache_batch_idx is not None:
             table = table[call.cache_batch_idx.long()]
-        check_pages(table, call.leftpad_k, used + new, k_cache.shape[:2])
+        lengths.check_pages(table, call.leftpad_k, used + new, k_cache.shape[:2])
     if call.rotary_cos is None:
         return
     rotated = torch.maximum(new, queries if call.is_windowed() else queries.clamp(max=1))
@@ -419,6 +390,6 @@ def _check_cache_contents(call: AttentionCall) -> None:
     limit = call.rotary_cos.shape[0] - 1
     if limit >= 0:
         what = "the last position that a rotation needs, cache_seqlens plus new rows less 1,"
-        check_range("rotary_cos", last, 0, limit, what)
+        lengths.check_range("rotary_cos", last, 0, limit, what)
     elif rotated.any():
         raise ValueError("rotary_cos: must have a row for every position, got no rows")

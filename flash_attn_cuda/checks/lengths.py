@@ -6,14 +6,13 @@ host holds them, on the CPU; on CUDA kernels do it (device_errors.py).
 
 from __future__ import annotations
 
-import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .tensors import check_place, check_tensor
+from .tensors import as_index, check_place, check_tensor
 
 MAX_SPLITS = 256
 MAX_INT64 = 2**63 - 1
@@ -69,28 +68,21 @@ def check_max_seqlen(name: str, max_seqlen: Any) -> None:
         raise ValueError(f"{name}: must be at most {MAX_INT64}, got {max_seqlen}")
 
 
-def check_num_splits(num_splits: Any) -> int:
-    """Raise unless num_splits is 0, for automatic, or a number of splits; returns it as an int."""
-    if isinstance(num_splits, torch.SymInt):
-        return cast(int, num_splits)
-    # A tensor is an index too, but might have to be waited for.
-    if isinstance(num_splits, Tensor) or not _is_index(num_splits):
+def check_splits(num_splits: Any, batch_invariant: Any = False) -> int:
+    """Raise unless num_splits is 0, for automatic, or a number of splits, which is returned, and
+    batch_invariant is a bool.
+    """
+    if isinstance(num_splits, Tensor):  # an index too, but might have to be waited for
         raise TypeError(f"num_splits: must be an integer, got {type(num_splits).__name__}")
-    if not 0 <= num_splits <= MAX_SPLITS:
+    splits = as_index("num_splits", num_splits)
+    if not isinstance(splits, torch.SymInt) and not 0 <= splits <= MAX_SPLITS:
         raise ValueError(
             f"num_splits: must be from 0, for automatic, to {MAX_SPLITS}, got {num_splits}"
         )
-    return operator.index(num_splits)
-
-
-def _is_index(value: Any) -> bool:
-    if isinstance(value, int):
-        return True
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+    if not isinstance(batch_invariant, bool):
+        kind = type(batch_invariant).__name__
+        raise TypeError(f"batch_invariant: must be a bool, got {kind}")
+    return splits
 
 
 def check_sm_margin(sm_margin: Any) -> None:
@@ -99,13 +91,6 @@ def check_sm_margin(sm_margin: Any) -> None:
         raise TypeError(f"sm_margin: must be an integer, got {type(sm_margin).__name__}")
     if sm_margin < 0:
         raise ValueError(f"sm_margin: must not be negative, got {sm_margin}")
-
-
-def check_batch_invariant(batch_invariant: Any) -> None:
-    """Raise unless batch_invariant is a bool."""
-    if not isinstance(batch_invariant, bool):
-        kind = type(batch_invariant).__name__
-        raise TypeError(f"batch_invariant: must be a bool, got {kind}")
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..masks.lists import PIECE, tiles_of
-from ..operators.support import has_vmap_dimension
+from ..operators.support import is_mapped
 from .tensors import check_device, check_pair, check_place, check_tensor
 
 
@@ -120,7 +120,7 @@ def check_attn_mask(attn_mask: Any, extent: PairExtent, q: Tensor) -> None:
     if attn_mask.dtype not in (torch.bool, q.dtype, torch.float32):
         allowed = ", ".join(dict.fromkeys(map(str, (torch.bool, q.dtype, torch.float32))))
         raise TypeError(f"attn_mask: dtype must be one of {allowed}, got {attn_mask.dtype}")
-    if attn_mask.dtype == torch.bool and has_vmap_dimension(attn_mask):
+    if attn_mask.dtype == torch.bool and is_mapped(attn_mask):
         raise NotImplementedError(
             "attn_mask: under torch.vmap must be floating or one mask for all entries, got bool "
             f"ones of shape {tuple(attn_mask.shape)} for each entry"

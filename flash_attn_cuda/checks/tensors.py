@@ -8,6 +8,7 @@ packed sequences and of caches, are in lengths.py.
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -143,6 +144,16 @@ def as_number(name: str, value: Any, wanted: str = "a number") -> float:
     if isinstance(value, (int, torch.SymFloat, torch.SymInt)):
         return cast(float, value)
     return float(value)
+
+
+def as_index(name: str, value: Any, wanted: str = "an integer") -> int:
+    """An integer of any type, as operators take it; TypeError for what is none."""
+    if isinstance(value, (int, torch.SymInt)):
+        return cast(int, value)
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}: must be {wanted}, got {type(value).__name__}") from error
 
 
 def check_number(name: str, value: Any, wanted: str = "a number") -> None:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ..arguments import is_plain_cuda_call
 from ..call import AttentionCall, Incoming
+from ..checks.tensors import lse_dtype
 from ..cpu.tiles import sink_gradient
 from ..operators.attention import run_gradients_operator, run_operator
 from ..operators.support import call_extension
@@ -193,7 +194,7 @@ def gathered_forward(
 ) -> tuple[Tensor, Tensor]:
     rows, used = work.schedule.rows, work.schedule.used_rows
     out = q.new_empty((rows, q.shape[1], v.shape[-1]))
-    softmax_lse = q.new_empty((q.shape[1], rows), dtype=AttentionCall(q, k, v).lse_dtype())
+    softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
     out[used:] = 0.0
     softmax_lse[:, used:] = -torch.inf
     for keys in arrivals(work, q.shape[1], k, v, backward=False):
@@ -357,9 +358,9 @@ def merged_forward(
         into = None if narrow is None else narrow[rows]
         merge_(out[rows], softmax_lse[:, rows], part, part_lse, into)
     if merged is None:
-        lse_dtype = AttentionCall(q, k, v).lse_dtype()
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))
-        return out, out.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+        rows = (q.shape[1], q.shape[0])
+        return out, out.new_full(rows, -torch.inf, dtype=lse_dtype(q.dtype))
     out, softmax_lse = merged
     if sink is not None:
         add_sink_(out, softmax_lse, sink)

@@ -179,7 +179,7 @@ def _as_part_of_dropout(call: AttentionCall, part: AttentionCall, split: Split) 
         return replace(part, origin=torch.cat([stream + first_head, places], 1))
     first, count = split.extent(BATCH, call.batch())
     sequence = torch.arange(first, first + count, dtype=torch.int32, device=part.q.device)
-    part = part if part.is_packed() else _packed(part)
+    part = part if part.is_packed() else part.packed()
     zero = torch.zeros_like(sequence)
     stream = sequence * call.q.shape[-2] + first_head
     return replace(part, origin=torch.stack([stream, zero, zero, _shift(part)], 1))
@@ -195,20 +195,6 @@ def _shift(part: AttentionCall) -> Tensor:
     if part.seqused_k is not None:
         end_k = end_k.minimum(part.seqused_k)
     return end_k - len_q if part.leftpad_k is None else end_k - part.leftpad_k - len_q
-
-
-def _packed(part: AttentionCall) -> AttentionCall:
-    """A call of equal lengths as one of packed sequences, which have an origin."""
-    (batch, seqlen_q), seqlen_k = part.q.shape[:2], part.k.shape[1]
-    entries = torch.arange(batch + 1, dtype=torch.int32, device=part.q.device)
-    q, k, v = (x.flatten(0, 1) for x in (part.q, part.k, part.v))
-    lengths: dict[str, Any] = {
-        "cu_seqlens_q": entries * seqlen_q,
-        "cu_seqlens_k": entries * seqlen_k,
-        "max_seqlen_q": seqlen_q,
-        "max_seqlen_k": seqlen_k,
-    }
-    return replace(part, q=q, k=k, v=v, **lengths)
 
 
 def _unpacked_rows(x: Tensor, batch: int) -> Tensor:

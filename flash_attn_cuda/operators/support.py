@@ -188,14 +188,14 @@ def check_vmap_randomness(dropout_p: float, *tensors: Any) -> None:
         if interpreter.key() == _functorch.TransformType.Vmap:
             level = interpreter.level()
             randomness = _functorch.CVmapInterpreterPtr(interpreter).randomness()
-            is_mapped = any(isinstance(x, Tensor) and _is_mapped(x, level) for x in tensors)
-            check_randomness(dropout_p, randomness.name.lower(), is_mapped)
+            mapped = any(isinstance(x, Tensor) and is_mapped(x, level) for x in tensors)
+            check_randomness(dropout_p, randomness.name.lower(), mapped)
 
 
-def _is_mapped(x: Tensor, level: int) -> bool:
-    """Whether the torch.vmap of this level maps x, whatever other transforms wrap it in."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level:
+def is_mapped(x: Tensor, level: int | None = None) -> bool:
+    """Whether torch.vmap, or that of this level, maps x, whatever other transforms wrap it in."""
+    while is_functorch_active() and _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x) and level in (None, _functorch.maybe_get_level(x)):
             return True
         x = _functorch.get_unwrapped(x)
     return False
@@ -221,13 +221,3 @@ def one_by_one(
 def is_functorch_active() -> bool:
     """Whether a transform of torch.func, vmap included, is running."""
     return not is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def has_vmap_dimension(x: Tensor) -> bool:
-    """Whether torch.vmap runs over x, below whatever other transforms wrap it."""
-    functorch = torch._C._functorch
-    while is_functorch_active() and functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False

@@ -27,6 +27,17 @@ def test_headers_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert reach.headers_behind(folder / "a.h") == {folder / "b.h", folder / "c.h"}
 
 
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def f(a, /, b, *c, d, **e): ...\nclass A:\n    def g(self): ...\n")
+    assert reach.parameters(path) == [3, 1]
+
+
+def test_the_interface_is_there() -> None:
+    assert all(path.is_file() for path in reach.interface())
+    assert len(reach.interface()) > len(reach.INTERFACE)
+
+
 def test_the_report_is_of_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert reach.main(["block_table"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
@@ -35,4 +46,5 @@ def test_the_report_is_of_the_sources(capsys: pytest.CaptureFixture[str]) -> Non
     inside = int(first.split("; ")[1].split()[0])
     assert 5 < inside < files
     assert any(line.startswith("operators of torch: ") for line in rest)
+    assert reach.operators() > 5
     assert min(reach.entries()) > 3
