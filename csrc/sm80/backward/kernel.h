@@ -381,19 +381,19 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   const int own_k = shape.head_dim - column_begin;
   const int own_v = shape.head_dim_v - column_begin;
   if (args.dkdv_splits > 1 || (Traits::writes_fp32 && params.fp32_results)) {
-    write_fp32_gradient<Traits>(from_column<float, Traits::shares_columns>(params.dk, column_begin),
-                                args.dk_partial, args, sequence, split, head_k, key_begin,
-                                column_begin, own_k, tdKrdK, thread);
-    write_fp32_gradient<Traits>(from_column<float, Traits::shares_columns>(params.dv, column_begin),
-                                args.dv_partial, args, sequence, split, head_k, key_begin,
-                                column_begin, own_v, tdVrdV, thread);
+    write_fp32_gradient<Traits>(from_column<float>(params.dk, column_begin), args.dk_partial, args,
+                                sequence, split, head_k, key_begin, column_begin, own_k, tdKrdK,
+                                thread);
+    write_fp32_gradient<Traits>(from_column<float>(params.dv, column_begin), args.dv_partial, args,
+                                sequence, split, head_k, key_begin, column_begin, own_v, tdVrdV,
+                                thread);
     return;
   }
   __syncthreads();  // K and V are read, their buffers take dK and dV
-  write_key_gradient<Traits>(from_column<Element, Traits::shares_columns>(params.dk, column_begin),
-                             sequence, head_k, key_begin, own_k, tdKrdK, smem.k, thread);
-  write_key_gradient<Traits>(from_column<Element, Traits::shares_columns>(params.dv, column_begin),
-                             sequence, head_k, key_begin, own_v, tdVrdV, smem.v, thread);
+  write_key_gradient<Traits>(from_column<Element>(params.dk, column_begin), sequence, head_k,
+                             key_begin, own_k, tdKrdK, smem.k, thread);
+  write_key_gradient<Traits>(from_column<Element>(params.dv, column_begin), sequence, head_k,
+                             key_begin, own_v, tdVrdV, smem.v, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

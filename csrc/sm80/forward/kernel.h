@@ -166,9 +166,8 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   if (Traits::shares_columns) __syncthreads();  // the rows of narrower tiles lie elsewhere
   fragment_to_shared<Element>(tOrO, mma, sO, thread);
   __syncthreads();
-  Traits::OutputWriter::store(
-      from_column<Element, Traits::shares_columns>(params.out, column_begin), sequence.batch_q,
-      head, sequence.row_q + query_begin, rows, columns, sO, thread);
+  Traits::OutputWriter::store(from_column<Element>(params.out, column_begin), sequence.batch_q,
+                              head, sequence.row_q + query_begin, rows, columns, sO, thread);
 }
 
 // What this CTA does, for all its threads.
@@ -246,32 +245,39 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, columns_per_cta)
 
-  auto&& own_values = from_column<Element, Traits::shares_columns>(params.v, column_begin);
-  const int own_columns = shape.head_dim_v - column_begin;
-  auto source_at = [&](TensorView const& view, int key) {
-    return Traits::KeyLoader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
-                                     sequence.seqlen_k - key, thread);
+  auto source_at = [&]<class Loader>(Loader, TensorView const& view, int key) {
+    return Loader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
+                          sequence.seqlen_k - key, thread);
   };
-  [[maybe_unused]] const auto first_k = source_at(params.k, 0);
-  [[maybe_unused]] const auto first_v = source_at(own_values, 0);
-  auto load_keys = [&](TensorView const& view, int columns, auto const& first, auto& tile,
-                       int block) {
-    using Loaders = typename Traits::template LoadersOf<decltype(tile)>;
+  [[maybe_unused]] const auto first_k = source_at(typename Traits::KeyLoader{}, params.k, 0);
+  [[maybe_unused]] const auto first_v =
+      source_at(typename Traits::ValueLoader{}, from_column<Element>(params.v, column_begin), 0);
+  auto load_rows = [&]<class Loader, class AnyRowLoader>(Loader loader, AnyRowLoader,
+                                                         TensorView const& view, int columns,
+                                                         auto const& first, auto& tile, int block) {
     const int key = block * block_n;
     if (Traits::has(feature::paged_kv) && params.paged.block_table != nullptr) {
       const KeyRows rows = KeyRows::of(params.paged, sequence);
-      Loaders::Rows::load(columns, tile, thread, [&](int row) -> const Element* {
+      AnyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
         if (key + row >= sequence.seqlen_k) return nullptr;
         return rows.row<const Element>(view, head_k, key + row, params.errors);
       });
     } else if constexpr (Traits::keeps_pointers) {
-      Loaders::Tile::load(view, {first.first + key * view.row_stride, first.rows - key}, columns,
-                          tile, thread);
+      Loader::load(view, {first.first + key * view.row_stride, first.rows - key}, columns, tile,
+                   thread);
     } else {
-      const auto source = source_at(view, key);
-      Loaders::Tile::load(view, {source.first, source.rows}, columns, tile, thread);
+      Loader::load(view, source_at(loader, view, key), columns, tile, thread);
     }
     commit_loads();
+  };
+  auto load_keys = [&](int block) {
+    load_rows(typename Traits::KeyLoader{}, typename Traits::KeyRowLoader{}, params.k,
+              shape.head_dim, first_k, sK, block);
+  };
+  auto load_values = [&](int block) {
+    load_rows(typename Traits::ValueLoader{}, typename Traits::ValueRowLoader{},
+              from_column<Element>(params.v, column_begin), shape.head_dim_v - column_begin,
+              first_v, sV, block);
   };
 
   typename Traits::Mma mma;
@@ -312,7 +318,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
-    load_keys(own_values, own_columns, first_v, sV, block);
+    load_values(block);
     const int key_begin = block * block_n;
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
@@ -323,7 +329,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     }
 
     wait_for_loads();  // V(block) is here; K's buffer is free
-    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
+    if (position > range.begin) load_keys(next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::modifies_scores) {
@@ -362,7 +368,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
-    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
+    load_keys(visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);

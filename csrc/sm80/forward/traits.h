@@ -44,13 +44,9 @@ struct ForwardTraits {
   using OutputLayout = TileLayout<block_m, columns_per_cta>;
   using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
   using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
-  // Of a tile of K or of V: from rows that lie at equal distances, or anywhere.
-  template <class SmemTensor>
-  struct LoadersOf {
-    static constexpr int columns = decltype(size<1>(std::declval<SmemTensor>()))::value;
-    using Tile = TileLoader<Element, block_n, columns, threads>;
-    using Rows = RowLoader<Element, block_n, columns, threads>;
-  };
+  using KeyRowLoader = RowLoader<Element, block_n, head_dim, threads>;
+  using ValueLoader = TileLoader<Element, block_n, columns_per_cta, threads>;
+  using ValueRowLoader = RowLoader<Element, block_n, columns_per_cta, threads>;
   using OutputWriter = TileWriter<Element, block_m, columns_per_cta, threads>;
 
   struct SharedStorage {

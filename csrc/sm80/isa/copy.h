@@ -83,16 +83,11 @@ CUTE_DEVICE Element* row_pointer(TensorView const& view, int batch, int head, in
          row * view.row_stride;
 }
 
-// The tensor from one of its columns on; where CTAs do not share them, itself.
-template <class Element, bool kSharesColumns>
-CUTE_DEVICE decltype(auto) from_column(TensorView const& view, [[maybe_unused]] int column) {
-  if constexpr (kSharesColumns) {
-    TensorView own = view;
-    own.data = static_cast<Element*>(view.data) + column;
-    return own;
-  } else {
-    return (view);
-  }
+// The tensor from one of its columns on.
+template <class Element>
+CUTE_DEVICE TensorView from_column(TensorView view, int column) {
+  view.data = static_cast<Element*>(view.data) + column;
+  return view;
 }
 
 // The tile whose first row is `row`: global memory to shared memory. Rows from `rows` on and
