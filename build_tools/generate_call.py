@@ -184,6 +184,7 @@ def lines() -> Iterator[str]:
     yield "// visitor(name, field, is_required)"
     for name, fields in described.items():
         yield from visit_fields(name, fields)
+    yield "// A field of a description and its name."
     yield "template <class Described, class Type>"
     yield "struct Field {"
     yield "  using Value = Type;"

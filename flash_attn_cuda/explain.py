@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import build_info
 from .call import AttentionCall
@@ -27,6 +28,19 @@ def explain(kernel_pass: str, call: AttentionCall, device: int | None = None) ->
     plan = of_pass(call, device)
     rows = {row["name"]: row for row in build_info.build_record()["instances"]}
     return {**plan, "config": rows[plan["instance"]]}
+
+
+def call_of_torch(operator: OpOverload, *given: Any, **options: Any) -> AttentionCall | None:
+    """The call that is run where an operator of torch, as torch.ops.aten._flash_attention_forward
+    .default, is taken (integrations/sdpa.py) and has these arguments, on any device. None: it is
+    left to torch.
+    """
+    extension: Any = build_info.extension
+    further = operator._schema.arguments[len(given) :]
+    arguments = (*given, *(options.get(x.name, x.default_value) for x in further))
+    name = operator._schema.name.removeprefix("aten::")
+    fields = extension.explain_aten_operator(name, arguments)
+    return None if fields is None else AttentionCall(**fields)
 
 
 def call_of_shapes(

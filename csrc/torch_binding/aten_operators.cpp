@@ -46,7 +46,7 @@ bool has_both_kernels(Dtype dtype, int head_dim, bool drops, const DeviceInfo& d
   return true;
 }
 
-// As has_both_kernels, of which the answers are kept.
+// As has_both_kernels, whose answers are kept.
 bool has_kernels(const AttentionCall& call) {
   using Key = std::tuple<int, Dtype, int, bool>;
   static std::mutex mutex;
@@ -61,8 +61,8 @@ bool has_kernels(const AttentionCall& call) {
              has_both_kernels(dtype_of(call.q), head_dim, drops(call), device_info(device));
 }
 
-// By what both passes see, so that they agree: the same decisions about dropout, the same lse of a
-// row without keys.
+// Both passes see what decides here, so that they agree: on dropout's decisions, and on the lse of
+// a row without keys.
 bool has_form_of_kernels(const AttentionCall& call) {
   const auto type = call.q.scalar_type();
   const std::int64_t head_dim = call.q.size(-1);
@@ -75,7 +75,7 @@ bool has_form_of_kernels(const AttentionCall& call) {
          fits(call.v);
 }
 
-// Lengths of sequences that are not packed torch's kernel does not hear of.
+// torch's kernel does not hear of lengths of sequences that are not packed.
 bool is_taken(const AttentionCall& call) {
   const bool has_lengths = call.seqused_k.defined() || is_paged(call);
   const bool can_write = !call.out.defined() || call.out.stride(-1) == 1;
@@ -84,7 +84,7 @@ bool is_taken(const AttentionCall& call) {
 
 // -- an operator's arguments ----------------------------------------------------------------------
 
-// aten's names of fields; others have the field's.
+// aten's names of fields, where they are not the field's.
 constexpr std::pair<std::string_view, const char*> names_in_aten[] = {
     {"q", "query"},
     {"k", "key"},
@@ -109,7 +109,7 @@ int place_of(const char* field, const c10::FunctionSchema& schema) {
   for (const auto& [ours, of_aten] : names_in_aten) {
     if (ours == field) return place(of_aten);
   }
-  // SDPA's has the two numbers of the random state, of which the first is ours.
+  // SDPA's backward has two tensors for the random state, the first of which is ours.
   if (std::string_view(field) == "rng_state") return std::max(place(field), place("philox_seed"));
   return place(field);
 }

@@ -116,8 +116,8 @@ variable_list gradients_of(const AutogradContext* context, const AttentionCall& 
   visit_differentiable(call, found,
                        [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
                          if (!input.defined()) return;
-                         const bool is_wanted = context->needs_input_grad(gradients.size());
-                         gradients.push_back(is_wanted ? gradient : at::Tensor());
+                         const bool wants_it = context->needs_input_grad(gradients.size());
+                         gradients.push_back(wants_it ? gradient : at::Tensor());
                        });
   return gradients;
 }
@@ -155,8 +155,8 @@ struct Attention : torch::autograd::Function<Attention> {
     check_not_mapped("dlse", incoming.dlse);
 
     variable_list results = gradients_of(context, call, incoming);
-    if (at::GradMode::is_enabled())
-      refuse_double_backward(results, incoming, edges);  // create_graph
+    // With create_graph=True.
+    if (at::GradMode::is_enabled()) refuse_double_backward(results, incoming, edges);
     results.resize(edges.size() + other_arguments);
     return results;
   }

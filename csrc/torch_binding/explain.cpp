@@ -3,7 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "flash_attn/instance.h"
 #include "host/names.h"
@@ -34,6 +34,15 @@ py::dict describe(AttentionCall call) {
   py::dict result;
   visit_fields(call, [&](const char* name, const auto& field, bool) { result[name] = field; });
   return result;
+}
+
+// An operator's argument: a tensor, a flag, a number or None.
+c10::IValue value_of(py::handle given) {
+  if (given.is_none()) return {};
+  if (THPVariable_Check(given.ptr())) return given.cast<at::Tensor>();
+  if (py::isinstance<py::bool_>(given)) return given.cast<bool>();
+  if (py::isinstance<py::int_>(given)) return given.cast<std::int64_t>();
+  return given.cast<double>();
 }
 
 // Stands for a contiguous result that a call would allocate. It has no memory.
@@ -108,11 +117,13 @@ std::vector<py::dict> explain_settings(const AttentionCall& given) {
   return {describe(described_call(given, Pass::backward)), describe(kept_of(given))};
 }
 
-std::optional<py::dict> explain_aten_operator(const std::string& name, const py::tuple& arguments,
-                                              const py::dict& options) {
+std::optional<py::dict> explain_aten_operator(const std::string& name, const py::tuple& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
-  const torch::jit::Stack stack = torch::jit::createStackForSchema(
-      op.schema(), arguments, py::reinterpret_borrow<py::kwargs>(options), std::nullopt);
+  const std::size_t count = op.schema().arguments().size();
+  TORCH_CHECK_VALUE(arguments.size() == count, "arguments: must be the ", count, " of ", name,
+                    ", got ", arguments.size());
+  torch::jit::Stack stack;
+  for (const py::handle argument : arguments) stack.push_back(value_of(argument));
   const std::optional<AttentionCall> call = call_of_aten(op, stack);
   if (!call.has_value()) return std::nullopt;
   return describe(*call);

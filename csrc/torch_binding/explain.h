@@ -20,12 +20,10 @@ pybind11::dict explain_backward(const AttentionCall& call, std::optional<int> de
 // autograd keeps of a forward].
 std::vector<pybind11::dict> explain_settings(const AttentionCall& call);
 
-// The call that aten's operator of this name, such as _flash_attention_forward, describes where it
-// is taken (aten_operators.h), by names of AttentionCall's fields; none: it goes on to what ran
-// before.
+// The call that aten's operator of this name, such as _flash_attention_forward, runs for all its
+// arguments (call_of_aten), by names of AttentionCall's fields; none: it is left to torch.
 std::optional<pybind11::dict> explain_aten_operator(const std::string& name,
-                                                    const pybind11::tuple& arguments,
-                                                    const pybind11::dict& options);
+                                                    const pybind11::tuple& arguments);
 
 std::vector<std::string> forward_instance_names();
 std::vector<std::string> backward_instance_names();

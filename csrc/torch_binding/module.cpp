@@ -109,12 +109,11 @@ void define_information(py::module& module) {
              "What the backward of a call is told -> [by an operator, by what autograd keeps of\n"
              "forward], dicts of an AttentionCall's fields. call: as in forward, on any device.",
              py::arg("call"));
-  module.def(
-      "explain_aten_operator", torch::wrap_pybind_function(&binding::explain_aten_operator),
-      "The call that torch's operator of this name describes to these kernels, a dict of an\n"
-      "AttentionCall's fields; None where it is left to torch. arguments and options: the\n"
-      "operator's, on any device.",
-      py::arg("name"), py::arg("arguments"), py::arg("options"));
+  module.def("explain_aten_operator", torch::wrap_pybind_function(&binding::explain_aten_operator),
+             "The call that torch's operator of this name runs here, a dict of an AttentionCall's\n"
+             "fields; None where it is left to torch. arguments: all of the operator's, on any\n"
+             "device.",
+             py::arg("name"), py::arg("arguments"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),

@@ -34,7 +34,7 @@ RngSource rng_of_state(const at::Tensor& rng_state);
 // else of the bias's dtype; zero where some pair is not visited.
 at::Tensor allocate_bias_gradient(const AttentionCall& call);
 
-// fp32 (heads_q); undefined without a sink.
+// fp32 (heads_q); undefined where the call has no such input.
 at::Tensor allocate_sink_gradient(const AttentionCall& call);
 
 // dbias: as allocated; undefined: not wanted.

@@ -5,13 +5,14 @@ made of the same settings.
 Without a GPU: what arrives at the extension, or at an operator's implementation, is recorded and
 described by the extension as kernels read it (explain_settings). Parameters are made of that alone
 (csrc/torch_binding/to_params.h). What torch's operators hand over, the extension says by the
-functions that their kernels call (explain_aten_operator).
+functions that their kernels call (call_of_torch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from flash_attn_cuda import attend, build_info, private
 from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Results
 from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.cpu.calls import forward_on_cpu
+from flash_attn_cuda.explain import call_of_torch
 from flash_attn_cuda.integrations import vllm
 from flash_attn_cuda.operators import attention as operators
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
@@ -316,18 +318,13 @@ FORWARDS = (
 BACKWARDS = ("_flash_attention_backward", "_scaled_dot_product_flash_attention_backward")
 
 
-def call_of(operator: str, *given: Any, **options: Any) -> AttentionCall:
-    """What the operator's kernel is told, where it does not leave the call to torch."""
-    extension: Any = build_info.extension
-    return AttentionCall(**extension.explain_aten_operator(operator, given, options))
-
-
 @pytest.fixture
 def torchs(arrivals: Arrivals) -> Iterator[None]:
     """Has torch's operators run on the CPU, where torch has none, and their calls recorded."""
 
     def forward(operator: str, *given: Any, **options: Any) -> Any:
-        call = call_of(operator, *given, **options)
+        call = call_of_torch(getattr(aten, operator).default, *given, **options)
+        assert call is not None
         arrivals.forward.append(call)
         out, lse, *_ = forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
         if operator.endswith("inplace"):
@@ -339,7 +336,9 @@ def torchs(arrivals: Arrivals) -> Iterator[None]:
         return out, lse, *rest, out.new_empty(0)
 
     def backward(operator: str, *given: Any, **options: Any) -> Any:
-        arrivals.backward.append(call_of(operator, *given, **options))
+        call = call_of_torch(getattr(aten, operator).default, *given, **options)
+        assert call is not None
+        arrivals.backward.append(call)
         return tuple(torch.zeros_like(x) for x in given[1:4])
 
     with torch.library._scoped_library("aten", "IMPL") as library:
@@ -388,10 +387,13 @@ def by_aten_inplace(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def by_varlen_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     lengths = [options.pop(name) for name in PACKED]
     scale = options.pop("softmax_scale", None)
+    if options.pop("causal", False):
+        options["window_size"] = (-1, 0)
     return varlen_attn(q, k, v, *lengths, scale=scale, **options)
 
 
 NO_SCORES = {"softcap", "sink", "all", *NO_MASKS}
+HAS_WINDOWS = "window_size" in signature(varlen_attn).parameters
 TORCHS: dict[str, tuple[Callable[..., Tensor], Options, set[str]]] = {
     "sdpa": (by_sdpa, {}, {"window", "left_window", "causal_window", "alibi", *NO_SCORES}),
     "aten": (by_aten, {}, NO_SCORES),
@@ -399,7 +401,10 @@ TORCHS: dict[str, tuple[Callable[..., Tensor], Options, set[str]]] = {
     "varlen_attn": (
         by_varlen_attn,
         PACKED,
-        {"causal", "causal_window", "alibi", "dropout", *NO_SCORES},
+        {
+            *("causal_window", "alibi", "dropout", *NO_SCORES),
+            *(() if HAS_WINDOWS else ("causal", "window", "left_window")),
+        },
     ),
 }
 HAS_PAGES = "block_table" in str(aten._flash_attention_forward.default._schema)
@@ -487,12 +492,11 @@ def test_calls_that_are_left_to_torch() -> None:
     """Lengths of sequences that are not packed, of which torch's kernel does not hear, and what no
     kernel takes.
     """
-    extension: Any = build_info.extension
     lengths = (None, None, LONGEST, LONGEST, 0.0, False, False)
+    operator = aten._flash_attention_forward.default
 
-    def explained(q: Tensor, *further: Tensor, **options: Any) -> Any:
-        given = (q, *further, *lengths)
-        return extension.explain_aten_operator("_flash_attention_forward", given, options)
+    def explained(*qkv: Tensor, **options: Any) -> AttentionCall | None:
+        return call_of_torch(operator, *qkv, *lengths, **options)
 
     q, k, v = dense_inputs()
     assert explained(q, k, v) is not None
