@@ -359,8 +359,10 @@ def merged_forward(
         merge_(out[rows], softmax_lse[:, rows], part, part_lse, into)
     if merged is None:
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))
-        rows = (q.shape[1], q.shape[0])
-        return out, out.new_full(rows, -torch.inf, dtype=lse_dtype(q.dtype))
+        unseen = torch.full(
+            (q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype), device=q.device
+        )
+        return out, unseen
     out, softmax_lse = merged
     if sink is not None:
         add_sink_(out, softmax_lse, sink)
