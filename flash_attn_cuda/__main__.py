@@ -17,7 +17,7 @@ from . import build_info, self_check
 from .call import AttentionCall
 from .explain import call_of_shapes, explain
 
-# Of the call to explain: what is off at its default.
+# Numbers of the call to explain that the declaration alone describes, and their defaults.
 NUMBERS = {x.name: x.default for x in fields(AttentionCall) if x.type == "float"}
 
 

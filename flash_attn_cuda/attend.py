@@ -60,7 +60,7 @@ def returned(results: Results, return_attn_probs: bool) -> Result:
 def results_of(
     call: AttentionCall, returns_lse: bool = True, names: Names | None = None
 ) -> Results:
-    """Those that were not wanted may be None; S_dmask is made where softmax_lse is wanted."""
+    """What was not wanted may be None; S_dmask is made where softmax_lse is wanted."""
     call.return_softmax = returns_lse and call.dropout_p > 0.0
     if call.return_softmax:
         check_return_attn_probs(call)

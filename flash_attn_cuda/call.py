@@ -306,7 +306,7 @@ OVER_PAIRS = _names(lambda said: said.over_pairs)
 # (name, sizes, dtype) of what is checked by its declaration alone.
 ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
 _INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
-# Of what comes into a backward, an operator's arguments, and those that have a shape.
+# Arguments of operators among what comes into a backward, and what of it has a shape.
 INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")
 INCOMING_AND_TARGETS = tuple(name for name, x in _INCOMING.items() if x.part != "extension")
 INCOMING_ARRAYS = {name: said for name, said in _INCOMING.items() if said.shape}

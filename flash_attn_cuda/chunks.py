@@ -112,13 +112,13 @@ def _rows_of(slopes: Tensor | None, owner: Tensor) -> Tensor | None:
 
 
 def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Results:
-    """As results_of."""
+    """Does as results_of."""
     reasons = {
         "an attn_mask or a block_mask": call.has_masks(),
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
         "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
     }
-    refuse_with(f"attention_chunk: must be 0 with {{}}, got {chunk}", reasons)
+    refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     check_call(call, is_padded=False)
     if call.batch() == 0:
@@ -191,7 +191,7 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
 
 
 def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
-    """As results_of. New keys are appended first, unless one query a sequence sees one."""
+    """Does as results_of. New keys are appended first, unless one query a sequence sees one."""
     check_call(call, is_padded=False)
     if call.batch() == 0:
         return results_of(call)

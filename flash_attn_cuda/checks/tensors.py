@@ -244,11 +244,13 @@ def check_no_gradient(name: str, x: Any) -> None:
     refuse_gradients("which attention does not give to slopes", **{name: x})
 
 
-def refuse_with(text: str, reasons: dict[str, bool]) -> None:
-    """Raise NotImplementedError for the first reason that holds, which the text has a place for."""
+def refuse_with(text: str, reasons: dict[str, bool], *values: Any) -> None:
+    """Raise NotImplementedError for the first reason that holds. The text has places for it and for
+    the values, which are not written out before that: a compiler's symbols cannot be.
+    """
     for reason, holds in reasons.items():
         if holds:
-            raise NotImplementedError(text.format(reason))
+            raise NotImplementedError(text.format(reason, *values))
 
 
 def refuse_gradients(reason: str, **tensors: Any) -> None:

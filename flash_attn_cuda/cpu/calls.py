@@ -18,8 +18,8 @@ from .tiles import DEFAULT_TILING, Tiling, sink_gradient
 def forward_on_cpu(
     call: AttentionCall, rng_state: Tensor, tiling: Tiling = DEFAULT_TILING
 ) -> Results:
-    """With the random numbers of rng_state. Rows of q that are no sequence's get out 0 and
-    softmax_lse -inf.
+    """Computes the call with the random numbers of rng_state. Rows of q that are no sequence's get
+    out 0 and softmax_lse -inf.
     """
     call, q = replace(call, rng_state=rng_state), call.q
     out = q.new_zeros(output_shape(q, call.v), dtype=call.result_dtype())
@@ -40,7 +40,7 @@ def forward_on_cpu(
 def backward_on_cpu(
     call: AttentionCall, incoming: Incoming, tiling: Tiling = DEFAULT_TILING
 ) -> Gradients:
-    """Those of what the call does not have, or that are not wanted, are None. Rows that are no
+    """A gradient that is not wanted, or whose argument the call lacks, is None. Rows that are no
     sequence's get 0.
     """
     q, given = call.q, replace(call, rng_state=incoming.rng_state)

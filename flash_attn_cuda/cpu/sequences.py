@@ -32,7 +32,9 @@ class Sequence:
 
 
 def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
-    """Those with a query: without one there is nothing to compute. New keys are in the cache."""
+    """The sequences that have a query: without one there is nothing to compute. New keys are in
+    the cache already.
+    """
     every = slice(None)
     if not (call.is_packed() or call.over_cache):
         yield Sequence(call, every, every, every, every)

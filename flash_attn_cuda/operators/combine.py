@@ -53,7 +53,7 @@ class CombineCall:
 
 
 def checked(out_partial: Any, lse_partial: Any, out_dtype: torch.dtype | None) -> CombineCall:
-    """Raises for what no backend runs."""
+    """The call; raises for what no backend runs."""
     check_partials(out_partial, lse_partial)
     dtype = out_partial.dtype if out_dtype is None else out_dtype
     _check_dtype("out_dtype: must", dtype, out_partial)
@@ -61,7 +61,7 @@ def checked(out_partial: Any, lse_partial: Any, out_dtype: torch.dtype | None) -
 
 
 def checked_out(out_partial: Any, lse_partial: Any, out: Any) -> CombineCall:
-    """The same of one that writes into out."""
+    """Raises, and returns the call, likewise, where it writes into out."""
     check_tensor("out", out)
     check_partials(out_partial, lse_partial)
     _check_dtype("out: dtype must", out.dtype, out_partial)

@@ -152,9 +152,10 @@ def _check_dropout(call: AttentionCall, split: Split) -> None:
         "return_attn_probs": call.wants_s_dmask(),
     }
     refuse_with(
-        f"dropout_p: must be 0 with {{}} where DTensors are sharded, got {call.dropout_p}: "
+        "dropout_p: must be 0 with {} where DTensors are sharded, got {}: "
         "redistribute q, k and v to be replicated",
         reasons,
+        call.dropout_p,
     )
 
 

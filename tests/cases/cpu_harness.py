@@ -66,7 +66,7 @@ def compute_call(
     inputs: AttentionInputs | VarlenInputs,
     tiling: Tiling = DEFAULT_TILING,
 ) -> AttentionResult:
-    """With dropout of RNG_STATE."""
+    """Runs forward and backward, with RNG_STATE for dropout."""
     out, lse, *_ = forward_on_cpu(call, RNG_STATE, tiling)
     incoming = Incoming(inputs.dout, inputs.dlse, out, lse, RNG_STATE)
     found = backward_on_cpu(call, incoming, tiling)
@@ -145,7 +145,7 @@ class CpuAttention(torch.autograd.Function):
 
 
 def check_gradients(call: AttentionCall, tiling: Tiling = DEFAULT_TILING) -> None:
-    """Those of q, k and v through out and lse, by differences."""
+    """Compares the gradients of q, k and v through out and lse with differences."""
     leaves = [x.detach().nan_to_num(0.5).requires_grad_() for x in (call.q, call.k, call.v)]
 
     def attention(*tensors: Tensor) -> tuple[Tensor, Tensor]:
