@@ -7,6 +7,7 @@ without a copy, so that nothing but the call itself is compared.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ Prepare = Callable[[AttentionCase], Attend]
 T = TypeVar("T")
 
 FA3_MAX_HEAD_DIM = 256
+FFPA_HEAD_DIMS = range(320, 513, 64)
 
 
 class Unsupported(Exception):
@@ -98,6 +100,16 @@ def prepare_fa3(case: AttentionCase) -> Attend:
     if any(d > FA3_MAX_HEAD_DIM or d % 8 for d in (case.head_dim, case.value_dim)):
         raise Unsupported(f"has multiples of 8 up to {FA3_MAX_HEAD_DIM} as head dims")
     return partial(found(flash_attention_3), softmax_scale=case.softmax_scale, causal=case.causal)
+
+
+def prepare_ffpa(case: AttentionCase) -> Attend:
+    require_cuda(case)
+    refuse_features(case)
+    if case.head_dim not in FFPA_HEAD_DIMS or case.head_dim != case.value_dim:
+        raise Unsupported(f"has {', '.join(map(str, FFPA_HEAD_DIMS))} as head dims")
+    attend = found(lambda: importlib.import_module("ffpa_attn").ffpa_attn_func)
+    options = {"is_causal": case.causal, "scale": case.softmax_scale, "backend": "cutedsl"}
+    return partial(attend, enable_gqa=has_grouped_heads(case), **options)
 
 
 def prepare_sdpa(case: AttentionCase, *, mask_is_tensor: bool = False) -> Attend:
@@ -251,6 +263,7 @@ BACKENDS = {
         Backend("sdpa", "torch SDPA, kernel chosen by torch", prepare_sdpa, HEADS_FIRST),
         Backend("flex", "torch FlexAttention, compiled", prepare_flex, HEADS_FIRST),
         Backend("fa3", "FlashAttention-3, when installed (fa3.py)", prepare_fa3),
+        Backend("ffpa", "ffpa-attn's CuTe DSL kernels, when installed", prepare_ffpa, HEADS_FIRST),
         Backend("other_build", "another build of ours (other_build.py)", prepare_other_build),
     )
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +21,13 @@ from benchmarks.core.feature_tables import Column, Row, Target, number, quotient
 from benchmarks.core.lengths import log_normal_lengths
 from benchmarks.core.runner import Call, Status, Subject, measure
 from benchmarks.core.turns import Protocol
-from benchmarks.peers.backends import Unsupported, found, require_cuda, require_ours
+from benchmarks.peers.backends import (
+    FA3_MAX_HEAD_DIM,
+    Unsupported,
+    found,
+    require_cuda,
+    require_ours,
+)
 from benchmarks.peers.fa3 import flash_attention_3_cached
 
 PAGE_SIZES = (16, 256)
@@ -105,6 +111,10 @@ def groups(device: str = "cuda", quick: bool = False) -> list[DecodeGroup]:
     def at_least(terabytes_per_second: float) -> Target:
         return Target("terabytes_per_second", terabytes_per_second)
 
+    def wide(batch: int, seqlen: int) -> DecodeGroup:
+        of_narrow = even(batch, seqlen)
+        return replace(of_narrow, name=f"{of_narrow} d512", num_heads_k=4, head_dim=512)
+
     some = [
         even(1, 8192, Target("microseconds", 20.0, at_least=False)),
         even(32, 4096, at_least(3.6)),
@@ -120,6 +130,8 @@ def groups(device: str = "cuda", quick: bool = False) -> list[DecodeGroup]:
         some[1],
         uneven,
         even(128, 8192, at_least(3.9)),
+        wide(8, 8192),
+        wide(1, 32_768),
     ]
 
 
@@ -287,6 +299,8 @@ def torch_dense(caches: Caches) -> NumberedCall:
 
 def fa3_dense(caches: Caches) -> NumberedCall:
     require_cuda(caches.group)
+    if caches.group.head_dim > FA3_MAX_HEAD_DIM:
+        raise Unsupported(f"has head dims up to {FA3_MAX_HEAD_DIM}")
     attend = found(flash_attention_3_cached)
     q, k, v = caches.q.unbind(), caches.k.unbind(), caches.v.unbind()
     return lambda index: attend(q[index], k[index], v[index], caches.lengths)

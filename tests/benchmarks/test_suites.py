@@ -177,7 +177,7 @@ def test_refcheck_finds_a_wrong_result():
 
 
 def test_cuda_backends_say_so_on_the_cpu():
-    for name in ("sdpa_cudnn", "sdpa_efficient", "flex", "fa3"):
+    for name in ("sdpa_cudnn", "sdpa_efficient", "flex", "fa3", "ffpa"):
         with pytest.raises(Unsupported, match="CUDA devices only"):
             BACKENDS[name].prepare(SMALL)
 
