@@ -48,8 +48,8 @@ _registered: set[str] = set()
 def register(name: str = "flash_attn_cuda") -> None:
     """Make attn_implementation=`name` known to transformers. Calling it again changes nothing.
 
-    A name should have "flash" in it. Under any other name transformers cuts masks into four
-    dimensions where layers of Gemma 4 share keys, and generate() raises an IndexError.
+    A name should have "flash" in it. Under any other name transformers slices masks as 4-D ones
+    where layers of Gemma 4 share keys, and generate() raises an IndexError.
 
     Raises:
         ImportError: transformers is too old: its mask functions must take q_length.
