@@ -9,7 +9,8 @@ attention, sliding windows, softcap, grouped-query attention, dropout, generatio
 static caches, padding on either side or anywhere, and batches packed by position_ids or by
 cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
 these (a custom 4-D one, a prefix, blocks of images as in PaliGemma and Gemma 3) runs on the kernels
-for masks, with all of the above. What those lack, such as a deterministic backward, runs on torch's
+for masks, with all of the above. Gemma 4 runs with both of its layer kinds, whose head dims are 256
+and 512. What those lack, such as a deterministic backward, runs on torch's
 attention, which is said once; with a softcap or sinks, which that lacks, it raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
@@ -46,6 +47,9 @@ _registered: set[str] = set()
 
 def register(name: str = "flash_attn_cuda") -> None:
     """Make attn_implementation=`name` known to transformers. Calling it again changes nothing.
+
+    A name should have "flash" in it. Under any other name transformers slices masks as 4-D ones
+    where layers of Gemma 4 share keys, and generate() raises an IndexError.
 
     Raises:
         ImportError: transformers is too old: its mask functions must take q_length.

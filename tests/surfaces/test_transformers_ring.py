@@ -27,10 +27,14 @@ def two() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stride"), [("Llama", 1), ("Llama", 2), ("Mistral", 1), ("Gemma2", 2), ("GptOss", 1)]
+    ("name", "stride"),
+    [
+        *(("Llama", 1), ("Llama", 2), ("Mistral", 1), ("Gemma2", 2), ("GptOss", 1)),
+        ("Gemma4", 1),
+    ],
 )
 def test_equals_one_process(two: Ranks, name: str, stride: int) -> None:
-    """Grouped queries, a window, a softcap, sinks."""
+    """Grouped queries, a window, a softcap, sinks, layers of two head dims that share keys."""
     two.run(cases.equals_one_process, name, stride)
 
 

@@ -23,6 +23,7 @@ from flash_attn_cuda.surfaces import ring_flash_attn as ring
 from tests.surfaces.transformers_cases import (
     EXACT,
     GEMMA,
+    GEMMA_4,
     GPT_OSS,
     LLAMA,
     MISTRAL,
@@ -31,11 +32,11 @@ from tests.surfaces.transformers_cases import (
     register_attentions,
 )
 
-MODELS = {model.name: model for model in (LLAMA, MISTRAL, GEMMA, GPT_OSS)}
+MODELS = {model.name: model for model in (LLAMA, MISTRAL, GEMMA, GPT_OSS, GEMMA_4)}
 ROWS = 24  # of the whole batch
 DOCUMENTS = ((7, 14, 3), (24,), (5, 1, 6, 12), (2, 0, 15, 7))
 NO_GRADIENT = 1e-9  # the largest that is none
-LIMITS = {"Gemma2": 1e-6}  # its norms are fp32
+LIMITS = {"Gemma2": 1e-6, "Gemma4": 1e-6}  # their norms are fp32
 
 
 class Batch:
