@@ -60,9 +60,11 @@ void check_order(int seqlen, std::mt19937& random) {
 TEST(every_tile_is_worked_on_once_the_longest_lists_first) {
   std::mt19937 random(4);
   for (int round = 0; round < 20; ++round) {
-    for (const int seqlen : {1, 64, 65, 128, 129, 192, 193, 256, 257, 640, 700, 1000}) {
+    for (const int seqlen :
+         {1, 32, 33, 64, 65, 96, 128, 129, 150, 192, 193, 256, 257, 640, 700, 1000}) {
       check_order<128>(seqlen, random);
       check_order<64>(seqlen, random);
+      check_order<32>(seqlen, random);
     }
   }
 }
@@ -118,6 +120,10 @@ TEST(an_order_of_anything_names_tiles_of_the_lists) {
     for (int rank = 0; rank < 2 * tiles; ++rank) {
       const int tile = ranked_tile<64>(params, {}, 0, 0, rank);
       CHECK(tile >= 0 && tile < 2 * tiles);
+    }
+    for (int rank = 0; rank < 4 * tiles; ++rank) {
+      const int tile = ranked_tile<32>(params, {}, 0, 0, rank);
+      CHECK(tile >= 0 && tile < 4 * tiles);
     }
   }
 }

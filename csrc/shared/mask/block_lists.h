@@ -223,20 +223,20 @@ FAC_HOST_DEVICE constexpr int ranked_tile(const Params& params, const SequenceTa
   constexpr int tiles_per_row = list_tile / kTile;
   const BlockLists& lists = params.sparsity.lists;
   const int row = rank / tiles_per_row;
+  const int part = rank % tiles_per_row;
   if (lists.data == nullptr || table.counts != nullptr || !params.window.is_full() ||
       row >= lists.tiles)
     return rank;
-  const auto in_order = [&](int row, int part) {
-    const int* list = lists.row(sequence, head, row);
-    const int tile = detail::clamp(list[1], 0, lists.tiles - 1);
-    return tile * tiles_per_row + part;
+  const auto row_in_order = [&](int row) {
+    return detail::clamp(lists.row(sequence, head, row)[1], 0, lists.tiles - 1);
   };
-  // Of a length that ends within a row's tiles the grid lacks the last tile, wherever it ranks:
-  // it changes places with the last rank.
-  const int last = lists.tiles * tiles_per_row - 1;
-  if (tiles_per_row > 1 && rank == last) return last;
-  const int tile = in_order(row, rank % tiles_per_row);
-  return tiles_per_row > 1 && tile == last ? in_order(lists.tiles - 1, tiles_per_row - 1) : tile;
+  // Of a length that ends within the last row's tiles the grid lacks what follows its first,
+  // wherever the row ranks: those change places with the last ranks.
+  const int last_row = lists.tiles - 1;
+  if (part > 0 && row == last_row) return rank;
+  const int tile_row = row_in_order(row);
+  const bool changes = part > 0 && tile_row == last_row;
+  return (changes ? row_in_order(last_row) : tile_row) * tiles_per_row + part;
 }
 
 }  // namespace flash_attn_cuda
