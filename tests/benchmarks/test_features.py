@@ -140,9 +140,12 @@ def test_decode_groups():
         "B32 S4k": 3.6,
         "B32 S4k uneven": None,
         "B128 S8k": 3.9,
+        "B8 S8k d512": None,
+        "B1 S32k d512": None,
     }
     for group in groups.values():
-        assert (group.num_heads_q, group.num_heads_k, group.head_dim) == (32, 8, 128)
+        heads = (32, 4, 512) if "d512" in group.name else (32, 8, 128)
+        assert (group.num_heads_q, group.num_heads_k, group.head_dim) == heads
         assert group.capacity >= max(group.lengths)
         assert all(group.capacity % size == 0 for size in decode_speed.PAGE_SIZES)
     assert groups["B128 S8k"].kv_bytes == 2 * 128 * 8192 * 8 * 128 * 2
