@@ -38,9 +38,10 @@ from ..call import (
     AttentionCall,
     Incoming,
     Results,
+    forms_of_results,
 )
 from ..checks.calls import check_call, check_incoming, names_of
-from ..checks.tensors import output_shape, refuse_with
+from ..checks.tensors import refuse_with
 from . import attention, combine
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
@@ -218,7 +219,7 @@ def _shared_rng_state(call: AttentionCall, split: Split) -> Tensor:
 def _forward(names: Sequence[str]) -> Rule:
     """Of an operator whose arguments are these fields of a call."""
 
-    def rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
+    def rule(func: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         call = AttentionCall(**given)
         check_call(call)
         split = split_of(call)
@@ -239,16 +240,16 @@ def _forward(names: Sequence[str]) -> Rule:
 def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
     """The DTensors of which a rank has `found`; what is None stays None."""
     layout_of_q = layouts_of(call)["q"]
-    probabilities = (layout_of_q[0], HEADS, WHOLE, WHOLE) if call.wants_s_dmask() else (WHOLE,)
-    places: dict[str, tuple[Layout, Sequence[int]]] = {
-        "out": (layout_of_q, output_shape(call.q, call.v)),
-        "softmax_lse": (layout_of_rows(call), call.lse_shape()),
-        "S_dmask": (probabilities, call.s_dmask_shape()),
+    layouts: dict[str, Layout] = {
+        "out": layout_of_q,
+        "softmax_lse": layout_of_rows(call),
+        "S_dmask": (layout_of_q[0], HEADS, WHOLE, WHOLE),
+        "rng_state": (WHOLE,),
     }
-    named = {name: x for name, x in found._asdict().items() if x is not None}
-    made = {
-        name: split.result(x, *places.get(name, ((WHOLE,), x.shape))) for name, x in named.items()
-    }
+    made = {}
+    for name, (shape, _) in forms_of_results(call).items():
+        if (x := getattr(found, name)) is not None:
+            made[name] = split.result(x, (WHOLE,) if shape == (0,) else layouts[name], shape)
     return found._replace(**made)
 
 
