@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks.tensors import as_number, check_no_gradient, lse_dtype, round_up_seqlen
+from .checks.tensors import (
+    as_number,
+    check_no_gradient,
+    lse_dtype,
+    output_shape,
+    round_up_seqlen,
+)
 from .window import UNLIMITED, WindowSize, window_bounds
 
 
@@ -271,6 +277,16 @@ class Results(NamedTuple):
     # probabilities before dropout, negative where dropped; None or empty where not wanted
     S_dmask: Tensor | None
     rng_state: Tensor | None  # (2,), int64: seed and offset; None or empty without dropout
+
+
+def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each as operators return it: (0,) for what is not wanted."""
+    return {
+        "out": (output_shape(call.q, call.v), call.result_dtype()),
+        "softmax_lse": (call.lse_shape(), call.lse_dtype()),
+        "S_dmask": (call.s_dmask_shape(), call.q.dtype),
+        "rng_state": ((2 if call.dropout_p > 0.0 else 0,), torch.int64),
+    }
 
 
 class Gradients(NamedTuple):

@@ -7,13 +7,18 @@ flash_attn_func's window_size.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import Tensor
 
 from .arguments import packed_lengths
-from .call import TENSORS, AttentionCall, Incoming, Results
+from .call import TENSORS, AttentionCall, Incoming
 from .checks.tensors import check_no_gradient, refuse_forward_gradients
 from .operators.attention import run_backward_operator, run_operator
 from .operators.support import arguments_of, check_vmap_randomness
+
+# out, softmax_lse, S_dmask, rng_state
+Forward: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 
 
 def _flash_attn_forward(
@@ -29,7 +34,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
     deterministic: bool = False,
-) -> Results:
+) -> Forward:
     """FlashAttention-2's private forward, on q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
 
     Returns (out, softmax_lse, S_dmask, rng_state): out (B, Sq, Hq, Dv); softmax_lse (B, Hq, Sq),
@@ -108,7 +113,7 @@ def _flash_attn_varlen_forward(
     batch_invariant: bool = False,
     deterministic: bool = False,
     sink: Tensor | None = None,
-) -> Results:
+) -> Forward:
     """FlashAttention-2's private forward of packed sequences, q (total_q, Hq, D).
 
     Arguments as flash_attn_varlen_func; those behind num_splits are additions, and zero_tensors has
@@ -185,12 +190,13 @@ def _flash_attn_varlen_backward(
     return _run_backward(call, incoming)
 
 
-def _run(call: AttentionCall) -> Results:
+def _run(call: AttentionCall) -> Forward:
     if call.alibi_slopes is not None:
         check_no_gradient("alibi_slopes", call.alibi_slopes)
     refuse_forward_gradients(**vars(call))
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
-    return run_operator(call)
+    results = run_operator(call)
+    return results.out, results.softmax_lse, results.S_dmask, results.rng_state
 
 
 def _run_backward(call: AttentionCall, incoming: Incoming) -> Tensor:

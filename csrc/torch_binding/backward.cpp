@@ -100,4 +100,14 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   return results;
 }
 
+BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device) {
+  BackwardParams params = backward_params(call);
+  params.out = output_view(without_memory(output_sizes(call), call.q));
+  params.dout = params.out;
+  params.dq = output_view(without_memory(call.q.sizes(), call.q));
+  params.dk = output_view(without_memory(call.k.sizes(), call.k));
+  params.dv = output_view(without_memory(call.v.sizes(), call.v));
+  return plan_backward(params, device);
+}
+
 }  // namespace flash_attn_cuda::binding

@@ -1,6 +1,7 @@
 // The backward of a checked call.
 #pragma once
 
+#include "flash_attn/api.h"
 #include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
@@ -11,5 +12,8 @@ namespace flash_attn_cuda::binding {
 // total_q), is zero behind seqlen_q. What is undefined was not wanted; dbias is fp32 where pairs
 // share an element, else of the bias's dtype; dsink is fp32.
 Gradients run_backward_call(const AttentionCall& call, const Incoming& given);
+
+// What it would run, of tensors without memory too. Allocates nothing.
+BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device);
 
 }  // namespace flash_attn_cuda::binding

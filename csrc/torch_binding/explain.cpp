@@ -1,14 +1,15 @@
 #include "torch_binding/explain.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "flash_attn/instance.h"
 #include "host/names.h"
 #include "torch_binding/aten_operators.h"
+#include "torch_binding/backward.h"
 #include "torch_binding/checked_call.h"
+#include "torch_binding/forward.h"
 #include "torch_binding/kept_call.h"
 #include "torch_binding/to_params.h"
 
@@ -45,11 +46,6 @@ c10::IValue value_of(py::handle given) {
   return given.cast<double>();
 }
 
-// Stands for a contiguous result that a call would allocate. It has no memory.
-at::Tensor like(const at::Tensor& tensor, std::int64_t columns) {
-  return at::empty(with_columns(tensor.sizes(), columns), tensor.options().device(at::kMeta));
-}
-
 py::dict describe(const TileSchedule& schedule) {
   return py::dict("num_tiles"_a = schedule.num_tiles, "num_heads"_a = schedule.num_heads,
                   "num_batch_heads"_a = schedule.num_batch_heads,
@@ -82,10 +78,8 @@ std::vector<std::string> instance_names(Instances instances) {
 }  // namespace
 
 py::dict explain_forward(const AttentionCall& given, std::optional<int> device) {
-  const AttentionCall call = described_call(given, Pass::forward);
-  ForwardParams params = forward_params(call);
-  params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
-  const ForwardPlan plan = plan_forward(params, device_or_current(device));
+  const ForwardPlan plan =
+      plan_forward_call(described_call(given, Pass::forward), device_or_current(device));
   py::dict result = describe_plan(plan);
   result["draws_tiles"] = plan.tickets.exists();
   result["num_splits"] = plan.num_splits;
@@ -95,20 +89,14 @@ py::dict explain_forward(const AttentionCall& given, std::optional<int> device) 
 
 py::dict explain_backward(const AttentionCall& given, std::optional<int> device) {
   const AttentionCall call = described_call(given, Pass::backward);
-  BackwardParams params = backward_params(call);
-  params.out = output_view(like(call.q, call.v.size(call.v.dim() - 1)));
-  params.dout = params.out;
-  params.dq = output_view(like(call.q, call.q.size(call.q.dim() - 1)));
-  params.dk = output_view(like(call.k, call.k.size(call.k.dim() - 1)));
-  params.dv = output_view(like(call.v, call.v.size(call.v.dim() - 1)));
-  const BackwardPlan plan = plan_backward(params, device_or_current(device));
+  const BackwardPlan plan = plan_backward_call(call, device_or_current(device));
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
   result["dq_path"] = name_of(plan.dq_path);
   result["sweeps"] = plan.sweeps;
   result["tile_parts"] = plan.shared_tiles.parts;
   result["q_tiles"] = plan.q_tiles;
-  const int seqlen_q = params.shape.seqlen_q;
+  const int seqlen_q = shape_of(call).seqlen_q;
   result["seqlen_q_rounded"] = is_packed(call) ? seqlen_q : round_up_seqlen(seqlen_q);
   return result;
 }

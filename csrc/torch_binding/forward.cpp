@@ -85,4 +85,10 @@ Results run_forward_call(const AttentionCall& call) {
   return results;
 }
 
+ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device) {
+  ForwardParams params = forward_params(call);
+  params.out = output_view(without_memory(output_sizes(call), call.q));
+  return plan_forward(params, device);
+}
+
 }  // namespace flash_attn_cuda::binding

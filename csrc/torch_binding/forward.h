@@ -1,11 +1,15 @@
 // The forward of a checked call.
 #pragma once
 
+#include "flash_attn/api.h"
 #include "torch_binding/call.h"
 
 namespace flash_attn_cuda::binding {
 
 // Outside autograd. What is undefined was not wanted, or there is no dropout.
 Results run_forward_call(const AttentionCall& call);
+
+// What it would run, of tensors without memory too. Allocates nothing.
+ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device);
 
 }  // namespace flash_attn_cuda::binding

@@ -309,6 +309,10 @@ at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tenso
   return at::Tensor(at::detail::empty_cuda(shape, dtype, q.device(), std::nullopt));
 }
 
+at::Tensor without_memory(at::IntArrayRef shape, const at::Tensor& like) {
+  return at::empty(shape, like.options().device(at::kMeta));
+}
+
 at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows) {
   if (q.dim() == 3) return allocate({q.size(1), rows}, at::kFloat, q);
   return allocate({q.size(0), q.size(2), rows}, at::kFloat, q);

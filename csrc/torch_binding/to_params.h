@@ -75,6 +75,9 @@ RowView<const float> input_rows(const at::Tensor& tensor);  // of an undefined o
 // would show.
 at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& q);
 
+// Stands for such a tensor where a call is planned alone.
+at::Tensor without_memory(at::IntArrayRef shape, const at::Tensor& like);
+
 // One fp32 number per query and head of q: (batch, heads, rows), or (heads, total_q).
 at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 

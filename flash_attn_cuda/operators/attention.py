@@ -33,9 +33,10 @@ from ..call import (
     Gradients,
     Incoming,
     Results,
+    forms_of_results,
 )
 from ..checks.calls import check_call, check_contents, check_gradients, check_incoming
-from ..checks.tensors import output_shape, refuse_forward_gradients
+from ..checks.tensors import refuse_forward_gradients
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
 from .support import (
     RANDOM,
@@ -44,7 +45,6 @@ from .support import (
     check_randomness,
     define,
     draw_rng_state,
-    empty_rng_state,
     for_transforms,
     is_functorch_active,
     no_double_backward,
@@ -94,21 +94,18 @@ def _on_cpu(call: AttentionCall) -> Results:
 def _on_cuda(call: AttentionCall) -> Results:
     with torch.no_grad():
         found: Results = call_extension("forward", call.q.device, call)
-    if found.S_dmask is None:
-        found = found._replace(S_dmask=call.q.new_empty((0,)))
-    if found.rng_state is None:
-        found = found._replace(rng_state=empty_rng_state(call.q, 0.0))
-    return found
+    missing = [name for name, x in zip(Results._fields, found, strict=True) if x is None]
+    return found._replace(**_empty(call, missing))
 
 
 def _empty_results(call: AttentionCall) -> Results:
-    q = call.q
-    return Results(
-        out=q.new_empty(output_shape(q, call.v), dtype=call.result_dtype()),
-        softmax_lse=q.new_empty(call.lse_shape(), dtype=call.lse_dtype()),
-        S_dmask=q.new_empty(call.s_dmask_shape()),
-        rng_state=empty_rng_state(q, call.dropout_p),
-    )
+    return Results(**_empty(call, Results._fields))
+
+
+def _empty(call: AttentionCall, names: Sequence[str]) -> dict[str, Any]:
+    """These results, uninitialised."""
+    forms = forms_of_results(call)
+    return {name: call.q.new_empty(forms[name][0], dtype=forms[name][1]) for name in names}
 
 
 _FORWARD: dict[str, Any] = {"cpu": _on_cpu, "cuda": _on_cuda, "fake": _empty_results}
@@ -319,6 +316,9 @@ def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
 
 _FOLDED = ("q", "k", "v", "alibi_slopes")
 _OTHERS = tuple(name for name in TENSORS if name not in _FOLDED)
+# Results of which every batch entry has its own, and what it may share with others.
+_OF_ENTRIES = frozenset(("out", "softmax_lse", "S_dmask"))
+_SHARED = frozenset(("rng_state",))
 
 
 def _folds_into_batch(call: AttentionCall) -> bool:
@@ -335,9 +335,11 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, 
     if not _folds_into_batch(call):
         return one_by_one(_attention_op, size, in_dims, args)
     folded, batch = _folded(call, dict(zip(READ, in_dims, strict=True)), size)
+    wanted = {name for name, (shape, _) in forms_of_results(folded).items() if shape != (0,)}
+    if not wanted <= _OF_ENTRIES | _SHARED:
+        return one_by_one(_attention_op, size, in_dims, args)
     found = _attention_op(*arguments_of(folded, READ))
-    rows = ("out", "softmax_lse")
-    mapped = (*rows, "S_dmask") if call.wants_s_dmask() else rows
+    mapped = wanted & _OF_ENTRIES
     return _unfolded(dict(zip(Results._fields, found, strict=True)), mapped, size, batch)
 
 

@@ -38,9 +38,10 @@ from ..call import (
     AttentionCall,
     Incoming,
     Results,
+    forms_of_results,
 )
 from ..checks.calls import check_call, check_incoming, names_of
-from ..checks.tensors import output_shape, refuse_with
+from ..checks.tensors import refuse_with
 from . import attention, combine
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
@@ -218,29 +219,38 @@ def _shared_rng_state(call: AttentionCall, split: Split) -> Tensor:
 def _forward(names: Sequence[str]) -> Rule:
     """Of an operator whose arguments are these fields of a call."""
 
-    def rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
+    def rule(func: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         call = AttentionCall(**given)
         check_call(call)
-        split, layouts = split_of(call), layouts_of(call)
+        split = split_of(call)
         part = local_call(call, split)
         if call.dropout_p > 0.0 and call.rng_state is None:
             part = replace(part, rng_state=_shared_rng_state(call, split))
-        results = func(*arguments_of(part, names))
-        found: dict[str, Tensor] = dict(zip(Results._fields, results, strict=True))
-        out, softmax_lse, rng_state = found["out"], found["softmax_lse"], found["rng_state"]
+        found = Results(*func(*arguments_of(part, names)))
+        out, softmax_lse = found.out, found.softmax_lse
         if part.is_packed() and not call.is_packed():
             batch = part.batch()
             out = out.unflatten(0, (batch, call.q.shape[1]))
             softmax_lse = _unpacked_rows(softmax_lse, batch)
-        probabilities = (layouts["q"][0], HEADS, WHOLE, WHOLE) if call.wants_s_dmask() else (WHOLE,)
-        return (
-            split.result(out, layouts["q"], output_shape(call.q, call.v)),
-            split.result(softmax_lse, layout_of_rows(call), call.lse_shape()),
-            split.result(found["S_dmask"], probabilities, call.s_dmask_shape()),
-            split.result(rng_state, (WHOLE,), rng_state.shape),
-        )
+        return tuple(whole_results(call, split, found._replace(out=out, softmax_lse=softmax_lse)))
 
     return rule
+
+
+def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
+    """The DTensors of which a rank has `found`; what is None stays None."""
+    layout_of_q = layouts_of(call)["q"]
+    layouts: dict[str, Layout] = {
+        "out": layout_of_q,
+        "softmax_lse": layout_of_rows(call),
+        "S_dmask": (layout_of_q[0], HEADS, WHOLE, WHOLE),
+        "rng_state": (WHOLE,),
+    }
+    made = {}
+    for name, (shape, _) in forms_of_results(call).items():
+        if (x := getattr(found, name)) is not None:
+            made[name] = split.result(x, (WHOLE,) if shape == (0,) else layouts[name], shape)
+    return found._replace(**made)
 
 
 class _BackwardPart:

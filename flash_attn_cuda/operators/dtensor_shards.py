@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..call import AttentionCall, Results
-from ..checks.tensors import output_shape
-from .dtensor import layout_of_rows, layouts_of, local_call, split_of
+from .dtensor import local_call, split_of, whole_results
 from .dtensor_split import BATCH, HEADS, WHOLE, Split
 
 
 def attend_in_shards(
     call: AttentionCall, attend: Callable[[AttentionCall], Results], feature: str
 ) -> Results:
-    """out and softmax_lse by `attend`, which takes each rank's part.
+    """Results by `attend`, which takes each rank's part.
 
     NotImplementedError: the call has dropout, whose mask `attend` would count from the part's
     begin; `feature` is what it is named as.
@@ -34,11 +33,8 @@ def attend_in_shards(
     split = split_of(call)
     part = local_call(call, split)
     part.out = None
-    found = attend(part)
-    out: Tensor = split.result(found.out, layouts_of(call)["q"], output_shape(call.q, call.v))
-    out = out if call.out is None else call.out.copy_(out)
-    rows = split.result(found.softmax_lse, layout_of_rows(call), call.lse_shape())
-    return Results(out, rows, S_dmask=None, rng_state=None)
+    found = whole_results(call, split, attend(part))
+    return found if call.out is None else found._replace(out=call.out.copy_(found.out))
 
 
 def local_mask(name: str, mask: DTensor) -> Tensor:

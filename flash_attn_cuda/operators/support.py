@@ -122,11 +122,6 @@ def draw_rng_state(dropout_p: float, device: torch.device | str = "cpu") -> Tens
     return rng_state
 
 
-def empty_rng_state(q: Tensor, dropout_p: float) -> Tensor:
-    """A tensor like the rng_state of a call on q."""
-    return q.new_empty((2 if dropout_p > 0.0 else 0,), dtype=torch.int64)
-
-
 def no_double_backward(ctx: Any, *_: Any) -> None:
     """The autograd formula of every operator that computes gradients."""
     raise NotImplementedError(
