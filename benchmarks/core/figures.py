@@ -38,6 +38,7 @@ SHAPES = (
     "--masks causal --shape 4,4096,4096,32,8,128 --shape 4,4096,4096,32,1,128 "
     "--shape 4,4096,4096,16,16,96 --shape 4,4096,4096,16,16,192 --shape 4,4096,4096,16,16,192x128"
 )
+WIDE = "--shape 1,8192,8192,8,2,512 --shape 1,8192,8192,8,8,512 --shape 1,8192,8192,8,2,320"
 SM80 = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
 
 
@@ -98,6 +99,18 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         ),
     ),
     "sm80": (Figure("sm80", "grid --seqlens 1024 4096 16384", SM80),),
+    "wide": (
+        Figure("wide_heads", f"grid --backends ours ffpa sdpa_efficient --baseline ffpa {WIDE}"),
+        Figure(
+            "wide_heads_sm80",
+            "grid --backends ours sdpa_efficient --baseline sdpa_efficient "
+            "--shape 1,8192,8192,8,8,512",
+            SM80,
+        ),
+    ),
+    "gemma": (
+        Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated sdpa-repeated"),
+    ),
     "train": (
         Figure(
             "train_350m",
