@@ -221,7 +221,7 @@ class ForwardRow(KernelRow):
     consumer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
-    bends_in_softmax: bool = of(Kernel.sm90_forward, default=False)
+    curves_in_softmax: bool = of(Kernel.sm90_forward, default=False)
     alternates_probabilities: bool = of(Kernel.sm90_forward, default=False)
 
     @property

@@ -50,7 +50,7 @@ MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 # no faster without them.
 # drops_turns: where something is dropped narrow heads are better off without turns, under a softcap
 # alone with them.
-# bends_in_softmax: the softmax bends scores itself; above head dim 128 that gained nothing.
+# curves_in_softmax: the softmax applies the curve itself; above head dim 128 that gained nothing.
 # alternates_probabilities: rows with modified scores gain nothing by it, or find no room (C7514 in
 # pages), nor do short sequences, whose tiles have few steps (with one P instead of two the code is
 # half as long), and at head dim 256 only those over pages gain.
@@ -62,7 +62,7 @@ SM90_FORWARD = (
     entry(
         Kernel.sm90_forward, 64,
         block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=4,
-        producer_registers=40, consumer_registers=232, bends_in_softmax=True,
+        producer_registers=40, consumer_registers=232, curves_in_softmax=True,
         tiles=(
             # A narrow head and few keys a step leave room for a second CTA on the SM.
             tile({"short": NO_FEATURES}, block_n=64, stages_kv=3, ctas_per_sm=2,
@@ -85,7 +85,7 @@ SM90_FORWARD = (
     entry(
         Kernel.sm90_forward, 96,
         block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=3,
-        producer_registers=40, consumer_registers=232, bends_in_softmax=True,
+        producer_registers=40, consumer_registers=232, curves_in_softmax=True,
         tiles=(
             tile({"long": NO_FEATURES, "long_modifiers": MODIFIERS},
                  block_m=192, block_n=96, num_warps=12,
@@ -99,7 +99,7 @@ SM90_FORWARD = (
     entry(
         Kernel.sm90_forward, 128,
         block_m=128, block_n=128, num_warps=8, stages_q=2, stages_kv=2,
-        producer_registers=40, consumer_registers=232, bends_in_softmax=True,
+        producer_registers=40, consumer_registers=232, curves_in_softmax=True,
         tiles=(
             tile({"few_steps": NO_FEATURES}, most_causal_seqlen=512, most_full_seqlen=512),
             # Of higher tiles K and V are loaded less often, and there is less work between products

@@ -1,4 +1,4 @@
-// Before attention over a cache: new keys, rotated, and values go into the cache behind what it
+// Before attention over a cache: new keys, rotated, and values go into the cache after what it
 // holds, and queries are rotated into a tensor of their own (Su et al., "RoFormer", 2021, section
 // 3.2.2). Rotations are computed in fp32.
 //

@@ -14,7 +14,7 @@ struct SequenceTableRequest {
   AttentionShape shape;
   bool is_paged;       // cu_seqlens_k, if given, tells lengths alone
   bool tiles_of_keys;  // the backward's main kernel has tiles of keys
-  bool drops;          // places of origins count
+  bool drops;          // first_q and first_k of origins count
   DeviceErrors* errors;
   void* workspace;
 };

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(threads)
   const BackwardParams& params = args.params;
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  // Rows of the tiles of all heads, one behind the other. Shifts and 32-bit divisions: every lane
+  // Rows of the tiles of all heads, one after the other. Shifts and 32-bit divisions: every lane
   // pays for them.
   const int rows_per_block = threads >> args.log2_lanes_per_row;
   const std::int64_t row =

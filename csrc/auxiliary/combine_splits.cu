@@ -1,4 +1,4 @@
-// Partial results of attention over parts of the keys become one:
+// Partial results of attention over splits of the keys become one:
 //   lse = log sum_s exp(lse_s), out = sum_s exp(lse_s - lse) out_s.
 // A row is one query and head. It is read by the fewest lanes that cover it with 16 bytes each.
 //

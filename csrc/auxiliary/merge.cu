@@ -26,8 +26,7 @@ __device__ Shares shares_of(float lse, float part_lse) {
   return {own / sum, others / sum, largest + logf(sum)};
 }
 
-// What has no share, for want of keys or because its scores are too small, is not read into the
-// sum.
+// The sum leaves out what has weight 0, for want of keys or because its scores are too small.
 __device__ float sum_of(float own_share, float own, float others_share, float others) {
   return (own_share == 0.f ? 0.f : own_share * own) +
          (others_share == 0.f ? 0.f : others_share * others);

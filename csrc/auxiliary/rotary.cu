@@ -1,10 +1,11 @@
 // Rotary embedding of one tensor, in place or not.
 //
-// A thread has the same piece or pieces of a row in several heads of one token. It reads their
-// cosines and sines once and first: behind its loads of x they would arrive only after those. Then
-// it reads every element of x once, and several heads before it writes the first. Halves: two
-// pieces, the first and the second members of the same pairs. Interleaved: one piece of whole
-// pairs, or, of single columns, two that are a pair. Columns behind rotary_dim are copied likewise.
+// A thread has one or two vectors of columns (Piece) of a row, the same in several heads of one
+// token. It reads their cosines and sines once and first: after its loads of x they would come
+// last. It then reads every element of x once, and several heads before it writes the first.
+// Halves: two vectors, the first and the second members of the same pairs. Interleaved: one vector
+// of whole pairs, or, of single columns, two that are a pair. Columns after rotary_dim are copied
+// likewise.
 #include <algorithm>
 #include <type_traits>
 
@@ -29,7 +30,7 @@ inline constexpr int heads_per_thread = pieces_per_thread / pieces_per_head<kVec
 struct RotaryArguments {
   RotaryParams params;
   std::int64_t tokens;
-  int turning_units;  // units of a row that turn: the pieces that a thread has of a head
+  int turning_units;  // units of a row that rotate; unit: the vectors that a thread has of a head
   int units;          // those, and where it is not in place those that are copied
   int head_groups;    // thread g of them has heads g, g + head_groups, ..
   int units_per_block;
@@ -121,7 +122,7 @@ __device__ void read_table(const RotaryTable& table, std::int64_t position, int 
     read_entries<__nv_bfloat16, kCount>(table, position, column, target);
 }
 
-// Of the pairs that a thread has of a head.
+// The cosines and sines of the pairs that a thread has of a head.
 template <int kVector, bool kInterleaved>
 struct Angles {
   static constexpr int pairs = kVector * pieces_per_head<kVector, kInterleaved> / 2;
@@ -182,7 +183,7 @@ struct Piece {
   }
 };
 
-// The piece or pieces of one head.
+// The vectors that a thread has of one head.
 template <class Element, int kVector, bool kInterleaved>
 struct PiecesOfHead {
   static constexpr int count = pieces_per_head<kVector, kInterleaved>;
@@ -232,13 +233,13 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
   for (int unit = threadIdx.x; unit < args.units; unit += args.units_per_block) {
     const Pieces pieces = find_pieces<kVector, kInterleaved>(args, unit);
     const bool turns = pieces.turn && position >= 0;
-    if (!turns && args.in_place) break;  // nor does any unit behind this one
+    if (!turns && args.in_place) break;  // nor does any later unit
     Angles<kVector, kInterleaved> angles;
     if (turns) angles.read(params, position, pieces);
     for (int group = threadIdx.y; group < args.head_groups; group += args.groups_per_block) {
       PiecesOfHead<Element, kVector, kInterleaved> heads[heads_of_thread];
       const auto has_head = [&](int i) { return group + i * args.head_groups < params.num_heads; };
-      // run(pieces of a head, where the first of them begins)
+      // run(vectors of a head, where the first of them begins)
       const auto each_head = [&](auto* row, std::int64_t head_stride, auto&& run) {
         const std::int64_t step = args.head_groups * head_stride;
         auto* at = row + pieces.first + group * head_stride;
@@ -279,7 +280,7 @@ void launch_rotary(const RotaryParams& params, Stream stream) {
   if (args.tokens == 0 || args.units == 0 || args.head_groups == 0) return;
   args.units_per_block = std::min(args.units, most_threads);
   const int most_groups = std::min(args.head_groups, most_threads / args.units_per_block);
-  // As many in every turn.
+  // Every round has as many groups.
   args.groups_per_block = ceil_div(args.head_groups, ceil_div(args.head_groups, most_groups));
   const int lanes = args.units_per_block * args.groups_per_block;
   args.tokens_per_block = static_cast<int>(

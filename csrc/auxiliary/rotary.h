@@ -1,5 +1,5 @@
-// What the kernels that rotate share (Su et al., "RoFormer", 2021, section 3.2.2): the turn of a
-// pair in fp32, rows in pieces of consecutive columns, and which packed sequence a row belongs to.
+// What the kernels that rotate share (Su et al., "RoFormer", 2021, section 3.2.2): the rotation of
+// a pair in fp32, vectors of consecutive columns, and which packed sequence a row belongs to.
 #pragma once
 
 #include <cstdint>

@@ -151,7 +151,7 @@ __device__ int main_tiles(const TableArguments& args, const Sequence& sequence) 
   return ceil_div_device(std::int64_t{rows} * args.rows_per_query, args.tile_rows);
 }
 
-// Of the first list.
+// A sequence's entries in the main kernel's list of tiles.
 __device__ int main_entries(const TableArguments& args, const Sequence& sequence) {
   const int tiles = main_tiles(args, sequence);
   return is_swept(sequence, args.swept_rows) ? min(tiles, 1) : tiles;

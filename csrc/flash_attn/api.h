@@ -69,7 +69,7 @@ struct SequenceTablePlan {
   bool tiles_descend = false;  // a sequence's last tile comes first
   int q_tile_rows = 0;         // backward: rows of a query tile
   int swept_rows = 0;          // sm90 backward: sequences of at most so many rows of queries and of
-                               // keys have one entry, and who draws it takes all their tiles
+                               // keys have one entry, whose CTA takes all their tiles
   Buffer<int> counts = {};
   Buffer<Sequence> sequences = {};
   Buffer<TileEntry> tiles = {};    // at most
@@ -102,25 +102,25 @@ struct ForwardPlan {
   int num_ctas = 0;             // CTAs that fit the device at once; sm90: that stay, at most
   int num_splits = 1;           // CTAs that share the keys of a tile, at most
   int keys_per_split = 0;       // fixed length of a split, in keys; 0: what the lengths ask for
-  bool lengths_decide = false;  // decode: about the number of splits, which CTAs draw
+  bool lengths_decide = false;  // decode: they set the number of splits, and CTAs take tickets
   // Counters that nobody has zeroed (shared/schedule/marked_counter.h).
-  Buffer<unsigned long long> tickets;       // sm90: tiles that CTAs have drawn, where they draw
+  Buffer<unsigned long long> tickets;       // sm90: tiles that CTAs have taken, with tickets
   Buffer<unsigned long long> arrivals;      // decode: splits of a tile that are there
-  Buffer<unsigned long long> item_tickets;  // and those of all tiles that CTAs have drawn
+  Buffer<unsigned long long> item_tickets;  // decode: splits of all tiles that CTAs have taken
   Buffer<float> out_partial, lse_partial;
   std::size_t workspace_bytes = 0;
 };
 
 // How dQ, to which every key tile of a sequence adds, becomes dq.
 enum class DqPath : std::uint8_t {
-  converted,  // a kernel that follows turns fp32 sums into dq
+  converted,  // a kernel that follows converts fp32 sums to dq
   finished,   // idle warps of the main kernel do, while it runs, and what is left then follows
-  ordered,    // key tiles add one after the other: the first stores its part, the last writes dq
+  ordered,    // key tiles add one after the other: the first stores its dQ, the last writes dq
   direct      // a sequence has one key tile, which writes dq; there are no sums
 };
 
 // sm90 backward: key tiles that several CTAs share (shared/schedule/tile_parts.h), `count` from
-// number `first` on in the order in which they are drawn.
+// number `first` on in the order in which they are taken.
 struct SharedTiles {
   int first = 0;
   int count = 0;
@@ -144,27 +144,27 @@ struct BackwardPlan {
   bool tiles_descend = false;     // a sequence's last key tile comes first
   std::int64_t grid = 0;          // CTAs of the main kernel
   std::int64_t convert_grid = 0;  // and of the one that converts what leaves_sums()
-  int num_ctas = 0;     // sm90: at most so many CTAs draw tile after tile, one an SM, whole pairs
+  int num_ctas = 0;     // sm90: at most so many CTAs take tile after tile, one an SM, whole pairs
   int dkdv_splits = 1;  // CTAs that share the query heads of one key head; > 1 sums fp32 partials
                         // afterwards
   DqPath dq_path = DqPath::converted;
-  bool sweeps = false;       // sm90: a CTA draws a head and takes all its key tiles, one after the
-                             // other; of packed sequences table.swept_rows says it
-  bool takes_turns = false;  // dQ's adders wait for one another (shared/schedule/turns.h)
+  bool sweeps = false;           // sm90: a CTA takes all key tiles of a head, one after another; of
+                                 // packed sequences table.swept_rows says it
+  bool takes_turns = false;      // dQ's adders wait for one another (shared/schedule/turns.h)
   int sink_shares_per_head = 0;  // with dsink: numbers that add up to a head's
   SharedTiles shared_tiles;
   Buffer<float> lse_log2, softmax_d, dq_accum;
   Buffer<int> tickets;     // two counters: CTAs, or tiles, that have started, and, with
-                           // DqPath::finished, strips of sums that were drawn
+                           // DqPath::finished, strips of sums that were taken
   Buffer<int> additions;   // per head and query tile, or head, where additions to dQ are counted
-  Buffer<int> given_back;  // of those strips, what each finishing warp has not come to
+  Buffer<int> given_back;  // strips that a finishing warp has taken and not come to
   Buffer<float> sink_shares;
   Buffer<float> part_sums;
   Buffer<int> part_counters;  // one for each part and warpgroup with dK and dV
   Buffer<float> dk_partial, dv_partial;
   std::size_t workspace_bytes = 0;
 
-  // What the CTAs of an sm90 kernel draw: tiles, some of them in parts.
+  // The tickets of an sm90 kernel: one for every tile, or for every part of one.
   std::int64_t num_tickets() const { return schedule.grid_size() + shared_tiles.more_tickets(); }
   // Whether sums of dQ are left when the main kernel has ended.
   bool leaves_sums() const { return dq_path == DqPath::converted || dq_path == DqPath::finished; }
@@ -178,7 +178,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& params, Stream st
 BackwardPlan plan_backward(const BackwardParams& params, const DeviceInfo& device);
 void run_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
-// Before plan_forward and run_forward of a call that appends to its cache or rotates.
+// Comes before plan_forward and run_forward of a call that appends to its cache or rotates.
 void run_append(const AppendParams& params, Stream stream);
 
 // Rotary embedding by itself: one kernel, in place or not.

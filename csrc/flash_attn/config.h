@@ -35,7 +35,7 @@ namespace feature {
 #undef FEATURE
 }  // namespace feature
 
-// Whether a kernel with these features can write its results in fp32. Parts of a sequence, which
+// Whether a kernel with these features can write its results in fp32. Shards of a sequence, which
 // want them, have no masks or biases, and kernels for those have no registers to spare.
 constexpr bool can_write_fp32(FeatureSet features) {
   return (features & (feature::block_sparse | feature::bias)) == 0;
@@ -56,11 +56,11 @@ struct ForwardConfig {
   Dtype dtype;
   MaskKind mask;
   int head_dim;    // the bucket: serves every head dim up to this one
-  int head_dim_v;  // the same of v and out; other than head_dim in rows of sm90 alone
+  int head_dim_v;  // the bucket of v and out; other than head_dim in rows of sm90 alone
   ForwardKind kind;
   int block_m;    // queries per tile; decode: rows, of queries and heads together
   int block_n;    // keys per step; decode: of one warp
-  int num_warps;  // those that multiply; sm90 has others, which load or draw dropout's decisions
+  int num_warps;  // warps that multiply; sm90 has others, which load or draw dropout's decisions
   // CTAs that share an SM where they stay, 1 or 2. Of two, one multiplies while the other begins or
   // ends a tile, and neither has registers to overlap its own products and softmax.
   int ctas_per_sm = 1;
@@ -105,7 +105,7 @@ struct Sm90ForwardConfig {
   int consumer_registers;
   int drawing_registers;
   bool drops_turns;               // where something is dropped consumers take no turns
-  bool bends_in_softmax;          // the softmax bends scores itself
+  bool curves_in_softmax;         // the softmax applies a curve itself
   bool alternates_probabilities;  // registers for two P
 };
 
@@ -123,11 +123,11 @@ struct BackwardConfig {
   int head_dim_v;
   int block_m;    // queries per step
   int block_n;    // keys per tile
-  int num_warps;  // those that hold dK and dV; sm90 has eight more, which load and multiply dQ
+  int num_warps;  // warps that hold dK and dV; sm90 has eight more, which load and multiply dQ
   // 1, or 2 that share the keys of a tile and the columns of dQ, with a row's warps each.
   int ctas_per_tile = 1;
   bool shares_tiles = false;  // CTAs may share the steps of a key tile
-  // Idle warps turn sums of dQ into dq (sm90/backward/finish.h), where a query sees so many keys,
+  // Idle warps convert sums of dQ to dq (sm90/backward/finish.h), where a query sees so many keys,
   // in calls without a window and with one.
   bool finishes_dq = false;
   int finish_keys_full = 0;
@@ -154,8 +154,8 @@ struct Sm90BackwardConfig {
   int stages_kv;  // for the keys and values of tiles
   // What setmaxnreg leaves a thread of each warpgroup.
   int producer_registers;
-  int key_registers;  // of those that hold dK and dV
-  int dq_registers;   // of the one that multiplies dQ
+  int key_registers;  // of the warpgroups that hold dK and dV
+  int dq_registers;   // of the warpgroup that multiplies dQ
   int dq_columns;     // of dQ, multiplied at a time
   // One warpgroup holds dV, another dK of the same keys, instead of each both of its own
   // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).

@@ -22,7 +22,7 @@ enum class DeviceCheck : std::int32_t {
   origin,            // first_q and first_k must be multiples of 16, from 0 to 2^30
 };
 
-// In device memory, zero at first. One per device, shared by all calls.
+// It lies in device memory, zero at first. One per device, shared by all calls.
 struct DeviceErrors {
   std::int32_t check;  // a DeviceCheck, none: nothing wrong so far
   std::int32_t index;  // of the entry within its array (sequence, or row of the block table)

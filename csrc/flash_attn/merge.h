@@ -22,7 +22,7 @@ struct MergeParams {
   Dtype result_dtype = Dtype::bf16;
 };
 
-// In place: one kernel.
+// Merges in place, by one kernel.
 void run_merge(const MergeParams& params, Stream stream);
 
 }  // namespace flash_attn_cuda

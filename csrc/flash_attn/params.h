@@ -37,7 +37,7 @@ struct RowView {
   std::int64_t head_stride = 0;
 };
 
-// Of packed or cached sequences seqlen_q and seqlen_k are upper bounds that the tensors' shapes
+// For packed or cached sequences seqlen_q and seqlen_k are upper bounds that the tensors' shapes
 // give: total_q, total_k, or what a cache holds for one sequence.
 struct AttentionShape {
   int batch_size = 0;  // sequences
@@ -61,8 +61,8 @@ struct SequenceParams {
   const int* seqused_k = nullptr;  // (batch_size): keys that are there, counted from the sequence's
                                    // first row, left padding and what was appended not excluded
   const int* leftpad_k = nullptr;  // (batch_size): rows before the first key
-  // (batch_size, 4), of packed sequences: stream, first_q, first_k and shift of each, where it is
-  // part of a longer one (Sequence, shared/sequence/sequence.h).
+  // (batch_size, 4), of packed sequences: stream, first_q, first_k and shift of each, where it is a
+  // shard of a longer one (Sequence, shared/sequence/sequence.h).
   const int* origin = nullptr;
   const int* kv_batch_idx = nullptr;  // (batch_size): batch entry of k and v; null: the sequence's
   // Keys appended since seqused_k was written: of sequence b cu_seqlens_k_new[b + 1] -
@@ -72,8 +72,8 @@ struct SequenceParams {
   int max_seqlen_q = 0;    // of packed sequences, to choose a kernel by; 0: not known. Results
                            // do not depend on it
   int num_kv_batches = 0;  // batch entries of k and v, for kv_batch_idx; 0: batch_size
-  int max_seqlen_k = 0;    // the same of keys, to bound splits of fixed length by: of a sequence
-                           // that is longer the last one has all that is left
+  int max_seqlen_k = 0;    // of keys, to bound splits of fixed length by: the last split of a
+                           // longer sequence has all that is left
 };
 
 // Key j is visible to query i iff i + shift - left <= j <= i + shift + right, where shift is
@@ -117,6 +117,19 @@ struct ScoreParams {
   std::int64_t alibi_batch_stride = 0;  // 0: the same slopes for every sequence
   BiasParams bias;
   const float* sink = nullptr;  // (num_heads_q); of a backward, whose lse has it, for dsink alone
+
+  // Whether the call needs a kernel that has one of these features.
+  constexpr bool wants(FeatureSet features) const {
+    return ((features & feature::softcap) != 0 && softcap > 0.0f) ||
+           ((features & feature::alibi) != 0 && alibi_slopes != nullptr) ||
+           ((features & feature::bias) != 0 && bias.data != nullptr);
+  }
+  // All features that it needs.
+  constexpr FeatureSet features() const {
+    FeatureSet wanted = 0;
+    for (FeatureSet each = 1; each != 0; each <<= 1) wanted |= wants(each) ? each : 0;
+    return wanted;
+  }
 };
 
 // Which tiles of 128 keys a tile of 128 queries visits, or, in a backward, the other way round
@@ -243,7 +256,7 @@ inline std::int64_t key_rows(const BackwardParams& params) {
   return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_k;
 }
 
-// The step before attention over a cache: new keys and values are written into it behind what it
+// The step before attention over a cache: new keys and values are written into it after what it
 // holds, and keys and queries are rotated (Su et al., "RoFormer", 2021, section 3.2.2).
 struct AppendParams {
   Dtype dtype = Dtype::bf16;
@@ -287,7 +300,7 @@ struct RotaryTable {
   std::int64_t row_stride = 0;
 };
 
-// Token t of sequence b is at position t + offsets[b], and its pair d turns by the angle whose
+// Token t of sequence b is at position t + offsets[b], and its pair d is rotated by the angle whose
 // cosine and sine are those tables' entries (position, d). Computed in fp32, rounded once. A token
 // stays as it is where the tables have no row for its position, or where it is in no sequence.
 struct RotaryParams {
@@ -297,7 +310,7 @@ struct RotaryParams {
   int seqlen = 0;        // rows of a sequence, or of the packed tensor
   int num_heads = 0;
   int head_dim = 0;
-  int rotary_dim = 0;  // even; columns behind it stay
+  int rotary_dim = 0;  // even; columns after it stay
   TensorView x, out;   // of the same data and strides: in place
   RotaryTable cos, sin;
   std::int64_t positions = 0;  // rows of the tables
@@ -305,7 +318,7 @@ struct RotaryParams {
   IndexArray offsets;          // (batch_size)
   std::int64_t offset = 0;     // of every sequence where those are not given
   bool interleaved = false;    // pairs (0, 1), (2, 3), ..; false: (0, r / 2), (1, r / 2 + 1), ..
-  bool conjugate = false;      // turns by the negative angles
+  bool conjugate = false;      // rotates by the negative angles
 };
 
 // out = sum of exp(lse_partial - lse) * out_partial over splits; a split with lse -inf is not read.

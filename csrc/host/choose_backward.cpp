@@ -10,11 +10,11 @@
 namespace flash_attn_cuda {
 namespace {
 
-// Of sweeps, in which a CTA takes all key tiles of a head: then the sums of dQ need no order but
-// its own, no zeros and no other kernel. What all CTAs go over again and again has to stay in L2,
-// or there are so few key tiles that this costs less than those zeros and that kernel; and beyond
-// some keys there is little to gain. In a fixed order bits must not depend on the number of heads,
-// and so not on who takes their tiles.
+// Most keys of a sweep, in which a CTA takes all key tiles of a head: then the sums of dQ need no
+// order but its own, no zeros and no other kernel. What all CTAs go over again and again has to
+// stay in L2, or there are so few key tiles that this costs less than those zeros and that kernel;
+// and beyond some keys there is little to gain. In a fixed order bits must not depend on the number
+// of heads, and so not on which CTA takes their tiles.
 constexpr int most_swept_keys = 1024;
 
 bool may_sweep(const BackwardParams& params, const BackwardInstance& instance) {
@@ -52,7 +52,7 @@ bool pays_to_sweep(const BackwardParams& params, const BackwardPlan& plan,
 
 // Packed sequences of at most so many rows are swept; 0: none are. The longest have to be short
 // beside what a CTA has to do. Lengths are not known here, but of equal ones, whose queries and
-// keys are as many, all together have the least to do; rows of nobody count as if they had some.
+// keys are as many, all together have the least to do; rows of no sequence count as if of one.
 int choose_swept_rows(const BackwardParams& params, const BackwardPlan& plan,
                       std::int64_t bytes_per_row, const DeviceInfo& device) {
   constexpr double least_sequences = 3.0;  // of the longest, that a CTA has to do

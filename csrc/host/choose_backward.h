@@ -22,9 +22,9 @@ void choose_sweeps(const BackwardParams& params, std::int64_t bytes_per_query,
 // kernel that follows is faster.
 DqPath choose_dq_path(const BackwardParams& params, const BackwardPlan& plan);
 
-// Tiles that CTAs share: of lists those of the first ranks, which may be long; else the last ones,
-// where no order of dQ's additions or of dK's steps is promised. Of packed sequences the host does
-// not know them.
+// Tiles that CTAs share: with lists those of the first ranks, which may be long; else the last
+// ones, where no order of dQ's additions or of dK's steps is promised. The host does not know the
+// tiles of packed sequences.
 SharedTiles choose_shared_tiles(const BackwardParams& params, const BackwardPlan& plan);
 
 // dK and dV of a tile, and a part's counters: one for each warpgroup that holds them.

@@ -73,7 +73,7 @@ int most_keys_of_tile(const ForwardParams& params, int rows) {
   return static_cast<int>(keys);
 }
 
-// Of a tile that may be split or lower than others: with less it does not matter.
+// The keys from which on it matters that a tile is split, or lower than others.
 constexpr int least_keys_of_tile = 1024;
 
 // Over a dense cache a plain row is the faster one unless it leaves half the SMs without a tile.

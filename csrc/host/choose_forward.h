@@ -16,7 +16,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
                                        bool has_vectors, const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances);
 
-// Of so many tiles of all heads.
+// How many CTAs share the keys of each of `tiles`, those of all heads.
 int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t tiles,
                   const DeviceInfo& device);
 

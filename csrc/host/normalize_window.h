@@ -5,13 +5,13 @@
 
 namespace flash_attn_cuda {
 
-// Where sequences have an origin: rows of a call, and bounds of a window, of which larger ones are
-// none. With shifts within most_shift (shared/sequence/sequence.h) index arithmetic on them cannot
-// overflow.
+// Where sequences have an origin: most rows of a call, and the largest bound of a window, of which
+// larger ones are none. With shifts within most_shift (shared/sequence/sequence.h) index arithmetic
+// on them cannot overflow.
 inline constexpr int max_seqlen_with_origin = 1 << 28;
 inline constexpr int most_bound_with_origin = (1 << 29) - 1;
 
-// The same visible pairs, with a bound that hides nothing (or is negative) replaced by
+// A window of the same visible pairs, with a bound that hides nothing (or is negative) replaced by
 // Window::unbounded. What stays bounded is smaller than a sequence, so that index arithmetic on it
 // cannot overflow, and a window that hides nothing (causal with one query) is recognised as full.
 // With an origin any bound may hide something.

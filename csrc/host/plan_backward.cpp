@@ -68,7 +68,7 @@ int count_query_tiles(const BackwardParams& params, int per_sequence, int block_
   return static_cast<int>(tiles);
 }
 
-// What a section of heads holds at least: so many tiles, and as many heads as fill a part of L2.
+// What a section holds at least: so many tiles, and as many heads as fill 1 / parts_of_l2 of L2.
 struct LeastSection {
   std::int64_t tiles;
   int parts_of_l2;
@@ -87,8 +87,8 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
     const std::int64_t tiles_of_heads = is_even ? 0 : at_a_time / 8 * tiles_per_head;
     return {.tiles = std::max(2 * at_a_time, tiles_of_heads), .parts_of_l2 = 2};
   }
-  // What neighbouring heads have of a row lies side by side in memory, and short sequences take
-  // longer if it is read and written in small parts. Beside lists nobody has tried how small.
+  // Neighbouring heads of a row lie side by side in memory, and short sequences take longer if few
+  // bytes of a row are read and written at a time. With lists nobody has tried how few.
   if (is_packed(params.sequences)) {
     constexpr int bytes_of_row = 512;
     const int bytes_of_head = bytes_of(params.dtype) * params.shape.head_dim;
@@ -97,12 +97,12 @@ LeastSection least_section(const BackwardParams& params, const BackwardConfig& c
     return {.tiles = std::max(2 * at_a_time, std::int64_t{heads} * tiles_per_head),
             .parts_of_l2 = 16};
   }
-  // Of lists two heads at a time: with one, a mask of documents takes 3 % longer, with four, what
+  // Lists take two heads at a time: with one, a mask of documents takes 3 % longer, with four, what
   // random lists add to leaves L2.
   if (params.sparsity.lists.data != nullptr)
     return {.tiles = 2 * std::int64_t{tiles_per_head}, .parts_of_l2 = 4};
-  // CTAs that draw their tiles come out even with fewer of them, and what they read and add to
-  // stays in L2. Those of equal length come out even anyhow.
+  // CTAs that take tickets come out even with fewer tiles in a section, and what they read and add
+  // to stays in L2. Tiles of equal length come out even anyhow.
   return is_even ? LeastSection{.tiles = 0, .parts_of_l2 = 8}
                  : LeastSection{.tiles = 3 * at_a_time / 4, .parts_of_l2 = 4};
 }
@@ -137,7 +137,7 @@ void plan_tiles(const BackwardParams& params, const DeviceInfo& device, Backward
       bytes_of(params.dtype) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       std::int64_t{sizeof(float)} * config.head_dim;                  // the sum of dQ
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
-  // Those of a sequence stay in L2, not all of a packed call's (sm80: not timed).
+  // A sequence's queries stay in L2, not all of a packed call's (sm80: not timed).
   const int queries_at_once = is_sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
   plan.schedule = make_schedule({.num_tiles = key_tiles,
                                  .batch_size = batch_size,

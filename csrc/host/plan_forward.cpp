@@ -12,10 +12,10 @@ namespace flash_attn_cuda {
 
 namespace {
 
-// Of a section of heads under a mask, for short tiles to fill the gaps that long ones leave
+// Tiles of a section of heads under a mask, for short ones to fill the gaps that long ones leave
 // (docs/forward_sm80.md has what smaller sections cost).
 constexpr int tiles_per_sm = 8;
-// The same beside lists, whose tiles CTAs draw: those of a section need not come out even.
+// Tiles of a section with lists, which CTAs take by ticket: they need not come out even.
 constexpr int listed_tiles_per_sm = 2;
 
 void check_forward(const ForwardParams& params) {
@@ -34,7 +34,7 @@ bool has_vector_rows(const ForwardParams& params) {
          is_whole(params.q) && is_whole(params.k) && is_whole(params.v) && is_whole(params.out);
 }
 
-// Of kernels whose grid may be as many: ForwardPlan::num_ctas.
+// CTAs that fit the device, for kernels whose grid may be as many: ForwardPlan::num_ctas.
 int ctas_that_fit(const ForwardInstance& instance, const DeviceInfo& device) {
   if (instance.config.family == KernelFamily::sm90)
     return device.num_sms * instance.config.ctas_per_sm;
@@ -72,7 +72,7 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   const int group = shape.num_heads_q / shape.num_heads_k;
   const std::int64_t bytes_per_key =
       std::int64_t{bytes_of(params.dtype)} * (shape.head_dim + shape.head_dim_v);
-  // Those of a sequence stay in L2, not all of a packed call's (sm80: not timed).
+  // A sequence's keys stay in L2, not all of a packed call's (sm80: not timed).
   const int keys_at_once = stays ? most_keys(shape, params.sequences) : shape.seqlen_k;
   const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;
   int num_tiles = checked_tiles(shape.seqlen_q, heads_per_row, config.block_m);
@@ -108,7 +108,7 @@ void lay_out(const ForwardParams& params, ForwardPlan& plan) {
   WorkspaceLayout workspace;
   if (is_packed(params.sequences))
     lay_out_table(plan.table, params.shape.batch_size, plan.schedule.num_tiles, 0, workspace);
-  // Tiles of unequal length, of which CTAs that stay get more than one.
+  // Where CTAs that stay get several tiles of unequal length, they take tickets.
   if (config.family == KernelFamily::sm90 && !has_even_tiles(params) &&
       plan.schedule.grid_size() > plan.num_ctas)
     plan.tickets = workspace.add<unsigned long long>(1);
@@ -152,7 +152,7 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
   if (params.split.batch_invariant && config.kind == ForwardKind::decode)
     plan.keys_per_split = invariant_split_keys;
   plan.lengths_decide = lengths_decide(params, plan);
-  // Where lengths decide, a CTA for every item that there can be, or as many as fit, which draw.
+  // Where lengths decide, a CTA for every possible item, or as many as fit, which take tickets.
   const bool draws_or_walks = config.family == KernelFamily::sm90 || plan.lengths_decide;
   plan.grid = tiles * plan.num_splits;
   if (draws_or_walks) plan.grid = std::min<std::int64_t>(plan.grid, plan.num_ctas);

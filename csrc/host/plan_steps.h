@@ -24,7 +24,7 @@ constexpr Integer ceil_div(Integer dividend, Integer divisor) {
 // Throws Error naming the field, the rule and the value unless kernels can compute this call.
 void check_call(const AttentionShape& shape, float softmax_scale);
 
-// The same of a call whose sequences are parts of longer ones; nothing for others.
+// check_call() for a call whose sequences are shards of longer ones; nothing for others.
 void check_origin(const SequenceParams& sequences, const PagedKvParams& paged,
                   const SparsityParams& sparsity, const AttentionShape& shape);
 
@@ -58,12 +58,9 @@ bool has_even_tiles(const Params& params) {
 template <class Params>
 KernelRequest common_request(const Params& params, const TensorExtents& extents) {
   const ScoreParams& score = params.score;
-  FeatureSet features = 0;
-  if (score.softcap > 0.0f) features |= feature::softcap;
-  if (score.alibi_slopes != nullptr) features |= feature::alibi;
+  FeatureSet features = score.features();
   if (params.dropout.threshold > 0) features |= feature::dropout;
   if (params.sparsity.lists.data != nullptr) features |= feature::block_sparse;
-  if (score.bias.data != nullptr) features |= feature::bias;
   return {.dtype = params.dtype,
           .mask = params.window.is_full() ? MaskKind::full : MaskKind::windowed,
           .head_dim = params.shape.head_dim,
@@ -78,7 +75,7 @@ KernelRequest common_request(const Params& params, const TensorExtents& extents)
                         tma_can_load_bias(score.bias, params.dtype, params.shape)};
 }
 
-// The buffers of a packed call's table (shared/sequence/sequence.h), behind each other.
+// The buffers of a packed call's table (shared/sequence/sequence.h), one after the other.
 void lay_out_table(SequenceTablePlan& table, int batch_size, int max_tiles, int max_q_tiles,
                    WorkspaceLayout& workspace);
 
@@ -96,21 +93,21 @@ struct ScheduleRequest {
   int parts_of_l2 = 2;  // of which a section fills one, or more where min_tiles are
 };
 
-// A section is at least as many whole groups as fit in its part of L2, which leaves the rest to
+// A section is at least as many whole groups as fit in its share of L2, which leaves the rest to
 // what streams past, and at least one. Tiles of unequal length need min_tiles in a section: its
 // short tiles then fill the gaps that its long ones leave. Sections are equally large where they
 // can be, so that the grid does not end on a small one that starts with long tiles. Throws Error
 // when the grid is larger than CUDA's.
 TileSchedule make_schedule(const ScheduleRequest& request, const DeviceInfo& device);
 
-// The same for num_ctas CTAs that stay and draw tiles of unequal length: sections of about a tile
+// Sections for num_ctas CTAs that stay and take tiles of unequal length by ticket: of about a tile
 // for each CTA, so that neighbours ask for what the heads read at the same time. The last one has
 // two: nothing comes after it to fill the gaps that its long tiles leave.
 void take_rounds(TileSchedule& schedule, int heads_per_group, int num_ctas);
 
 // Where the last tile of each head is a low one, and the grid is no whole rounds of num_ctas: the
-// low tiles of the last heads, at most most_heads, end it. As rounds go forth and back, who takes
-// part in the last round then has a low one in it and another in the round before.
+// low tiles of the last heads, at most most_heads, end it. As rounds go forth and back, a CTA with
+// a tile in the last round then has a low one in it and another in the round before.
 void end_with_low_tiles(TileSchedule& schedule, int heads_per_group, int num_ctas,
                         std::int64_t most_heads);
 

@@ -36,8 +36,8 @@ bool serves(const BackwardConfig& config, const KernelRequest& request) {
   return has_enough_keys(config, request);
 }
 
-// Of the columns that TMA loads at a time (sm90/isa/copy.h) some must exist. Kernels for wide heads
-// load no others (sm90/wide/tile_columns.h).
+// Whether each TMA box (sm90/isa/copy.h) has a column that exists. Kernels for wide heads load no
+// other boxes (sm90/wide/tile_columns.h).
 template <class Config>
 bool fills_boxes(const Config& config, int bucket, int head_dim) {
   if (config.is_wide) return true;

@@ -28,7 +28,7 @@ struct KernelRequest {
 // and the names of what there is when none does.
 const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
                                        const KernelRequest& request, const DeviceInfo& device);
-// The same, or null.
+// select_instance(), or null where that throws.
 const ForwardInstance* find_instance(std::span<const ForwardInstance* const> instances,
                                      const KernelRequest& request, const DeviceInfo& device);
 

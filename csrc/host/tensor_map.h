@@ -8,14 +8,14 @@ using CUtensorMap = CUtensorMap_st;
 
 namespace flash_attn_cuda {
 
-// The part of a tensor that one TMA instruction moves: `rows` of one head, `columns` of head_dim
-// or, of a bias, keys.
+// What one TMA instruction moves of a tensor: `rows` of one head, `columns` of head_dim or, of a
+// bias, keys.
 struct TensorBox {
   int rows;     // at most 256
   int columns;  // 64 (128-byte swizzle), 32 (64-byte swizzle) or 8 (none)
 };
 
-// Of a call's tensors; k and v as a paged cache has them.
+// The extents of a call's tensors; k and v as a paged cache has them.
 TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& sequences,
                              const PagedKvParams& paged = {});
 
@@ -52,8 +52,8 @@ PairTensor pair_tensor(const PairBits& bits, const AttentionShape& shape);
 
 bool tma_can_move(const PairTensor& tensor);
 
-// The same of a call's bias or bits, if there are any. Not of a bias in fp32 or with one row for
-// all queries.
+// Whether TMA can load a call's bias or bits, if there are any. It cannot load a bias in fp32 or
+// with one row for all queries.
 bool tma_can_load_bias(const BiasParams& bias, Dtype dtype, const AttentionShape& shape);
 bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape);
 

@@ -1,4 +1,4 @@
-// Buffers behind each other in one workspace.
+// Buffers one after the other in one workspace.
 #pragma once
 
 #include "flash_attn/api.h"
@@ -7,7 +7,7 @@ namespace flash_attn_cuda {
 
 class WorkspaceLayout {
  public:
-  // Behind the buffers so far, from a multiple of `alignment` bytes on.
+  // A buffer after those so far, at a multiple of `alignment` bytes.
   template <class T>
   Buffer<T> add(std::int64_t count, std::size_t alignment = usual_alignment) {
     const std::size_t offset = rounded_up(alignment);

@@ -3,14 +3,14 @@
 
 namespace flash_attn_cuda {
 
-// Over the lanes of a warp, in all of them.
+// The sum over a warp's lanes, which all of them get.
 __device__ inline float warp_sum(float x) {
   for (int distance = 16; distance > 0; distance /= 2)
     x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
-// Over all threads of a block, in thread 0. Once a kernel, by every thread.
+// The sum over a block's threads, which thread 0 gets. Every thread calls it, once a kernel.
 template <int kThreads>
 __device__ float block_sum(float x) {
   constexpr int lanes = 32;

@@ -1,7 +1,7 @@
 // Which elements of a tile are a thread's, CuTe's partitions, and views of what it holds of a
 // product.
 //
-// A layout is its type. CuTe's functions that turn one into another are calls of hundreds of small
+// A layout is its type. CuTe's functions that make one of another are calls of hundreds of small
 // functions each, and where such a call stands in code all of them are compiled, inlined and thrown
 // away. In decltype they cost their types alone, and what runs is what depends on the thread.
 #pragma once
@@ -151,8 +151,8 @@ CUTE_DEVICE auto convert_fragment(Tensor const& source) {
   return result;
 }
 
-// The same into registers that exist already, two elements at a time: element by element, the
-// compiler takes pairs apart and puts them together again.
+// convert_fragment() into registers that exist already, two elements at a time: element by element,
+// the compiler takes pairs apart and puts them together again.
 template <class Source, class Target>
 CUTE_DEVICE void convert_into(Source const& source, Target& target) {
   using namespace cute;

@@ -7,15 +7,15 @@
 
 namespace flash_attn_cuda {
 
-// In the later kernel, ahead of everything that it reads or writes: until all that came before it
-// in the stream has ended and may be seen. Without launch_early there is nothing to wait for.
+// The later kernel calls it ahead of everything that it reads or writes: it returns when all before
+// it in the stream has ended and may be seen. Without launch_early there is nothing to wait for.
 __device__ inline void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// In the earlier one: when all of its thread blocks have come here, the next may start beside them.
+// The earlier one calls it: when all of its thread blocks have, the next may start beside them.
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

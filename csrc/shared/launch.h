@@ -12,7 +12,7 @@
 namespace flash_attn_cuda {
 
 // The runtime keeps its last error until somebody asks for it: whoever catches this one and goes on
-// must not meet it again behind a kernel of his own.
+// must not meet it again after a kernel of his own.
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());

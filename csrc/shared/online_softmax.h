@@ -1,15 +1,14 @@
 // Online softmax over key blocks with an unscaled O (FlashAttention-2, section 3.1.1), one warp
 // owning whole rows.
 //
-// The reference maximum of a row is allowed to lag: it moves, and O and the row sum are rescaled,
-// only when some score of the warp rises more than 2^kMaxLag above it. Numerator, row sum and LSE
-// share the same reference, so the result is exact; what grows is the range of P, which fp16 and
-// bf16 hold without loss up to 2^15. Random scores move it a few times in a sequence, so the
-// block's row reductions and the multiplication of O (one FMUL per element) leave the loop's usual
-// path.
+// The reference of a row may lag behind its maximum: it moves, and O and the row sum are rescaled,
+// only when a score of the warp exceeds it by more than kMaxLag. Numerator, row sum and LSE share
+// the reference, so the result is exact; what grows is the range of P, which fp16 and bf16 hold
+// without loss up to 2^15. Random scores move it a few times in a sequence, so the block's row
+// reductions and the multiplication of O (one FMUL per element) leave the loop's usual path.
 //
-// softmax_to_pairs() does not even look for a maximum once it has one: that a score has risen too
-// far shows in its sums.
+// Once it has a reference, softmax_to_pairs() looks for no maximum: its sums show that a score
+// exceeds the reference too far.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -22,10 +21,10 @@
 
 namespace flash_attn_cuda {
 
-inline constexpr float kMaxLag = 8.0f;          // in powers of two
+inline constexpr float kMaxLag = 8.0f;          // how far a score may exceed a reference, in log2
 inline constexpr float kLargestSum = 32768.0f;  // of what a lane has of a row of one block
-// Scores that are known to rise by more with every block, in powers of two, soon leave any
-// reference behind.
+// Scores that are known to rise by more than this with every block, in powers of two, soon exceed
+// any reference too far.
 inline constexpr float kSteepRise = 2.0f;
 
 // A row is spread over the four lanes of a quad.
@@ -77,8 +76,8 @@ struct Denominator {
     return {sum * factor + fast_exp2(sink_log2 - reference), reference, shrink * factor};
   }
 
-  // What makes the output of the numerator. A sum that is not 0 has about 1 in it, of the score
-  // that the reference is: approximate functions do.
+  // The factor from numerator to output. A sum that is not 0 has about 1 in it, of the score that
+  // the reference is: approximate functions do.
   CUTE_DEVICE float inverse() const { return is_zero() ? 0.0f : shrink * fast_inverse(sum); }
 
   CUTE_DEVICE float lse_log2() const { return is_zero() ? -INFINITY : offset + fast_log2(sum); }
@@ -88,18 +87,43 @@ struct Denominator {
   }
 };
 
-// What all scores of a row lack: nothing, or a number for each row.
-struct NoShifts {};
-template <int kRows>
-struct RowShifts {
-  float of_row[kRows];
-  float rise;  // how much higher they make these scores than those of a block nearer to the rows
+// What is still to be added to all scores of a row: nothing, or a number for each row.
+struct NoRowBias {
+  static constexpr bool exists = false;
 
+  CUTE_DEVICE void start(float) {}
+  CUTE_DEVICE bool is_steep(float) const { return false; }
+  CUTE_DEVICE float add_to(float score, int) const { return score; }
+  CUTE_DEVICE float take_from(float offset, int, float) const { return offset; }
+  CUTE_DEVICE float move_to_reference(float reference, int) { return reference; }
+};
+template <int kRows>
+struct RowBias {
+  static constexpr bool exists = true;
+
+  float of_row[kRows];
+  float rise;  // how much higher it makes these scores than those of a block nearer to the rows
+
+  CUTE_DEVICE void start(float rise_of_block) {
+    rise = rise_of_block;
+    CUTE_UNROLL
+    for (float& bias : of_row) bias = 0.0f;
+  }
+  CUTE_DEVICE bool is_steep(float scale_log2) const { return rise * scale_log2 > kSteepRise; }
   CUTE_DEVICE float& operator[](int row) { return of_row[row]; }
-  CUTE_DEVICE float operator[](int row) const { return of_row[row]; }
+  CUTE_DEVICE float add_to(float score, int row) const { return score + of_row[row]; }
+  CUTE_DEVICE float take_from(float offset, int row, float scale_log2) const {
+    return offset - of_row[row] * scale_log2;
+  }
+  // What a warp that shifts subtracts from a row's scores: the bias is in it, and 0 from then on.
+  CUTE_DEVICE float move_to_reference(float reference, int row) {
+    const float subtracted = reference - of_row[row];
+    of_row[row] = 0.0f;
+    return subtracted;
+  }
 };
 
-// From scores to the exponents of P. A curve (Softcap::Curve) makes these of other numbers, of
+// Makes the exponents of P from scores. A curve's Exponents (softcap.h) makes them from numbers of
 // which the scores are a function.
 struct StraightScores {
   float scale_log2;
@@ -116,7 +140,7 @@ struct OnlineSoftmax {
   float
       row_offset[kRows];  // P = exp2(score * scale_log2 - row_offset): row_max * scale_log2, but 0
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
-  float row_sum[kRows];   // this lane's part of the row
+  float row_sum[kRows];   // of this lane's columns
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
   bool needs_maximum = true;  // some row of the warp has no reference yet, or it shifts
 
@@ -143,50 +167,46 @@ struct OnlineSoftmax {
     for (int col = 0; col < size<1>(o); ++col) o(row, col) *= factor;
   }
 
-  // The same, but what becomes of O is up to rescale(row, factor).
+  // softmax_rescale_o() with an O that rescale(row, factor) multiplies.
   template <class Scores, class Rescale>
   CUTE_DEVICE void softmax(Scores& scores, Rescale rescale) {
-    NoShifts none;
+    NoRowBias none;
     follow_maximum(scores, rescale, none);
     exponentiate(scores);
   }
 
-  // The same, for a kernel with registers for scores and P: P in 16 bits, `pairs` of neighbouring
-  // columns in the order in which wgmma has the scores. row_shifts: what all scores of a row lack;
-  // drop(tile, p) may zero some of p[row][column] of the lane's share of 16 columns. is_too_large:
-  // that a score has risen too far is known.
+  // softmax() for a kernel with registers for scores and P: P in 16 bits, `pairs` of neighbouring
+  // columns in wgmma's order of the scores. row_bias: what is still to be added to all scores of a
+  // row; drop(tile, p) may zero some of the lane's p[row][column] of 16 columns. is_too_large: some
+  // score is known to exceed its reference too far.
   //
-  // Without a look at the maximum, except where scores are known to rise. If a sum says that a
-  // reference was too low, what was made of the scores may be inf, but they are there still, and
-  // the block is done again.
-  template <class Element, class Scores, class Pairs, class Shifts, class Rescale, class Drop>
-  CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Shifts row_shifts,
-                                    Rescale rescale, Drop drop, bool is_too_large = false) {
+  // It looks for the maximum only where scores are known to rise. If a sum says that a reference
+  // was too low, P may be inf, but the scores are there still, and the block is done again.
+  template <class Element, class Scores, class Pairs, class Bias, class Rescale, class Drop>
+  CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Bias row_bias, Rescale rescale,
+                                    Drop drop, bool is_too_large = false) {
     using namespace cute;
     const StraightScores straight{scale_log2};
-    bool follows = needs_maximum || is_too_large;
-    if constexpr (!std::is_same_v<Shifts, NoShifts>) {
-      follows |= row_shifts.rise * scale_log2 > kSteepRise;
-    }
+    bool follows = needs_maximum || is_too_large || row_bias.is_steep(scale_log2);
     float sums[kRows];
     do {
-      if (follows) follow_maximum(scores, rescale, row_shifts);
-      exponentiate_pairs<Element>(scores, straight, pairs, row_shifts, drop, sums);
+      if (follows) follow_maximum(scores, rescale, row_bias);
+      exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
       follows = !follows && has_too_large(sums);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
   }
 
-  // The same of numbers of which the scores are a curve, when !needs_maximum: in one piece, so that
-  // exponentials hide what the curve takes. False: a score has risen too far, `pairs` are of no
-  // use, and the sums and references are as they were.
+  // softmax_to_pairs() of numbers of which the scores are a curve, when !needs_maximum: in one
+  // loop, so that exponentials hide what the curve takes. False: a score exceeds its reference too
+  // far, `pairs` are of no use, and the sums and references are as they were.
   template <class Element, class Numbers, class Curve, class Pairs>
   CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs) {
     using namespace cute;
     auto keep_all = [](int, float (&)[2][4]) {};
     float sums[kRows];
-    exponentiate_pairs<Element>(numbers, curve, pairs, NoShifts{}, keep_all, sums);
+    exponentiate_pairs<Element>(numbers, curve, pairs, NoRowBias{}, keep_all, sums);
     if (has_too_large(sums)) {
       // So that the compiler makes anew what the next attempt shares with this one: there are no
       // registers to keep it in.
@@ -199,8 +219,8 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Takes over what is higher of references that another warp has for the same rows; references
-  // [row] becomes what has to be multiplied that was made with them.
+  // Raises references to another warp's for the same rows where those are higher. references[row]
+  // becomes the factor for what was made with them.
   template <class RescaleRow>
   CUTE_DEVICE void raise_references(float (&references)[kRows], RescaleRow rescale_row) {
     move_reference(references, rescale_row);
@@ -241,10 +261,10 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffffu, too_large);
   }
 
-  // Moves the references if these scores rise too far above them, and then tells what of each row
-  // was computed with the old one to be multiplied by: rescale_row(row, factor).
-  template <class Scores, class RescaleRow, class Shifts>
-  CUTE_DEVICE void follow_maximum(Scores& scores, RescaleRow& rescale_row, Shifts& row_shifts) {
+  // Moves the references if these scores exceed them too far. rescale_row(row, factor) then gets
+  // the factor for what was made with a row's old one.
+  template <class Scores, class RescaleRow, class Bias>
+  CUTE_DEVICE void follow_maximum(Scores& scores, RescaleRow& rescale_row, Bias& row_bias) {
     using namespace cute;
     float block_max[kRows];
     bool moves = false;
@@ -255,12 +275,12 @@ struct OnlineSoftmax {
       for (int col = 1; col < size<1>(scores); ++col) {
         block_max[row] = fmaxf(block_max[row], scores(row, col));
       }
-      if constexpr (!std::is_same_v<Shifts, NoShifts>) block_max[row] += row_shifts[row];
+      block_max[row] = row_bias.add_to(block_max[row], row);
       moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
     }
     if (!__any_sync(0xffffffffu, moves || shifts)) return;
     move_reference(block_max, rescale_row);
-    if (shifts) subtract_reference(scores, row_shifts);
+    if (shifts) subtract_reference(scores, row_bias);
   }
 
   template <class Scores>
@@ -276,9 +296,9 @@ struct OnlineSoftmax {
     }
   }
 
-  template <class Element, class Scores, class Curve, class Pairs, class Shifts, class Drop>
+  template <class Element, class Scores, class Curve, class Pairs, class Bias, class Drop>
   CUTE_DEVICE void exponentiate_pairs(Scores const& scores, Curve const& curve, Pairs& pairs,
-                                      Shifts const& row_shifts, Drop& drop,
+                                      Bias const& row_bias, Drop& drop,
                                       float (&sums)[kRows]) const {
     using namespace cute;
     static_assert(kRows == 2 && decltype(size<1>(scores))::value % 4 == 0);
@@ -286,8 +306,7 @@ struct OnlineSoftmax {
     float offset[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      offset[row] = row_offset[row];
-      if constexpr (!std::is_same_v<Shifts, NoShifts>) offset[row] -= row_shifts[row] * scale_log2;
+      offset[row] = row_bias.take_from(row_offset[row], row, scale_log2);
       sums[row] = 0.0f;
     }
     CUTE_UNROLL
@@ -330,8 +349,8 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       const bool unset = shifts || moved[row] == -INFINITY;
       const float offset = unset ? 0.0f : moved[row] * scale_log2;
-      // From the offsets, so that their rounding cancels. Before the first visible key the sums are
-      // 0.
+      // The factor comes from the offsets, so that their rounding cancels. Before the first visible
+      // key the sums are 0.
       const float change =
           shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
       const float factor = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
@@ -344,16 +363,13 @@ struct OnlineSoftmax {
     needs_maximum = __any_sync(0xffffffffu, is_unset);
   }
 
-  template <class Scores, class Shifts>
-  CUTE_DEVICE void subtract_reference(Scores& scores, Shifts& row_shifts) const {
+  template <class Scores, class Bias>
+  CUTE_DEVICE void subtract_reference(Scores& scores, Bias& row_bias) const {
     using namespace cute;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      float reference = row_max[row] == -INFINITY ? 0.0f : row_max[row];
-      if constexpr (!std::is_same_v<Shifts, NoShifts>) {
-        reference -= row_shifts[row];
-        row_shifts[row] = 0.0f;
-      }
+      const float reference =
+          row_bias.move_to_reference(row_max[row] == -INFINITY ? 0.0f : row_max[row], row);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) scores(row, col) -= reference;
     }

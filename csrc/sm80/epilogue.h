@@ -37,7 +37,7 @@ CUTE_DEVICE void fragment_to_fp32_rows(Accumulator const& accumulator, Mma const
   for (int i = 0; i < size<0>(values); ++i) {
     const int row = get<0>(coords(i, 0));
     if (row >= target.rows) continue;
-    // From the thread's first column, so that the others are constants away.
+    // Columns count from the thread's first, so that the others are constants away.
     const int first_column = get<1>(coords(i, 0));
     float* first = target.first + row * target.row_stride + first_column;
     const int columns = target.columns - first_column;

@@ -111,7 +111,7 @@ CUTE_DEVICE void write_rows(Rows const& rows, RowTarget<Element> const& target, 
   }
 }
 
-// The same in fp32: a quad's pairs are 32 bytes in a row as they are.
+// write_rows() in fp32: a quad's pairs are 32 bytes in a row as they are.
 template <class Rows>
 CUTE_DEVICE void write_rows(Rows const& rows, RowTarget<float> const& target, int thread) {
   const int lane = thread % 32;

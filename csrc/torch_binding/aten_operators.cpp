@@ -46,7 +46,7 @@ bool has_both_kernels(Dtype dtype, int head_dim, bool drops, const DeviceInfo& d
   return true;
 }
 
-// As has_both_kernels, whose answers are kept.
+// has_both_kernels(), whose answers are kept.
 bool has_kernels(const AttentionCall& call) {
   using Key = std::tuple<int, Dtype, int, bool>;
   static std::mutex mutex;
@@ -75,7 +75,7 @@ bool has_form_of_kernels(const AttentionCall& call) {
          fits(call.v);
 }
 
-// torch's kernel does not hear of lengths of sequences that are not packed.
+// torch's kernel is not given lengths of sequences that are not packed.
 bool is_taken(const AttentionCall& call) {
   const bool has_lengths = call.seqused_k.defined() || is_paged(call);
   const bool can_write = !call.out.defined() || call.out.stride(-1) == 1;
@@ -175,7 +175,7 @@ class AtenOperator : public c10::OperatorKernel {
     }
   }
 
-  // As the operator's arguments, the last ones on the stack, have it.
+  // The call as the operator's arguments, the last ones on the stack, have it.
   AttentionCall given_call(const Stack& stack) const {
     AttentionCall given = call_.read(first(stack));
     if (is_backward_) {  // those of Incoming
@@ -185,7 +185,7 @@ class AtenOperator : public c10::OperatorKernel {
     return given;
   }
 
-  // As this package describes it.
+  // The call as this package describes it.
   AttentionCall call_of(const AttentionCall& given) const {
     AttentionCall call = given;
     for (at::Tensor* tensor : {&call.q, &call.k, &call.v}) *tensor = seqlen_first(*tensor);

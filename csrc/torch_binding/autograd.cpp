@@ -89,7 +89,7 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// In the place of each gradient one that cannot be differentiated.
+// Replaces each gradient by one that cannot be differentiated.
 void refuse_double_backward(variable_list& gradients, const Incoming& incoming,
                             const variable_list& edges) {
   variable_list made;
@@ -155,7 +155,7 @@ struct Attention : torch::autograd::Function<Attention> {
     check_not_mapped("dlse", incoming.dlse);
 
     variable_list results = gradients_of(context, call, incoming);
-    // With create_graph=True.
+    // The caller has set create_graph=True.
     if (at::GradMode::is_enabled()) refuse_double_backward(results, incoming, edges);
     results.resize(edges.size() + other_arguments);
     return results;

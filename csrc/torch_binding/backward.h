@@ -9,7 +9,7 @@ namespace flash_attn_cuda::binding {
 // Checks what is given and writes the gradients, which do not hang on the inputs. `call` is what
 // checked_call made of the forward's arguments, without inputs that only a gradient needs and
 // nobody wants that of. softmax_d (batch, heads_q, seqlen_q rounded up to 128), packed (heads_q,
-// total_q), is zero behind seqlen_q. What is undefined was not wanted; dbias is fp32 where pairs
+// total_q), is zero after seqlen_q. What is undefined was not wanted; dbias is fp32 where pairs
 // share an element, else of the bias's dtype; dsink is fp32.
 Gradients run_backward_call(const AttentionCall& call, const Incoming& given);
 

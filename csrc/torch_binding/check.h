@@ -31,15 +31,15 @@ void check_capability(const char* name, const at::Tensor& tensor);
 void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& q,
                   const char* q_name = "q");
 
-// As check_device, and of this dtype.
+// The tensor passes check_device() and has this dtype.
 void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
                  const at::Tensor& q);
 
-// As check_place, and of this shape.
+// The tensor passes check_place() and has this shape.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q);
 
-// As check_like, and contiguous: what kernels read as a plain array.
+// The tensor passes check_like() and is contiguous: kernels read it as a plain array.
 void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                  at::ScalarType dtype, const at::Tensor& q);
 

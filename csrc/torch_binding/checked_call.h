@@ -14,7 +14,7 @@ enum class Pass { forward, backward, both };
 // of packed sequences must hold the max_seqlens. dropout_p_name: in errors.
 AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name = "dropout_p");
 
-// As checked_call, for tensors that no kernel may be able to read, such as those without memory: q,
+// checked_call() for tensors that no kernel may be able to read, such as those without memory: q,
 // k, v and new keys stay as they are.
 AttentionCall described_call(AttentionCall call, Pass pass,
                              const char* dropout_p_name = "dropout_p");

@@ -1,4 +1,4 @@
-// combine: partial results of attention over parts of the keys become one.
+// combine: partial results of attention over splits of the keys become one.
 #include <ATen/ops/empty_strided.h>
 
 #include <limits>
@@ -56,7 +56,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
   OutputTensor output("out", out.value_or(at::Tensor()), out_partial.sizes().slice(1), dtype,
                       out_partial);
   at::Tensor softmax_lse = allocate_lse(out_partial);
-  if (out_partial.size(0) == 0) {  // no part, no key
+  if (out_partial.size(0) == 0) {  // no split, no key
     output.written().zero_();
     softmax_lse.fill_(-std::numeric_limits<float>::infinity());
   } else if (softmax_lse.numel() > 0) {

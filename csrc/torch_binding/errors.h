@@ -14,7 +14,7 @@
 
 namespace flash_attn_cuda::binding {
 
-// In device memory, zero when it is handed out first, never freed.
+// The record lies in device memory, is zero when it is handed out first, and is never freed.
 DeviceErrors* device_record(c10::DeviceIndex device);
 
 // With FLASH_ATTN_CUDA_CHECK=1 waits for the stream and raises ValueError for what its kernels

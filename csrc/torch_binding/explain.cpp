@@ -30,7 +30,7 @@ AttentionCall kept_of(const AttentionCall& given) {
   return kept;
 }
 
-// None for an undefined tensor.
+// An undefined tensor becomes None.
 py::dict describe(AttentionCall call) {
   py::dict result;
   visit_fields(call, [&](const char* name, const auto& field, bool) { result[name] = field; });

@@ -91,7 +91,7 @@ struct named_tuple_caster {
     visit_fields(results, [&](const char* /*name*/, const at::Tensor& field, bool /*is_required*/) {
       fields.append(field);  // None for an undefined one
     });
-    // As tuple.__new__(type, fields): the class's own __new__ is Python's, and slower.
+    // This is tuple.__new__(type, fields): the class's own __new__ is Python's, and slower.
     const tuple arguments = make_tuple(fields);
     PyObject* made = PyTuple_Type.tp_new(python_type(), arguments.ptr(), /*kwds=*/nullptr);
     if (made == nullptr) throw error_already_set();

@@ -85,6 +85,31 @@ void check_list(const Listing& listing, int sequence, int head, int tile, const 
   CHECK_EQ(list.empty(), expected.empty());
   if (list.end - list.begin != static_cast<int>(expected.size())) return;
   for (int i = 0; i < list.end - list.begin; ++i) check_visit(list.at(list.begin + i), expected[i]);
+
+  SparseVisits<kBlock> visits{};
+  BlockRange positions = range;
+  visits.find(listing.lists(), sequence, head, tile, positions);
+  CHECK_EQ(positions.begin, list.begin);
+  CHECK_EQ(positions.end, list.end);
+  for (int i = 0; i < list.end - list.begin; ++i) {
+    const Visit visit = visits.at(true, list.begin + i, positions);
+    check_visit(visit, expected[i]);
+    CHECK_EQ(visits.is_interior(true, visit.block, positions), range.is_interior(visit.block));
+  }
+}
+
+// Of a call without lists.
+template <class Visits>
+void check_all_visited(const BlockRange& range) {
+  Visits visits{};
+  BlockRange positions = range;
+  visits.find(BlockLists{}, 0, 0, 0, positions);
+  CHECK_EQ(positions.begin, range.begin);
+  CHECK_EQ(positions.end, range.end);
+  for (int block = range.begin; block < std::min(range.end, range.begin + 8); ++block) {
+    CHECK_EQ(visits.at(false, block, positions).block, block);
+    CHECK_EQ(visits.is_interior(false, block, positions), range.is_interior(block));
+  }
 }
 
 // The steps of a key tile, head by head.
@@ -196,6 +221,13 @@ constexpr BlockRange some_ranges[] = {
     {.begin = 3, .end = 7, .interior_begin = 4, .interior_end = 6},
     {.begin = 5, .end = 1000, .interior_begin = 5, .interior_end = 1000},
     {.begin = 500, .end = 1000, .interior_begin = 500, .interior_end = 1000}};
+
+TEST(without_lists_a_tile_visits_its_range) {
+  for (const BlockRange& range : some_ranges) {
+    check_all_visited<AllVisits>(range);
+    check_all_visited<SparseVisits<64>>(range);
+  }
+}
 
 // Rows of anything at all, and no element around them: what is computed below is computed while
 // compiling, where a read outside an array is an error.

@@ -1,11 +1,10 @@
 // Which probabilities dropout drops: a function of (seed, offset, sequence, head, query, key)
 // alone, so that every tile size, pass, GPU and the CPU agree. Queries and keys of a sequence count
-// from Sequence::first_q and first_k, which is 0 but in parts of a longer one.
+// from Sequence::first_q and first_k, which are 0 but in shards of a longer one.
 //
 // One Philox block decides about 16 pairs: queries i, i + 1, i + 8 and i + 9 times keys j, j + 1,
-// j + 8 and j + 9, for even i and j. Two threads hold them of a 16 x 16 part of an accumulator, of
-// S as of S^T, one lane and the fourth from it, so that each draws one block of two and they
-// exchange halves.
+// j + 8 and j + 9, for even i and j. Two threads hold them in a 16 x 16 tile of S or of S^T, a lane
+// and the fourth from it, so each draws one block of two and they exchange halves.
 //
 // A pair is dropped if a number of 16 bits is below the threshold, p_dropout * 2^16. Its upper
 // eight bits are the pair's own, the lower eight are shared by the block: so every pair is dropped
@@ -132,7 +131,7 @@ struct DropoutMask {
             .shared = shared_bits(first)};
   }
 
-  // Of the counter: which queries or which keys a block is for.
+  // The word of the counter that says which queries, or which keys, a block is for.
   FAC_HOST_DEVICE static constexpr std::uint32_t place_word(int query_or_key) {
     const auto i = static_cast<std::uint32_t>(query_or_key);
     return i / 16 * 4 + i % 8 / 2;
@@ -150,16 +149,16 @@ struct DropoutMask {
 };
 
 #if defined(__CUDACC__)
-// What dropout decides about a thread's share of kTiles parts of 16 x 16 pairs, eight pairs of
-// each. In an accumulator of S the thread has queries i and i + 8 and four keys; kTransposed, of
-// S^T, keys j and j + 8 and four queries. The lane that has the neighbouring query, or key, is the
-// fourth from it: each draws one block of two, and has a use for half the bits of both.
+// What dropout decides about a thread's eight pairs of each of kTiles tiles of 16 x 16 pairs. In an
+// accumulator of S the thread has queries i and i + 8 and four keys; kTransposed, of S^T, keys j
+// and j + 8 and four queries. The lane that has the neighbouring query, or key, is the fourth from
+// it: each draws one block of two, and has a use for half the bits of both.
 template <int kTiles, bool kTransposed>
 struct DropoutDecisions {
   static_assert(kTiles % 2 == 0 || kTiles == 1, "blocks are exchanged for blocks");
   std::uint32_t words[(kTiles + 3) / 4];
 
-  // Of four tiles, or the last two, the even lane draws the first half.
+  // The even lane draws the first half of every four tiles, or of the last two.
   static constexpr bool is_of_last_two(int tile) { return tile / 4 * 4 + 2 == kTiles; }
   static constexpr int from_odd_lane(int tile) {
     return is_of_last_two(tile) ? tile % 2 : tile / 2 % 2;

@@ -20,7 +20,7 @@ struct BackwardArguments {
   int dkdv_splits;
   int q_tiles;               // of a head, over all sequences
   int q_tiles_per_sequence;  // 0 where the table has first_q_tile
-  float scale_log2;          // what turns a score into powers of two, signed
+  float scale_log2;          // from a score to powers of two, signed
   float keep_probability;    // 1 without dropout
   float score_factor;        // what was left out of dS: dK and dQ are this times their products
   const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
@@ -32,20 +32,20 @@ struct BackwardArguments {
   DqTurns turns;       // whose it is to add to a tile of dq_accum, where plan.takes_turns
   bool tiles_descend;  // a sequence's last key tile comes first
   int* additions;      // (num_heads_q, q_tiles): steps that have left their dQ, in pairs of CTAs
-                       // counted by both; beside lists, for each head of the schedule,
+                       // counted by both; with lists, for each head of the schedule,
                        // shared_tiles.parts for each key tile; or null
   DqPath dq_path;
-  int sweep_tiles;  // key tiles that a CTA draws at once: 1, or all of a head
-  int swept_rows;   // packed sequences of at most so many rows are drawn as one tile
-  int* tickets;  // CTAs, or tiles, that have started; strips of dQ drawn (sm90/backward/finish.h)
-  int* given_back;    // (CTAs, finishing warps): the first strip that one drew and left, or -1
+  int sweep_tiles;  // key tiles that a CTA takes at once: 1, or all of a head
+  int swept_rows;   // packed sequences of at most so many rows are taken as one tile
+  int* tickets;  // CTAs, or tiles, that have started; strips of dQ taken (sm90/backward/finish.h)
+  int* given_back;    // (CTAs, finishing warps): the first strip that one took and left, or -1
   float* dk_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim), used if dkdv_splits > 1
-  float* dv_partial;  // the same of head_dim_v
+  float* dv_partial;  // (dkdv_splits, rows of k, num_heads_k, head_dim_v)
   std::int64_t partial_rows;
   SharedTiles shared_tiles;
   float* part_sums;          // (places of parts, CTAs of a tile, key warpgroups): dK and dV in
                              // fragment order
-  int* part_counters;        // the same shape, of which a tile's first part's count those that end
+  int* part_counters;        // the same shape; those of a tile's first part count parts that end
   const float* sink_shares;  // (num_heads_q, sink_shares_per_head), of which each head's add up to
                              // its element of dsink
   int sink_shares_per_head;
@@ -60,7 +60,7 @@ struct ConvertDqArguments {
   float factor;              // of the sum
   const float* dq_accum;
   const unsigned* strips_drawn;  // whose rows are dq by now, but for those given back; null: none
-  const int* given_back;         // those and their neighbour, if any; -1: none
+  const int* given_back;         // strips given back and their neighbour, if any; -1: none
   unsigned num_given_back;
   int swept_rows;     // sequences of at most so many rows have dq already
   int ctas_per_tile;  // sm80: those that share the columns of dQ
@@ -76,7 +76,7 @@ inline float score_factor(const BackwardParams& params) {
   return params.score.softmax_scale / keep_probability(params.dropout.threshold);
 }
 
-// Of the instance that the plan chose; can_modify: its kernel scales scores itself
+// The arguments of the instance that the plan chose; can_modify: its kernel scales scores itself
 // where the call modifies them.
 inline BackwardArguments backward_arguments(const BackwardPlan& plan, const BackwardParams& params,
                                             bool can_modify) {

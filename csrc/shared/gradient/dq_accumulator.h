@@ -45,7 +45,7 @@ struct DqAccumulator {
     }
   }
 
-  // In place of an addition to zeros. From sm_90 on.
+  // Takes the place of an addition to zeros, from sm_90 on.
   template <class Accumulator>
   CUTE_DEVICE static void store(float* tile, Accumulator const& dq, int thread) {
     CUTE_UNROLL
@@ -55,7 +55,7 @@ struct DqAccumulator {
     }
   }
 
-  // Past L1, which knows nothing of additions.
+  // Loads past L1, which knows nothing of additions.
   template <class Accumulator>
   CUTE_DEVICE static void load(float const* tile, Accumulator& dq, int thread) {
     for_each_sum<elements<Accumulator>>(tile, thread, [&](int i, float sum) { dq(i) = sum; });

@@ -96,22 +96,51 @@ struct BlockList {
     return list;
   }
 
-  // Of a row of the lists.
+  // The block at a position of `row`, a row of the lists.
   FAC_HOST_DEVICE static constexpr int block_at(const int* row, int position) {
     return (row[2 + position / blocks_per_entry] >> 8) * blocks_per_entry +
            position % blocks_per_entry;
   }
 };
 
-// What a tile of a kernel for block-sparse masks needs to find its blocks.
+// The blocks of a tile, by position, in a kernel for block-sparse masks, which a call without lists
+// can run as well.
 template <int kBlock>
 struct SparseVisits {
   BlockList<kBlock> list;
   BlockRange window;  // the blocks that the window leaves
+
+  // `range`: those blocks before the call, positions after it.
+  FAC_HOST_DEVICE constexpr void find(const BlockLists& lists, int sequence, int head, int tile,
+                                      BlockRange& range) {
+    if (lists.data == nullptr) return;
+    list = BlockList<kBlock>::of(lists, sequence, head, tile, range);
+    window = range;
+    range.begin = list.begin;
+    range.end = list.end;
+  }
+
+  // Before the first position it returns any block.
+  FAC_HOST_DEVICE constexpr Visit at(bool has_lists, int position, const BlockRange& range) const {
+    if (!has_lists) return {.block = position, .pieces = {}};
+    return list.at(position > range.begin ? position : range.begin);
+  }
+  FAC_HOST_DEVICE constexpr bool is_interior(bool has_lists, int block,
+                                             const BlockRange& range) const {
+    return has_lists ? window.is_interior(block) : range.is_interior(block);
+  }
 };
 
-// The same of other kernels, which visit all of them.
-struct AllVisits {};
+// The blocks of a tile, by position, in other kernels.
+struct AllVisits {
+  FAC_HOST_DEVICE constexpr void find(const BlockLists&, int, int, int, BlockRange&) {}
+  FAC_HOST_DEVICE constexpr Visit at(bool, int position, const BlockRange&) const {
+    return {.block = position, .pieces = {}};
+  }
+  FAC_HOST_DEVICE constexpr bool is_interior(bool, int block, const BlockRange& range) const {
+    return range.is_interior(block);
+  }
+};
 
 // The steps of a key tile: the query blocks that it visits for each of the query heads that share
 // its key head, whose lists may differ.
@@ -139,12 +168,12 @@ struct HeadVisits {
     return steps;
   }
 
-  // Behind `skipped` steps; behind the last one anything.
+  // The step after the first `skipped` ones; any step, if there are no more.
   FAC_HOST_DEVICE constexpr Step first(int first_head, int skipped = 0) const {
     return first_from(first_head, skipped);
   }
 
-  // Behind the last one anything.
+  // The next step; any step, if there are no more.
   FAC_HOST_DEVICE constexpr Step next(Step step) const {
     if (step.position + 1 == step.end) return first_from(step.head + 1);
     ++step.position;
@@ -156,7 +185,7 @@ struct HeadVisits {
   FAC_HOST_DEVICE constexpr BlockList<kBlock> list_of(int head) const {
     return BlockList<kBlock>::of(lists, sequence, head, tile, range);
   }
-  // Without its positions, which cost a search.
+  // The head's list without its positions, which cost a search.
   FAC_HOST_DEVICE constexpr BlockList<kBlock> list_row(int head) const {
     const int limit = lists.others * BlockList<kBlock>::blocks_per_entry;
     return {.entries = lists.row(sequence, head, tile) + 2,
@@ -208,13 +237,13 @@ FAC_HOST_DEVICE constexpr int longest_first(const TileSchedule& schedule, int po
   return section * section_size + ranks * heads_here + position - early - section * late_size;
 }
 
-// Ranks of every head whose tiles a backward draws in parts (shared/schedule/tile_parts.h): one
+// Ranks of every head whose tiles a backward takes in parts (shared/schedule/tile_parts.h): a tile
 // that all queries see takes as long as all that a CTA does otherwise.
 FAC_HOST_DEVICE constexpr int ranks_in_parts(const TileSchedule& schedule) {
   return (schedule.num_tiles + 63) / 64;
 }
 
-// The tile of kTile that is the `rank`'th to be worked on: as the lists say, whose longest come
+// The tile of kTile that is the `rank`'th to be worked on. The lists say it, the longest tiles
 // first, where neither a window nor a packed call's table decides.
 template <int kTile, class Params>
 FAC_HOST_DEVICE constexpr int ranked_tile(const Params& params, const SequenceTable& table,
@@ -230,8 +259,8 @@ FAC_HOST_DEVICE constexpr int ranked_tile(const Params& params, const SequenceTa
   const auto row_in_order = [&](int row) {
     return detail::clamp(lists.row(sequence, head, row)[1], 0, lists.tiles - 1);
   };
-  // Of a length that ends within the last row's tiles the grid lacks what follows its first,
-  // wherever the row ranks: those change places with the last ranks.
+  // If the length ends within the last row, the grid lacks that row's tiles but for the first,
+  // wherever the row ranks: they change places with the last ranks.
   const int last_row = lists.tiles - 1;
   if (part > 0 && row == last_row) return rank;
   const int tile_row = row_in_order(row);

@@ -28,8 +28,8 @@ FAC_HOST_DEVICE constexpr int clamp(int x, int low, int high) {
 }  // namespace detail
 
 // In which order a tile visits the blocks of a range. Positions run down from end - 1 to begin:
-// from the last block to the first, or from another one down to the first and then up from behind
-// it.
+// from the last block to the first, or from another one down to the first and then up from the one
+// after it.
 struct VisitOrder {
   int begin;
   int end;
@@ -69,8 +69,7 @@ FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int shift) {
   return {.shift = -shift, .left = window.right, .right = window.left};
 }
 
-// The others that any of own indices [first, last] sees, of [0, limit): from `begin` to before
-// `end`.
+// The other indices [begin, end) of [0, limit) that any of own indices [first, last] sees.
 struct Reach {
   int begin;
   int end;
@@ -108,8 +107,8 @@ FAC_HOST_DEVICE constexpr BlockRange block_range(Band band, int first, int last,
       .begin = begin, .end = end, .interior_begin = interior_begin, .interior_end = interior_end};
 }
 
-// Of the blocks [of_tile.begin, of_tile.end) those that own indices [first, last] see, of which
-// there may be none; if they see none the last of the tile's, which is no interior one.
+// The blocks of [of_tile.begin, of_tile.end) that own indices [first, last], if any, see; if they
+// see none the last of the tile's, which is no interior one.
 FAC_HOST_DEVICE constexpr BlockRange own_range(Band band, int first, int last, int limit, int block,
                                                BlockRange const& of_tile) {
   BlockRange own = block_range(band, first, last, limit, block);

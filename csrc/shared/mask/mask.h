@@ -33,7 +33,7 @@ struct ScoreMask {
     }
   }
 
-  // The same for the columns that a thread holds of a wgmma accumulator, (j, j + 1) of every eight:
+  // apply() for the columns that a thread holds of a wgmma accumulator, (j, j + 1) of every eight:
   // how many of them lie in front of a bound is a little arithmetic, and a bit for each of 32 makes
   // one instruction an element of what would be four. Queries from query_end on see nothing.
   template <class Scores, class Coords>

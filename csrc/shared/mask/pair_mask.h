@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "shared/mask/block_lists.h"
+#include "shared/scores/effect.h"
 
 namespace flash_attn_cuda {
 
@@ -21,8 +22,8 @@ struct HeadBits {
     return {.data = data, .row_stride = bits.row_stride, .last_row = bits.rows - 1};
   }
 
-  // The word of `key`, of which bit j % 32 is that of key j, and those behind it. Queries beyond
-  // the mask are nobody's.
+  // The word of `key`, of which bit j % 32 is that of key j, and those after it. Queries beyond the
+  // mask belong to no sequence.
   CUTE_DEVICE const std::uint32_t* words(int query, int key) const {
     return data + min(query, last_row) * row_stride + key / 32;
   }
@@ -58,6 +59,22 @@ CUTE_DEVICE void hide_pairs(Scores& scores, Coords const& coords, Pieces pieces,
   }
 }
 
+// Lists as an effect in kernels whose tiles are kQueries x kKeys. listed: what a list says of the
+// tile.
+template <int kQueries, int kKeys>
+struct ListedPairs {
+  template <class Listed, class Scores, class Coords>
+  CUTE_DEVICE static void apply(SparsityParams const& params, Listed const& listed,
+                                ScoreTile const& tile, Scores& scores, Coords const& coords,
+                                float hidden) {
+    if (params.lists.data == nullptr ||
+        listed.pieces.template show_all<kQueries, kKeys>(tile.query_begin, tile.key_begin))
+      return;
+    const HeadBits bits = HeadBits::of(params.bits, tile.sequence.index, tile.head);
+    hide_pairs(scores, coords, listed.pieces, bits, tile.query_begin, tile.key_begin, hidden);
+  }
+};
+
 // A word has the bits of 32 keys.
 template <int kWords>
 struct PairWords {
@@ -65,7 +82,7 @@ struct PairWords {
 };
 
 // For S^T of a piece, whose rows are the 16 keys of a warp, of which a thread holds `first_key` and
-// the eighth behind it, and whose columns are the queries (i, i + 1) of every eight: the words of
+// the eighth after it, and whose columns are the queries (i, i + 1) of every eight: the words of
 // two of kQueries queries, because registers are what is short here.
 template <int kQueries>
 CUTE_DEVICE PairWords<kQueries / 32> load_transposed_words(Pieces pieces, const HeadBits& bits,

@@ -1,7 +1,7 @@
 // A word of the workspace that the CTAs of a call count in, though nobody has zeroed it, which
-// would take a launch. A count is valid only beside the mark of the call, and each CTA writes the
-// mark, with a count of 0, if it does not find it, before it counts. Who is last resets the word,
-// so that the same launch, replayed from a graph with the same mark, starts anew.
+// would take a launch. A count is valid only beside the mark of the call. Each CTA writes the mark,
+// with a count of 0, if it does not find it, before it counts. The last CTA resets the word, so
+// that the same launch, replayed from a graph with the same mark, starts anew.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ class MarkedCounter {
     if ((found_ & ~count_mask) != mark) atomicCAS(word_, found_, mark);
   }
 
-  // The count before, and one more.
+  // Takes a ticket: adds one, and returns the count before.
   CUTE_DEVICE int draw() const {
     unsigned long long before;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
@@ -46,8 +46,8 @@ class MarkedCounter {
                  : "memory");
     return static_cast<int>(before & count_mask);
   }
-  // The same, released and acquired: what this CTA has written, if a barrier comes before, CTAs
-  // that arrive later see behind a barrier.
+  // draw(), released and acquired: CTAs that arrive later see, after a barrier, what this CTA has
+  // written before one.
   CUTE_DEVICE int arrive() const {
     unsigned long long before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;"

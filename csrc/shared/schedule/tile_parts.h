@@ -10,7 +10,7 @@ namespace flash_attn_cuda {
 
 // What a ticket stands for. Parts of one tile have neighbouring tickets, and places for their sums.
 struct TilePart {
-  int position;  // in the order in which tiles are drawn
+  int position;  // in the order in which tiles are taken
   int part;
   int first_place;  // of the tile's parts
   bool is_one_of_several;
@@ -30,7 +30,7 @@ struct TilePart {
   }
 };
 
-// Of lists, that a part has at least.
+// With lists a part has at least so many steps.
 inline constexpr int least_part_steps = 32;
 
 // Into how many parts, none of them shorter than `least_steps`, a tile is cut; further tickets of
@@ -41,7 +41,7 @@ FAC_HOST_DEVICE constexpr int parts_of_steps(int steps, int least_steps, int mos
 FAC_HOST_DEVICE constexpr int first_step_of_part(int steps, int part, int parts) {
   return static_cast<int>(std::int64_t{steps} * part / parts);
 }
-// What a part counts, so that all of a tile's count as one of `most_parts`.
+// What a part counts; all of a tile's parts together count `most_parts`.
 FAC_HOST_DEVICE constexpr int share_of_part(int part, int parts, int most_parts) {
   return part + 1 < parts ? 1 : most_parts - parts + 1;
 }

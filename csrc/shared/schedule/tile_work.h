@@ -68,7 +68,7 @@ FAC_HOST_DEVICE bool find_work(const TileCoord& coord, const SequenceTable& tabl
   return true;
 }
 
-// What the block does. Those with nothing to do come behind all others.
+// What the block does. Those with nothing to do come after all others.
 template <class Params>
 FAC_HOST_DEVICE bool find_work(const TileSchedule& schedule, const SequenceTable& table,
                                const Params& params, int block_id, TileWork& work) {

@@ -1,7 +1,7 @@
 // dQ in a fixed order: the key tiles that add to a query tile do so one after the other, in the
-// order in which their CTAs drew them, so that the sum has the same bits every run.
+// order in which their CTAs took them, so that the sum has the same bits every run.
 //
-// A CTA waits for tiles that were drawn earlier only, hence always for one whose CTA runs. Key
+// A CTA waits only for tiles that were taken earlier, hence always for one whose CTA runs. Key
 // tiles start together and add to the same query tiles, each a little behind the one before it.
 // Under a causal mask the last query tile is the only one that all key tiles see, so they walk
 // towards the diagonal, where each of them ends; with a left bound alone it is the other way
@@ -23,14 +23,14 @@ struct DqTurns {
 
   FAC_HOST_DEVICE constexpr bool used() const { return counters != nullptr; }
 
-  // Whose turn it is to be number `index` of `adders`.
+  // The number of a tile's turn among `adders`.
   FAC_HOST_DEVICE constexpr int turn_of(const BlockRange& adders, int tile) const {
     return tiles_descend ? adders.end - 1 - tile : tile - adders.begin;
   }
 
 #if defined(__CUDACC__)
-  // Both by all threads that add; sync() is their barrier. Where several CTAs share the columns of
-  // a key tile's dQ, each counts.
+  // All threads that add call both; sync() is their barrier. Where several CTAs share the columns
+  // of a key tile's dQ, each counts.
   template <class Sync>
   __device__ void wait(std::int64_t counter, const BlockRange& adders, int tile, int thread,
                        Sync sync, int shares = 1) const {

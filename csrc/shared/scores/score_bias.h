@@ -4,6 +4,8 @@
 #include <cute/tensor.hpp>
 
 #include "flash_attn/params.h"
+#include "shared/scores/effect.h"
+#include "shared/scores/score_modifiers.h"
 
 namespace flash_attn_cuda {
 
@@ -167,5 +169,27 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
     }
   }
 }
+
+// The bias as an effect in kernels whose scores are in units.
+template <class Element>
+struct BiasEffect {
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void apply(ScoreParams const& params, ScoreTile const& tile, Scores& scores,
+                                Coords const& coords) {
+    if (params.bias.data == nullptr) return;
+    const auto bias =
+        ScoreBias<Element>::of(params.bias, tile.sequence.index, tile.sequence.seqlen_q, tile.head);
+    bias.add(scores, coords, tile.query_begin, tile.key_begin, 1.0f / score_unit(params));
+  }
+
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void add_gradient(BiasGradient const& dbias, BiasParams const& bias,
+                                       ScoreTile const& tile, float factor, Scores const& dscores,
+                                       Coords const& coords) {
+    if (dbias.data == nullptr) return;
+    add_bias_gradient<Element>(dbias, bias, tile.sequence.index, tile.head, factor, dscores, coords,
+                               tile.query_begin, tile.key_begin);
+  }
+};
 
 }  // namespace flash_attn_cuda

@@ -1,5 +1,5 @@
 // Softcap (Gemma 2, section 2): score -> cap * tanh(score / cap). Kernels count its scores in units
-// of cap and go on with tanh alone.
+// of cap and go on with tanh alone. It is a curve of score_chain.h.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,24 @@ namespace flash_attn_cuda {
 
 struct Softcap {
   static constexpr FeatureSet feature = feature::softcap;
-  static constexpr bool is_linear = false;
 
-  float factor;  // from q k^T to the argument of tanh
   bool is_used;
 
-  FAC_HOST_DEVICE static constexpr bool is_wanted(const ScoreParams& params) {
-    return params.softcap > 0.0f;
+  // What kernels count scores in under the curve; 0 without it.
+  FAC_HOST_DEVICE static constexpr float unit(const ScoreParams& params) { return params.softcap; }
+
+  CUTE_DEVICE static Softcap of(const ScoreParams& params) {
+    return {.is_used = unit(params) > 0.0f};
   }
 
-  CUTE_DEVICE float apply(float score) const { return tanh_by_exp(score * factor); }
+  // factor: from q k^T to the argument of tanh.
+  CUTE_DEVICE static float apply(float score, float factor) { return tanh_by_exp(score * factor); }
 
-  // A tile's, in place, all lanes of the warp together.
+  // The first half of the curve for a tile, by all lanes of the warp together: q k^T -> arguments
+  // of the polynomial. True if the polynomial reaches all of the warp's, as it usually does with
+  // the caps that models have.
   template <class Scores>
-  CUTE_DEVICE void apply(Scores& scores) const {
-    const bool reaches = scale(scores);
-    bend(scores, reaches);
-  }
-
-  // The first half of it: scores -> arguments of the polynomial, and whether that reaches for every
-  // one of the warp, which with the caps that models have it usually does.
-  template <class Scores>
-  CUTE_DEVICE bool scale(Scores& scores) const {
+  CUTE_DEVICE static bool scale(Scores& scores, float factor) {
     using namespace cute;
     const float z_factor = factor * (1.0f / polynomial_argument);
     std::uint32_t bits = 0;
@@ -46,9 +42,9 @@ struct Softcap {
     return !__any_sync(0xffffffffu, (bits & from_two_on) != 0);
   }
 
-  // The second: these -> tanh.
+  // The second half: the polynomial's arguments -> tanh.
   template <class Scores>
-  CUTE_DEVICE static void bend(Scores& scores, bool reaches) {
+  CUTE_DEVICE static void apply_to_scaled(Scores& scores, bool reaches) {
     using namespace cute;
     if (!reaches) {
       CUTE_UNROLL
@@ -60,15 +56,15 @@ struct Softcap {
     }
   }
 
-  // Of one argument that the polynomial reaches.
-  CUTE_DEVICE static float bend(float z) { return tanh_by_polynomial(z); }
+  // The second half for one argument that the polynomial reaches.
+  CUTE_DEVICE static float apply_to_scaled(float z) { return tanh_by_polynomial(z); }
 
   // The second half for a softmax that makes P of the polynomial's arguments, with tanh and its
   // scale in one polynomial (OnlineSoftmax::softmax_of_curve_to_pairs).
-  struct Curve {
+  struct Exponents {
     float c0, c1, c2, c3;
 
-    CUTE_DEVICE explicit Curve(float scale_log2)
+    CUTE_DEVICE explicit Exponents(float scale_log2)
         : c0(tanh_c0 * scale_log2),
           c1(tanh_c1 * scale_log2),
           c2(tanh_c2 * scale_log2),
@@ -79,7 +75,7 @@ struct Softcap {
     }
   };
 
-  // From q k^T to scores that are not in units, by exponentials alone: little code, for a kernel
+  // q k^T -> scores that are not in units, by exponentials alone: little code, for a kernel
   // that waits for memory.
   template <class Scores>
   CUTE_DEVICE static void scale_and_apply(const ScoreParams& params, Scores& scores) {
@@ -90,8 +86,8 @@ struct Softcap {
       scores(i) = params.softcap * tanh_by_exp(scores(i) * inner);
   }
 
-  // At the score that apply() made.
-  CUTE_DEVICE static float derivative(float modified) { return 1.0f - modified * modified; }
+  // The derivative at the score that apply() made.
+  CUTE_DEVICE static float derivative(float score) { return 1.0f - score * score; }
 
  private:
   // tanh to the last places of fp32 around 1: tanh.approx, with 11 bits, would show in LSE. Two

@@ -45,7 +45,7 @@ struct KeyPlace {
 
   FAC_HOST_DEVICE constexpr bool exists() const { return batch != none; }
 
-  // In elements from the tensor's first; the same for every column.
+  // The offset in elements from the tensor's first; the same for every column.
   FAC_HOST_DEVICE constexpr std::int64_t offset(const TensorView& view, int head) const {
     return batch * view.batch_stride + row * view.row_stride + head * view.head_stride;
   }
@@ -85,7 +85,7 @@ struct KeyRows {
     return {pages[page], row - page * static_cast<int>(page_size.divisor)};
   }
 
-  // The same, nowhere if it is no page of the pool.
+  // `place`, or nowhere if it is no page of the pool.
   FAC_HOST_DEVICE KeyPlace checked(KeyPlace place, DeviceErrors* errors) const {
     if (!is_paged() || (place.batch >= 0 && place.batch < num_pages)) return place;
     report(errors, DeviceCheck::block_table, batch, place.batch, num_pages - 1);
@@ -140,7 +140,7 @@ struct PageBox {
 };
 
 // Box `index` of the tile whose first key is key_begin, a multiple of box_rows, which divides the
-// size of a page; the sequence has no left padding then. Without pages a tile is one box. Behind
+// size of a page; the sequence has no left padding then. Without pages a tile is one box. After
 // the sequence's last key that one stands for the others, because a box needs a row
 // (sm90/isa/copy.h). seqlen_k > 0.
 FAC_HOST_DEVICE PageBox find_box(KeyRows const& keys, int index, int box_rows, int key_begin,

@@ -46,11 +46,11 @@ FAC_HOST_DEVICE constexpr bool is_swept(const Sequence& sequence, int swept_rows
   return sequence.rows_q <= swept_rows && sequence.rows_k <= swept_rows;
 }
 
-// Sequence batch_size holds the rows behind the last one, batch_size + 1 those before the first:
+// Sequence batch_size holds the rows after the last one, batch_size + 1 those before the first:
 // they attend to nothing, and are written like any row that sees no key.
 inline constexpr int gap_sequences = 2;
 
-// In the workspace.
+// The table lies in the workspace.
 struct SequenceTable {
   const int* counts = nullptr;  // (2): entries of tiles and of q_tiles; null: no table
   const Sequence* sequences = nullptr;
@@ -173,7 +173,7 @@ FAC_HOST_DEVICE void read_origin(const int* origin, bool drops, int index, Devic
                                  Sequence& sequence) {
   const int* own = origin + std::int64_t{4} * index;
   sequence.stream = own[0];
-  if (drops) {  // else nobody asks
+  if (drops) {  // else they are not used
     sequence.first_q = detail::checked_first(errors, index, own[1]);
     sequence.first_k = detail::checked_first(errors, index, own[2]);
   }

@@ -23,8 +23,8 @@ FAC_HOST_DEVICE constexpr float cost_of_splits(int tiles, int slots, int steps, 
   return static_cast<float>(rounds) * static_cast<float>(steps_of_one + 1);
 }
 
-// Of the numbers of splits that take about as long as the best the fewest is chosen: their results
-// have to be combined.
+// The fewest splits that take about as long as the best number are chosen: their results have to be
+// combined.
 FAC_HOST_DEVICE constexpr bool is_about_as_long(float cost, float least) {
   constexpr float tolerance = 1.05f;
   return cost <= tolerance * least;

@@ -54,9 +54,10 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   auto sdQ = smem_tile<typename Traits::OwnQueryLayout>(reinterpret_cast<Element*>(smem_bytes));
   fragment_to_shared<Element>(tdQrdQ, mma, sdQ, thread);
   __syncthreads();
-  Traits::QueryWriter::store(from_column<Element>(args.params.dq, column_begin), sequence.batch_q,
-                             head, sequence.row_q + query_begin, sequence.rows_q - query_begin,
-                             args.params.shape.head_dim - column_begin, sdQ, thread);
+  Traits::QueryWriter::store(
+      from_column<Element, Traits::shares_columns>(args.params.dq, column_begin), sequence.batch_q,
+      head, sequence.row_q + query_begin, sequence.rows_q - query_begin,
+      args.params.shape.head_dim - column_begin, sdQ, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -4,8 +4,10 @@
 #pragma once
 
 #include "shared/dropout/dropout.h"
+#include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
 #include "shared/scores/score_modifiers.h"
+#include "sm80/backward/traits.h"
 
 namespace flash_attn_cuda::sm80 {
 
@@ -39,9 +41,9 @@ CUTE_DEVICE void score_gradients(Scores const& probs, Scores& dscores, Coords co
   }
 }
 
-// The same with modifiers and dropout. With keep probability k, P is kept / k where it is
-// kept, and dS = P * (dP * kept / k - D): the factor 1 / k is left to the ends of dV, dK and dQ,
-// and D is multiplied by k instead.
+// P and dS with modifiers and dropout. With keep probability k, P is kept / k where it is kept, and
+// dS = P * (dP * kept / k - D): the factor 1 / k is left to the ends of dV, dK and dQ, and D is
+// multiplied by k instead.
 template <bool kDrops>
 struct ModifiedScores {
   ScoreModifiers modifiers;
@@ -51,7 +53,7 @@ struct ModifiedScores {
   float keep_probability;
   int query_begin;
   int key_begin;
-  int first_query;  // those two as dropout counts them
+  int first_query;  // query_begin and key_begin as dropout counts them
   int first_key;
 
   // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. add_bias() adds
@@ -60,10 +62,10 @@ struct ModifiedScores {
   CUTE_DEVICE void differentiate(Scores& scores, Scores& dscores, Coords const& coords,
                                  float const* lse_log2, float const* softmax_d, AddBias add_bias,
                                  Hide hide, Store store_probabilities) const {
-    if (modifiers.bends()) {
-      if constexpr (kDrops) drop(dscores, coords);
+    if (modifiers.is_curved()) {
+      if (kDrops) drop(dscores, coords);
       bool lacks_d = true;  // until scores are modified, for its registers
-      const bool reaches = modifiers.scale_to_bend(scores);
+      const bool reaches = modifiers.scale_to_curve(scores);
       modifiers.apply_and_differentiate(
           scores, reaches, coords, query_begin, key_begin, [&](auto derivative) {
             multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);
@@ -74,7 +76,7 @@ struct ModifiedScores {
       hide();
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) dscores(i) *= scores(i);
-      if constexpr (kDrops) drop(scores, coords);
+      if (kDrops) drop(scores, coords);
       store_probabilities();
       return;
     }
@@ -134,6 +136,73 @@ struct ModifiedScores {
         dscores(row, col) = (dscores(row, col) - row_d) * slope;
       }
     }
+  }
+};
+
+// A step of a backward CTA, for what lies between its products.
+template <class Traits, class Step>
+struct StepScores {
+  static constexpr int block_m = Traits::block_m;
+  static constexpr int block_n = Traits::block_n;
+  static constexpr bool drops = Traits::has_dropout;
+
+  BackwardArguments const& args;
+  Sequence const& sequence;
+  BlockRange const& range;  // of query tiles that see the keys
+  Step const& step;
+  int key_begin;
+  bool makes_dbias;  // of CTAs that share a tile one does
+  float const* lse_log2;
+  float const* softmax_d;
+
+  CUTE_DEVICE ScoreTile tile() const {
+    return {sequence, step.head, step.tile * block_m, key_begin};
+  }
+
+  // S -> P as dV wants it, handed over by calling store_probabilities, of rows with more than a
+  // softmax; of others P is there. dP -> dS. Only after dP, so that the exponentials share the
+  // product's basic block and fill its gaps.
+  template <class Scores, class Coords, class Store>
+  CUTE_DEVICE void differentiate(RngState const& rng, Scores& scores, Scores& dscores,
+                                 Coords const& coords, Store store_probabilities) const {
+    if constexpr (Traits::is_plain) {
+      hide_outside(scores, coords);
+      store_probabilities();
+      score_gradients(scores, dscores, coords, softmax_d);
+    } else {
+      BackwardParams const& params = args.params;
+      const ScoreTile tile = this->tile();
+      const ModifiedScores<drops> modified{
+          .modifiers = ScoreModifiers::of(params.score, sequence.index, step.head, sequence.shift),
+          .is_modified = modifies_scores(params.score),
+          .dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, step.head),
+          .scale_log2 = args.scale_log2,
+          .keep_probability = args.keep_probability,
+          .query_begin = tile.query_begin,
+          .key_begin = key_begin,
+          .first_query = sequence.first_q + tile.query_begin,
+          .first_key = sequence.first_k + key_begin};
+      const auto add_bias = [&] { Traits::Bias::apply(params.score, tile, scores, coords); };
+      const auto hide = [&] {
+        hide_outside(scores, coords);
+        Traits::Lists::apply(params.sparsity, step, tile, scores, coords, 0.0f);
+      };
+      modified.differentiate(scores, dscores, coords, lse_log2, softmax_d, add_bias, hide,
+                             store_probabilities);
+      if (makes_dbias)
+        Traits::Bias::add_gradient(params.dbias, params.score.bias, tile,
+                                   1.0f / args.keep_probability, dscores, coords);
+    }
+  }
+
+ private:
+  template <class Scores, class Coords>
+  CUTE_DEVICE void hide_outside(Scores& scores, Coords const& coords) const {
+    if (key_begin + block_n <= sequence.seqlen_k && range.is_interior(step.tile)) return;
+    const ScoreMask<Traits::config.mask> mask{
+        .band = band_from_queries(args.params.window, sequence.shift),
+        .seqlen_k = sequence.seqlen_k};
+    mask.apply(scores, coords, step.tile * block_m, key_begin, 0.0f);
   }
 };
 

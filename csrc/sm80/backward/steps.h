@@ -23,6 +23,11 @@ struct WindowSteps {
   StepRange range;
   bool descends;
 
+  CUTE_DEVICE static WindowSteps of(StepRange const& range, bool descends, BlockLists const&,
+                                    TileWork const&) {
+    return {range, descends};
+  }
+
   CUTE_DEVICE int steps() const {
     if (range.tiles.empty()) return 0;
     return (range.end_head - range.first_head) * (range.tiles.end - range.tiles.begin);
@@ -44,20 +49,22 @@ struct SparseStep {
   int end;
 };
 
-// Of a kernel for block-sparse masks, which a call without lists can run as well.
+// The steps in a kernel for block-sparse masks, which a call without lists can run as well.
 template <int kBlockM, int kBlockN>
 struct ListSteps {
   using Visits = HeadVisits<kBlockM>;
   StepRange range;
   Visits visits;
 
-  CUTE_DEVICE ListSteps(StepRange const& range, BlockLists const& lists, TileWork const& work)
-      : range(range),
-        visits{.lists = lists,
-               .sequence = work.sequence.index,
-               .tile = work.tile * kBlockN / list_tile,
-               .range = range.tiles,
-               .end_head = range.end_head} {}
+  CUTE_DEVICE static ListSteps of(StepRange const& range, bool, BlockLists const& lists,
+                                  TileWork const& work) {
+    return {.range = range,
+            .visits = {.lists = lists,
+                       .sequence = work.sequence.index,
+                       .tile = work.tile * kBlockN / list_tile,
+                       .range = range.tiles,
+                       .end_head = range.end_head}};
+  }
 
   CUTE_DEVICE bool has_lists() const { return visits.lists.data != nullptr; }
   CUTE_DEVICE int steps() const {

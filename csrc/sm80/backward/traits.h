@@ -4,7 +4,9 @@
 
 #include "flash_attn/api.h"
 #include "shared/mask/block_range.h"
+#include "shared/mask/pair_mask.h"
 #include "shared/schedule/tile_work.h"
+#include "shared/scores/score_bias.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"
@@ -19,8 +21,8 @@ struct BackwardTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int threads = config.num_warps * 32;
-  // Of dK, dV and dQ. Where they are not all, other CTAs have the rest, each with the same S and
-  // dP.
+  // Columns of dK, dV and dQ. Where they are not all, other CTAs have the rest, each with the same
+  // S and dP.
   static constexpr int columns_per_cta =
       config.columns_per_cta == 0 ? head_dim : config.columns_per_cta;
   static constexpr bool shares_columns = columns_per_cta < head_dim;
@@ -31,10 +33,15 @@ struct BackwardTraits {
   // Nothing but the softmax lies between the products.
   static constexpr bool is_plain = !has(modifier_features | feature::dropout | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool has_bias = has(feature::bias);
+  static constexpr bool has_dropout = has(feature::dropout);
+  static constexpr bool is_ordered = has(feature::deterministic);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static_assert(!is_plain || !is_sparse, "what hides unlisted pairs runs beside them");
 
   using Element = ElementOf<config.dtype>;
+  using Bias = EffectIf<has_bias, BiasEffect<Element>>;
+  using Lists = EffectIf<is_sparse, ListedPairs<block_m, block_n>>;
   using ScoresMma = WarpGridMma<Element, own.warps_m_scores, config.num_warps / own.warps_m_scores>;
   using DkdvMma = WarpGridMma<Element, own.warps_n_dkdv, config.num_warps / own.warps_n_dkdv>;
   using DqMma = WarpGridMma<Element, own.warps_m_dq, config.num_warps / own.warps_m_dq>;
@@ -44,7 +51,7 @@ struct BackwardTraits {
   using ScoresLayout = TileLayout<block_m, block_n>;
   using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
   using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
-  // Of the columns that a CTA makes gradients of, which lie together in a tile.
+  // Layouts of the columns that a CTA makes gradients of, which lie together in a tile.
   using OwnQueryLayout = TileLayout<block_m, columns_per_cta>;
   using OwnKeyLayout = TileLayout<block_n, columns_per_cta>;
   using KeyWriter = TileWriter<Element, block_n, columns_per_cta, threads>;

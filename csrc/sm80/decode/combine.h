@@ -16,7 +16,7 @@ CUTE_DEVICE MarkedCounter arrivals_of(DecodeArguments const& args, TileWork cons
   return MarkedCounter(args.arrivals + row_index(args, work.sequence, first_row));
 }
 
-// By all threads, when they have written what is theirs of a split.
+// All threads call it, when they have written what is theirs of a split.
 template <class Traits>
 CUTE_DEVICE bool is_last_split(MarkedCounter const& arrivals, int splits,
                                typename Traits::SharedStorage& smem) {
@@ -30,7 +30,7 @@ CUTE_DEVICE bool is_last_split(MarkedCounter const& arrivals, int splits,
 }
 
 // out = sum_s exp(lse_s - lse) out_s and lse = log sum_s exp(lse_s). As in an online softmax the
-// reference follows the largest lse. Empty splits behind the last one with keys change no bit.
+// reference follows the largest lse. Empty splits after the last one with keys change no bit.
 template <class Traits>
 CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& item) {
   using Element = typename Traits::Element;
@@ -42,7 +42,7 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
   for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
     const int column = i % chunks_per_row * OutputChunk::columns;
     const PackedRow row = packed_row<Traits>(args, item.work, i / chunks_per_row);
-    if (row.query >= sequence.rows_q) break;  // as those behind it
+    if (row.query >= sequence.rows_q) break;  // as those after it
     if (column >= head_dim_v) continue;
 
     auto next = PartialRow<Traits>::at(args, sequence, row, 0);
@@ -58,7 +58,7 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
       CUTE_UNROLL
       for (int j = 0; j < in_flight; ++j) {
         lse[j] = j < left ? __ldcg(next.lse + j) : -INFINITY;
-        // Of a split without keys anything may be there.
+        // A split without keys may have left anything there.
         const auto* part = reinterpret_cast<const float4*>(next.out + j * Traits::head_dim);
         parts[j] = j < left ? __ldcg(part) : float4{};
       }

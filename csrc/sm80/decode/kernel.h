@@ -102,7 +102,7 @@ struct SharedQueries {
 
   CUTE_DEVICE void load(int k) { at(fragment, k) = source[k * 32 + lane]; }
 
-  // A step's part of a fragment: four registers.
+  // A step's four registers of a fragment.
   CUTE_DEVICE static uint4& at(Fragment& fragment, int k) {
     return reinterpret_cast<uint4*>(fragment.data())[k];
   }
@@ -119,7 +119,7 @@ CUTE_DEVICE void add_scores_of_group(typename Traits::SharedStorage& smem, int w
   float4* left = buffer + warp * vectors * 32 + lane;
   CUTE_UNROLL
   for (int i = 0; i < vectors; ++i) left[i * 32] = own[i];
-  // Who writes a buffer anew has passed the barrier of the slice between, and so has its reader.
+  // The warp that rewrites a buffer, and its reader, have passed the barrier of the slice between.
   asm volatile("bar.sync %0, 64;" ::"r"(1 + warp / 2) : "memory");
   const float4* found = buffer + (warp ^ 1) * vectors * 32 + lane;
   CUTE_UNROLL
@@ -154,7 +154,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int first_query = packed_row<Traits>(args, work, 0).query;
   const int last_query =
       min(packed_row<Traits>(args, work, block_m - 1).query, sequence.seqlen_q - 1);
-  // In single keys: those that some row of the tile sees, and the interior that every one does.
+  // A range of keys: those that some row of the tile sees, and the interior that every one does.
   const BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
   const KeySpan span = split_span<Traits>(args, visible, item);
   if (span.empty() && split > 0) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
     }
     if (!draws) return;
     if (threadIdx.x == 0) {
-      if (ticket == items - 1) tickets.reset();  // a draw for each item: this is the last one
+      if (ticket == items - 1) tickets.reset();  // one ticket for each item: this is the last
       smem.next_item = gridDim.x + ticket;
     }
     __syncthreads();

@@ -66,7 +66,7 @@ class SliceLoader {
   static constexpr int rows_per_pass = 32 / chunks_per_row;
   static constexpr int atom_rows = 8;
 
-  // Whether the keys of every slice lie in rows one behind the other. origin: the first key of one.
+  // Whether the keys of every slice lie in rows one after the other. origin: the first key of one.
   CUTE_DEVICE static bool are_consecutive(KeyRows const& rows, int origin) {
     return !rows.is_paged() ||
            (rows.page_size.divisor % slice == 0 && (rows.first_row + origin) % slice == 0);

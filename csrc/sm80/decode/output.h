@@ -1,5 +1,5 @@
-// The end of a decode kernel: the warps' parts of O and LSE become the tile's, in the order of the
-// warps, so that the same keys give the same bits.
+// The end of a decode kernel: O and LSE of the warps become the tile's, in the order of the warps,
+// so that the same keys give the same bits.
 #pragma once
 
 #include "shared/fragments.h"
@@ -123,7 +123,7 @@ struct OutputChunk {
   }
 };
 
-// Of one row, among those of all sequences and heads.
+// The index of one row, among those of all sequences and heads.
 CUTE_DEVICE std::int64_t row_index(DecodeArguments const& args, Sequence const& sequence,
                                    PackedRow const& row) {
   AttentionShape const& shape = args.params.shape;
@@ -183,7 +183,7 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
     const int tile_row = i / chunks_per_row;
     const int column = i % chunks_per_row * OutputChunk::columns;
     const PackedRow row = packed_row<Traits>(args, work, tile_row);
-    if (row.query >= sequence.rows_q) break;  // as those behind it
+    if (row.query >= sequence.rows_q) break;  // as those after it
     if (column >= head_dim_v) continue;
 
     OutputChunk chunk{};

@@ -1,10 +1,10 @@
-// What a CTA of a decode kernel works on: a tile, and a part of the keys that it sees.
+// What a CTA of a decode kernel works on: a tile, and a split of the keys that it sees.
 //
 // Sequences of one length: all tiles have the same number of splits, and the grid counts them.
 // Otherwise every CTA reads all lengths, finds out how many splits each sequence gets, and takes
 // the next item of the list that they make; nobody has to write the list first. Long sequences have
-// many splits then, short ones a single one. Of a list with more items than there are places for
-// CTAs, whoever is done draws the next.
+// many splits then, short ones a single one. If the list has more items than there are places for
+// CTAs, a CTA that is done takes a ticket for the next.
 #pragma once
 
 #include "shared/mask/block_range.h"
@@ -30,12 +30,12 @@ struct DecodeArguments {
   int ctas_per_split;
   int keys_per_split;  // 0: what the lengths ask for
   int resident_ctas;   // on the whole device
-  // Of rows of q over all sequences; a row's splits lie together.
+  // Results of rows of q over all sequences; a row's splits lie together.
   float* out_partial;  // (rows, num_heads_q, num_splits, Traits::head_dim)
   float* lse_partial;  // (rows, num_heads_q, num_splits), in powers of two
   // Counters (shared/schedule/marked_counter.h).
   unsigned long long* arrivals;  // (rows, num_heads_q): of splits, at a tile's first row
-  unsigned long long* tickets;   // of items that CTAs have drawn
+  unsigned long long* tickets;   // of items that CTAs have taken
   unsigned long long call_mark;
 };
 
@@ -82,9 +82,9 @@ CUTE_DEVICE int steps_of(Window const& window, Sequence const& sequence) {
   return ceil_div_positive(static_cast<int>(keys), Traits::step);
 }
 
-// Of equal tiles: as fewest_splits() (host/choose_forward.cpp), each lane of a warp tries a number.
-// Here every CTA that an SM can hold is a slot: the grid has CTAs without an item, and nothing
-// puts those that have one on an SM each.
+// fewest_splits() (host/choose_forward.cpp) for equal tiles: each lane of a warp tries a number.
+// Here every CTA that an SM can hold is a slot: the grid has CTAs without an item, and nothing puts
+// those that have one on an SM each.
 CUTE_DEVICE int fewest_splits(float tiles, int slots, int steps, int most) {
   if (tiles >= static_cast<float>(most_tiles_per_slot * slots)) return 1;
   const int splits = min(static_cast<int>(threadIdx.x % 32) + 1, max(most, 1));
@@ -96,7 +96,7 @@ CUTE_DEVICE int fewest_splits(float tiles, int slots, int steps, int most) {
   return __ffs(__ballot_sync(0xffffffffu, is_about_as_long(cost, least)));
 }
 
-// Steps that a CTA should have, so that all of a call take about as long: shorter parts where a
+// Steps that a CTA should have, so that all of a call take about as long: shorter splits where a
 // long one could end up last.
 template <class Traits>
 CUTE_DEVICE float balanced_steps(DecodeArguments const& args,
@@ -232,11 +232,11 @@ CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, ItemPlace con
   return find_work(place.coord, args.table, args.params, item.work);
 }
 
-// The part of `visible` that a split takes.
+// The keys of `visible` that a split takes.
 template <class Traits>
 CUTE_DEVICE KeySpan split_span(DecodeArguments const& args, BlockRange const& visible,
                                DecodeItem const& item) {
-  // From where a slice may begin that lies in one page, if pages hold whole slices.
+  // A slice from `begin` on lies in one page, if pages hold whole slices.
   std::int64_t begin = visible.begin - (item.work.sequence.row_k + visible.begin) % Traits::slice;
   std::int64_t keys = args.keys_per_split;
   if (keys > 0) {

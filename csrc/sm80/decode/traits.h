@@ -38,7 +38,7 @@ struct DecodeTraits {
   static constexpr int head_dim = config.head_dim;
   static constexpr int num_warps = config.num_warps;
   static constexpr int threads = num_warps * 32;
-  // Of wide heads a group of warps shares a slice of keys: each warp has some of its columns.
+  // A group of warps shares a slice of the keys of wide heads: each warp has some of its columns.
   static constexpr int columns_per_warp =
       config.columns_per_warp == 0 ? head_dim : config.columns_per_warp;
   static constexpr int warps_per_group = head_dim / columns_per_warp;
@@ -54,7 +54,7 @@ struct DecodeTraits {
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
   static constexpr bool shares_queries = own.shares_queries;
 
-  // V and O are multiplied in pieces of their columns, to keep few fragments of V alive.
+  // V and O are multiplied some columns at a time, to keep few fragments of V alive.
   static constexpr int piece = columns_per_warp % 64 == 0 ? 64 : 32;
   static constexpr int pieces = columns_per_warp / piece;
   using KeyLayout = TileLayout<slice, columns_per_warp>;
@@ -77,7 +77,7 @@ struct DecodeTraits {
     bool is_last;
     int next_item;
     alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
-    // What each warp of a group adds to S, of two slices in turn.
+    // What each warp of a group adds to S, of two slices alternately.
     alignas(16) float scores[warps_per_group > 1 ? 2 * num_warps * block_m * slice : 1];
   };
 

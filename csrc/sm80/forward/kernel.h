@@ -7,7 +7,7 @@
 // K(n - 1) while softmax and P V run.
 //
 // With splits the key blocks of a tile are shared out to several CTAs, which leave O and LSE of
-// their part in fp32 for combine_splits.cu. Of wide heads several CTAs share the columns of V and
+// their split in fp32 for combine_splits.cu. Of wide heads several CTAs share the columns of V and
 // O; each makes S for itself.
 #pragma once
 
@@ -29,17 +29,17 @@ struct ForwardArguments {
   ForwardParams params;
   TileSchedule schedule;
   SequenceTable table;
-  float scale_log2;  // what turns a score into powers of two: log2(e), times |softmax_scale| unless
+  float scale_log2;  // from a score to powers of two: log2(e), times |softmax_scale| unless
                      // the kernel scales scores itself; never zero
   bool negate_q;     // softmax_scale < 0: the sign moves into Q, so that the row maximum stays a
                      // maximum
   int num_splits;
   int ctas_per_split;
-  int keys_per_split;         // 0: equal parts of what the tile sees
+  int keys_per_split;         // 0: equal shares of what the tile sees
   std::int64_t partial_rows;  // per split: rows of q over all sequences
   float* out_partial;         // (num_splits, partial_rows, num_heads_q, head_dim_v)
   float* lse_partial;         // (num_splits, partial_rows, num_heads_q)
-  int ctas_per_row;           // those that share the columns of V and O
+  int ctas_per_row;           // CTAs that share the columns of V and O
 };
 
 // -Q in place, each thread the elements it loaded itself.
@@ -131,12 +131,10 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   if (sequence.seqlen_q < sequence.rows_q) {
     clear_unused_rows<Traits>(output, lse, coords, sequence.seqlen_q - query_begin);
   }
-  if constexpr (Traits::has(feature::split_kv)) {
-    if (args.num_splits > 1) {
-      write_partial<Traits>(args, sequence, split, head, query_begin, column_begin, output, coords,
-                            lse);
-      return;
-    }
+  if (Traits::has(feature::split_kv) && args.num_splits > 1) {
+    write_partial<Traits>(args, sequence, split, head, query_begin, column_begin, output, coords,
+                          lse);
+    return;
   }
   float* row_lse = params.lse.data + sequence.batch_q * params.lse.batch_stride +
                    head * params.lse.head_stride + sequence.row_q + query_begin;
@@ -166,8 +164,9 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   if (Traits::shares_columns) __syncthreads();  // the rows of narrower tiles lie elsewhere
   fragment_to_shared<Element>(tOrO, mma, sO, thread);
   __syncthreads();
-  Traits::OutputWriter::store(from_column<Element>(params.out, column_begin), sequence.batch_q,
-                              head, sequence.row_q + query_begin, rows, columns, sO, thread);
+  Traits::OutputWriter::store(
+      from_column<Element, Traits::shares_columns>(params.out, column_begin), sequence.batch_q,
+      head, sequence.row_q + query_begin, rows, columns, sO, thread);
 }
 
 // What this CTA does, for all its threads.
@@ -191,21 +190,11 @@ CUTE_DEVICE void find_tile(ForwardArguments const& args, int split, int block_id
   smem.work = work;
   smem.range = block_range(band_from_queries(params.window, work.sequence.shift), query_begin,
                            query_last, seqlen_k, Traits::block_n);
-  if constexpr (Traits::is_sparse) {
-    if (params.sparsity.lists.data != nullptr) {
-      const auto list =
-          BlockList<Traits::block_n>::of(params.sparsity.lists, work.sequence.index, work.head,
-                                         query_begin / list_tile, smem.range);
-      smem.visits = {.list = list, .window = smem.range};
-      smem.range.begin = list.begin;
-      smem.range.end = list.end;
-    }
-  }
-  if constexpr (Traits::has(feature::split_kv)) {
-    if (args.num_splits > 1) {
-      smem.range =
-          split_range<Traits::block_n>(smem.range, split, args.num_splits, args.keys_per_split);
-    }
+  smem.visits.find(params.sparsity.lists, work.sequence.index, work.head, query_begin / list_tile,
+                   smem.range);
+  if (Traits::has(feature::split_kv) && args.num_splits > 1) {
+    smem.range =
+        split_range<Traits::block_n>(smem.range, split, args.num_splits, args.keys_per_split);
   }
 }
 
@@ -223,15 +212,15 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   AttentionShape const& shape = params.shape;
   const int thread = threadIdx.x;
 
-  if constexpr (Traits::has(feature::dropout)) publish_rng(params.dropout, blockIdx.x, thread);
+  if (Traits::has(feature::dropout)) publish_rng(params.dropout, blockIdx.x, thread);
   int block_id = blockIdx.x;
   int column_begin = 0;  // of this CTA's columns of V and O
-  if constexpr (Traits::shares_columns) {
+  if (Traits::shares_columns) {
     block_id = blockIdx.x / args.ctas_per_row;
     column_begin = (blockIdx.x - block_id * args.ctas_per_row) * Traits::columns_per_cta;
   }
   const int split = Traits::has(feature::split_kv) ? block_id / args.ctas_per_split : 0;
-  // In shared memory, because registers are what this kernel is short of.
+  // Work and range lie in shared memory, because registers are what this kernel is short of.
   if (thread == 0) find_tile<Traits>(args, split, block_id, smem);
   __syncthreads();
   TileWork const& work = smem.work;
@@ -245,39 +234,32 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, columns_per_cta)
 
-  auto source_at = [&]<class Loader>(Loader, TensorView const& view, int key) {
-    return Loader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
-                          sequence.seqlen_k - key, thread);
+  auto&& own_values = from_column<Element, Traits::shares_columns>(params.v, column_begin);
+  const int own_columns = shape.head_dim_v - column_begin;
+  auto source_at = [&](TensorView const& view, int key) {
+    return Traits::KeyLoader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
+                                     sequence.seqlen_k - key, thread);
   };
-  [[maybe_unused]] const auto first_k = source_at(typename Traits::KeyLoader{}, params.k, 0);
-  [[maybe_unused]] const auto first_v =
-      source_at(typename Traits::ValueLoader{}, from_column<Element>(params.v, column_begin), 0);
-  auto load_rows = [&]<class Loader, class AnyRowLoader>(Loader loader, AnyRowLoader,
-                                                         TensorView const& view, int columns,
-                                                         auto const& first, auto& tile, int block) {
+  [[maybe_unused]] const auto first_k = source_at(params.k, 0);
+  [[maybe_unused]] const auto first_v = source_at(own_values, 0);
+  auto load_keys = [&](TensorView const& view, int columns, auto const& first, auto& tile,
+                       int block) {
+    using Loaders = typename Traits::template LoadersOf<decltype(tile)>;
     const int key = block * block_n;
     if (Traits::has(feature::paged_kv) && params.paged.block_table != nullptr) {
       const KeyRows rows = KeyRows::of(params.paged, sequence);
-      AnyRowLoader::load(columns, tile, thread, [&](int row) -> const Element* {
+      Loaders::Rows::load(columns, tile, thread, [&](int row) -> const Element* {
         if (key + row >= sequence.seqlen_k) return nullptr;
         return rows.row<const Element>(view, head_k, key + row, params.errors);
       });
     } else if constexpr (Traits::keeps_pointers) {
-      Loader::load(view, {first.first + key * view.row_stride, first.rows - key}, columns, tile,
-                   thread);
+      Loaders::Tile::load(view, {first.first + key * view.row_stride, first.rows - key}, columns,
+                          tile, thread);
     } else {
-      Loader::load(view, source_at(loader, view, key), columns, tile, thread);
+      const auto source = source_at(view, key);
+      Loaders::Tile::load(view, {source.first, source.rows}, columns, tile, thread);
     }
     commit_loads();
-  };
-  auto load_keys = [&](int block) {
-    load_rows(typename Traits::KeyLoader{}, typename Traits::KeyRowLoader{}, params.k,
-              shape.head_dim, first_k, sK, block);
-  };
-  auto load_values = [&](int block) {
-    load_rows(typename Traits::ValueLoader{}, typename Traits::ValueRowLoader{},
-              from_column<Element>(params.v, column_begin), shape.head_dim_v - column_begin,
-              first_v, sV, block);
   };
 
   typename Traits::Mma mma;
@@ -291,71 +273,44 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_cta>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
-  [[maybe_unused]] ScoreModifiers modifiers{};
-  if constexpr (Traits::modifies_scores)
+  ScoreModifiers modifiers{};
+  if (Traits::modifies_scores)
     modifiers = ScoreModifiers::of(params.score, sequence.index, work.head, sequence.shift);
-  [[maybe_unused]] DropoutMask dropout{};
-  if constexpr (Traits::has(feature::dropout)) {
+  DropoutMask dropout{};
+  if (Traits::has(feature::dropout)) {
     const RngState rng = read_rng(params.dropout.rng);
     dropout = DropoutMask::of(rng, params.dropout.threshold, sequence.stream, work.head);
   }
 
   const bool has_lists = Traits::is_sparse && params.sparsity.lists.data != nullptr;
-  // Of a position in `range`; before the first one anything.
-  auto visit_at = [&](int position) {
-    if constexpr (Traits::is_sparse) {
-      if (has_lists) return smem.visits.list.at(max(position, range.begin));
-    }
-    return Visit{.block = position, .pieces = {}};
-  };
-  auto is_in_window = [&](int block) {
-    if constexpr (Traits::is_sparse) {
-      if (has_lists) return smem.visits.window.is_interior(block);
-    }
-    return range.is_interior(block);
-  };
+  auto visit_at = [&](int position) { return smem.visits.at(has_lists, position, range); };
 
   auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
-    load_values(block);
+    load_keys(own_values, own_columns, first_v, sV, block);
     const int key_begin = block * block_n;
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
-    if constexpr (Traits::shares_columns) {
-      gemm_columns(mma, tSrS, q, k, shape.head_dim);
-    } else {
-      gemm(mma, tSrS, q, k);
-    }
+    gemm_rows<Traits::shares_columns>(mma, tSrS, q, k, shape.head_dim);
 
     wait_for_loads();  // V(block) is here; K's buffer is free
-    if (position > range.begin) load_keys(next_visit.block);
+    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
 
     auto scores = rows_cols_view(tSrS);
-    if constexpr (Traits::modifies_scores) {
-      if (modifies_scores(params.score)) modifiers.apply(scores, tScS, query_begin, key_begin);
-    }
-    if constexpr (Traits::has(feature::bias)) {
-      if (params.score.bias.data != nullptr) {
-        const auto bias =
-            ScoreBias<Element>::of(params.score.bias, sequence.index, sequence.seqlen_q, work.head);
-        bias.add(scores, tScS, query_begin, key_begin, 1.0f / score_unit(params.score));
-      }
-    }
-    if constexpr (Traits::is_sparse) {
-      if (has_lists && !visit.pieces.show_all<block_m, block_n>(query_begin, key_begin)) {
-        const HeadBits bits = HeadBits::of(params.sparsity.bits, sequence.index, work.head);
-        hide_pairs(scores, tScS, visit.pieces, bits, query_begin, key_begin, -INFINITY);
-      }
-    }
-    if (!is_in_window(block)) {
+    const ScoreTile tile{sequence, work.head, query_begin, key_begin};
+    if (Traits::modifies_scores && modifies_scores(params.score))
+      modifiers.apply(scores, tScS, query_begin, key_begin);
+    Traits::Bias::apply(params.score, tile, scores, tScS);
+    Traits::Lists::apply(params.sparsity, visit, tile, scores, tScS, -INFINITY);
+    if (!smem.visits.is_interior(has_lists, block, range)) {
       const ScoreMask<Traits::config.mask> mask{
           .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
     }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
-    if constexpr (Traits::has(feature::dropout)) {
+    if (Traits::has(feature::dropout)) {
       for_each_decision(dropout, scores, tScS, sequence.first_q + query_begin,
                         sequence.first_k + key_begin,
                         [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
@@ -368,7 +323,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
-    load_keys(visit.block);
+    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);

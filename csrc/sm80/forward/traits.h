@@ -4,7 +4,9 @@
 
 #include "shared/mask/block_lists.h"
 #include "shared/mask/block_range.h"
+#include "shared/mask/pair_mask.h"
 #include "shared/schedule/tile_work.h"
+#include "shared/scores/score_bias.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"
@@ -19,7 +21,7 @@ struct ForwardTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int threads = config.num_warps * 32;
-  // Of V and O. Where they are not all, other CTAs have the rest, each with the same S.
+  // Columns of V and O. Where they are not all, other CTAs have the rest, each with the same S.
   static constexpr int columns_per_cta =
       config.columns_per_cta == 0 ? head_dim : config.columns_per_cta;
   static constexpr bool shares_columns = columns_per_cta < head_dim;
@@ -27,15 +29,18 @@ struct ForwardTraits {
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool modifies_scores = has(modifier_features | feature::bias);
   static constexpr bool is_sparse = has(feature::block_sparse);
+  static constexpr bool has_bias = has(feature::bias);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
 
   // Whether registers are left for pointers to K and V from block to block.
   static constexpr bool keeps_pointers = own.keeps_pointers;
 
   using Element = ElementOf<config.dtype>;
+  using Bias = EffectIf<has_bias, BiasEffect<Element>>;
+  using Lists = EffectIf<is_sparse, ListedPairs<block_m, block_n>>;
   // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.
   using Mma = WarpGridMma<Element, config.num_warps, 1>;
-  // Rows of the tile that one thread holds a part of: two per m16 atom.
+  // Rows of the tile that one thread holds elements of: two per m16 atom.
   static constexpr int rows_per_thread = 2 * block_m / (16 * config.num_warps);
 
   using QueryLayout = TileLayout<block_m, head_dim>;
@@ -44,9 +49,13 @@ struct ForwardTraits {
   using OutputLayout = TileLayout<block_m, columns_per_cta>;
   using QueryLoader = TileLoader<Element, block_m, head_dim, threads>;
   using KeyLoader = TileLoader<Element, block_n, head_dim, threads>;
-  using KeyRowLoader = RowLoader<Element, block_n, head_dim, threads>;
-  using ValueLoader = TileLoader<Element, block_n, columns_per_cta, threads>;
-  using ValueRowLoader = RowLoader<Element, block_n, columns_per_cta, threads>;
+  // Loaders of a tile of K or of V: from rows that lie at equal distances, or anywhere.
+  template <class SmemTensor>
+  struct LoadersOf {
+    static constexpr int columns = decltype(size<1>(std::declval<SmemTensor>()))::value;
+    using Tile = TileLoader<Element, block_n, columns, threads>;
+    using Rows = RowLoader<Element, block_n, columns, threads>;
+  };
   using OutputWriter = TileWriter<Element, block_m, columns_per_cta, threads>;
 
   struct SharedStorage {

@@ -29,7 +29,7 @@ CUTE_DEVICE auto smem_tile(Element* data) {
   return make_tensor(make_smem_ptr(data), Layout{});
 }
 
-// The same memory read as its transpose.
+// The tile's memory read as its transpose.
 template <class SmemTensor>
 CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   constexpr int rows = decltype(size<0>(tile))::value;
@@ -83,11 +83,16 @@ CUTE_DEVICE Element* row_pointer(TensorView const& view, int batch, int head, in
          row * view.row_stride;
 }
 
-// The tensor from one of its columns on.
-template <class Element>
-CUTE_DEVICE TensorView from_column(TensorView view, int column) {
-  view.data = static_cast<Element*>(view.data) + column;
-  return view;
+// The tensor from one of its columns on; where CTAs do not share them, itself.
+template <class Element, bool kSharesColumns>
+CUTE_DEVICE decltype(auto) from_column(TensorView const& view, [[maybe_unused]] int column) {
+  if constexpr (kSharesColumns) {
+    TensorView own = view;
+    own.data = static_cast<Element*>(view.data) + column;
+    return own;
+  } else {
+    return (view);
+  }
 }
 
 // The tile whose first row is `row`: global memory to shared memory. Rows from `rows` on and
@@ -129,7 +134,7 @@ struct TileLoader {
   }
 };
 
-// The same where the rows lie anywhere: row_at(row) points to the first element of a row of the
+// TileLoader where the rows lie anywhere: row_at(row) points to the first element of a row of the
 // tile, or is null for zeros.
 template <class Element, int kRows, int kColumns, int kThreads>
 struct RowLoader {
@@ -150,7 +155,7 @@ struct RowLoader {
   }
 };
 
-// The reverse. Rows and columns beyond the tensor are left alone.
+// TileLoader's reverse. Rows and columns beyond the tensor are left alone.
 template <class Element, int kRows, int kColumns, int kThreads>
 struct TileWriter {
   using Share = TileShare<Element, kRows, kColumns, kThreads>;

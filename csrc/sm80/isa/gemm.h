@@ -97,7 +97,7 @@ CUTE_DEVICE void gemm(Mma const& mma, Accumulator& accumulator, A& a, B& b) {
   }
 }
 
-// The same of wide operands, in a loop over 64 columns that ends with those that exist.
+// gemm() of wide operands, in a loop over 64 columns that ends with those that exist.
 template <class Mma, class Accumulator, class A, class B>
 CUTE_DEVICE void gemm_columns(Mma const& mma, Accumulator& accumulator, A& a, B& b, int columns) {
   constexpr int all_steps = decltype(size<2>(a.fragment))::value;
@@ -116,7 +116,33 @@ CUTE_DEVICE void gemm_columns(Mma const& mma, Accumulator& accumulator, A& a, B&
   }
 }
 
-// The same with A already in registers.
+// gemm() or gemm_columns().
+template <bool kWide, class Mma, class Accumulator, class A, class B>
+CUTE_DEVICE void gemm_rows(Mma const& mma, Accumulator& accumulator, A& a, B& b, int columns) {
+  if constexpr (kWide) {
+    gemm_columns(mma, accumulator, a, b, columns);
+  } else {
+    gemm(mma, accumulator, a, b);
+  }
+}
+
+// gemm() and gemm_rows() of tiles in shared memory, which AtomA and AtomB load.
+template <class AtomA, class AtomB, class Mma, class Accumulator, class TileA, class TileB>
+CUTE_DEVICE void gemm_tiles(Mma const& mma, Accumulator& accumulator, TileA const& tile_a,
+                            TileB const& tile_b, int thread) {
+  auto a = operand_a(AtomA{}, mma, tile_a, thread);
+  auto b = operand_b(AtomB{}, mma, tile_b, thread);
+  gemm(mma, accumulator, a, b);
+}
+template <class Atom, bool kWide, class Mma, class Accumulator, class TileA, class TileB>
+CUTE_DEVICE void gemm_tile_rows(Mma const& mma, Accumulator& accumulator, TileA const& tile_a,
+                                TileB const& tile_b, int columns, int thread) {
+  auto a = operand_a(Atom{}, mma, tile_a, thread);
+  auto b = operand_b(Atom{}, mma, tile_b, thread);
+  gemm_rows<kWide>(mma, accumulator, a, b, columns);
+}
+
+// gemm() with A already in registers.
 template <class Mma, class Accumulator, class FragmentA, class B>
 CUTE_DEVICE void gemm_registers_a(Mma const& mma, Accumulator& accumulator, FragmentA const& a,
                                   B& b) {

@@ -15,10 +15,10 @@ struct BackwardKernelArguments {
   CUtensorMap dk_map;
   CUtensorMap dv_map;
   CUtensorMap bias_map;   // of a kernel for biases
-  CUtensorMap dbias_map;  // the same, where its gradient is wanted and no sum
+  CUtensorMap dbias_map;  // of the bias's gradient, where it is wanted and no sum
   BackwardArguments call;
   std::int64_t num_tiles;    // of all key heads and sequences
-  std::int64_t num_tickets;  // those, or more, where tiles have parts
+  std::int64_t num_tickets;  // tiles, or more, where tiles have parts
 };
 
 // Query heads that a key tile is of.

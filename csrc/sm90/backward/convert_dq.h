@@ -7,7 +7,7 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// The strip that a warp takes as number `place`: those that the main kernel did not draw, from the
+// The strip that a warp takes as number `place`: those that the main kernel did not take, from the
 // last one on, which it added to last and L2 still has, then those that its warps gave back. -1
 // where there is none.
 CUTE_DEVICE int strip_at(ConvertDqArguments const& args, unsigned strips, unsigned undrawn,

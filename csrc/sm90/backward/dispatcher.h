@@ -1,6 +1,6 @@
-// The dispatcher of a backward CTA: one thread that draws the CTA's or its pair's tiles, finds what
-// their steps are and tells the others, a little ahead, because it takes as long as a step or two;
-// and counts additions to dQ (finish.h).
+// The dispatcher of a backward CTA: one thread that takes tickets for the CTA's or its pair's
+// tiles, finds what their steps are and tells the others, a little ahead, because it takes as long
+// as a step or two; and counts additions to dQ (finish.h).
 #pragma once
 
 #include "sm90/backward/arguments.h"
@@ -19,7 +19,7 @@ CUTE_DEVICE HeadVisits<Traits::block_m> visits_of(BackwardParams const& params,
           .end_head = item.end_head};
 }
 
-// What of an item's steps is part `part`; false where it is nothing.
+// Which of an item's steps are part `part`; false where none are.
 template <class Traits>
 CUTE_DEVICE bool find_part(BackwardArguments const& call, TilePart const& part,
                            BackwardWorkItem& item) {
@@ -65,7 +65,7 @@ CUTE_DEVICE bool sweeps(BackwardArguments const& call, Sequence const& sequence)
   return Traits::sweeps && (call.sweep_tiles > 1 || is_swept(sequence, call.swept_rows));
 }
 
-// The next tile of a swept sequence. tiles_left: those behind it; before the first, none.
+// The next tile of a swept sequence. tiles_left: those after it; before the first, none.
 template <class Traits>
 CUTE_DEVICE int next_swept_tile(BackwardArguments const& call, Sequence const& sequence,
                                 int& tiles_left) {
@@ -75,7 +75,7 @@ CUTE_DEVICE int next_swept_tile(BackwardArguments const& call, Sequence const& s
 }
 
 // The tile at place `id` of the schedule or, where that stands for all tiles of a swept sequence,
-// the next of them. False for one of which the window hides all, or behind the end of a packed
+// the next of them. False for one of which the window hides all, or after the end of a packed
 // call's list, where all others follow; then `exists` tells the two apart. What lists hide is not
 // looked at.
 template <class Traits>
@@ -83,7 +83,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
                            BackwardWorkItem& item, bool& exists) {
   BackwardArguments const& call = args.call;
   BackwardParams const& params = call.params;
-  // In place, for want of registers; beside lists that takes more of them.
+  // The tile is found in place, for want of registers; with lists that takes more of them.
   TileWork own;
   TileWork& work = Traits::is_sparse ? own : item.work;
   if (Traits::is_sparse && call.table.counts == nullptr) id = longest_first(call.schedule, id);
@@ -94,7 +94,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
   if (Traits::sweeps && is_swept(sequence, call.swept_rows))
     work.tile = next_swept_tile<Traits>(call, sequence, tiles_left);
   if constexpr (Traits::is_sparse) {
-    // Of the first of the query heads that share the key head.
+    // The first of the query heads that share the key head.
     const int head =
         work.head / call.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
     work.tile = ranked_tile<Traits::block_n>(params, call.table, sequence.index, head, work.tile);
@@ -108,7 +108,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
   item.first_head = work.head * heads;
   item.end_head = item.first_head + heads;
   item.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
-  // In turns, key tiles that start early must not wait for what others do last
+  // Where tiles take turns, key tiles that start early must not wait for what others do last
   // (shared/schedule/turns.h). A CTA that takes one tile after the other goes back and forth, if
   // all see the same queries.
   const bool descends = sweeps<Traits>(call, sequence)
@@ -119,7 +119,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
   item.direction = descends ? -1 : 1;
   item.half_starts_later = false;
   if constexpr (Traits::skips_hidden_half) {
-    // Keys that the sequence does not have might be seen behind the last step.
+    // Keys that the sequence does not have might be seen after the last step.
     const BlockRange of_half =
         tiles_that_see<Traits::block_m>(params.window, sequence, key_begin + 64, key_last);
     item.half_starts_later = !descends && !of_half.empty() && of_half.begin > item.range.begin;
@@ -127,7 +127,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
   return !item.range.empty();
 }
 
-// Where an item's dQ goes, and who else adds to it.
+// Where an item's dQ goes, and which other key tiles add to it.
 template <class Traits>
 CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item) {
   Sequence const& sequence = item.work.sequence;
@@ -137,7 +137,7 @@ CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item
   item.first_sum = has_own_sums ? static_cast<int>(blockIdx.x) * heads * call.q_tiles_per_sequence
                                 : item.first_head * call.q_tiles + sequence.first_q_tile;
   if (call.dq_path == DqPath::ordered || sweeps<Traits>(call, sequence)) {
-    // Those that see a query tile are neighbours, so the next ones on both sides tell.
+    // Key tiles that see a query tile are neighbours, so the next ones on both sides tell.
     const int next = call.tiles_descend ? -1 : 1;
     const auto visited_by = [&](int tile) {
       return visited_tiles<Traits::block_m, Traits::block_n>(call.params.window, sequence, tile);
@@ -150,17 +150,17 @@ CUTE_DEVICE void find_sums(BackwardArguments const& call, BackwardWorkItem& item
   }
 }
 
-// Behind everything that this thread has heard of.
+// A thread that acquires the counter then sees all that this one has seen.
 CUTE_DEVICE void count_released(int* counter, int number = 1) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
 }
 
-// The next tile is drawn when so many steps are left: few, so that who is done first gets it.
-constexpr int loads_before_next = 6;  // beside lists: steps of the last tile, to load
-constexpr int steps_before_next = 3;  // else: steps of all tiles drawn so far, to add to dQ
-// The same in turns, where who has drawn a tile and does not begin keeps others waiting.
+// The next ticket is taken when so many steps are left: few, so that a CTA that is done gets it.
+constexpr int loads_before_next = 6;  // with lists: steps of the last tile, to load
+constexpr int steps_before_next = 3;  // else: steps of all tiles taken so far, to add to dQ
+// In turns a CTA that has a ticket and does not begin keeps others waiting.
 constexpr int steps_before_next_in_turns = 1;
-constexpr int no_next = 1 << 30;  // for the steps of no tile: so many that none is drawn any more
+constexpr int no_next = 1 << 30;  // for the steps of no tile: so many that no ticket is taken
 
 template <class Traits>
 struct BackwardDispatcher {
@@ -170,9 +170,9 @@ struct BackwardDispatcher {
   PipelineState<Traits::added_stages> added_state{};
   PipelineState<Traits::drawn_stages> drawn_state{};
   unsigned last_number = 0;  // the last tile's
-  int tiles_left = 0;        // behind it, of those that were drawn with it
+  int tiles_left = 0;        // after it, of those that were taken with it
 
-  // The next tile's number. Every CTA draws once in vain, which must not turn tickets negative.
+  // The next ticket. Every CTA takes one in vain, which must not make tickets negative.
   CUTE_DEVICE unsigned draw() {
     if constexpr (!Traits::writes_dq) {
       return static_cast<unsigned>(atomicAdd(args.call.tickets, 1));
@@ -191,7 +191,7 @@ struct BackwardDispatcher {
     }
   }
 
-  // The same for both CTAs of a pair: one draws, and tells the other.
+  // draw() for both CTAs of a pair: one takes the ticket, and tells the other.
   CUTE_DEVICE unsigned draw_in_pair() {
     auto& ring = smem.from_peer.drawn_ring;
     std::uint32_t* drawn = &smem.from_peer.drawn[drawn_state.stage];
@@ -211,8 +211,8 @@ struct BackwardDispatcher {
     return ticket;
   }
 
-  // Tells the others of the next tile that a query sees, or that there is none. Its steps, where
-  // all are counted.
+  // Tells the others of the next tile that a query sees, or that there is none. Returns its steps,
+  // where all are counted.
   CUTE_DEVICE int announce_next() {
     producer_acquire(smem.work_ring, next_state);
     typename Traits::WorkItem& item = smem.work[next_state.stage];
@@ -277,7 +277,7 @@ struct BackwardDispatcher {
         for (int left = item.steps(); left > 0; --left, --steps_ahead, step.advance(item)) {
           while (steps_ahead <= steps_left) steps_ahead += announce_next();
           wait_until_added();
-          if (call.additions == nullptr) continue;  // nobody asks
+          if (call.additions == nullptr) continue;  // no warp waits for it
           count_released(call.additions + step.sum(item));
         }
       }

@@ -1,14 +1,14 @@
 // dQ when all key tiles have added to it: where the plan says so, warps that have nothing else to
-// do turn its fp32 sums into dq, while the rest of their CTA is at later tiles. What they have not
+// do convert its fp32 sums to dq, while the rest of their CTA is at later tiles. What they have not
 // come to when the CTA's work ends is left to a kernel that follows (convert_dq.h).
 //
 // Every query tile has a counter of additions in global memory. The dQ warpgroup says when a step's
-// additions are on their way (added_ring), and one thread counts them. Beside lists, where the
+// additions are on their way (added_ring), and one thread counts them. With lists, where the
 // additions to come are not known without reading them all, every head has a counter of its key
 // tiles, those without steps included.
-// Whoever is free draws strips of dQ, in the order in which key tiles are drawn, waits for the
-// counter and writes them. Key tiles that are waited for are drawn by CTAs that run, so the wait
-// ends.
+// A warp that is free takes tickets for strips of dQ, in the order in which key tiles are taken,
+// waits for the counter and writes them. CTAs that run have taken the key tiles that are waited
+// for, so the wait ends.
 #pragma once
 
 #include "shared/gradient/dq_accumulator.h"
@@ -33,8 +33,7 @@ CUTE_DEVICE RowTarget<Stored> query_gradient_rows(BackwardParams const& params,
           .accumulates = params.accumulate};
 }
 
-// Rows of a query tile, which one warp of the dQ warpgroup has summed and one warp turns into
-// dq.
+// Rows of a query tile, which one warp of the dQ warpgroup has summed and one warp converts to dq.
 struct Strip {
   static constexpr int rows = strip_rows;
 
@@ -42,7 +41,7 @@ struct Strip {
   int tile;  // of the head's, over all sequences
   int row;   // of the tile, the first
 
-  // Number `index` of them. Key tiles are drawn batch entry by batch entry or, packed, in sections
+  // Number `index` of them. Key tiles are taken batch entry by batch entry or, packed, in sections
   // of few heads.
   template <class Traits, class Arguments>
   CUTE_DEVICE static Strip of(Arguments const& call, unsigned index) {
@@ -106,7 +105,7 @@ CUTE_DEVICE void write_fp32_strip(Arguments const& call, float const* dq_accum, 
   }
 }
 
-// The same -> dq, kAtOnce times 32 columns at a time.
+// One warp: a strip of the sums -> dq, kAtOnce times 32 columns at a time.
 template <class Traits, int kAtOnce, class Arguments>
 CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float factor,
                              Strip const& strip, QueryTile const& work) {
@@ -217,7 +216,7 @@ CUTE_DEVICE bool finish_strip(BackwardArguments const& call,
   return true;
 }
 
-// One of finishing_warps: dq, strip by strip, until all have been drawn or the CTA's loads end.
+// One of finishing_warps: dq, strip by strip, until all have been taken or the CTA's loads end.
 template <class Traits>
 CUTE_DEVICE void finish_query_gradients(BackwardKernelArguments const& args,
                                         typename Traits::SharedStorage const& smem, int warp) {

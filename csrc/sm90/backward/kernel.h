@@ -1,7 +1,7 @@
 // Backward attention on Hopper, FlashAttention-2 Algorithm 2: dK and dV of one key tile after the
 // other, dQ summed over key tiles in fp32. sm80/backward/kernel.h has the formulas.
 //
-// A CTA stays on its SM and draws tile after tile. Threads: one producer warpgroup, of which one
+// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup, of which one
 // thread loads by TMA (producer.h), one finds the tiles and counts additions to dQ
 // (dispatcher.h), and two warps finish dq (finish.h), one of which first sums a
 // sink's gradient and clears tiles that no query sees; one warpgroup for dQ (dq.h); and
@@ -41,7 +41,7 @@ CUTE_DEVICE bool is_unlisted(BackwardParams const& params, BackwardWorkItem cons
   return __all_sync(0xffffffffu, !is_listed);
 }
 
-// One warp: dk = dv = 0 for the tiles that no query sees, which the others never hear of, and
+// One warp: dk = dv = 0 for the tiles that no query sees, of which the others are not told, and
 // counts them.
 template <class Traits>
 CUTE_DEVICE void clear_unseen_tiles(BackwardKernelArguments const& args) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     __syncthreads();
   }
 
-  // The same in all lanes, said so that the compiler knows.
+  // The shuffle tells the compiler that all lanes have the same number.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
@@ -129,15 +129,15 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     }
   } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
-    add_query_gradients<Traits>(args, smem);
+    mma_dq<Traits>(args, smem);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {
-      sum_key_gradients<Traits>(args, smem, warpgroup - 2);
+      mma_dkdv<Traits>(args, smem, warpgroup - 2);
     } else if (warpgroup == 2) {
-      sum_value_gradients<Traits>(args, smem);
+      mma_dv<Traits>(args, smem);
     } else {
-      sum_only_key_gradients<Traits>(args, smem);
+      mma_dk<Traits>(args, smem);
     }
   }
   if constexpr (Traits::in_pairs) sync_pair();

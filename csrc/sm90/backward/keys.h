@@ -4,7 +4,7 @@
 // It multiplies S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as the left operands
 // of dV = P^T dO and dK = dS^T Q and stay in registers; dS^T goes to shared memory for the
 // warpgroup that makes dQ of it (dq.h). dP is started when P is done, so that the two
-// accumulators of scores hardly meet; dV runs while dS is made of dP, the next S behind dK.
+// accumulators of scores hardly meet; dV runs while dS is made of dP, the next S after dK.
 #pragma once
 
 #include "sm90/backward/results.h"
@@ -28,8 +28,8 @@ CUTE_DEVICE void producer_commit_in_pair(typename Traits::SharedStorage& smem,
   copy_to_peer(smem.from_peer.ds + first, smem.ds + first, bytes, full);
 }
 
-// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next. announce(stage): what that shall
-// find with it. commit_dscores follows.
+// dS^T of 64 keys -> the buffer that the dQ warpgroup reads next. announce(stage) writes what it
+// shall find with them. commit_dscores follows.
 template <class Traits, class Fragment, class Announce>
 CUTE_DEVICE void store_dscores(typename Traits::SharedStorage& smem,
                                PipelineState<Traits::ds_stages> const& state, int part,
@@ -46,8 +46,8 @@ CUTE_DEVICE void store_dscores(typename Traits::SharedStorage& smem,
   if constexpr (Traits::in_pairs) cutlass::arch::fence_view_async_shared();
 }
 
-// Word of it. The fence comes first where a copy to the other CTA is what takes long, else as late
-// as it may.
+// Tells the dQ warpgroups that it is there. The fence comes first where a copy to the other CTA is
+// what takes long, else as late as it may.
 template <class Traits>
 CUTE_DEVICE void commit_dscores(typename Traits::SharedStorage& smem,
                                 PipelineState<Traits::ds_stages>& state, int part) {
@@ -61,13 +61,6 @@ CUTE_DEVICE void commit_dscores(typename Traits::SharedStorage& smem,
   state.advance();
 }
 
-// Until all that was written to a ring's buffers, by the producer that is at `state`, is read.
-template <int kStages>
-CUTE_DEVICE void wait_until_empty(Ring<kStages>& ring, PipelineState<kStages> state) {
-  CUTE_UNROLL
-  for (int stage = 0; stage < kStages; ++stage, state.advance()) producer_acquire(ring, state);
-}
-
 // The first of a tile's keys whose dK and dV are this CTA's.
 template <class Traits>
 CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
@@ -75,7 +68,7 @@ CUTE_DEVICE int first_own_key(BackwardWorkItem const& item) {
   return Traits::in_pairs ? first + rank_in_pair() * Traits::cta_keys : first;
 }
 
-// A buffer of Q or dO, which both CTAs of a pair write.
+// Gives back a buffer of Q or dO, which both CTAs of a pair write.
 template <class Traits, int kStages>
 CUTE_DEVICE void release_queries(Ring<kStages>& ring, PipelineState<kStages> const& state) {
   consumer_release(ring, state);
@@ -104,9 +97,32 @@ CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem,
   ds_state.advance();
 }
 
+// The pairs of a step and the 64 keys from key_begin on, whose queries are in q_stage. range: of
+// the tile's queries.
 template <class Traits>
-CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
-                                   typename Traits::SharedStorage& smem, int warpgroup) {
+CUTE_DEVICE ScoreTile score_tile(typename Traits::SharedStorage const& smem, int q_stage,
+                                 Sequence const& sequence, BlockRange const& range,
+                                 Step const& step, int key_begin, bool has_all_keys) {
+  if constexpr (Traits::announces) {
+    VisitedQueries const& visited = smem.visited[q_stage];
+    return {.sequence = sequence,
+            .head = visited.step.head,
+            .query_begin = visited.step.tile * Traits::block_m,
+            .key_begin = key_begin,
+            .is_interior = has_all_keys && visited.is_in_window,
+            .pieces = visited.pieces};
+  } else {
+    return {.sequence = sequence,
+            .head = step.head,
+            .query_begin = step.tile * Traits::block_m,
+            .key_begin = key_begin,
+            .is_interior = has_all_keys && range.is_interior(step.tile)};
+  }
+}
+
+template <class Traits>
+CUTE_DEVICE void mma_dkdv(BackwardKernelArguments const& args, typename Traits::SharedStorage& smem,
+                          int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   BackwardArguments const& call = args.call;
@@ -166,23 +182,10 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
     const auto skips_half = [&] {
       return Traits::skips_hidden_half && warpgroup == 1 && item.half_starts_later;
     };
-    // Of the scores that are made.
-    auto score_tile = [&](Step const& step) {
-      if constexpr (Traits::announces) {
-        VisitedQueries const& visited = smem.visited[q_state.stage];
-        return ScoreTile{.sequence = item.work.sequence,
-                         .head = visited.step.head,
-                         .query_begin = visited.step.tile * block_m,
-                         .key_begin = key_begin,
-                         .is_interior = has_all_keys && visited.is_in_window,
-                         .pieces = visited.pieces};
-      } else {
-        return ScoreTile{.sequence = item.work.sequence,
-                         .head = step.head,
-                         .query_begin = step.tile * block_m,
-                         .key_begin = key_begin,
-                         .is_interior = has_all_keys && range.is_interior(step.tile)};
-      }
+    // The pairs of a step whose scores are made.
+    auto made_tile = [&](Step const& step) {
+      return score_tile<Traits>(smem, q_state.stage, item.work.sequence, range, step, key_begin,
+                                has_all_keys);
     };
 
     consumer_wait(smem.key_ring, key_state);
@@ -199,8 +202,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       sync_output(warpgroup);
     }
     for (int index = 0;; ++index, step.advance(order)) {
-      // Found before the wait, or behind it.
-      const ScoreTile early_tile = score_tile(step);
+      // Pairs are found before the wait, or after it.
+      const ScoreTile early_tile = made_tile(step);
       const auto excluded = math.excluded_pairs(early_tile);
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {
@@ -212,7 +215,7 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
         math.probabilities(early_tile, excluded, lse_log2, tSrS, tGrP, weights);
       } else {
         lse_log2.read(smem.lse_log2[q_state.stage]);
-        math.probabilities(score_tile(step), excluded, lse_log2, tSrS, tGrP, weights);
+        math.probabilities(made_tile(step), excluded, lse_log2, tSrS, tGrP, weights);
       }
 
       if (index == 0) consumer_wait(smem.value_ring, key_state);  // it follows K
@@ -274,47 +277,8 @@ CUTE_DEVICE void sum_key_gradients(BackwardKernelArguments const& args,
       }
     }
     if (has_results) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(tGrdK); ++i) tGrdK(i) *= call.score_factor;
-      if constexpr (Traits::has(feature::dropout)) {
-        const float kept = 1.0f / call.keep_probability;
-        CUTE_UNROLL
-        for (int i = 0; i < size(tGrdV); ++i) tGrdV(i) *= kept;
-      }
-      // Its own branch for fp32: with that of the others ptxas serializes the products (C7512).
-      if constexpr (Traits::stores_in_ds) {
-        if (leaves_fp32<Traits>(call)) {
-          write_fp32_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial,
-                                      call, item, key_begin, tGrdV, thread);
-          write_fp32_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial,
-                                      call, item, key_begin, tGrdK, thread);
-        } else {
-          wait_until_empty(smem.ds_ring, ds_state);
-          store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, tGrdV,
-                                                     smem.ds, warpgroup, thread);
-          if (thread == 0) wait_stores();
-          sync_output(warpgroup);
-          store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, tGrdK,
-                                                   smem.ds, warpgroup, thread);
-        }
-      } else if constexpr (!Traits::stores_tiles) {
-        write_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial, call,
-                               item, key_begin, tGrdV, thread);
-        write_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial, call,
-                               item, key_begin, tGrdK, thread);
-      } else if (leaves_fp32<Traits>(call)) {
-        write_fp32_gradient<Traits>(call.params.dv, call.params.shape.head_dim_v, call.dv_partial,
-                                    call, item, key_begin, tGrdV, thread);
-        write_fp32_gradient<Traits>(call.params.dk, call.params.shape.head_dim, call.dk_partial,
-                                    call, item, key_begin, tGrdK, thread);
-      } else {
-        if (thread == 0) wait_stores();
-        sync_output(warpgroup);
-        store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, tGrdV,
-                                                   smem.dv, warpgroup, thread);
-        store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, tGrdK,
-                                                 smem.dk, warpgroup, thread);
-      }
+      leave_key_gradients<Traits>(args, smem, ds_state, item, key_begin, tGrdK, tGrdV, warpgroup,
+                                  thread);
     }
     __syncwarp();
     consumer_release(smem.work_ring, work_state);

@@ -26,7 +26,7 @@ struct BackwardProducer {
     std::uint64_t* full_v = &smem.value_ring.full[key_state.stage];
     FullBarrier::arrive_and_expect_tx(full_k, Traits::key_bytes);
     FullBarrier::arrive_and_expect_tx(full_v, Traits::value_bytes);
-    // A part without keys is read from the tile's first row, and its scores are hidden.
+    // 64 keys that do not exist are read from the tile's first row, and their scores are hidden.
     const auto part_keys = [&](int part) {
       const int key = item.work.tile * Traits::block_n + part * 64;
       const int row = key < sequence.seqlen_k ? key : item.work.tile * Traits::block_n;
@@ -35,7 +35,7 @@ struct BackwardProducer {
     const int rank = Traits::in_pairs ? rank_in_pair() : 0;
     const int first_part = rank * Traits::key_parts;
     constexpr int box = Traits::key_box_columns;
-    // What is repeated of K beyond it meets zeros of Q, and such columns of dQ are not written.
+    // Beyond it columns of K repeat: they meet zeros of Q, and such columns of dQ are not written.
     const int last_box =
         Traits::in_pairs ? (args.call.params.shape.head_dim - 1) / box * box : head_dim;
     CUTE_UNROLL
@@ -62,8 +62,8 @@ struct BackwardProducer {
     key_state.advance();
   }
 
-  // A tile of q or dout, and its rows of one statistic.
-  // announce(stage): what the key warpgroups shall find with it, besides bytes of loads.
+  // A tile of q or dout, and its rows of one statistic. announce(stage) writes what the key
+  // warpgroups shall find with it, besides loaded bytes.
   template <int kColumns, int kMoreBytes = 0, int kStages, class Element, class Announce>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Ring<kStages>& ring,
                                 PipelineState<kStages>& state, Element* tiles,
@@ -107,7 +107,7 @@ struct BackwardProducer {
                              call.softmax_d + row, smem.softmax_d, [](int) {});
   }
 
-  // The keys of a tile are loaded behind its first step: their buffer is in use until the tile
+  // The keys of a tile are loaded after its first step: their buffer is in use until the tile
   // before it ends, those of queries are not.
   CUTE_DEVICE void run() {
     for (;; work_state.advance()) {

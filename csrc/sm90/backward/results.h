@@ -58,7 +58,7 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, int columns, float*
   write_rows(gradient, target, thread);
 }
 
-// The same in 16 bits -> dk or dv, through `tiles`, shared memory of all key warpgroups.
+// The accumulator in 16 bits -> dk or dv, through `tiles`, shared memory of all key warpgroups.
 template <class Traits, int kColumns, class Mma, class Accumulator>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& item, int key_begin,
                                 Mma const& mma, Accumulator const& accumulator,
@@ -75,7 +75,7 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, BackwardWorkItem const& 
   }
 }
 
-// The same straight from registers, or write_fp32_gradient.
+// The accumulator in 16 bits -> dk or dv straight from registers, or write_fp32_gradient().
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* partial,
                                 BackwardArguments const& call, BackwardWorkItem const& item,
@@ -93,9 +93,66 @@ CUTE_DEVICE void write_gradient(TensorView const& view, int columns, float* part
   write_rows(rows_cols_view(accumulator), target, thread);
 }
 
-// dK and dV of a part of a key tile's steps, by all threads of their warpgroup: who ends last has
-// those of all parts afterwards, added in the parts' order so that bits do not depend on who that
-// is, and the others are told that they have nothing to write.
+// Waits until all that the producer at `state` has written to a ring's buffers is read.
+template <int kStages>
+CUTE_DEVICE void wait_until_empty(Ring<kStages>& ring, PipelineState<kStages> state) {
+  CUTE_UNROLL
+  for (int stage = 0; stage < kStages; ++stage, state.advance()) producer_acquire(ring, state);
+}
+
+// dK and dV of a tile as they were multiplied -> scaled, in global memory; by all threads of their
+// warpgroup, which stores through its buffers of dS where those have no others.
+template <class Traits, class KeyAccumulator, class ValueAccumulator>
+CUTE_DEVICE void leave_key_gradients(BackwardKernelArguments const& args,
+                                     typename Traits::SharedStorage& smem,
+                                     PipelineState<Traits::ds_stages> const& ds_state,
+                                     BackwardWorkItem const& item, int key_begin,
+                                     KeyAccumulator& dk, ValueAccumulator& dv, int warpgroup,
+                                     int thread) {
+  BackwardArguments const& call = args.call;
+  BackwardParams const& params = call.params;
+  const int head_dim = params.shape.head_dim;
+  const int head_dim_v = params.shape.head_dim_v;
+  typename Traits::KeyGradientMma dk_mma;
+  typename Traits::ValueGradientMma dv_mma;
+  CUTE_UNROLL
+  for (int i = 0; i < size(dk); ++i) dk(i) *= call.score_factor;
+  if (Traits::has_dropout) {
+    const float kept = 1.0f / call.keep_probability;
+    CUTE_UNROLL
+    for (int i = 0; i < size(dv); ++i) dv(i) *= kept;
+  }
+  // Its own branch for fp32: with that of the others ptxas serializes the products (C7512).
+  if constexpr (!Traits::stores_in_ds && !Traits::stores_tiles) {
+    write_gradient<Traits>(params.dv, head_dim_v, call.dv_partial, call, item, key_begin, dv,
+                           thread);
+    write_gradient<Traits>(params.dk, head_dim, call.dk_partial, call, item, key_begin, dk, thread);
+  } else if (leaves_fp32<Traits>(call)) {
+    write_fp32_gradient<Traits>(params.dv, head_dim_v, call.dv_partial, call, item, key_begin, dv,
+                                thread);
+    write_fp32_gradient<Traits>(params.dk, head_dim, call.dk_partial, call, item, key_begin, dk,
+                                thread);
+  } else if constexpr (Traits::stores_in_ds) {
+    wait_until_empty(smem.ds_ring, ds_state);
+    store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, dv, smem.ds,
+                                               warpgroup, thread);
+    if (thread == 0) wait_stores();
+    sync_output(warpgroup);
+    store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, dk, smem.ds,
+                                             warpgroup, thread);
+  } else {
+    if (thread == 0) wait_stores();
+    sync_output(warpgroup);
+    store_gradient<Traits, Traits::head_dim_v>(args.dv_map, item, key_begin, dv_mma, dv, smem.dv,
+                                               warpgroup, thread);
+    store_gradient<Traits, Traits::head_dim>(args.dk_map, item, key_begin, dk_mma, dk, smem.dk,
+                                             warpgroup, thread);
+  }
+}
+
+// dK and dV of a part of a key tile's steps, by all threads of their warpgroup: the part that ends
+// last has those of all parts afterwards, added in the parts' order so that bits do not depend on
+// which that is, and the others are told that they have nothing to write.
 template <class Traits, class KeyAccumulator, class ValueAccumulator>
 CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem const& item,
                             KeyAccumulator& dk, ValueAccumulator& dv, int& parts_done,

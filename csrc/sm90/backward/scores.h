@@ -6,33 +6,22 @@
 //
 //   dS = |P| * (kept dP - D),
 //
-// until dS is made, and then 0 for dV. Where modifiers bend scores dS takes a weight P * their
+// until dS is made, and then 0 for dV. Where scores have a curve dS takes a weight P * their
 // slope instead, beside P. With keep probability k a kept dP counts 1 / k times: the factor is left
 // to the ends of dV, dK and dQ, and D is multiplied by k instead.
 #pragma once
 
-#include "shared/dropout/dropout.h"
 #include "shared/fragments.h"
 #include "shared/gradient/backward_arguments.h"
 #include "shared/mask/mask.h"
-#include "shared/mask/pair_mask.h"
 #include "shared/online_softmax.h"
 #include "shared/scores/score_modifiers.h"
+#include "sm90/backward/excluded.h"
 #include "sm90/backward/traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// The pairs that a warpgroup works on in a step.
-struct ScoreTile {
-  Sequence const& sequence;
-  int head;
-  int query_begin;
-  int key_begin;
-  bool is_interior;  // the window and the ends of the sequences hide no pair
-  Pieces pieces{};   // what a list says
-};
-
-// The same registers with rows and columns exchanged.
+// The tensor's registers with rows and columns exchanged.
 template <class Tensor>
 CUTE_HOST_DEVICE constexpr auto exchanged(Tensor&& tensor) {
   return make_tensor(tensor.data(), select<1, 0>(tensor.layout()));
@@ -43,8 +32,8 @@ CUTE_DEVICE float2 const* share_of_statistic(float const* statistic) {
   return reinterpret_cast<float2 const*>(statistic + threadIdx.x % 4 * 2);
 }
 
-// In registers, of queries (i, i + 1) of the group'th eight. Read before a product is waited for:
-// shared memory that feeds products answers late.
+// A statistic in registers, of queries (i, i + 1) of the group'th eight. It is read before a
+// product is waited for: shared memory that feeds products answers late.
 template <int kQueries>
 struct StatisticInRegisters {
   float2 groups[kQueries / 8];
@@ -57,7 +46,7 @@ struct StatisticInRegisters {
   CUTE_DEVICE float2 operator[](int group) const { return groups[group]; }
 };
 
-// Where there are no registers for that: read when it is used.
+// A statistic that is read when it is used, where there are no registers for it.
 struct StatisticInPlace {
   float2 const* share;
 
@@ -91,55 +80,38 @@ struct ScoreMath {
   using Statistic =
       std::conditional_t<Traits::reads_ahead, StatisticInRegisters<queries>, StatisticInPlace>;
   using Element = typename Traits::Element;
-  static constexpr bool drops = Traits::has(feature::dropout);
-  using Decisions = DropoutDecisions<queries / 16, true>;
-  struct Nothing {};
+  using Excluded = ExcludedPairs<Traits>;
+  static constexpr bool drops = Traits::has_dropout;
 
   BackwardArguments const& call;
   RngState rng;
 
   CUTE_DEVICE explicit ScoreMath(BackwardArguments const& call) : call(call), rng{} {
-    if constexpr (drops) rng = read_rng(call.params.dropout.rng);
+    if (drops) rng = read_rng(call.params.dropout.rng);
   }
 
-  // The pairs of a tile that dropout drops, or lists hide: drawing decisions or loading words takes
-  // a while, and no scores.
-  CUTE_DEVICE auto excluded_pairs(ScoreTile const& tile) const {
-    if constexpr (drops) {
-      const int first_key = tile.sequence.first_k + first_key_of(tile);
-      const int first_query = tile.sequence.first_q + tile.query_begin + threadIdx.x % 4 * 2;
-      if (call.params.dropout.threshold == 0) return Decisions::all_kept();
-      return Decisions::draw(dropout_mask(tile),
-                             [&](int n) { return int2{first_query + 16 * n, first_key}; });
-    } else if constexpr (Traits::is_sparse) {
-      if (shows_all(tile)) return PairWords<queries / 32>{};
-      const HeadBits bits = HeadBits::of(call.params.sparsity.bits, tile.sequence.index, tile.head);
-      return load_transposed_words<queries>(tile.pieces, bits, tile.query_begin,
-                                            first_key_of(tile));
-    } else {
-      return Nothing{};
-    }
+  CUTE_DEVICE Excluded excluded_pairs(ScoreTile const& tile) const {
+    return Excluded::find(call.params, rng, tile);
   }
 
   // S -> P and the weights, both in 16 bits and in the order of the left operand of a product. They
   // are the same registers where nothing tells them apart.
-  template <class Excluded, class Accumulator, class Operand, class Weights>
+  template <class Accumulator, class Operand, class Weights>
   CUTE_DEVICE void probabilities(ScoreTile const& tile, Excluded const& excluded,
                                  Statistic const& lse_log2, Accumulator& tSrS, Operand& probs,
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
       const ScoreModifiers modifiers = this->modifiers(tile);
       auto all_scores = rows_cols_view(tSrS);
-      const bool reaches = modifiers.bends() && modifiers.scale_to_bend(all_scores);
+      const bool reaches = modifiers.is_curved() && modifiers.scale_to_curve(all_scores);
       // A row with dropout gets calls without it only where it serves all features.
-      if constexpr (!drops || Traits::separate) {
-        const bool is_dropped = drops && call.params.dropout.threshold > 0;
-        if (reaches && tile.is_interior && !is_dropped && !modifiers.alibi.is_used()) {
-          bend_and_exponentiate(all_scores, lse_log2, probs, weights);
-          return;
-        }
+      const bool is_dropped = drops && call.params.dropout.threshold > 0;
+      if ((!drops || Traits::separate) && reaches && tile.is_interior && !is_dropped &&
+          !modifiers.terms.is_used()) {
+        curve_and_exponentiate(all_scores, lse_log2, probs, weights);
+        return;
       }
-      // A part after the other, so that not all weights are in fp32 at a time.
+      // Some queries at a time, so that not all weights are in fp32 at once.
       constexpr int part_queries = 32;
       CUTE_UNROLL
       for (int begin = 0; begin < queries; begin += part_queries) {
@@ -149,11 +121,12 @@ struct ScoreMath {
         part.query_begin += begin;
         modified_scores<part_queries>(part, modifiers, reaches, lse_log2, begin / 8, scores,
                                       fp32_weights);
-        if constexpr (drops) mark_dropped(excluded, begin / 16, scores);
+        auto part_scores = rows_cols_view(scores);
+        excluded.mark(begin / 16, part_scores);
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) {
           fp32_weights(i) *= scores(i);
-          if constexpr (drops) scores(i) = scores(i) < 0.0f ? 0.0f : scores(i);
+          if (drops) scores(i) = scores(i) < 0.0f ? 0.0f : scores(i);
         }
         auto part_weights = queries_of<part_queries>(weights, begin);
         auto part_probs = queries_of<part_queries>(probs, begin);
@@ -162,20 +135,15 @@ struct ScoreMath {
       }
     } else {
       auto scores = rows_cols_view(tSrS);  // (keys, queries)
-      if constexpr (Traits::has_score_modifiers) {
-        if (modifies_scores(call.params.score)) {
-          auto by_query = exchanged(scores);
-          modifiers(tile).apply(by_query, coords_by_query<queries>(), tile.query_begin,
-                                tile.key_begin);
-        }
+      if (Traits::has_score_modifiers && modifies_scores(call.params.score)) {
+        auto by_query = exchanged(scores);
+        modifiers(tile).apply(by_query, coords_by_query<queries>(), tile.query_begin,
+                              tile.key_begin);
       }
-      if constexpr (Traits::is_sparse) {
-        if (!shows_all(tile))
-          hide_transposed_pairs(scores, excluded, first_key_of(tile), -INFINITY);
-      }
+      excluded.hide(tile, scores);
       if (!tile.is_interior) hide(tile, scores, coords_by_key<queries>());
       exponentiate(scores, lse_log2, 0);
-      if constexpr (drops) mark_dropped(excluded, 0, tSrS);
+      excluded.mark(0, scores);
       convert_into(a_operand_view(tSrS), probs);
     }
   }
@@ -221,13 +189,13 @@ struct ScoreMath {
     using Pair = cutlass::Array<Element, 2>;
     cutlass::NumericArrayConverter<float, Element, 2> convert;
     auto gradient = [](float weight, float dp, float d) {
-      if constexpr (!drops) return weight * (dp - d);
+      if (!drops) return weight * (dp - d);
       return fabsf(weight) * ((__float_as_int(weight) < 0 ? 0.0f : dp) - d);
     };
     CUTE_UNROLL
     for (int query = 0; query < size<1>(dscores); query += 2) {
       float2 d = softmax_d[query / 2];
-      if constexpr (drops) d = {d.x * call.keep_probability, d.y * call.keep_probability};
+      if (drops) d = {d.x * call.keep_probability, d.y * call.keep_probability};
       CUTE_UNROLL
       for (int key = 0; key < size<0>(dscores); ++key) {
         const auto weight = convert(reinterpret_cast<Pair const&>(rounded(key, query)));
@@ -235,16 +203,6 @@ struct ScoreMath {
         dscores(key, query + 1) = gradient(weight[1], dscores(key, query + 1), d.y);
       }
     }
-  }
-
-  // A list.
-  CUTE_DEVICE static bool shows_all(ScoreTile const& tile) {
-    return tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin);
-  }
-
-  // Of the two keys of a thread.
-  CUTE_DEVICE static int first_key_of(ScoreTile const& tile) {
-    return tile.key_begin + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
   }
 
   // What a thread holds of the queries [begin, begin + kQueries), of an accumulator of S^T or of a
@@ -272,35 +230,16 @@ struct ScoreMath {
                     make_layout(Shape<_64, Int<kQueries>>{}, make_stride(E<1>{}, E<0>{}))))));
   }
 
-  CUTE_DEVICE DropoutMask dropout_mask(ScoreTile const& tile) const {
-    return DropoutMask::of(rng, call.params.dropout.threshold, tile.sequence.stream, tile.head);
-  }
-
   CUTE_DEVICE ScoreModifiers modifiers(ScoreTile const& tile) const {
     return ScoreModifiers::of(call.params.score, tile.sequence.index, tile.head,
                               tile.sequence.shift);
   }
 
-  // P of queries from the first_sixteen'th 16 on -> negative where it is dropped.
-  template <class Accumulator>
-  CUTE_DEVICE static void mark_dropped(Decisions const& decisions, int first_sixteen,
-                                       Accumulator& tSrS) {
-    auto probs = rows_cols_view(tSrS);  // (keys, queries)
-    CUTE_UNROLL
-    for (int query = 0; query < size<1>(probs); ++query) {
-      CUTE_UNROLL
-      for (int key = 0; key < size<0>(probs); ++key) {
-        float& p = probs(key, query);
-        if (!decisions.keeps(first_sixteen + query / 4, key, query % 4)) p = -p;
-      }
-    }
-  }
-
-  // What scale_to_bend() made -> P and the weights, where nothing else changes scores:
-  // in one piece, so that exponentials hide the rest.
+  // What scale_to_curve() made -> P and the weights, where nothing else changes scores: in one
+  // loop, so that exponentials hide the rest.
   template <class Numbers, class Operand, class Weights>
-  CUTE_DEVICE void bend_and_exponentiate(Numbers const& numbers, Statistic const& lse_log2,
-                                         Operand& probs, Weights& weights) const {
+  CUTE_DEVICE void curve_and_exponentiate(Numbers const& numbers, Statistic const& lse_log2,
+                                          Operand& probs, Weights& weights) const {
     cutlass::NumericArrayConverter<Element, float, 2> convert;
     auto prob_pairs = recast<cutlass::Array<Element, 2>>(probs);
     auto weight_pairs = recast<cutlass::Array<Element, 2>>(weights);
@@ -312,9 +251,9 @@ struct ScoreMath {
         float p[2], weight[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          const float score = ScoreModifiers::bend_reached(numbers(key, query + i));
+          const float score = ScoreModifiers::Curve::apply_to_scaled(numbers(key, query + i));
           p[i] = fast_exp2(score * call.scale_log2 - (i == 0 ? lse.x : lse.y));
-          weight[i] = p[i] * ScoreModifiers::derivative(score);
+          weight[i] = p[i] * ScoreModifiers::Curve::derivative(score);
         }
         prob_pairs(query + key) = convert({p[0], p[1]});
         weight_pairs(query + key) = convert({weight[0], weight[1]});
@@ -322,7 +261,7 @@ struct ScoreMath {
     }
   }
 
-  // tSrS: S, or, where scores are bent, what scale_to_bend() made of it -> P, and what dS has
+  // tSrS: S, or, where scores have a curve, what scale_to_curve() made of it -> P, and what dS has
   // beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
   CUTE_DEVICE void modified_scores(ScoreTile const& tile, ScoreModifiers const& modifiers,
@@ -333,7 +272,7 @@ struct ScoreMath {
     const auto query_coords = coords_by_query<kQueries>();
     CUTE_UNROLL
     for (int i = 0; i < size(slopes); ++i) slopes(i) = 1.0f;
-    if (modifiers.bends()) {
+    if (modifiers.is_curved()) {
       modifiers.apply_and_differentiate(by_query, reaches, query_coords, tile.query_begin,
                                         tile.key_begin, [&](auto derivative) {
                                           CUTE_UNROLL

@@ -28,7 +28,7 @@ struct BackwardWorkItem {
   int direction;
   bool half_starts_later;  // the window hides the first query tile from the second half of the keys
   Reach added_before;      // query tiles to whose dQ key tiles before this one have added
-  Reach added_after;       // those to which later ones will; all, where nobody knows the order
+  Reach added_after;       // those to whose dQ later ones will; all, where the order is unknown
   int part;                // of the tile's steps, where CTAs share it
   int parts;
   int first_place;  // of their sums
@@ -38,7 +38,7 @@ struct BackwardWorkItem {
   CUTE_DEVICE int steps() const { return (end_head - first_head) * (range.end - range.begin); }
 };
 
-// The same of a kernel for block-sparse masks.
+// A tile of work in a kernel for block-sparse masks.
 struct SparseBackwardWorkItem : BackwardWorkItem {
   int first_step;  // of all that the tile takes, if this is a part of them
   int num_steps;
@@ -46,7 +46,7 @@ struct SparseBackwardWorkItem : BackwardWorkItem {
   CUTE_DEVICE int steps() const { return num_steps; }
 };
 
-// How the steps of a tile follow one another, for those who keep it in registers.
+// How the steps of a tile follow one another, for warpgroups that keep it in registers.
 struct StepOrder {
   int first_tile;
   int last_tile;
@@ -92,7 +92,7 @@ struct BackwardTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int head_dim_v = config.head_dim_v;
-  static constexpr int key_warps = config.num_warps;  // those that hold dK and dV
+  static constexpr int key_warps = config.num_warps;  // warps that hold dK and dV
   static constexpr int key_warpgroups = key_warps / 4;
   // A CTA of a pair holds half of a tile's keys and multiplies half of dQ's columns of all of them
   // (sm90/isa/cta_pair.h), so that dQ is added half as often.
@@ -110,22 +110,22 @@ struct BackwardTraits {
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_score_modifiers = has(modifier_features);
-  static constexpr bool draws = has(feature::dropout);
-  // A modifier's slope makes weights of their own of P (scores.h).
-  static constexpr bool has_weights = has(bending_features);
+  static constexpr bool has_dropout = has(feature::dropout);
+  // A curve's slope makes weights of their own of P (scores.h).
+  static constexpr bool has_weights = has(curve_features);
 
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static_assert(!is_sparse ||
-                (!separate && !has_score_modifiers && !draws && block_n == list_tile));
+                (!separate && !has_score_modifiers && !has_dropout && block_n == list_tile));
   static constexpr bool has_bias = has(feature::bias);
-  static_assert(!has_bias || (!separate && !has_score_modifiers && !draws && !is_sparse));
+  static_assert(!has_bias || (!separate && !has_score_modifiers && !has_dropout && !is_sparse));
   // The producer tells the key warpgroups of every step, for which they have no registers.
   static constexpr bool announces = is_sparse || has_bias;
   using WorkItem = std::conditional_t<is_sparse, SparseBackwardWorkItem, BackwardWorkItem>;
 
-  // The kernel writes dq where no other key tile adds to it any more; beside lists that is not
-  // known without reading them all. Its idle warps may turn sums of dQ into dq (finish.h).
+  // The kernel writes dq where no other key tile adds to it any more; with lists that is not known
+  // without reading them all. Its idle warps may convert sums of dQ to dq (finish.h).
   static constexpr bool writes_dq = !is_sparse;
   static constexpr bool finishes_dq = config.finishes_dq;
   // A CTA may take all key tiles of a head.
@@ -141,13 +141,13 @@ struct BackwardTraits {
   static constexpr bool skips_hidden_half =
       !is_sparse && !has_bias && !in_pairs && key_parts == 2 && block_m == 64;
 
-  // Dropout marks in P what it drops, for dS, and takes it away for dV afterwards.
+  // Dropout makes P negative where it drops, for dS, and then zero for dV.
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
-  // dK starts before the others hear of dS. Elsewhere that gained nothing
-  // (docs/experiments_sm90.md), and beside lists and a bias nobody has tried.
+  // dK starts before dS is handed to the others. Elsewhere that gained nothing
+  // (docs/experiments_sm90.md), and with lists or a bias nobody has tried.
   static constexpr bool starts_dk_first =
-      block_m == 64 && !separate && !has_weights && !draws && !announces;
+      block_m == 64 && !separate && !has_weights && !has_dropout && !announces;
   // What a step would read from shared memory on its way waits in registers. Elsewhere there are
   // none for it, or it gained nothing.
   static constexpr bool reads_ahead = starts_dk_first && in_pairs && config.dtype == Dtype::bf16;
@@ -178,7 +178,7 @@ struct BackwardTraits {
                   block_m>;
   using KeyGradientMma = GradientMma<head_dim>;
   using ValueGradientMma = GradientMma<head_dim_v>;
-  // At a time, for its registers: the fewer, the more often dS is read.
+  // Columns at a time, for dQ's registers: the fewer, the more often dS is read.
   static constexpr int dq_columns = own.dq_columns;
   // dQ = dS K, of dS^T as it lies in registers, or of dS, which is the bias's gradient as well.
   using DqMma = std::conditional_t<has_bias, RowsMma<Element, dq_columns, 64>,
@@ -191,27 +191,27 @@ struct BackwardTraits {
   static constexpr int value_bytes = cta_keys * head_dim_v * int(sizeof(Element));
   static constexpr int row_bytes = block_m * int(sizeof(float));
   static constexpr int bias_bytes = has_bias ? block_m * block_n * int(sizeof(Element)) : 0;
-  // Of a buffer's tiles of 64 keys, that of a part in a stage.
+  // Number of a stage's tile of the `part`'th 64 keys, in a buffer of tiles of 64 keys.
   CUTE_HOST_DEVICE static constexpr int part_tile(int stage, int part) {
     return stage * key_parts + part;
   }
-  // Of dS; where dK and dV leave through its buffers, those of a part lie side by side and are as
-  // many bytes as its dK.
+  // part_tile() of dS; where dK and dV leave through its buffers, tiles of the same keys lie side
+  // by side and are as many bytes as the keys' dK.
   CUTE_HOST_DEVICE static constexpr int ds_tile(int stage, int part) {
     return stores_in_ds ? part * ds_stages + stage : part_tile(stage, part);
   }
   static constexpr bool stores_in_ds = in_pairs && !separate;
   static constexpr int stages = own.stages_q;  // and of a bias
   static constexpr int ds_stages = 2;          // of dS, and of P between warpgroups
-  // Beside lists the tile in hand and the next; else up to three tiles of a step each, and the one
-  // that is being drawn (dispatcher.h).
+  // With lists the tile in hand and the next; else up to three tiles of a step each, and the one
+  // that is being taken (dispatcher.h).
   static constexpr int work_stages = is_sparse ? 2 : 4;
   static constexpr int added_stages = 4;  // steps of which dQ has been added
-  static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair draws for the other
+  static constexpr int drawn_stages = 2;  // tickets that one CTA of a pair takes for the other
   static constexpr int key_stages = own.stages_kv;  // of K and V
   // dK and dV leave through shared memory of their own, while the next tile begins.
   static constexpr bool stores_tiles = own.stores_tiles;
-  // In boxes of which a CTA's columns of dQ are whole ones.
+  // K lies in boxes of which a CTA's columns of dQ are whole ones.
   static constexpr int key_box_columns = box_columns<cta_columns>;
   using KeyLayout = TileLayout<Element, 64, head_dim, key_stages * key_parts, key_box_columns>;
   using PeerKeyLayout = TileLayout<Element, 64, cta_columns, key_parts>;
@@ -222,7 +222,7 @@ struct BackwardTraits {
       std::conditional_t<has_bias, TileLayout<Element, block_m, 64, ds_stages * key_parts>,
                          TileLayout<Element, 64, block_m, ds_stages * key_parts>>;
 
-  // Of a tile that TMA copies, and of the few elements in place of one that a kernel has not.
+  // The alignment of a tile that TMA copies, or of the few elements in place of a missing one.
   static constexpr int tile_alignment(bool exists) { return exists ? 1024 : 16; }
 
   static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
@@ -231,7 +231,7 @@ struct BackwardTraits {
   struct FromPeer {
     alignas(1024) Element k[cta_keys * cta_columns];           // its keys, this CTA's columns of dQ
     alignas(1024) Element ds[ds_stages * cta_keys * block_m];  // of its keys
-    Ring<drawn_stages> drawn_ring;  // "full" of the CTA that reads, "empty" of the one that draws
+    Ring<drawn_stages> drawn_ring;  // "full" of the CTA that reads, "empty" of the one that takes
     std::uint32_t drawn[drawn_stages];
   };
   struct Nothing {};
@@ -259,7 +259,7 @@ struct BackwardTraits {
     Ring<work_stages> work_ring;
     WorkItem work[work_stages];
     Ring<added_stages> added_ring;  // holds nothing but the event
-    std::uint64_t tile_wanted;      // beside lists: the producer has little left to load
+    std::uint64_t tile_wanted;      // with lists: the producer has little left to load
     int has_loads;                  // 0 when the producer has ended
     VisitedQueries visited[announces ? stages : 1];  // of the tiles in q
     Step ds_steps[is_sparse ? ds_stages : 1];        // of those in ds

@@ -8,7 +8,7 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Where CTAs share a tile's keys: O and LSE of each part in fp32, for auxiliary/combine_splits.cu.
+// Where CTAs share a tile's keys: O and LSE of each split in fp32, for auxiliary/combine_splits.cu.
 struct SplitResults {
   int num_splits;      // 1: there are none
   std::int64_t rows;   // of a split: those of q over all sequences
@@ -29,10 +29,10 @@ struct ForwardArguments {
   int key_box_rows;     // of a box of k or v: a tile's, or what lies in one page
   int last_v_box;       // the first column of the last box with columns of v and out
   SplitResults splits;  // all tiles of the first, then of the second, and so on
-  // Tiles drawn so far, in a MarkedCounter; null where CTAs have a fixed order.
+  // Tickets taken so far, in a MarkedCounter; null where CTAs have a fixed order.
   unsigned long long* tickets;
   unsigned long long call_mark;
-  float scale_log2;  // what turns a score into powers of two: log2(e), times softmax_scale unless
+  float scale_log2;  // from a score to powers of two: log2(e), times softmax_scale unless
                      // the kernel scales scores itself; positive
 };
 

@@ -25,13 +25,12 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
       warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
   PipelineState<Traits::work_stages> work_state;
-  typename ForwardScores<Traits>::Pipelines score_pipelines;
+  ForwardEffects<Traits> effects;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
   auto tSrS = products.make_scores();
   auto tOrO = products.make_output();
   FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP;
   auto output = rows_cols_view(tOrO);
-  BlockNews news{};
 
   turns.open();
   for (;; work_state.advance(), products.q_state.advance()) {
@@ -49,8 +48,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     const VisitOrder order = visit_order<Traits>(params, work, range);
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
-    [[maybe_unused]] KeptPairs<Traits> kept;
-    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
+    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, effects);
     OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
@@ -71,11 +69,11 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     {
       const int position = range.end - 1;
       const int block = order.block_at(position);
-      scores.look_up_block(products.k_state.stage, news);
+      scores.look_up_block(products.k_state.stage);
       products.template finish_scores<0>(tSrS, position == range.begin);
-      const auto left = scores.modify_and_mask(block, news, false, tSrS);
-      scores.decide_dropout(block, kept);
-      scores.probabilities(tSrS, left, kept, softmax, tOrP, [](int, float) {});
+      const auto left = scores.modify_and_mask(block, false, tSrS);
+      scores.decide_dropout(block);
+      scores.probabilities(tSrS, left, softmax, tOrP, [](int, float) {});
     }
     if constexpr (!Traits::alternates_probabilities) {
       for (int position = range.end - 2; position >= range.begin; --position) {
@@ -84,30 +82,30 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         products.start_scores(tSrS);
         products.start_output(tOrP, tOrO, position < range.end - 2);
         turns.pass();
-        scores.look_up_block(products.k_state.stage, news);
+        scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, position == range.begin);
-        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
-        scores.decide_dropout(block, kept);
+        const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block);
         products.finish_output(tOrO);  // P is free
-        scores.probabilities(tSrS, left, kept, softmax, tOrP, rescale_o);
+        scores.probabilities(tSrS, left, softmax, tOrP, rescale_o);
       }
       products.start_output(tOrP, tOrO, range.end - range.begin > 1);
     } else {
-      // The same, but the next P is made while this one is still read. Inline, because as a
-      // function it would have its registers in memory.
+      // A step whose next P is made while this one is still read. Inline, because as a function it
+      // would have its registers in memory.
       auto step = [&](int position, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
         const int block = order.block_at(position);
         turns.take();
         products.start_scores(tSrS);
         products.start_output(tOrP, tOrO, position < range.end - 2);
         turns.pass();
-        scores.look_up_block(products.k_state.stage, news);
+        scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, position == range.begin);
-        const auto left = scores.modify_and_mask(block, news, !softmax.needs_maximum, tSrS);
-        scores.decide_dropout(block, kept);
+        const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block);
         bool moved = false;
         float factors[2] = {1.0f, 1.0f};
-        scores.probabilities(tSrS, left, kept, softmax, tOrNextP, [&](int row, float factor) {
+        scores.probabilities(tSrS, left, softmax, tOrNextP, [&](int row, float factor) {
           moved = true;
           factors[row] = factor;
         });

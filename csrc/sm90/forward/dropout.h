@@ -3,7 +3,7 @@
 // consumer, which a step waits for, a decision is then a predicate and a product.
 //
 // Every consumer warpgroup has a ring of its own: its buffer is full when all drawing warps have
-// published their parts of a step, and empty when the four warps have read theirs. Drawing warps
+// written their words of a step, and empty when the four warps have read theirs. Drawing warps
 // learn of tiles from the ring of work, as the consumers do, and visit the same blocks in the same
 // order, so both sides of a ring see the same steps. They wait only for steps that consumers are
 // already in.
@@ -22,9 +22,9 @@ CUTE_DEVICE void init_word_rings(typename Traits::SharedStorage& smem) {
   for (auto& ring : smem.dropout.ring) ring.init(4, Traits::drawing_warps);
 }
 
-// By each of the drawing warps, for all tiles of the CTA: the words of one warp of every consumer
-// warpgroup. Of two lanes with neighbouring rows one draws the first word's columns and the other
-// the second's, for both. What depends on the columns alone serves all warpgroups.
+// Each of the drawing warps calls it, for all tiles of the CTA: it draws the words of one warp of
+// every consumer warpgroup. Of two lanes with neighbouring rows one draws the first word's columns
+// and the other the second's, for both. What depends on the columns alone serves all warpgroups.
 template <class Traits>
 CUTE_DEVICE void draw_words(ForwardArguments const& args, typename Traits::SharedStorage& smem,
                             int drawing_warp) {
@@ -102,13 +102,6 @@ CUTE_DEVICE void zero_unless(std::uint32_t bit, float& p) {
       : "+f"(p)
       : "r"(bit));
 }
-
-// What dropout keeps of a thread's scores of one step; without it, where the keys of a step may be
-// an odd number of sixteens, nothing asks.
-template <class Traits>
-using KeptPairs =
-    std::conditional_t<Traits::draws_ahead, ThreadWords<Traits>,
-                       DropoutDecisions<Traits::has_dropout ? Traits::block_n / 16 : 2, false>>;
 
 // Zeroes what is dropped of p[row][column] of its share of 16 columns. Bits in their order, so that
 // one instruction makes predicates of seven.

@@ -23,7 +23,7 @@ CUTE_DEVICE float* lse_row(ForwardParams const& params, Sequence const& sequence
          head * params.lse.head_stride + sequence.row_q + query;
 }
 
-// The same of a split's results: where they are in out_partial, head_dim_v apart, and lse_partial.
+// Where a row of a split's results is, in out_partial, head_dim_v apart, and in lse_partial.
 CUTE_DEVICE std::int64_t split_row(ForwardArguments const& args, Sequence const& sequence,
                                    int split, int head, int query) {
   AttentionShape const& shape = args.params.shape;
@@ -68,7 +68,7 @@ CUTE_DEVICE void write_output_rows(ForwardParams const& params, Sequence const& 
   write_rows(output, target, thread);
 }
 
-// Of the warpgroup's 64; the same in all lanes, said so that the compiler knows.
+// The warp's first of the 64 rows. The shuffle tells the compiler that all lanes have the same.
 CUTE_DEVICE int first_row_of_warp(int thread) {
   return __shfl_sync(0xffffffffu, thread / 32, 0) * 16;
 }
@@ -148,7 +148,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
   }
 }
 
-// The same of a whole tile, or split, that sees no key, by one warp: out 0, lse -inf or the sink's.
+// One warp: results of a tile, or split, that sees no key: out 0, lse -inf or the sink's.
 template <class Traits>
 CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const& item, int lane) {
   ForwardParams const& params = args.params;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   if constexpr (Traits::has_dropout) publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
   __syncthreads();
 
-  // The same in all lanes, said so that the compiler knows.
+  // The shuffle tells the compiler that all lanes have the same number.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {

@@ -21,7 +21,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   const auto map = [&](const TensorView& view, const TensorExtent& extent, const TensorBox& box) {
     return make_tensor_map(view, params.dtype, extent, box);
   };
-  // Without pages, whose size is 0 then, all of the tile.
+  // Without pages, whose size is 0 then, a box has all of the tile.
   const int key_rows =
       Traits::is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
   const bool scales_scores =

@@ -17,7 +17,7 @@ struct PagedSpan {
   bool misses_keys;  // the same in all lanes: one's box is nowhere
 };
 
-// By a whole warp.
+// A whole warp calls it.
 template <int kRows>
 CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int key_begin,
                                 int seqlen_k, DeviceErrors* errors) {
@@ -29,9 +29,9 @@ CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int
   return span;
 }
 
-// By a whole warp, once the tile may be written: starts the loads that complete `full`. What lies
-// nowhere is not read but becomes zeros, because a NaN that an earlier tile has left there would
-// come out of P V, whatever P. last_box: see load_tile.
+// A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.
+// What lies nowhere is not read but becomes zeros, because a NaN that an earlier tile has left
+// there would come out of P V, whatever P. last_box: see load_tile.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element* tile,
                             PagedSpan const& span, int box_rows, int last_box) {

@@ -1,6 +1,6 @@
 // The producer of a forward CTA: one thread that finds the CTA's tiles and loads their Q, K and V
 // and a bias, in the order in which the consumers want them. In some kernels another one finds
-// them, of pages two warps load K and V, and beside lists a thread loads a mask's bits.
+// them, of pages two warps load K and V, and with lists a thread loads a mask's bits.
 #pragma once
 
 #include "shared/schedule/marked_counter.h"
@@ -48,15 +48,15 @@ CUTE_DEVICE bool find_tile(ForwardArguments const& args, int id, int split, Item
   return true;
 }
 
-// One tile after the other: those of a CTA's own in a fixed order, or, where it draws, one of its
-// own and then the next one that nobody has drawn.
+// One tile after the other: those of a CTA's own in a fixed order, or, where it takes tickets, one
+// of its own and then one for each ticket.
 template <class Traits>
 struct TileWalk {
   ForwardArguments const& args;
-  MarkedCounter tickets;  // without a word: it does not draw
+  MarkedCounter tickets;  // without a word: it takes none
   int round = 0;
 
-  // Takes the splits before it from a number: which split it is in.
+  // Which split a number is in; takes the splits before it from the number.
   CUTE_DEVICE int take_splits(unsigned& number, std::int64_t of_a_split) const {
     if constexpr (!Traits::can_split) return 0;
     const unsigned split = number / static_cast<unsigned>(of_a_split);
@@ -64,8 +64,8 @@ struct TileWalk {
     return static_cast<int>(split);
   }
 
-  // Behind the CTAs' own: every CTA draws once in vain, and who draws last leaves the counter for
-  // the same launch, replayed. Of a packed call there may be fewer tiles than CTAs.
+  // A ticket's number, after the CTAs' own: every CTA takes one in vain, and the last leaves the
+  // counter for the same launch, replayed. A packed call may have fewer tiles than CTAs.
   CUTE_DEVICE unsigned draw(std::int64_t tiles) {
     if (round == 1) tickets.mark(args.call_mark);
     round = 2;
@@ -74,8 +74,8 @@ struct TileWalk {
     return gridDim.x + static_cast<unsigned>(ticket);
   }
 
-  // Every other round runs backwards, so that who takes part in a last round that ends on low tiles
-  // (end_with_low_tiles) has one in the round before as well.
+  // Every other round runs backwards, so that a CTA with a tile in a last round that ends on low
+  // tiles (end_with_low_tiles) has one in the round before as well.
   CUTE_DEVICE unsigned next_of_own() {
     const unsigned turn = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
     return static_cast<unsigned>(round++) * gridDim.x + turn;
@@ -87,7 +87,7 @@ struct TileWalk {
     const std::int64_t of_a_split = existing_tiles(args.schedule, args.table).grid_size();
     const std::int64_t tiles = of_a_split * (Traits::can_split ? args.splits.num_splits : 1);
     for (;;) {
-      // As unsigned, within which a round beyond the largest grid stays.
+      // Unsigned, which holds the numbers of a round beyond the largest grid.
       unsigned number;
       if (round > 0 && tickets.exists()) {
         number = draw(tiles);
@@ -104,7 +104,7 @@ struct TileWalk {
   }
 };
 
-// One warp: out 0 and lse -inf for the tiles that see no key, which the others never hear of.
+// One warp: out 0 and lse -inf for the tiles that see no key, of which the others are not told.
 template <class Traits>
 CUTE_DEVICE void clear_empty_tiles(ForwardArguments const& args) {
   TileWalk<Traits> walk{args, MarkedCounter(nullptr)};
@@ -138,7 +138,7 @@ struct TileAnnouncer {
 };
 
 // One thread, where to find a tile takes longer than a load may wait. It does so when the producer
-// asks and not before, so that who is done first gets the tile.
+// asks and not before, so that a CTA that is done first gets the tile.
 template <class Traits>
 CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
   TileAnnouncer<Traits> tiles{args, smem};
@@ -146,7 +146,7 @@ CUTE_DEVICE void find_tiles(ForwardArguments const& args, typename Traits::Share
     FullBarrier::wait(&smem.tile_wanted, wanted.lap);
 }
 
-// One thread, beside lists with bits: one block after the other, those of each warpgroup that wants
+// One thread, for lists with bits: one block after the other, those of each warpgroup that wants
 // some.
 template <class Traits>
 CUTE_DEVICE void load_bits(ForwardArguments const& args, typename Traits::SharedStorage& smem) {
@@ -214,7 +214,7 @@ struct Producer {
     FullBarrier::arrive_and_expect_tx(full, Traits::query_bytes);
     CUTE_UNROLL
     for (int part = 0; part < Traits::consumers; ++part) {
-      // A part without queries is read from the tile's first row, for nobody.
+      // 64 queries that do not exist are read from the tile's first row, for nobody.
       const int tile_query = work.tile * block_m;
       const bool exists = tile_query + 64 * part < sequence.seqlen_q;
       const int query = exists ? tile_query + 64 * part : tile_query;
@@ -241,7 +241,7 @@ struct Producer {
     }
   }
 
-  // announce(stage): what the consumers shall find with the tile.
+  // announce(stage) writes what the consumers shall find with the tile.
   template <int kColumns, class Element, class Announce>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
                              PipelineState<Traits::stages>& state, Element* tiles,
@@ -305,7 +305,7 @@ struct Producer {
                           [](int) {});
   }
 
-  // Over a cache, in pages or not: what each of the two loading warps does. To start a tile's boxes
+  // What each of the two loading warps does over a cache, in pages or not. To start a tile's boxes
   // takes a warp as long as its products take, so that K and V have one each.
   CUTE_DEVICE void run_over_cache(bool loads_values) {
     for (;; work_state.advance()) {
@@ -346,7 +346,7 @@ struct Producer {
         keys = load_k(tile, order, position);
         load_v(values);
       }
-      // Before there is room for the last values: to find a tile takes as long as a step.
+      // It asks before there is room for the last values: to find a tile takes as long as a step.
       want_next_tile();
       load_v(keys);
       if constexpr (Traits::has_finder) EmptyBarrier::arrive(&smem.work_ring.empty[tile]);

@@ -2,200 +2,119 @@
 // what lists, pages and the window hide, what dropout keeps, and the softmax that makes P.
 #pragma once
 
-#include "shared/dropout/dropout.h"
 #include "shared/online_softmax.h"
 #include "shared/scores/score_modifiers.h"
-#include "shared/sequence/paged_kv.h"
-#include "sm90/forward/dropout.h"
+#include "sm90/forward/effects.h"
 #include "sm90/forward/tile.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// What the producer says of a block, which the consumers know of no other way.
-struct BlockNews {
-  VisitedKeys visited;  // where there are lists
-  SeenPairs seen;       // of it, where they do not show all
-  bool misses_keys;     // where keys come in pages
-};
-
-// What the softmax has to do of a block besides.
-template <class Shifts>
+// What the softmax still has to do to the scores of a block.
+template <class Bias>
 struct LeftToSoftmax {
-  Shifts row_shifts{};
-  bool bending = false;
+  Bias row_bias{};
+  bool curve = false;
 };
 
-// Of one tile. The pipelines go on from tile to tile.
+// The scores of one tile.
 template <class Traits>
 struct ForwardScores {
   using Element = typename Traits::Element;
-  using Storage = typename Traits::SharedStorage;
   using Tile = ForwardTile<Traits>;
-  using Shifts =
-      std::conditional_t<Traits::shifts_rows, RowShifts<Traits::rows_per_thread>, NoShifts>;
+  using Left = LeftToSoftmax<
+      std::conditional_t<Traits::has_row_bias, RowBias<Traits::rows_per_thread>, NoRowBias>>;
   static constexpr int block_n = Traits::block_n;
 
-  struct Pipelines {
-    PipelineState<Traits::bias_stages> bias{};
-    PipelineState<1> bits{};
-    PipelineState<Traits::word_stages> words{};
-  };
-
   Tile const& tile;
-  Storage& smem;
+  typename Traits::SharedStorage& smem;
   int warpgroup;
   int thread;  // of the warpgroup
-  Pipelines& pipelines;
+  ForwardEffects<Traits>& effects;
   ScoreModifiers modifiers{};
-  DropoutMask dropout{};
 
-  CUTE_DEVICE ForwardScores(Tile const& tile, int head, Storage& smem, int warpgroup, int thread,
-                            Pipelines& pipelines)
-      : tile(tile), smem(smem), warpgroup(warpgroup), thread(thread), pipelines(pipelines) {
-    ForwardParams const& params = tile.params;
-    Sequence const& sequence = tile.sequence;
-    if constexpr (Traits::has_score_modifiers) {
-      modifiers = ScoreModifiers::of(params.score, sequence.index, head, sequence.shift);
+  CUTE_DEVICE ForwardScores(Tile const& tile, int head, typename Traits::SharedStorage& smem,
+                            int warpgroup, int thread, ForwardEffects<Traits>& effects)
+      : tile(tile), smem(smem), warpgroup(warpgroup), thread(thread), effects(effects) {
+    if (Traits::has_score_modifiers) {
+      modifiers =
+          ScoreModifiers::of(tile.params.score, tile.sequence.index, head, tile.sequence.shift);
     }
-    if constexpr (Traits::has_dropout && !Traits::draws_ahead) {
-      dropout = DropoutMask::of(read_rng(params.dropout.rng), params.dropout.threshold,
-                                sequence.stream, head);
-    }
+    effects.dropout.start(tile, head);
   }
 
-  // Of the block in `stage`, whose scores are multiplied. Called behind the products, so that whose
-  // turn is next does not wait for it.
-  CUTE_DEVICE void look_up_block(int stage, BlockNews& news) const {
-    if constexpr (Traits::is_paged) news.misses_keys = smem.misses_keys[stage];
-    if constexpr (Traits::is_sparse) {
-      news.visited = smem.sparse.visited[stage];
-      if (!news.visited.shows_all(warpgroup)) news.seen = take_bits(news.visited.pieces);
-    }
+  // Looks up the block in `stage`, whose scores are multiplied, in lists and pages.
+  CUTE_DEVICE void look_up_block(int stage) const {
+    effects.pages.prefetch(smem, stage);
+    effects.lists.prefetch(tile, smem, stage, warpgroup, thread);
   }
 
-  // Raw scores -> those of the softmax; returns what they lack. may_leave: that may be to bend
-  // them.
+  // Raw scores -> those of the softmax; returns what they lack. may_leave: that may be the second
+  // half of their curve.
   template <class Accumulator>
-  CUTE_DEVICE LeftToSoftmax<Shifts> modify_and_mask(int block, BlockNews const& news,
-                                                    [[maybe_unused]] bool may_leave,
-                                                    Accumulator& tSrS) const {
+  CUTE_DEVICE Left modify_and_mask(int position, bool may_leave, Accumulator& tSrS) const {
     ForwardParams const& params = tile.params;
     auto scores = rows_cols_view(tSrS);
-    bool is_interior = tile.range.is_interior(block);
-    if constexpr (Traits::is_sparse) {
-      block = news.visited.block;
-      is_interior = news.visited.is_in_window;
-    }
-    const int key_begin = block * block_n;
-    LeftToSoftmax<Shifts> left;
+    const bool is_interior = effects.lists.is_interior(tile.range, position);
+    const int key_begin = effects.lists.block(position) * block_n;
+    Left left;
     if constexpr (Traits::has_score_modifiers) {
       if (modifies_scores(params.score)) {
-        if constexpr (Traits::leaves_bending) {
-          bool hides = !is_interior;
-          if constexpr (Traits::is_paged) hides |= news.misses_keys;
-          may_leave = may_leave && !hides && !drops() && modifiers.bends_alone(params.score);
-        } else {
-          may_leave = false;
-        }
-        left.bending = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
-            scores, coords(), tile.query_begin, key_begin, may_leave, left.row_shifts);
-        if (left.bending) return left;
+        may_leave = Traits::leaves_curve && may_leave && is_interior && !effects.pages.hides() &&
+                    !drops() && modifiers.is_curve_alone(params.score);
+        left.curve = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
+            scores, score_coords<Traits>(thread), tile.query_begin, key_begin, may_leave,
+            left.row_bias);
+        if (left.curve) return left;
       }
     }
-    if constexpr (Traits::has_bias) add_bias_tile(tSrS);
-    if constexpr (Traits::is_sparse) {
-      if (!news.visited.shows_all(warpgroup))
-        hide_unseen_pairs(scores, news.visited.pieces, warpgroup, news.seen, -INFINITY);
+    effects.bias.apply(tile, smem, warpgroup, tSrS);
+    effects.lists.apply(warpgroup, scores);
+    effects.pages.apply(tile, key_begin, thread, scores);
+    if (!is_interior) {
+      tile.mask().apply_by_bits(scores, score_coords<Traits>(thread), tile.query_begin, key_begin,
+                                -INFINITY);
     }
-    if constexpr (Traits::is_paged) {
-      if (news.misses_keys) {
-        hide_missing_keys<block_n>(KeyRows::of(params.paged, tile.sequence), scores, coords(),
-                                   key_begin, tile.sequence.seqlen_k, -INFINITY);
-      }
-    }
-    if (!is_interior)
-      tile.mask().apply_by_bits(scores, coords(), tile.query_begin, key_begin, -INFINITY);
     return left;
   }
 
-  // Of the pairs of a block. Left as it was where nothing is dropped.
-  CUTE_DEVICE void decide_dropout([[maybe_unused]] int block,
-                                  [[maybe_unused]] KeptPairs<Traits>& kept) const {
-    if constexpr (Traits::has_dropout) {
-      if (tile.params.dropout.threshold == 0) return;
-      if constexpr (Traits::draws_ahead) {
-        kept = take_words<Traits>(smem, warpgroup, thread, pipelines.words);
-        pipelines.words.advance();
-      } else {
-        kept = KeptPairs<Traits>::draw(dropout, [&](int sixteen) {
-          const auto place = coords()(0, 4 * sixteen);
-          return int2{tile.sequence.first_q + tile.query_begin + get<0>(place),
-                      tile.sequence.first_k + block * block_n + get<1>(place)};
-        });
-      }
-    }
+  // Prefetches dropout's decisions about the pairs of a block.
+  CUTE_DEVICE void decide_dropout(int block) const {
+    effects.dropout.prefetch(tile, smem, block, warpgroup, thread);
   }
 
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
   template <class Accumulator, class Operand, class Rescale>
-  CUTE_DEVICE void probabilities(Accumulator& tSrS, LeftToSoftmax<Shifts> const& left,
-                                 [[maybe_unused]] KeptPairs<Traits> const& kept,
+  CUTE_DEVICE void probabilities(Accumulator& tSrS, Left const& left,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
                                  Rescale rescale) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
     if constexpr (Traits::has_dropout) {
       if (tile.params.dropout.threshold > 0) {
-        auto drop = [&](int sixteen, float (&p)[2][4]) { drop_pairs(kept, sixteen, p); };
-        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_shifts, rescale, drop);
+        auto drop = [&](int sixteen, float (&p)[2][4]) {
+          drop_pairs(effects.dropout.kept, sixteen, p);
+        };
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, drop);
         return;
       }
     }
     bool is_too_large = false;
-    if constexpr (Traits::leaves_bending) {
-      if (left.bending) {
-        const ScoreModifiers::Curve curve(softmax.scale_log2);
-        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, curve, pairs)) return;
+    if constexpr (Traits::leaves_curve) {
+      if (left.curve) {
+        const ScoreModifiers::Curve::Exponents exponents(softmax.scale_log2);
+        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs)) return;
         is_too_large = true;
-        ScoreModifiers::bend_reached(scores);
+        ScoreModifiers::Curve::apply_to_scaled(scores, true);
       }
     }
     auto keep_all = [](int, float (&)[2][4]) {};
-    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_shifts, rescale, keep_all,
+    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, keep_all,
                                                is_too_large);
   }
 
  private:
   CUTE_DEVICE bool drops() const {
     return Traits::has_dropout && tile.params.dropout.threshold > 0;
-  }
-
-  // This thread's (rows, columns) of S -> (query, key)
-  CUTE_DEVICE auto coords() const {
-    return rows_cols_view(accumulator_share(
-        typename Traits::ScoresMma{}, make_identity_tensor(Shape<_64, Int<block_n>>{}), thread));
-  }
-
-  CUTE_DEVICE SeenPairs take_bits(Pieces pieces) const {
-    if (!wants_bits(tile.params.sparsity.bits, pieces, warpgroup)) return {};
-    auto& ring = smem.sparse.bits_ring[warpgroup];
-    consumer_wait(ring, pipelines.bits);
-    const SeenPairs seen = read_mask_bits(smem.sparse.bits[warpgroup], pieces, warpgroup, coords());
-    finish_reads();
-    consumer_release(ring, pipelines.bits);
-    pipelines.bits.advance();
-    return seen;
-  }
-
-  template <class Accumulator>
-  CUTE_DEVICE void add_bias_tile(Accumulator& tSrS) const {
-    constexpr int size = Traits::block_m * block_n;
-    consumer_wait(smem.bias_ring, pipelines.bias);
-    add_bias<Traits::block_m, block_n>(smem.bias + pipelines.bias.stage * size, 64 * warpgroup,
-                                       tile.params.score.softmax_scale, tSrS);
-    finish_reads();
-    consumer_release(smem.bias_ring, pipelines.bias);
-    pipelines.bias.advance();
   }
 };
 

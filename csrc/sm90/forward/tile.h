@@ -29,7 +29,7 @@ struct ForwardTile {
 template <class Traits>
 CUTE_DEVICE VisitOrder visit_order(ForwardParams const& params, TileWork const& work,
                                    BlockRange const& range) {
-  if constexpr (Traits::shifts_rows && !Traits::is_paged) {
+  if constexpr (Traits::has_row_bias && !Traits::is_paged) {
     if (params.score.alibi_slopes != nullptr) {
       const int last_query = (work.tile + 1) * Traits::block_m - 1;
       return VisitOrder::from(range, (last_query + work.sequence.shift) / Traits::block_n);

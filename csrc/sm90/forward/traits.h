@@ -22,7 +22,7 @@ struct WorkItem {
   int split;         // of the tile's keys, in kernels that can split them
 };
 
-// The same of a kernel for block-sparse masks.
+// A tile of work in a kernel for block-sparse masks.
 template <int kBlockN>
 struct SparseWorkItem : WorkItem {
   SparseVisits<kBlockN> visits;
@@ -52,10 +52,10 @@ struct ForwardTraits {
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_score_modifiers = has(modifier_features);
   // What a row's scores have in common under ALiBi goes to the softmax
-  // (shared/scores/score_modifiers.h); with dropout there are no registers for it, and calls
+  // (shared/scores/score_chain.h); with dropout there are no registers for it, and calls
   // without ALiBi would pay as well.
-  static constexpr bool shifts_rows = has(feature::alibi) && !has(feature::dropout);
-  static constexpr bool leaves_bending = has(bending_features) && own.bends_in_softmax;
+  static constexpr bool has_row_bias = has(feature::alibi) && !has(feature::dropout);
+  static constexpr bool leaves_curve = has(curve_features) && own.curves_in_softmax;
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
@@ -65,7 +65,7 @@ struct ForwardTraits {
   static constexpr bool has_dropout = has(feature::dropout);
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
-  static_assert(!is_sparse || !has_score_modifiers, "bending may be left to the softmax");
+  static_assert(!is_sparse || !has_score_modifiers, "a curve may be left to the softmax");
 
   // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
   // (dropout.h), unless consumers draw for themselves.
@@ -88,7 +88,7 @@ struct ForwardTraits {
   // it is a narrow step, and a warp without queries leaves scores alone.
   static constexpr int narrow_keys = narrow_step_keys;
 
-  // A thread of its own finds tiles for the producer where that takes long, beside lists, where
+  // A thread of its own finds tiles for the producer where that takes long, with lists, where
   // tiles are short, or whole warps load.
   static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
   static constexpr int loaders = is_paged ? 2 : 1;

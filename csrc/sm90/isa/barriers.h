@@ -26,7 +26,7 @@ struct Ring {
   }
 };
 
-// Which stage one side of a pipeline is at, and in which round of the ring.
+// Which stage one side of a pipeline is at, and in which lap: passes through the ring so far.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -91,7 +91,7 @@ struct PingPong {
     return static_cast<std::uint32_t>(NamedBarrier::first_turn) + warpgroup;
   }
 
-  // Once before the first turn.
+  // The last warpgroup passes the turn on once, before the first turn.
   CUTE_DEVICE void open() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }

@@ -34,7 +34,7 @@ CUTE_DEVICE auto smem_tile(Element* data) {
   return make_tensor(make_smem_ptr(data), Layout{});
 }
 
-// The same memory read as (columns, rows, stages), of the first kColumns columns, or all.
+// The tile's memory read as (columns, rows, stages), of the first kColumns columns, or all.
 template <int kColumns = 0, class SmemTensor>
 CUTE_DEVICE auto transposed(SmemTensor const& tile) {
   constexpr int rows = decltype(size<0>(tile))::value;
@@ -89,7 +89,7 @@ CUTE_DEVICE void store_tile(CUtensorMap const& map, Element const* tile, RowSpan
   tma_store_arrive();
 }
 
-// Until the stores that this thread started have read shared memory.
+// Waits until the stores that this thread started have read shared memory.
 CUTE_DEVICE void wait_stores() { tma_store_wait<0>(); }
 
 }  // namespace flash_attn_cuda::sm90

@@ -14,7 +14,7 @@ namespace flash_attn_cuda::sm90 {
 // 0 or 1.
 CUTE_DEVICE int rank_in_pair() { return static_cast<int>(block_rank_in_cluster()); }
 
-// By all threads of both: until all have come here. Before the first look at the other's shared
+// All threads of both CTAs wait for one another, before the first look at the other's shared
 // memory, whose barriers have to be there, and after the last one, as memory ends with its CTA.
 CUTE_DEVICE void sync_pair() {
   __syncwarp();
@@ -31,8 +31,8 @@ CUTE_DEVICE void arrive_at_peer(std::uint64_t const* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_peer(barrier)) : "memory");
 }
 
-// The same behind this thread's loads of what the other CTA writes once it knows. It takes a fence
-// of the whole GPU, so it is not for every step.
+// arrive_at_peer() after this thread's loads of what the other CTA overwrites then. It takes a
+// fence of the whole GPU, so it is not for every step.
 CUTE_DEVICE void arrive_at_peer_after_loads(std::uint64_t const* barrier) {
   asm volatile(
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_peer(barrier))

@@ -42,7 +42,7 @@ using RowsMma = decltype(make_tiled_mma(
 
 // Columns of one of its instructions. CuTe makes a product of the widest ones that it knows, and
 // without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED it does not know all: 80 columns become five of 16.
-// Units that need it define it (build_tools/generate_units.py).
+// Translation units that need it define it (build_tools/generate_units.py).
 template <class Mma>
 inline constexpr int instruction_columns = size<1>(typename Mma::AtomShape_MNK{});
 
@@ -50,8 +50,8 @@ template <class Fragment>
 inline constexpr bool lies_in_registers =
     !std::is_same_v<typename Fragment::engine_type::iterator, GMMA::DescriptorIterator>;
 
-// The same operand in shared memory, whose addresses the compiler makes anew here instead of
-// keeping them in registers from one step to the next.
+// An operand in shared memory with addresses that the compiler makes anew here instead of keeping
+// them in registers from one step to the next.
 template <class Fragment>
 CUTE_DEVICE auto with_new_addresses(Fragment const& fragment) {
   auto first = fragment.data();
@@ -81,7 +81,7 @@ CUTE_DEVICE void start_product(Mma& mma, A&& a, B const& b, Accumulator& accumul
   warpgroup_commit_batch();
 }
 
-// Until all but the last kLeft products have ended; `accumulator` is that of one which has.
+// Waits until all but the last kLeft products have ended; `accumulator` is that of one which has.
 template <int kLeft, class Accumulator>
 CUTE_DEVICE void wait_products(Accumulator& accumulator) {
   warpgroup_wait<kLeft>();

@@ -32,7 +32,7 @@ struct WordLayout {
 // -- blocks that share rounds --------------------------------------------------------------------
 
 // nvcc takes the halves of a 64-bit product apart by additions of zeros. Said in PTX it does not,
-// but neither sees what is the same in all passes of a loop; hence the parts below.
+// but neither sees what is the same in all passes of a loop; hence the two structs below.
 FAC_HOST_DEVICE std::uint64_t wide_product(std::uint32_t a, std::uint32_t b) {
 #if defined(__CUDA_ARCH__)
   std::uint64_t product;
@@ -83,7 +83,7 @@ struct RowRounds {
   }
 };
 
-// mask.block(query, key) from the parts of its row and its column.
+// mask.block(query, key) from the rounds of its row and of its column.
 FAC_HOST_DEVICE DropoutBlock join_rounds(const DropoutMask& mask, const RowRounds& row,
                                          const ColumnRounds& column) {
   PhiloxKey key = next_philox_key(next_philox_key(mask.key));
@@ -107,7 +107,7 @@ FAC_HOST_DEVICE DropoutBlock join_rounds(const DropoutMask& mask, const RowRound
 
 // Decisions about four tiles of 16 columns, and two rows each of two threads.
 struct DrawnTiles {
-  std::uint32_t first, second;  // two tiles each; bytes in turn are about even rows and odd ones
+  std::uint32_t first, second;  // two tiles each; bytes are alternately about even and odd rows
 
   // The word of the thread with even rows, and of that with odd ones.
   FAC_HOST_DEVICE std::uint32_t word(int row_parity) const {

@@ -35,7 +35,7 @@ CUTE_DEVICE void load_mask_bits(CUtensorMap const& map, std::uint64_t* barrier, 
 }
 
 // What a thread of a wgmma accumulator of 64 queries and 128 keys sees of the pieces that are to be
-// looked up: of each 32 pairs, of one word after the other and its two rows in turn.
+// looked up: of each 32 pairs, of one word after the other, alternately of its two rows.
 struct SeenPairs {
   static constexpr int pieces = 2;
   std::uint32_t of_piece[pieces];
@@ -61,7 +61,7 @@ struct ThreadColumns {
   }
 };
 
-// Of pieces without bits nothing. coords: as in shared/mask/mask.h.
+// The thread's bits of the pieces that have bits; 0 for others. coords: as in shared/mask/mask.h.
 template <class Coords>
 CUTE_DEVICE SeenPairs read_mask_bits(MaskBits const& tile, Pieces pieces, int query_half,
                                      Coords const& coords) {

@@ -20,10 +20,10 @@ struct Told {
   }
 };
 
-// One warpgroup's side. Two places are enough: who writes one anew has heard of the step between,
-// which the other told when it had read this one.
+// One warpgroup's side. Two places are enough: a warpgroup that writes one anew has heard of the
+// step between, which the other told when it had read this one.
 struct Partner {
-  Told (&told)[2][2];  // of two steps in turn, by each
+  Told (&told)[2][2];  // of two steps alternately, by each
   int warpgroup;
   int thread;
   unsigned told_steps = 0;

@@ -6,7 +6,7 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// A slot is given back when the product behind it has started and its own has ended.
+// A slot is given back when the product after it has started and its own has ended.
 template <int kSlots>
 struct RingReader {
   Ring<kSlots>& ring;

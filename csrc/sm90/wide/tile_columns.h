@@ -14,7 +14,7 @@ CUTE_HOST_DEVICE constexpr int last_wide_box(int head_dim) {
   return (head_dim - 1) / wide_box_columns * wide_box_columns;
 }
 
-// By all threads of the CTA, before any of it is read or loaded. rows: of the tile, kColumns wide.
+// All threads of the CTA call it before any of the tile, kColumns wide, is read or loaded.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void clear_missing_boxes(Element* tile, int head_dim) {
   constexpr int vector = int(sizeof(uint4) / sizeof(Element));

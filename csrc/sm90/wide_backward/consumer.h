@@ -142,7 +142,7 @@ CUTE_DEVICE void multiply_differences(Operand& operand, Scores& dscores,
                                       Statistics const& softmax_d) {
   CUTE_UNROLL
   for (int i = 0; i < size(operand); ++i) {
-    // Pairs of columns, in turn of the thread's first row and its second.
+    // Pairs of columns, alternately of the thread's first row and its second.
     const int row = i / 2 % 2;
     const int column = i / 4 * 2 + i % 2;
     const float difference = dscores(row, column) - softmax_d.at(row, column);
@@ -153,8 +153,8 @@ CUTE_DEVICE void multiply_differences(Operand& operand, Scores& dscores,
 
 // dK or dQ, without the factor that scores have.
 template <class Traits, bool kRowsAreKeys, class Products, class Accumulator>
-CUTE_DEVICE void sum_score_gradients(BackwardArguments const& call, Products& products,
-                                     Partner& partner, int thread, Accumulator& gradient) {
+CUTE_DEVICE void mma_dk_or_dq(BackwardArguments const& call, Products& products, Partner& partner,
+                              int thread, Accumulator& gradient) {
   WideJob const& job = products.smem.job;
   const int warpgroup = products.warpgroup;
   const GradientScores<Traits, kRowsAreKeys> scores{call, job, thread};
@@ -194,8 +194,8 @@ CUTE_DEVICE void sum_score_gradients(BackwardArguments const& call, Products& pr
 }
 
 template <class Traits, class Products, class Accumulator>
-CUTE_DEVICE void sum_value_gradients(BackwardArguments const& call, Products& products,
-                                     Partner& partner, int thread, Accumulator& gradient) {
+CUTE_DEVICE void mma_dv(BackwardArguments const& call, Products& products, Partner& partner,
+                        int thread, Accumulator& gradient) {
   WideJob const& job = products.smem.job;
   const GradientScores<Traits, true> scores{call, job, thread};
   const int count = job.steps.count();
@@ -296,11 +296,11 @@ CUTE_DEVICE void consume_wide_backward(WideBackwardArguments const& args,
   } else {
     FullBarrier::wait(&smem.tile_full[job.gradient == Gradient::dv ? 0 : warpgroup], 0);
     if (job.gradient == Gradient::dk) {
-      sum_score_gradients<Traits, true>(call, products, partner, thread, gradient);
+      mma_dk_or_dq<Traits, true>(call, products, partner, thread, gradient);
     } else if (job.gradient == Gradient::dq) {
-      sum_score_gradients<Traits, false>(call, products, partner, thread, gradient);
+      mma_dk_or_dq<Traits, false>(call, products, partner, thread, gradient);
     } else {
-      sum_value_gradients<Traits>(call, products, partner, thread, gradient);
+      mma_dv<Traits>(call, products, partner, thread, gradient);
     }
   }
   write_wide_gradient<Traits>(call, job, warpgroup, thread, rows);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(WideBackwardTraits<Tag>::threads, 1)
   __syncthreads();
   if (smem.job.gradient == Gradient::none) return;
 
-  // The same in all lanes, said so that the compiler knows.
+  // The shuffle tells the compiler that all lanes have the same number.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {

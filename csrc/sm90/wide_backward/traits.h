@@ -50,7 +50,7 @@ struct WideBackwardTraits {
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = 2;
   static constexpr int threads = 128 * (1 + consumers);
-  // Of a gradient, those of one warpgroup.
+  // The columns of a gradient that one warpgroup has.
   static constexpr int columns = head_dim / consumers;
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
 

@@ -68,8 +68,8 @@ struct WideProducts {
   }
 };
 
-// P times a factor for each row. tOrP: as a product's left operand has it, pairs of columns, in
-// turn of the thread's first row and its second.
+// P times a factor for each row. tOrP: as a product's left operand has it, pairs of columns,
+// alternately of the thread's first row and its second.
 template <class Operand>
 CUTE_DEVICE void scale_probabilities(Operand& tOrP, float const (&factors)[2]) {
   using Element = typename Operand::value_type;
@@ -123,7 +123,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
   const int thread = threadIdx.x % 128;
   PipelineState<Traits::work_stages> work_state;
   PipelineState<1> q_state;
-  typename ForwardScores<Traits>::Pipelines score_pipelines;
+  ForwardEffects<Traits> effects;
   WideProducts<Traits> products{smem, warpgroup, thread};
   Partner partner{smem.told, warpgroup, thread};
   auto tSrS = products.make_scores();
@@ -139,7 +139,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m;
     const ForwardTile<Traits> tile{params, sequence, query_begin, steps.range};
-    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, score_pipelines);
+    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, effects);
     OnlineSoftmax<rows> softmax(args.scale_log2);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
@@ -149,13 +149,13 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     // Inline, because as a function it would have its registers in memory. No product crosses the
     // end of a step: the compiler may move registers there.
     auto multiply = [&](int step, auto is_last) __attribute__((always_inline)) {
-      LeftToSoftmax<typename ForwardScores<Traits>::Shifts> left;
+      typename ForwardScores<Traits>::Left left;
       if (steps.has_block(step, warpgroup)) {
-        left = scores.modify_and_mask(steps.block_of(step, warpgroup), BlockNews{}, false, tSrS);
+        left = scores.modify_and_mask(steps.block_of(step, warpgroup), false, tSrS);
       } else {
         fill(tSrS, -INFINITY);
       }
-      scores.probabilities(tSrS, left, KeptPairs<Traits>{}, softmax, tOrP, rescale_o);
+      scores.probabilities(tSrS, left, softmax, tOrP, rescale_o);
       partner.tell(tOrP, softmax.row_max);
       if constexpr (is_last) {
         consumer_release(smem.q_ring, q_state);

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(WideForwardTraits<Tag>::threads, 1)
   let_next_kernel_start();
   __syncthreads();
 
-  // The same in all lanes, said so that the compiler knows.
+  // The shuffle tells the compiler that all lanes have the same number.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {

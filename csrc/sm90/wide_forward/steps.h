@@ -20,11 +20,11 @@ struct WideSteps {
   CUTE_DEVICE int position_of(int step, int warpgroup) const {
     return range.end - 1 - 2 * step - warpgroup;
   }
-  // The last step may lack the second warpgroup's.
+  // The last step may lack the second warpgroup's block.
   CUTE_DEVICE bool has_block(int step, int warpgroup) const {
     return position_of(step, warpgroup) >= range.begin;
   }
-  // In whose place it has the first one's, of which it hides every pair.
+  // The warpgroup has the first one's block in its place, and hides every pair of it.
   CUTE_DEVICE int block_of(int step, int warpgroup) const {
     return order.block_at(max(position_of(step, warpgroup), range.begin));
   }

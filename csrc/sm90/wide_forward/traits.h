@@ -22,16 +22,16 @@ struct WideForwardTraits {
   static constexpr int loaders = consumers;  // a ring of buffers for each
   static constexpr int threads = 128 * (1 + consumers);
   static constexpr int rows_per_thread = 2;
-  // Of V and O, those of one warpgroup.
+  // The columns of V and O that one warpgroup has.
   static constexpr int columns_v = head_dim_v / consumers;
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_score_modifiers = has(modifier_features);
-  static constexpr bool shifts_rows = has(feature::alibi);
+  static constexpr bool has_row_bias = has(feature::alibi);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool has_finder = true;
   // What ForwardScores and TileWalk ask besides, and wide heads have other kernels for.
-  static constexpr bool leaves_bending = false;
+  static constexpr bool leaves_curve = false;
   static constexpr bool is_sparse = false;
   static constexpr bool is_paged = false;
   static constexpr bool can_split = false;
@@ -58,8 +58,6 @@ struct WideForwardTraits {
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
   static constexpr int work_stages = 2;  // the tile in hand and the next
-  static constexpr int bias_stages = 2;  // of no use
-  static constexpr int word_stages = 1;
 
   struct SharedStorage {
     alignas(1024) Element q[block_m * head_dim];
