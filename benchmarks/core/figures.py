@@ -108,9 +108,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
             SM80,
         ),
     ),
-    "gemma": (
-        Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated sdpa-repeated"),
-    ),
+    "gemma": (Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated"),),
     "train": (
         Figure(
             "train_350m",

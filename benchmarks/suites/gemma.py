@@ -204,7 +204,8 @@ def new_gemma(config: GemmaConfig, attention: str, device: torch.device) -> Gemm
         kind: ATTENTIONS[name](kind, config.seqlen, device)
         for kind, name in zip(kinds, names_of(attention), strict=True)
     }
-    return Gemma(config, attentions).to(device)
+    with device:  # where half a billion weights take no time
+        return Gemma(config, attentions)
 
 
 # The program
