@@ -165,7 +165,6 @@ def over(names: Sequence[str], case: str, card: str, peer: str) -> Iterator[floa
 WIDE_SHAPES = {
     "8 query heads, 2 of keys": "h8/2-d512",
     "8 query heads, 8 of keys": "h8/8-d512",
-    "D = 320, 8 query heads, 2 of keys": "h8/2-d320",
 }
 
 
