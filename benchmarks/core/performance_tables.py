@@ -162,35 +162,27 @@ def over(names: Sequence[str], case: str, card: str, peer: str) -> Iterator[floa
             yield speeds[OURS] / speeds[peer]
 
 
-WIDE_SHAPES = {
-    "8 query heads, 2 of keys": "h8/2-d512",
-    "8 query heads, 8 of keys": "h8/8-d512",
-}
-
-
 def wide_heads() -> str:
     """TFLOP/s, the ratios to peers, and memory that a call takes."""
-    name, sm80_name = "h200_wide_heads", "h200_wide_heads_sm80"
+    tables = {
+        "h200_wide_heads": ("", ("ffpa", "sdpa_efficient")),
+        "h200_wide_heads_sm80": ("sm80 kernels: ", ("sdpa_efficient",)),
+    }
     lines = []
-    for what, shape in WIDE_SHAPES.items():
-        for mask in ("full", "causal"):
-            case = f"b1-q8192k8192-{shape}-bf16-{mask}"
-            lines.append([f"{what}, {mask}", *(wide_cell(name, case, x) for x in PASSES)])
-    for mask in ("full", "causal"):
-        case = f"b1-q8192k8192-h8/8-d512-bf16-{mask}"
-        cells = (wide_cell(sm80_name, case, x, ("sdpa_efficient",)) for x in PASSES)
-        lines.append([f"sm80 kernels, 8 heads of either, {mask}", *cells])
-    return table(["8,192 tokens", *PASSES], lines, name, sm80_name)
+    for name, (kernels, peers) in tables.items():
+        for case in dict.fromkeys(row["case"] for row in rows_of(name)):
+            heads, mask = case.split("-")[2].removeprefix("h"), case.rpartition("-")[2]
+            cells = (wide_cell(name, case, which, peers) for which in PASSES)
+            lines.append([f"{kernels}{heads} heads, {mask}", *cells])
+    return table(["", *PASSES], lines, *tables)
 
 
-def wide_cell(
-    name: str, case: str, which: str, peers: Sequence[str] = ("ffpa", "sdpa_efficient")
-) -> str:
-    """609/1.25/5.20, 0.2 GiB; a peer that does not compute the case leaves a gap."""
+def wide_cell(name: str, case: str, which: str, peers: Sequence[str]) -> str:
+    """609/1.25/5.20, 0.06 GiB; a peer that does not compute the case leaves a gap."""
     rows = {row["backend"]: row for row in rows_of(name, which, case=case)}
     ours = rows[OURS]
     speeds = (rows[peer]["tflops"] for peer in peers)
-    over = "/".join("" if x is None else f"{ours['tflops'] / x:.2f}" for x in speeds)
+    over = "/".join(f"{ours['tflops'] / x:.2f}" if x else "-" for x in speeds)
     return f"{ours['tflops']:.0f}/{over}, {ours['peak_bytes'] / 2**30:.2f} GiB"
 
 
@@ -481,6 +473,7 @@ SUITES = {
     "sm80": "the grid of the sm80 kernels",
     "wide_heads": "head dims above 256 beside ffpa-attn and torch's memory-efficient attention",
     "wide_heads_sm80": "the same on the sm80 kernels",
+    "decode_wide": "caches of head dim 512 beside others, without FlashAttention-3",
     "gemma": "training of a model with Gemma 4's layers",
     "context_parallel": "context parallelism beside one GPU",
     "context_parallel_long": "the same from 128k tokens on",
