@@ -33,9 +33,8 @@ from torch import Tensor, nn
 # It makes examples/ known.
 from benchmarks.peers.backends import compiled_flex_attention
 from benchmarks.suites.train import (
-    add_options,
-    check_steps,
     measure,
+    parse_options,
     report,
     run,
     with_options,
@@ -230,18 +229,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=PRESETS, default="12-layers")
-    parser.add_argument("--seqlen", type=int, default=8192, help="bytes of context")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences per step")
     parser.add_argument(
         "--attentions",
         nargs="+",
         type=attention_name,
         default=["ours", "flex+sdpa", "flex+sdpa-repeated", "sdpa", "sdpa-repeated"],
     )
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    check_steps(parser, options)
-    return options
+    return parse_options(parser, arguments, batch_size=1)
 
 
 def main(arguments: list[str] | None = None) -> int:

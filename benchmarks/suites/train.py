@@ -54,36 +54,34 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=PRESETS, default="350m")
-    parser.add_argument("--seqlen", type=int, default=8192, help="bytes of context")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
     parser.add_argument(
         "--attentions",
         nargs="+",
         choices=[*ATTENTIONS, SDPA_OURS],
         default=["ours", "sdpa-flash", "sdpa-cudnn"],
     )
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    check_steps(parser, options)
-    return options
+    return parse_options(parser, arguments, batch_size=2)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of every benchmark that trains."""
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, batch_size: int
+) -> argparse.Namespace:
+    """The parser's options and those of every benchmark that trains, checked."""
+    parser.add_argument("--seqlen", type=int, default=8192, help="bytes of context")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per step")
     parser.add_argument("--steps", type=int, default=19, help="of a run (default: %(default)s)")
     parser.add_argument(
         "--rounds", type=int, default=4, help="runs of each attention (default: %(default)s)"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
-
-
-def check_steps(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options = parser.parse_args(arguments)
     if not 0 < options.steps < MIN_VALIDATION_INTERVAL:
         parser.error(
             f"--steps must be from 1 to {MIN_VALIDATION_INTERVAL - 1}, so that no validation is "
             f"timed, got {options.steps}"
         )
+    return options
 
 
 def with_options(preset: Preset, options: argparse.Namespace) -> Preset:
