@@ -112,7 +112,7 @@ def _rows_of(slopes: Tensor | None, owner: Tensor) -> Tensor | None:
 
 
 def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Results:
-    """Does as results_of."""
+    """What results_of returns, of a call in chunks."""
     reasons = {
         "an attn_mask or a block_mask": call.has_masks(),
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
@@ -191,7 +191,9 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
 
 
 def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
-    """Does as results_of. New keys are appended first, unless one query a sequence sees one."""
+    """attend_in_chunks over a cache. New keys are appended first, unless one query a sequence sees
+    one.
+    """
     check_call(call, is_padded=False)
     if call.batch() == 0:
         return results_of(call)

@@ -61,7 +61,7 @@ def checked(out_partial: Any, lse_partial: Any, out_dtype: torch.dtype | None) -
 
 
 def checked_out(out_partial: Any, lse_partial: Any, out: Any) -> CombineCall:
-    """Raises, and returns the call, likewise, where it writes into out."""
+    """The call, which writes into out; raises for what no backend runs."""
     check_tensor("out", out)
     check_partials(out_partial, lse_partial)
     _check_dtype("out: dtype must", out.dtype, out_partial)
