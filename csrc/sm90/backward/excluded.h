@@ -9,7 +9,7 @@
 namespace flash_attn_cuda::sm90 {
 
 // The pairs that a warpgroup works on in a step.
-struct ScoreTile {
+struct StepPairs {
   Sequence const& sequence;
   int head;
   int query_begin;
@@ -26,11 +26,11 @@ struct ScoreTile {
 // No pairs are excluded.
 template <class Traits>
 struct NoPairs {
-  CUTE_DEVICE static NoPairs find(BackwardParams const&, RngState const&, ScoreTile const&) {
+  CUTE_DEVICE static NoPairs find(BackwardParams const&, RngState const&, StepPairs const&) {
     return {};
   }
   template <class Scores>
-  CUTE_DEVICE static void hide(ScoreTile const&, Scores&) {}
+  CUTE_DEVICE static void hide(StepPairs const&, Scores&) {}
   template <class Probs>
   CUTE_DEVICE static void mark(int, Probs&) {}
 };
@@ -41,12 +41,12 @@ struct UnlistedPairs {
 
   PairWords<queries / 32> words;
 
-  CUTE_DEVICE static bool shows_all(ScoreTile const& tile) {
+  CUTE_DEVICE static bool shows_all(StepPairs const& tile) {
     return tile.pieces.template show_all<queries, 64>(tile.query_begin, tile.key_begin);
   }
 
   CUTE_DEVICE static UnlistedPairs find(BackwardParams const& params, RngState const&,
-                                        ScoreTile const& tile) {
+                                        StepPairs const& tile) {
     if (shows_all(tile)) return {};
     const HeadBits bits = HeadBits::of(params.sparsity.bits, tile.sequence.index, tile.head);
     return {load_transposed_words<queries>(tile.pieces, bits, tile.query_begin, tile.first_key())};
@@ -54,7 +54,7 @@ struct UnlistedPairs {
 
   // scores: (keys, queries).
   template <class Scores>
-  CUTE_DEVICE void hide(ScoreTile const& tile, Scores& scores) const {
+  CUTE_DEVICE void hide(StepPairs const& tile, Scores& scores) const {
     if (!shows_all(tile)) hide_transposed_pairs(scores, words, tile.first_key(), -INFINITY);
   }
   template <class Probs>
@@ -68,7 +68,7 @@ struct DroppedPairs {
   Decisions decisions;
 
   CUTE_DEVICE static DroppedPairs find(BackwardParams const& params, RngState const& rng,
-                                       ScoreTile const& tile) {
+                                       StepPairs const& tile) {
     const int first_key = tile.sequence.first_k + tile.first_key();
     const int first_query = tile.sequence.first_q + tile.query_begin + threadIdx.x % 4 * 2;
     if (params.dropout.threshold == 0) return {Decisions::all_kept()};
@@ -78,7 +78,7 @@ struct DroppedPairs {
   }
 
   template <class Scores>
-  CUTE_DEVICE static void hide(ScoreTile const&, Scores&) {}
+  CUTE_DEVICE static void hide(StepPairs const&, Scores&) {}
 
   // P of queries from the first_sixteen'th 16 on, (keys, queries) -> negative where it is dropped.
   template <class Probs>

@@ -100,9 +100,9 @@ CUTE_DEVICE void skip_step(typename Traits::SharedStorage& smem,
 // The pairs of a step and the 64 keys from key_begin on, whose queries are in q_stage. range: of
 // the tile's queries.
 template <class Traits>
-CUTE_DEVICE ScoreTile score_tile(typename Traits::SharedStorage const& smem, int q_stage,
-                                 Sequence const& sequence, BlockRange const& range,
-                                 Step const& step, int key_begin, bool has_all_keys) {
+CUTE_DEVICE StepPairs pairs_of_step(typename Traits::SharedStorage const& smem, int q_stage,
+                                    Sequence const& sequence, BlockRange const& range,
+                                    Step const& step, int key_begin, bool has_all_keys) {
   if constexpr (Traits::announces) {
     VisitedQueries const& visited = smem.visited[q_stage];
     return {.sequence = sequence,
@@ -184,8 +184,8 @@ CUTE_DEVICE void mma_dkdv(BackwardKernelArguments const& args, typename Traits::
     };
     // The pairs of a step whose scores are made.
     auto made_tile = [&](Step const& step) {
-      return score_tile<Traits>(smem, q_state.stage, item.work.sequence, range, step, key_begin,
-                                has_all_keys);
+      return pairs_of_step<Traits>(smem, q_state.stage, item.work.sequence, range, step, key_begin,
+                                   has_all_keys);
     };
 
     consumer_wait(smem.key_ring, key_state);
@@ -203,7 +203,7 @@ CUTE_DEVICE void mma_dkdv(BackwardKernelArguments const& args, typename Traits::
     }
     for (int index = 0;; ++index, step.advance(order)) {
       // Pairs are found before the wait, or after it.
-      const ScoreTile early_tile = made_tile(step);
+      const StepPairs early_tile = made_tile(step);
       const auto excluded = math.excluded_pairs(early_tile);
       wait_products<0>(tSrS);
       if constexpr (Traits::has_bias) {

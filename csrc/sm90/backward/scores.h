@@ -90,14 +90,14 @@ struct ScoreMath {
     if (drops) rng = read_rng(call.params.dropout.rng);
   }
 
-  CUTE_DEVICE Excluded excluded_pairs(ScoreTile const& tile) const {
+  CUTE_DEVICE Excluded excluded_pairs(StepPairs const& tile) const {
     return Excluded::find(call.params, rng, tile);
   }
 
   // S -> P and the weights, both in 16 bits and in the order of the left operand of a product. They
   // are the same registers where nothing tells them apart.
   template <class Accumulator, class Operand, class Weights>
-  CUTE_DEVICE void probabilities(ScoreTile const& tile, Excluded const& excluded,
+  CUTE_DEVICE void probabilities(StepPairs const& tile, Excluded const& excluded,
                                  Statistic const& lse_log2, Accumulator& tSrS, Operand& probs,
                                  Weights& weights) const {
     if constexpr (Traits::has_weights) {
@@ -117,7 +117,7 @@ struct ScoreMath {
       for (int begin = 0; begin < queries; begin += part_queries) {
         auto scores = queries_of<part_queries>(tSrS, begin);
         auto fp32_weights = make_tensor_like<float>(scores);
-        ScoreTile part = tile;
+        StepPairs part = tile;
         part.query_begin += begin;
         modified_scores<part_queries>(part, modifiers, reaches, lse_log2, begin / 8, scores,
                                       fp32_weights);
@@ -230,7 +230,7 @@ struct ScoreMath {
                     make_layout(Shape<_64, Int<kQueries>>{}, make_stride(E<1>{}, E<0>{}))))));
   }
 
-  CUTE_DEVICE ScoreModifiers modifiers(ScoreTile const& tile) const {
+  CUTE_DEVICE ScoreModifiers modifiers(StepPairs const& tile) const {
     return ScoreModifiers::of(call.params.score, tile.sequence.index, tile.head,
                               tile.sequence.shift);
   }
@@ -264,7 +264,7 @@ struct ScoreMath {
   // tSrS: S, or, where scores have a curve, what scale_to_curve() made of it -> P, and what dS has
   // beside it as a factor.
   template <int kQueries, class Accumulator, class Weights>
-  CUTE_DEVICE void modified_scores(ScoreTile const& tile, ScoreModifiers const& modifiers,
+  CUTE_DEVICE void modified_scores(StepPairs const& tile, ScoreModifiers const& modifiers,
                                    bool reaches, Statistic const& lse_log2, int first_group,
                                    Accumulator& tSrS, Weights& slopes) const {
     auto scores = rows_cols_view(tSrS);
@@ -287,7 +287,7 @@ struct ScoreMath {
   }
 
   template <class Scores, class Coords>
-  CUTE_DEVICE void hide(ScoreTile const& tile, Scores& scores, Coords const& coords) const {
+  CUTE_DEVICE void hide(StepPairs const& tile, Scores& scores, Coords const& coords) const {
     const ScoreMask<Traits::config.mask> mask{
         .band = band_from_keys(call.params.window, tile.sequence.shift),
         .seqlen_k = tile.sequence.seqlen_q};

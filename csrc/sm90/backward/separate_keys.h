@@ -66,8 +66,8 @@ CUTE_DEVICE void mma_dv(BackwardKernelArguments const& args, typename Traits::Sh
     Step step = Step::first(item);
     const int steps = item.steps();
     for (int index = 0;; ++index, step.advance(item)) {
-      const auto tile = score_tile<Traits>(smem, products.q_state.stage, item.work.sequence,
-                                           item.range, step, key_begin, has_all_keys);
+      const auto tile = pairs_of_step<Traits>(smem, products.q_state.stage, item.work.sequence,
+                                              item.range, step, key_begin, has_all_keys);
       const auto excluded = math.excluded_pairs(tile);
       wait_products<0>(tSrS);
       typename Math::Statistic lse_log2;
