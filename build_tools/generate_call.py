@@ -32,8 +32,10 @@ CPP_TYPES = {
     "bool": "bool",
 }
 CPP_DTYPES = {"int32": "at::kInt", "int64": "at::kLong", "lse": "at::kFloat"}
-DESCRIBED = ("AttentionCall", "Incoming", "Results", "Gradients")
+DESCRIBED = ("AttentionCall", "Incoming", "Tangents", "Results", "Gradients")
 KEPT = ""  # the part of a call that its backward is told
+# Those that operators of derivatives have no argument for.
+NOT_OF_BACKWARD = ("append", "out")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,19 @@ def visit_kept(fields: list[Field]) -> Iterator[str]:
     yield ""
 
 
+def visit_operator_arguments(call: list[Field], incoming: list[Field]) -> Iterator[str]:
+    yield "// The arguments of operator attention_gradients, in order."
+    yield "template <class Visitor>"
+    yield "void visit_operator_arguments(const AttentionCall& call, const Incoming& incoming,"
+    yield "                              Visitor&& visitor) {"
+    for x in call:
+        if x.said.get("part", "") not in NOT_OF_BACKWARD and x.name != "rng_state":
+            yield f"  visitor(call.{x.name});"
+    yield from (f"  visitor(incoming.{x.name});" for x in incoming if not x.said.get("part"))
+    yield "}"
+    yield ""
+
+
 def visit_differentiable(fields: list[Field]) -> Iterator[str]:
     yield "// Inputs that have a gradient: visitor(name, input, gradient)."
     yield "template <class Visitor>"
@@ -196,6 +211,7 @@ def lines() -> Iterator[str]:
     yield from handles("AttentionCall", "fields_of_call", call)
     yield from handles("Incoming", "fields_of_incoming", described["Incoming"])
     yield from visit_kept(call)
+    yield from visit_operator_arguments(call, described["Incoming"])
     yield from visit_differentiable(call)
     yield from argument_names(call)
     yield from check_arrays(call)

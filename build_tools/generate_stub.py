@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from .call import AttentionCall, Gradients, Incoming, Results
+from .call import AttentionCall, Gradients, Incoming, Results, Tangents
 
 '''
 
@@ -38,7 +38,7 @@ PYTHON_TYPES = {
     "at::Tensor": "Tensor",
     "void": "None",
     "at::ScalarType": "dtype",
-    **{name: name for name in ("AttentionCall", "Incoming", "Results", "Gradients")},
+    **{name: name for name in ("AttentionCall", "Incoming", "Tangents", "Results", "Gradients")},
     "std::string": "str",
     "char*": "str",
     "bool": "bool",

@@ -33,9 +33,12 @@ MANY_JOBS = 9
 ROWS_OF_SMALL_UNITS = {
     Kernel.sm80_forward: 4,
     Kernel.sm80_decode: 3,
+    Kernel.sm80_jvp: 2,
     Kernel.sm80_backward: 1,
+    Kernel.sm80_hvp: 1,
     Kernel.sm90_forward: 5,
     Kernel.sm90_wide_forward: 5,
+    Kernel.sm90_jvp: 5,
     Kernel.sm90_backward: 5,
     Kernel.sm90_wide_backward: 5,
 }

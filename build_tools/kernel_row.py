@@ -74,9 +74,12 @@ class Kernel(Enum):
 
     sm80_forward = "sm80 forward"
     sm80_decode = "sm80 decode"
+    sm80_jvp = "sm80 jvp"
     sm80_backward = "sm80 backward"
+    sm80_hvp = "sm80 hvp"
     sm90_forward = "sm90 forward"
     sm90_wide_forward = "sm90 wide_forward"
+    sm90_jvp = "sm90 jvp"
     sm90_backward = "sm90 backward"
     sm90_wide_backward = "sm90 wide_backward"
 
@@ -154,7 +157,7 @@ class KernelRow:
 
     @property
     def tile(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in ("family", "head_dim", *self.tile_fields))
+        return tuple(getattr(self, name) for name in ("kernel", "head_dim", *self.tile_fields))
 
     def config(self) -> dict[str, Any]:
         """The compiled fields that its kernel has, by name, in the order of the C++ structs."""
@@ -208,17 +211,23 @@ class ForwardRow(KernelRow):
     most_full_seqlen: int = 0
     least_keys_full: int = of(Kernel.sm90_forward, default=0, planned=True)
     least_keys_windowed: int = of(Kernel.sm90_forward, default=0, planned=True)
-    columns_per_cta: int = of(Kernel.sm80_forward, default=0, planned=True)
+    columns_per_cta: int = of(Kernel.sm80_forward, Kernel.sm80_jvp, default=0, planned=True)
     columns_per_warp: int = of(Kernel.sm80_decode, default=0, planned=True)
     is_wide: bool = of(Kernel.sm90_wide_forward, default=False, planned=True)
     features: Feature = NO_FEATURES
 
     keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
     stages_q: int | None = of(Kernel.sm90_forward)
-    stages_kv: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm80_decode)
+    stages_kv: int | None = of(
+        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp, Kernel.sm80_decode
+    )
     shares_queries: bool = of(Kernel.sm80_decode, default=False)
-    producer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
-    consumer_registers: int | None = of(Kernel.sm90_forward, Kernel.sm90_wide_forward)
+    producer_registers: int | None = of(
+        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp
+    )
+    consumer_registers: int | None = of(
+        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp
+    )
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
     curves_in_softmax: bool = of(Kernel.sm90_forward, default=False)
@@ -228,6 +237,8 @@ class ForwardRow(KernelRow):
     def kernel(self) -> Kernel:
         if self.kind is Kind.decode:
             return Kernel(f"{self.family.value} decode")
+        if Feature.tangent in self.features:
+            return Kernel(f"{self.family.value} jvp")
         return Kernel.sm90_wide_forward if self.is_wide else super().kernel
 
 
@@ -250,13 +261,13 @@ class BackwardRow(KernelRow):
     finish_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
     least_keys_full: int = of(Kernel.sm90_backward, default=0, planned=True)
     least_keys_windowed: int = of(Kernel.sm90_backward, default=0, planned=True)
-    columns_per_cta: int = of(Kernel.sm80_backward, default=0, planned=True)
+    columns_per_cta: int = of(Kernel.sm80_backward, Kernel.sm80_hvp, default=0, planned=True)
     is_wide: bool = of(Kernel.sm90_wide_backward, default=False, planned=True)
     features: Feature = NO_FEATURES
 
-    warps_m_scores: int | None = of(Kernel.sm80_backward)
-    warps_n_dkdv: int | None = of(Kernel.sm80_backward)
-    warps_m_dq: int | None = of(Kernel.sm80_backward)
+    warps_m_scores: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
+    warps_n_dkdv: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
+    warps_m_dq: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
     stages_q: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_do: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_kv: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
@@ -271,6 +282,8 @@ class BackwardRow(KernelRow):
 
     @property
     def kernel(self) -> Kernel:
+        if Feature.tangent in self.features:
+            return Kernel(f"{self.family.value} hvp")
         return Kernel.sm90_wide_backward if self.is_wide else super().kernel
 
 
@@ -305,7 +318,8 @@ class Entry:
         were within 2 % of the windowed ones run on full attention (docs/forward_sm80.md).
         """
         family, name = self.kernel.value.split()
-        row_type = BackwardRow if name.endswith(Pass.backward.name) else ForwardRow
+        is_backward = name.endswith(Pass.backward.name) or name == "hvp"
+        row_type = BackwardRow if is_backward else ForwardRow
         of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
         if name.startswith("wide_"):
             of_kind = {"is_wide": True}

@@ -54,6 +54,11 @@ def _sm80_decode(row: Any) -> Rules:
 
 
 def _sm80_backward(row: Any) -> Rules:
+    yield from _sm80_hvp(row)
+    yield 1 <= row.stages_q <= 2 and 1 <= row.stages_do <= 2, "one or two buffers for Q and dO"
+
+
+def _sm80_hvp(row: Any) -> Rules:
     yield from _columns_of_values(row)
     own_columns = row.columns_per_cta or row.head_dim
     yield row.head_dim % own_columns == 0, "columns_per_cta divide the head dim"
@@ -69,8 +74,7 @@ def _sm80_backward(row: Any) -> Rules:
             f"{along} x {across} warps share {rows} x {columns} in whole 16 x 16 ({name})",
         )
     yield _is_power_of_two(row.block_m), _PREPROCESS
-    yield row.num_warps * 64 >= row.block_m, "row statistics load in one step of 16 bytes a thread"
-    yield 1 <= row.stages_q <= 2 and 1 <= row.stages_do <= 2, "one or two buffers for Q and dO"
+    yield row.num_warps * 32 >= row.block_m, "row statistics load in one step of 16 bytes a thread"
     yield from _loads(row, row.block_m)
     yield from _loads(row, row.block_n)
 
@@ -155,12 +159,26 @@ def _sm90_wide_backward(row: Any) -> Rules:
     yield from _registers(registers, ctas_per_sm=1)
 
 
+def _sm90_jvp(row: Any) -> Rules:
+    yield row.block_m == 16 * row.num_warps, "each of num_warps multiplies 16 queries"
+    yield row.num_warps == 8, "two warpgroups multiply"
+    yield row.features.name == "tangent", "scores that anything but a window changes are sm80's"
+    yield row.block_n in WGMMA_COLUMNS, f"the keys of a step are one of CuTe's {WGMMA_COLUMNS}"
+    yield row.head_dim == row.value_dim, "values have the head dim of keys"
+    registers = {"producer_registers": (row.producer_registers, 1)}
+    registers["consumer_registers"] = (row.consumer_registers, 2)
+    yield from _registers(registers, ctas_per_sm=1)
+
+
 RULES: dict[str, Callable[[Any], Rules]] = {
     "sm80 forward": _sm80_forward,
     "sm80 decode": _sm80_decode,
+    "sm80 jvp": _sm80_forward,
     "sm80 backward": _sm80_backward,
+    "sm80 hvp": _sm80_hvp,
     "sm90 forward": _sm90_forward,
     "sm90 wide_forward": _sm90_wide_forward,
+    "sm90 jvp": _sm90_jvp,
     "sm90 backward": _sm90_backward,
     "sm90 wide_backward": _sm90_wide_backward,
 }

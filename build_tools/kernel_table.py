@@ -456,12 +456,70 @@ SM80_BACKWARD = (
 )
 # fmt: on
 
+# sm90, derivatives in a direction ----------------------------------------------------------------
+# Calls whose scores nothing changes but a window; others run the sm80 rows.
+# The keys of a step are as many as fit shared memory, with their values and the tangents of both.
+# fmt: off
+SM90_JVP = tuple(
+    entry(
+        Kernel.sm90_jvp, head_dim,
+        block_m=128, block_n=block_n, num_warps=8, stages_kv=stages,
+        producer_registers=24, consumer_registers=240,
+        tiles=(tile({"tangent": Feature.tangent}),),
+    )
+    for head_dim, block_n, stages in (
+        (64, 128, 2), (96, 128, 1), (128, 128, 1), (192, 64, 1), (256, 32, 1),
+    )
+)
+# fmt: on
+
+# sm80, derivatives in a direction ----------------------------------------------------------------
+# One row for all options, which a call decides about: few calls are such, and each is more products
+# than a pass without. A row serves all head dims up to its own.
+TANGENT = MASKED | Feature.tangent
+
+# fmt: off
+SM80_JVP = (
+    entry(
+        Kernel.sm80_jvp, 128,
+        block_m=64, block_n=64, num_warps=4,
+        tiles=(tile({"tangent": TANGENT}),),
+    ),
+    entry(
+        Kernel.sm80_jvp, 512,
+        block_m=32, block_n=16, num_warps=2, columns_per_cta=256,
+        tiles=(tile({"tangent": TANGENT}),),
+    ),
+)
+SM80_HVP = (
+    entry(
+        Kernel.sm80_hvp, 128,
+        block_m=64, block_n=32, **FOUR_WARPS,
+        tiles=(tile({"tangent": TANGENT | ORDERED}),),
+    ),
+    entry(
+        Kernel.sm80_hvp, 256,
+        block_m=32, block_n=32, **FOUR_WARPS,
+        tiles=(tile({"tangent": TANGENT | ORDERED}),),
+    ),
+    entry(
+        Kernel.sm80_hvp, 512,
+        block_m=16, block_n=32, columns_per_cta=128,
+        num_warps=2, warps_m_scores=1, warps_n_dkdv=2, warps_m_dq=1,
+        tiles=(tile({"tangent": TANGENT | ORDERED}),),
+    ),
+)
+# fmt: on
+
 ENTRIES: tuple[Entry, ...] = (
     *SM90_FORWARD,
     *SM80_FORWARD,
     *SM80_DECODE,
     *SM90_BACKWARD,
     *SM80_BACKWARD,
+    *SM90_JVP,
+    *SM80_JVP,
+    *SM80_HVP,
 )
 
 

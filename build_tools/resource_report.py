@@ -54,7 +54,8 @@ class KernelUsage:
     @property
     def is_main_kernel(self) -> bool:
         """Whether an instance's smem_bytes speak of this kernel, not of one that helps it."""
-        return re.search(r"\d(forward|backward|decode)_kernelI", self.symbol) is not None
+        kinds = "forward|backward|decode|wide_forward|wide_backward|jvp|hvp"
+        return re.search(rf"\d({kinds})_kernelI", self.symbol) is not None
 
     def instance(self, names: Iterable[str]) -> str | None:
         """The table row it was compiled from; None for an auxiliary kernel.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from .call import AttentionCall, Gradients, Incoming, Results
+from .call import AttentionCall, Gradients, Incoming, Results, Tangents
 
 def attention(
     q: Tensor,
@@ -19,6 +19,12 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]: ...
 def forward(call: AttentionCall, returns_lse: bool = True) -> Results: ...
 def backward(call: AttentionCall, incoming: Incoming) -> Gradients: ...
+def jvp(
+    call: AttentionCall,
+    incoming: Incoming,
+    tangents: Tangents,
+) -> tuple[Tensor, Tensor]: ...
+def hvp(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Gradients: ...
 def combine(
     out_partial: Tensor,
     lse_partial: Tensor,

@@ -15,6 +15,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
@@ -38,7 +39,6 @@ def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True
     """
     if x is None:
         return None
-    refuse_forward_gradients(**{name: x})  # which detaching would drop
     check_tensor(name, x)
     # Whether a plain tensor needs a gradient is not known where torch.vmap maps it.
     if type(x) is not Tensor and isinstance(x, torch.nn.Parameter):
@@ -47,7 +47,10 @@ def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True
     if x.dtype != dtype:
         check_dtype(name, x.dtype, (torch.float32, torch.float16, torch.bfloat16))
         x = x.to(dtype)
-    return x.contiguous() if is_differentiable else x.contiguous().detach()
+    if is_differentiable:
+        return x.contiguous()
+    refuse_forward_gradients(**{name: x})  # which detaching would drop
+    return x.contiguous().detach()
 
 
 def seqlen_bound(name: str, max_seqlen: Any, x: Tensor, block_table: Any = None) -> int:
@@ -108,6 +111,7 @@ def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:
         and _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and not _are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

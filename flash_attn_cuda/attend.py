@@ -1,8 +1,8 @@
 """The one way of a call: from its description (call.py) to its results.
 
 Where the tensors are plain and nothing is watching (no compiler, no torch mode, no functorch
-transform), CUDA calls go straight to the extension, whose autograd is in C++ and which checks its
-inputs itself; everything else goes through the operators.
+transform, no forward mode), CUDA calls go straight to the extension, whose autograd is in C++ and
+which checks its inputs itself; everything else goes through the operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .checks.calls import (
 )
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
-from .operators.attention import run_operator
+from .operators.derivatives import run_operator
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.
@@ -174,10 +174,8 @@ def _check(call: AttentionCall, names: Names | None) -> None:
     check_call(call, names, is_padded=False)
     if needs_gradient(call):
         check_gradients(call, call.bias is not None and call.bias.requires_grad)
-    public = {"bias": "attn_mask"}
-    refuse_forward_gradients(
-        **{public.get(name, name): getattr(call, name) for name in DIFFERENTIABLE}
-    )
+    if call.reads_in_place():
+        refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
 
 
 def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:

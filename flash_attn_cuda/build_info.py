@@ -269,6 +269,8 @@ def _describe_rows() -> list[str]:
         parts = [row.dtype, row.mask]
         if row.kind == "decode":
             parts.append("decode")
+        elif "tangent" in row.features:
+            parts.append("tangents")
         elif "softcap" in row.features:
             parts.append("features")
         head_dims = groups.setdefault((row.pass_name, row.family, " ".join(parts)), [])

@@ -107,8 +107,8 @@ class AttentionCall:
     max_seqlen_q: int = argument(0)  # of packed sequences, upper bounds; 0: not known
     max_seqlen_k: int = argument(0)
     block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
-    # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads (masks/)
-    block_rows: Tensor | None = argument(None, part="forward", over_pairs=True)
+    # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads, and its derivative in a direction (masks/)
+    block_rows: Tensor | None = argument(None, over_pairs=True)
     # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
     block_columns: Tensor | None = argument(None, over_pairs=True)
     mask_bits: Tensor | None = argument(None, over_pairs=True)  # (B|1, Hq|1, Sq, 4 * Tk)
@@ -269,6 +269,21 @@ class Incoming:
     wants_softmax_d: bool = argument(False, part="extension")
 
 
+@dataclass(eq=False)
+class Tangents:
+    """A direction in which results are differentiated: forward mode's tangents of the arguments
+    that have a gradient, each like the argument, None for zero; and those of the results.
+    """
+
+    tq: Tensor | None = argument(None, shape="q", dtype="q")
+    tk: Tensor | None = argument(None, shape="k", dtype="q")
+    tv: Tensor | None = argument(None, shape="v", dtype="q")
+    tbias: Tensor | None = argument(None, shape="bias", dtype="bias")
+    tsink: Tensor | None = argument(None, shape="sink", dtype="lse")
+    tout: Tensor | None = argument(None, part="result", shape="out", dtype="q")
+    tlse: Tensor | None = argument(None, part="result", shape="lse", dtype="lse")
+
+
 class Results(NamedTuple):
     """Of a forward, in the order in which operators and the extension return them."""
 
@@ -327,6 +342,10 @@ INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")
 INCOMING_AND_TARGETS = tuple(name for name, x in _INCOMING.items() if x.part != "extension")
 INCOMING_ARRAYS = {name: said for name, said in _INCOMING.items() if said.shape}
 TARGETS = tuple(name for name, said in INCOMING_ARRAYS.items() if said.part == "target")
+# What a derivative in a direction has of what comes into a backward.
+OF_FORWARD = ("out", "softmax_lse", "rng_state")
+TANGENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Tangents)}
+DIRECTIONS = tuple(name for name, said in TANGENTS.items() if said.part == "")
 
 
 class Names(NamedTuple):

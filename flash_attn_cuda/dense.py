@@ -89,16 +89,16 @@ def flash_attn_func(
         (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, it holds the probabilities before
         dropout, negated where they are dropped.
         A query that sees no key has out 0, softmax_lse -inf (with a sink, that) and no gradient.
-        Differentiable, once, in q, k and v through out and softmax_lse. Under torch.autocast the
-        inputs are cast to its dtype first.
+        Differentiable twice in q, k and v through out and softmax_lse, in reverse and forward mode
+        (docs/second_order.md). Under torch.autocast the inputs are cast to its dtype first.
 
     Raises:
         TypeError: an argument is not of the type or dtype required.
         ValueError: shapes, devices or numbers do not fit.
-        NotImplementedError: alibi_slopes requires grad; a second derivative or a forward-mode one
-            is asked for, or by torch.vmap a randomness that dropout does not have; with a mask, a
-            bias or a sink, S_dmask is; a gradient is needed of deterministic attention with a mask
-            or a bias, or of a bias under a softcap.
+        NotImplementedError: alibi_slopes requires grad; a third derivative is asked for, or a
+            forward-mode one of a forward-mode one, or by torch.vmap a randomness that dropout does
+            not have; with a mask, a bias or a sink, S_dmask is; a gradient is needed of
+            deterministic attention with a mask or a bias, or of a bias under a softcap.
         RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
     """
     options = (

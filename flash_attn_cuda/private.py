@@ -14,7 +14,8 @@ from torch import Tensor
 from .arguments import packed_lengths
 from .call import TENSORS, AttentionCall, Incoming
 from .checks.tensors import check_no_gradient, refuse_forward_gradients
-from .operators.attention import run_backward_operator, run_operator
+from .operators.attention import run_backward_operator
+from .operators.derivatives import run_operator
 from .operators.support import arguments_of, check_vmap_randomness
 
 # out, softmax_lse, S_dmask, rng_state

@@ -7,6 +7,8 @@
 //   parts of them that have ended, and, where nothing follows that would write it, in dq of the
 //   query tiles that see no key; of a sink's gradient, the sum of exp(sink - lse) * -softmax_d over
 //   the rows of a block (sink_gradient.cu).
+//   With tangents also that of lse and rowsum(dO * tangent of O), and of a sink's gradient what
+//   they make of it: exp(sink - lse) * ((that of lse - the sink's) * softmax_d - that rowsum).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
 // cover it with 16 bytes each, or by so many more that a block's rows are of one tile.
 #include <bit>
@@ -19,15 +21,12 @@
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/schedule/tile_work.h"
+#include "shared/scores/score_scale.h"
 
 namespace flash_attn_cuda {
 namespace {
 
 constexpr int threads = preprocess_threads;
-constexpr float log2e = 1.44269504088896f;
-// From here on neighbouring numbers of fp32 are 2 apart, and P = exp(score - lse) is not known to
-// within a factor of e^2; further out it would come to infinity, and to NaN times a gradient of 0.
-constexpr float largest_lse = 16'777'216.0f;  // 2^24
 
 struct PreprocessArguments {
   BackwardParams params;
@@ -38,6 +37,8 @@ struct PreprocessArguments {
   int num_part_counters;  // at most the rows
   float* lse_log2;
   float* softmax_d;
+  float* tangent_lse;
+  float* tangent_dot;
   float* dq_accum;
   float* sink_shares;        // one number a block; null: not wanted
   int q_tiles;               // of a head, over all sequences
@@ -68,10 +69,10 @@ __device__ void clear_query_gradient(const PreprocessArguments& args, const Sequ
     *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
 }
 
-// rowsum(dO * O), in the first lane of the row's.
+// rowsum(dO * out), in the first lane of the row's.
 template <class Element>
-__device__ float output_dot(const PreprocessArguments& args, const Sequence& sequence, int head,
-                            int query, bool is_used, int lane) {
+__device__ float output_dot(const PreprocessArguments& args, const TensorView& out_view,
+                            const Sequence& sequence, int head, int query, bool is_used, int lane) {
   float dot = 0.0f;
   const int columns = is_used ? args.params.shape.head_dim_v : 0;
   for (int column = lane * vector_elements; column < columns;
@@ -82,7 +83,7 @@ __device__ float output_dot(const PreprocessArguments& args, const Sequence& seq
           (std::int64_t(sequence.row_q) + query) * view.row_stride + head * view.head_stride +
           column);
     };
-    const Vector<Element> out = load(args.params.out);
+    const Vector<Element> out = load(out_view);
     const Vector<Element> dout = load(args.params.dout);
     for (int i = 0; i < vector_elements / 2; ++i) {
       dot += out.pair(i).x * dout.pair(i).x + out.pair(i).y * dout.pair(i).y;
@@ -105,7 +106,7 @@ __device__ float sink_gradient_of_row(float sink, float lse, float softmax_d) {
   return weight == 0.0f ? 0.0f : -weight * softmax_d;
 }
 
-template <class Element>
+template <class Element, bool kTangents>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
   const BackwardParams& params = args.params;
@@ -126,7 +127,12 @@ __global__ void __launch_bounds__(threads)
                                       static_cast<int>(tile - head * args.q_tiles), work);
   const int query = exists ? (work.tile << args.log2_tile_rows) + row_in_tile : 0;
   const bool is_used = exists && query < work.sequence.seqlen_q;
-  const float dot = output_dot<Element>(args, work.sequence, head, query, is_used, lane);
+  const float dot =
+      output_dot<Element>(args, params.out, work.sequence, head, query, is_used, lane);
+  float tangent_dot = 0.0f;
+  if constexpr (kTangents)
+    tangent_dot =
+        output_dot<Element>(args, params.tangents.out, work.sequence, head, query, is_used, lane);
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
   if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;
@@ -147,8 +153,17 @@ __global__ void __launch_bounds__(threads)
     args.lse_log2[row] = fabsf(lse) > largest_lse ? INFINITY : lse * log2e;
     if (params.softmax_d.data != nullptr && query < work.sequence.rows_q)
       row_of(params.softmax_d, work.sequence, head)[query] = softmax_d;
+    float of_sink = softmax_d;
+    if constexpr (kTangents) {
+      const float tangent =
+          lse == -INFINITY ? 0.0f : row_of(params.tangents.lse, work.sequence, head)[query];
+      args.tangent_lse[row] = tangent;
+      args.tangent_dot[row] = lse == -INFINITY ? 0.0f : tangent_dot;
+      const float* sink = params.tangents.sink;
+      of_sink = tangent_dot - (tangent - (sink == nullptr ? 0.0f : sink[head])) * softmax_d;
+    }
     if (args.sink_shares != nullptr)
-      sink_gradient = sink_gradient_of_row(params.score.sink[head], lse, softmax_d);
+      sink_gradient = sink_gradient_of_row(params.score.sink[head], lse, of_sink);
   }
   bool is_summed = true;  // dQ of the row, over key tiles
   if (args.writes_dq) {
@@ -188,6 +203,8 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .num_part_counters = static_cast<int>(plan.part_counters.count),
       .lse_log2 = plan.lse_log2.in(workspace),
       .softmax_d = plan.softmax_d.in(workspace),
+      .tangent_lse = plan.tangent_lse.in(workspace),
+      .tangent_dot = plan.tangent_dot.in(workspace),
       .dq_accum = plan.dq_accum.in(workspace),
       .sink_shares = plan.sink_shares.in(workspace),
       .q_tiles = plan.q_tiles,
@@ -202,7 +219,12 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
   const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {
-    launch_early<&preprocess_kernel<decltype(element)>>(grid, threads, 0, stream, arguments);
+    using Element = decltype(element);
+    if (params.tangents.is_given) {
+      launch_early<&preprocess_kernel<Element, true>>(grid, threads, 0, stream, arguments);
+    } else {
+      launch_early<&preprocess_kernel<Element, false>>(grid, threads, 0, stream, arguments);
+    }
   });
 }
 

@@ -154,6 +154,7 @@ struct BackwardPlan {
   int sink_shares_per_head = 0;  // with dsink: numbers that add up to a head's
   SharedTiles shared_tiles;
   Buffer<float> lse_log2, softmax_d, dq_accum;
+  Buffer<float> tangent_lse, tangent_dot;  // with tangents: that of lse, and rowsum(dO * that of O)
   Buffer<int> tickets;     // two counters: CTAs, or tiles, that have started, and, with
                            // DqPath::finished, strips of sums that were taken
   Buffer<int> additions;   // per head and query tile, or head, where additions to dQ are counted

@@ -36,10 +36,14 @@ namespace feature {
 }  // namespace feature
 
 // Whether a kernel with these features can write its results in fp32. Shards of a sequence, which
-// want them, have no masks or biases, and kernels for those have no registers to spare.
+// want them, have no masks or biases, and kernels for those have no registers to spare; nor are
+// their results differentiated in a direction.
 constexpr bool can_write_fp32(FeatureSet features) {
-  return (features & (feature::block_sparse | feature::bias)) == 0;
+  return (features & (feature::block_sparse | feature::bias | feature::tangent)) == 0;
 }
+
+// Whether a kernel writes derivatives in a direction (sm80/jvp/, sm80/hvp/), and so nothing else.
+constexpr bool has_tangents(FeatureSet features) { return (features & feature::tangent) != 0; }
 
 // tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
 // rows.
@@ -78,6 +82,11 @@ struct ForwardConfig {
   FeatureSet features;
 };
 
+// Whether a kernel's CTAs stay on their SM and take tile after tile.
+constexpr bool stays_on_sm(const ForwardConfig& config) {
+  return config.family == KernelFamily::sm90 && !has_tangents(config.features);
+}
+
 // CTAs that share the columns of a row's results.
 constexpr int ctas_of_columns(int columns_per_cta, int columns) {
   return columns_per_cta == 0 ? 1 : (columns - 1) / columns_per_cta + 1;
@@ -90,6 +99,8 @@ constexpr int warps_with_own_keys(const ForwardConfig& decode) {
 struct Sm80ForwardConfig {
   bool keeps_pointers;  // pointers to K and V stay in registers between blocks
 };
+
+struct Sm80JvpConfig {};
 
 struct Sm80DecodeConfig {
   int stages_kv;        // shared-memory buffers for the keys and values of a warp's steps
@@ -111,6 +122,12 @@ struct Sm90ForwardConfig {
 
 struct Sm90WideForwardConfig {
   int stages_kv;  // slots of the rings that K and V come through
+  int producer_registers;
+  int consumer_registers;
+};
+
+struct Sm90JvpConfig {
+  int stages_kv;  // buffers for the keys and values of steps, and their tangents
   int producer_registers;
   int consumer_registers;
 };
@@ -146,6 +163,13 @@ struct Sm80BackwardConfig {
   int warps_m_dq;      // dQ (block_m x head_dim): warps along queries
   int stages_q;        // shared-memory buffers for Q
   int stages_do;       // and for dO
+};
+
+struct Sm80HvpConfig {
+  // As of Sm80BackwardConfig.
+  int warps_m_scores;
+  int warps_n_dkdv;
+  int warps_m_dq;
 };
 
 struct Sm90BackwardConfig {

@@ -10,3 +10,4 @@ FEATURE(split_kv, 5)      // a tile's keys shared by several CTAs
 FEATURE(packed_gqa, 6)    // the query heads of a key head share a tile
 FEATURE(block_sparse, 7)  // tiles visit what lists tell them to
 FEATURE(bias, 8)          // a tensor is added to the scores
+FEATURE(tangent, 9)       // the derivative of the results in a direction, and nothing else

@@ -204,6 +204,17 @@ struct SplitParams {
                                  // the capacity
 };
 
+// A direction that results are differentiated in: tangents of what has a gradient, each like it;
+// data null: zero. And those of the results, which a forward writes and a backward reads.
+struct TangentParams {
+  bool is_given = false;
+  TensorView q, k, v;
+  BiasParams bias;
+  const float* sink = nullptr;
+  TensorView out;
+  RowView<float> lse;
+};
+
 struct ForwardParams {
   Dtype dtype = Dtype::bf16;
   AttentionShape shape;
@@ -217,6 +228,7 @@ struct ForwardParams {
   TensorView q, k, v, out;
   bool fp32_results = false;       // out is fp32, whatever dtype
   RowView<float> lse;              // natural logarithm
+  TangentParams tangents;          // given: out and lse are read, and their tangents written
   DeviceErrors* errors = nullptr;  // may be null
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
@@ -244,6 +256,8 @@ struct BackwardParams {
   float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
   RowView<const float> lse;   // as the forward wrote it
   RowView<const float> dlse;  // gradient of lse; data null: none
+  TangentParams tangents;     // given: gradients are those of <dout, tangent of out> + <dlse, that
+                              // of lse>
   RowView<float> softmax_d;   // rowsum(dO * O) - dlse; data null: not wanted
   DeviceErrors* errors = nullptr;
   void* workspace =

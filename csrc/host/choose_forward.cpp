@@ -40,7 +40,7 @@ std::int64_t packed_rows(const ForwardParams& params) {
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
 // also the ones whose bits can be independent of the batch.
 bool prefers_decode(const ForwardParams& params) {
-  if (params.dropout.threshold > 0) return false;
+  if (params.dropout.threshold > 0 || params.tangents.is_given) return false;
   if (params.split.batch_invariant && is_packed(params.sequences)) return true;
   constexpr std::int64_t rows_with_cache = 64;
   constexpr std::int64_t rows_without = 16;
@@ -150,6 +150,15 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
   // Where bits must not depend on the batch, nothing may choose a row for long calls.
   if (params.split.batch_invariant) request.keys_per_query = 0;
   request.is_causal = params.window.right != Window::unbounded;
+  if (params.tangents.is_given) {
+    // sm90 kernels load the tangents of all three.
+    const TangentParams& tangents = params.tangents;
+    const auto suits = [&](const TensorView& view, const TensorExtent& extent) {
+      return view.data != nullptr && tma_can_move(view, params.dtype, extent);
+    };
+    request.suits_sm90 = request.suits_sm90 && suits(tangents.q, extents.q) &&
+                         suits(tangents.k, extents.k) && suits(tangents.v, extents.v);
+  }
   request.suits_sm90 = request.suits_sm90 && has_boxes(params.paged, params.sequences) &&
                        tma_can_move(params.out, params.dtype, extents.out) &&
                        tma_can_load_bits(params.sparsity.bits, params.shape);
@@ -192,7 +201,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
   }
   request.kind = ForwardKind::tiles;
   const ForwardInstance& plain = select_plain(params, request, device, instances);
-  if (plain.config.family != KernelFamily::sm90) return plain;
+  if (!stays_on_sm(plain.config)) return plain;
   KernelRequest short_request = request;
   short_request.seqlen = 1;  // whatever the length
   const ForwardInstance* short_row = find_instance(instances, short_request, device);

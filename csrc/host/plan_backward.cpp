@@ -187,6 +187,8 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
     lay_out_table(plan.table, shape.batch_size, plan.schedule.num_tiles, plan.q_tiles, workspace);
   plan.lse_log2 = workspace.add<float>(query_rows);
   plan.softmax_d = workspace.add<float>(query_rows);
+  plan.tangent_lse = workspace.add<float>(params.tangents.is_given ? query_rows : 0);
+  plan.tangent_dot = workspace.add<float>(params.tangents.is_given ? query_rows : 0);
   if (plan.dq_path != DqPath::direct) {
     // A CTA that sweeps has sums of its tile's heads alone.
     const std::int64_t heads = shape.num_heads_q / plan.schedule.num_heads;

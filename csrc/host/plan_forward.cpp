@@ -67,7 +67,7 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   const bool packed = is_packed(params.sequences);
   const bool is_sparse = params.sparsity.lists.data != nullptr;
   const bool is_even = has_even_tiles(params);
-  const bool stays = config.family == KernelFamily::sm90;
+  const bool stays = stays_on_sm(config);
   const int heads_per_row = rows_per_query(params, config);
   const int group = shape.num_heads_q / shape.num_heads_k;
   const std::int64_t bytes_per_key =
@@ -109,8 +109,7 @@ void lay_out(const ForwardParams& params, ForwardPlan& plan) {
   if (is_packed(params.sequences))
     lay_out_table(plan.table, params.shape.batch_size, plan.schedule.num_tiles, 0, workspace);
   // Where CTAs that stay get several tiles of unequal length, they take tickets.
-  if (config.family == KernelFamily::sm90 && !has_even_tiles(params) &&
-      plan.schedule.grid_size() > plan.num_ctas)
+  if (stays_on_sm(config) && !has_even_tiles(params) && plan.schedule.grid_size() > plan.num_ctas)
     plan.tickets = workspace.add<unsigned long long>(1);
   if (plan.num_splits > 1) {
     const bool decodes = config.kind == ForwardKind::decode;
@@ -153,7 +152,7 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
     plan.keys_per_split = invariant_split_keys;
   plan.lengths_decide = lengths_decide(params, plan);
   // Where lengths decide, a CTA for every possible item, or as many as fit, which take tickets.
-  const bool draws_or_walks = config.family == KernelFamily::sm90 || plan.lengths_decide;
+  const bool draws_or_walks = stays_on_sm(config) || plan.lengths_decide;
   plan.grid = tiles * plan.num_splits;
   if (draws_or_walks) plan.grid = std::min<std::int64_t>(plan.grid, plan.num_ctas);
   lay_out(params, plan);

@@ -61,6 +61,7 @@ KernelRequest common_request(const Params& params, const TensorExtents& extents)
   FeatureSet features = score.features();
   if (params.dropout.threshold > 0) features |= feature::dropout;
   if (params.sparsity.lists.data != nullptr) features |= feature::block_sparse;
+  if (params.tangents.is_given) features |= feature::tangent;
   return {.dtype = params.dtype,
           .mask = params.window.is_full() ? MaskKind::full : MaskKind::windowed,
           .head_dim = params.shape.head_dim,

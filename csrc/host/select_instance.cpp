@@ -45,9 +45,12 @@ bool fills_boxes(const Config& config, int bucket, int head_dim) {
   return bucket - head_dim < columns;
 }
 
-// A forward does without the values of whole boxes (sm90/forward/producer.h); a backward's dP is a
-// sum over them.
-bool has_values(const ForwardConfig& /*config*/, const KernelRequest& /*request*/) { return true; }
+// A forward does without the values of whole boxes (sm90/forward/producer.h), unless it has
+// tangents; a backward's dP is a sum over them.
+bool has_values(const ForwardConfig& config, const KernelRequest& request) {
+  return !has_tangents(config.features) ||
+         fills_boxes(config, config.head_dim_v, request.head_dim_v);
+}
 bool has_values(const BackwardConfig& config, const KernelRequest& request) {
   return fills_boxes(config, config.head_dim_v, request.head_dim_v);
 }
@@ -73,8 +76,9 @@ bool covers(const Instance& instance, const KernelRequest& request, const Device
   return serves(config, request) && config.dtype == request.dtype &&
          config.head_dim >= request.head_dim && config.head_dim_v >= request.head_dim_v &&
          (config.mask == MaskKind::windowed || request.mask == MaskKind::full) &&
-         (config.features & request.features) == request.features && suits(config, request) &&
-         (!request.fp32_results || can_write_fp32(config.features)) &&
+         (config.features & request.features) == request.features &&
+         has_tangents(config.features) == has_tangents(request.features) &&
+         suits(config, request) && (!request.fp32_results || can_write_fp32(config.features)) &&
          runs_on(config.family, device.compute_capability, request.suits_sm90) &&
          instance.smem_bytes <= device.smem_per_block;
 }

@@ -1,6 +1,8 @@
 // attention, forward and backward of flash_attn_cuda._C. The gradient of the first two is one
 // torch::autograd::Function; a call that records nothing does not go through it.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/AutogradState.h>
 #include <torch/autograd.h>
 
 #include <string_view>
@@ -59,7 +61,8 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
 }
 
 void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
-  const bool is_dual = tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+  const bool is_dual = tensor.defined() && c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+                       tensor._fw_grad(/*level=*/0).defined();
   TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, name,
                               ": must not carry a forward-mode gradient, got a dual tensor");
 }
@@ -73,35 +76,25 @@ void check_not_mapped(const char* name, const at::Tensor& tensor) {
                               "backward of a CUDA call that was not, got a batched tensor");
 }
 
-// Stands where the gradients' own gradient would: it can be built into a graph, and refuses to run.
-struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
-  static variable_list forward(AutogradContext* /*context*/, const OptionalTensor& /*dout*/,
-                               const OptionalTensor& /*dlse*/, const at::TensorList& /*inputs*/,
-                               const variable_list* gradients) {
-    return *gradients;
-  }
-
-  static variable_list backward(AutogradContext* /*context*/, const variable_list& /*gradients*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false,
-        "flash_attn_cuda does not implement double backward: the gradients of attention "
-        "cannot be differentiated again (create_graph=True)");
-  }
-};
-
-// Replaces each gradient by one that cannot be differentiated.
-void refuse_double_backward(variable_list& gradients, const Incoming& incoming,
-                            const variable_list& edges) {
-  variable_list made;
-  for (const at::Tensor& gradient : gradients) {
-    if (gradient.defined()) made.push_back(gradient);
-  }
-  const variable_list marked = NoDoubleBackward::apply(
-      if_defined(incoming.dout), if_defined(incoming.dlse), at::TensorList(edges), &made);
-  std::size_t next = 0;
-  for (at::Tensor& gradient : gradients) {
-    if (gradient.defined()) gradient = marked.at(next++);
-  }
+// As run_backward_call, by an operator that autograd differentiates
+// (flash_attn_cuda/operators/derivatives.py).
+Gradients differentiable_gradients(const AttentionCall& call, const Incoming& incoming) {
+  static const c10::OperatorHandle attention_gradients =
+      c10::Dispatcher::singleton().findSchemaOrThrow("flash_attn_cuda::attention_gradients", "");
+  std::vector<c10::IValue> stack;
+  visit_operator_arguments(call, incoming, [&stack]<class Field>(const Field& field) {
+    if constexpr (std::is_same_v<Field, at::Tensor>) {
+      stack.push_back(field.defined() ? c10::IValue(field) : c10::IValue());
+    } else {
+      stack.emplace_back(field);
+    }
+  });
+  attention_gradients.callBoxed(&stack);
+  return {.dq = stack.at(0).toTensor(),
+          .dk = stack.at(1).toTensor(),
+          .dv = stack.at(2).toTensor(),
+          .dbias = stack.at(3).toTensor(),
+          .dsink = stack.at(4).toTensor()};
 }
 
 // A gradient for each edge, undefined where it is not wanted.
@@ -110,8 +103,15 @@ variable_list gradients_of(const AutogradContext* context, const AttentionCall& 
   incoming.wants_dbias = is_wanted(context, call, "bias");
   AttentionCall asked = call;
   if (!is_wanted(context, call, "sink")) asked.sink.reset();
-  Gradients found = run_backward_call(asked, incoming);
-  if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+  Gradients found;
+  if (at::GradMode::is_enabled()) {  // create_graph=True
+    incoming.out = incoming.out.detach();
+    incoming.softmax_lse = incoming.softmax_lse.detach();
+    found = differentiable_gradients(asked, incoming);
+  } else {
+    found = run_backward_call(asked, incoming);
+    if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+  }
   variable_list gradients;
   visit_differentiable(call, found,
                        [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
@@ -155,8 +155,6 @@ struct Attention : torch::autograd::Function<Attention> {
     check_not_mapped("dlse", incoming.dlse);
 
     variable_list results = gradients_of(context, call, incoming);
-    // The caller has set create_graph=True.
-    if (at::GradMode::is_enabled()) refuse_double_backward(results, incoming, edges);
     results.resize(edges.size() + other_arguments);
     return results;
   }

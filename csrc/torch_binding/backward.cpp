@@ -22,20 +22,6 @@ void check_accumulate(const Incoming& given, const AttentionCall& call) {
   check("dv", given.dv);
 }
 
-void check_given(const Incoming& given, const AttentionCall& call) {
-  const at::Tensor& q = call.q;
-  const at::DimVector outputs = output_sizes(call);
-  if (given.dout.defined()) check_like("dout", given.dout, outputs, q.scalar_type(), q);
-  check_like("out", given.out, outputs, q.scalar_type(), q);
-  const std::int64_t packed_rows[] = {q.size(1), q.size(0)};
-  const std::int64_t dense_rows[] = {q.size(0), q.dim() == 4 ? q.size(2) : 0, q.size(1)};
-  const at::IntArrayRef rows =
-      is_packed(call) ? at::IntArrayRef(packed_rows) : at::IntArrayRef(dense_rows);
-  check_like("softmax_lse", given.softmax_lse, rows, at::kFloat, q);
-  if (given.dlse.defined()) check_like("dlse", given.dlse, rows, at::kFloat, q);
-  if (given.accumulate) check_accumulate(given, call);
-}
-
 at::Tensor allocate_softmax_d(const at::Tensor& q) {
   if (q.dim() == 3) return allocate_rows(q, q.size(0));
   const std::int64_t seqlen = q.size(1);
@@ -46,10 +32,8 @@ at::Tensor allocate_softmax_d(const at::Tensor& q) {
   return softmax_d;
 }
 
-}  // namespace
-
-Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
-  check_given(given, call);
+Gradients run(const AttentionCall& call, const Incoming& given, const TangentParams& tangents) {
+  check_results(given, call);
   check_gradients_exist(call, given.wants_dbias);
   check_rng_state(given.rng_state, call.dropout_p, call.q);
   const LaunchScope scope(call.q);
@@ -86,6 +70,7 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   params.lse = input_rows(softmax_lse);
   params.dlse = input_rows(dlse);
   if (results.softmax_d.defined()) params.softmax_d = output_rows(results.softmax_d);
+  params.tangents = tangents;
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   if (drops(call)) params.dropout.rng = rng_of_state(given.rng_state);
   const BackwardPlan plan = plan_backward(params, device_of_call(call));
@@ -98,6 +83,32 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
   results.dk = dk.finish();
   results.dv = dv.finish();
   return results;
+}
+
+}  // namespace
+
+void check_results(const Incoming& given, const AttentionCall& call) {
+  const at::Tensor& q = call.q;
+  const at::DimVector outputs = output_sizes(call);
+  if (given.dout.defined()) check_like("dout", given.dout, outputs, q.scalar_type(), q);
+  check_like("out", given.out, outputs, q.scalar_type(), q);
+  const std::int64_t packed_rows[] = {q.size(1), q.size(0)};
+  const std::int64_t dense_rows[] = {q.size(0), q.dim() == 4 ? q.size(2) : 0, q.size(1)};
+  const at::IntArrayRef rows =
+      is_packed(call) ? at::IntArrayRef(packed_rows) : at::IntArrayRef(dense_rows);
+  check_like("softmax_lse", given.softmax_lse, rows, at::kFloat, q);
+  if (given.dlse.defined()) check_like("dlse", given.dlse, rows, at::kFloat, q);
+  if (given.accumulate) check_accumulate(given, call);
+}
+
+Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
+  return run(call, given, {});
+}
+
+Gradients run_hvp_call(const AttentionCall& call, const Incoming& given, const Tangents& tangents) {
+  refuse(call.fp32_results,
+         "fp32_results: must be False in a call that is differentiated in a direction, got True");
+  return run(call, given, tangent_params(call, tangents));
 }
 
 BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device) {

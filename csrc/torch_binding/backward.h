@@ -13,6 +13,12 @@ namespace flash_attn_cuda::binding {
 // share an element, else of the bias's dtype; dsink is fp32.
 Gradients run_backward_call(const AttentionCall& call, const Incoming& given);
 
+// The same of <dout, tout> + <dlse, tlse>, for tangents where kernels can address them.
+Gradients run_hvp_call(const AttentionCall& call, const Incoming& given, const Tangents& tangents);
+
+// Raises unless results and their gradients have the shapes and dtypes of the call's.
+void check_results(const Incoming& given, const AttentionCall& call);
+
 // What it would run, of tensors without memory too. Allocates nothing.
 BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device);
 

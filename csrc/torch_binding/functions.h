@@ -22,6 +22,11 @@ Results forward(const AttentionCall& call, bool returns_lse);
 
 Gradients backward(const AttentionCall& call, const Incoming& incoming);
 
+std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& call, const Incoming& incoming,
+                                       const Tangents& tangents);
+
+Gradients hvp(const AttentionCall& call, const Incoming& incoming, const Tangents& tangents);
+
 std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor& lse_partial,
                                 const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);
 

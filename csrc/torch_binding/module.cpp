@@ -45,6 +45,22 @@ void define_calls(py::module& module) {
       "call: as the forward's; incoming: a flash_attn_cuda.call.Incoming. An input that only its\n"
       "own gradient needs is to be None where nobody wants that.",
       py::arg("call"), py::arg("incoming"));
+
+  module.def(
+      "jvp", torch::wrap_pybind_function_no_gil(&binding::jvp),
+      "Derivatives of out and softmax_lse in a direction -> (tout, tlse), outside autograd.\n\n"
+      "call: as the forward's, with its results in incoming; tangents: a\n"
+      "flash_attn_cuda.call.Tangents without tout and tlse.",
+      py::arg("call"), py::arg("incoming"), py::arg("tangents"));
+
+  module.def("hvp", torch::wrap_pybind_function_no_gil(&binding::hvp),
+             "Gradients of <dout, tout> + <dlse, tlse> -> a flash_attn_cuda.call.Gradients, as "
+             "backward's.\n"
+             "\n"
+             "call, incoming: as the backward's; tangents: a flash_attn_cuda.call.Tangents with "
+             "jvp's tout\n"
+             "and tlse.",
+             py::arg("call"), py::arg("incoming"), py::arg("tangents"));
 }
 
 void define_others(py::module& module) {

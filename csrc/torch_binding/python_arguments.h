@@ -1,6 +1,6 @@
-// How pybind11 reads AttentionCall and Incoming: each field is the instance's attribute of its
-// name. What an instance does not have itself has its default, which is the same on both sides.
-// Results and Gradients become the NamedTuples of these names in flash_attn_cuda/call.py.
+// How pybind11 reads AttentionCall, Incoming and Tangents: each field is the instance's attribute
+// of its name. What an instance does not have itself has its default, which is the same on both
+// sides. Results and Gradients become the NamedTuples of these names in flash_attn_cuda/call.py.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -81,6 +81,10 @@ struct type_caster<flash_attn_cuda::binding::AttentionCall>
 template <>
 struct type_caster<flash_attn_cuda::binding::Incoming>
     : described_caster<flash_attn_cuda::binding::Incoming> {};
+
+template <>
+struct type_caster<flash_attn_cuda::binding::Tangents>
+    : described_caster<flash_attn_cuda::binding::Tangents> {};
 
 template <class Described>
 struct named_tuple_caster {

@@ -61,8 +61,8 @@ at::Tensor contiguous_copy(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 
-BiasParams bias_params(const AttentionCall& call) {
-  const at::Tensor& bias = call.bias;
+// bias: the call's, or its tangent.
+BiasParams bias_params(const AttentionCall& call, const at::Tensor& bias) {
   if (!bias.defined()) return {};
   const std::int64_t rows = bias.size(2) > 1 ? bias.size(2) : shape_of(call).seqlen_q;
   return {.data = data_of(bias),
@@ -89,7 +89,7 @@ ScoreParams score_params(const AttentionCall& call) {
           .softcap = static_cast<float>(call.softcap),
           .alibi_slopes = float_data(slopes),
           .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0,
-          .bias = bias_params(call),
+          .bias = bias_params(call, call.bias),
           .sink = float_data(call.sink)};
 }
 
@@ -203,6 +203,20 @@ BackwardParams backward_params(const AttentionCall& call) {
   auto params = common_params<BackwardParams>(call, call.block_columns);
   params.deterministic = call.deterministic;
   return params;
+}
+
+TangentParams tangent_params(const AttentionCall& call, const Tangents& tangents) {
+  const auto view_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? input_view(tensor) : TensorView{};
+  };
+  return {.is_given = true,
+          .q = view_of(tangents.tq),
+          .k = view_of(tangents.tk),
+          .v = view_of(tangents.tv),
+          .bias = bias_params(call, tangents.tbias),
+          .sink = float_data(tangents.tsink),
+          .out = output_view(tangents.tout),
+          .lse = output_rows(tangents.tlse)};
 }
 
 at::Tensor allocate_bias_gradient(const AttentionCall& call) {

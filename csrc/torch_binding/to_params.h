@@ -27,6 +27,9 @@ ForwardParams forward_params(const AttentionCall& call);
 BackwardParams backward_params(const AttentionCall& call);
 PagedKvParams paged_params(const AttentionCall& call);
 
+// Of tensors where kernels can address them; tout and tlse are given as they are.
+TangentParams tangent_params(const AttentionCall& call, const Tangents& tangents);
+
 // rng_state: int64 (2), seed and offset.
 RngSource rng_of_state(const at::Tensor& rng_state);
 

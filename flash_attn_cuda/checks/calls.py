@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-from ..call import ARRAYS, CACHE_NAMES, INCOMING_ARRAYS, NAMES, AttentionCall, Incoming, Names
+from ..call import (
+    ARRAYS,
+    CACHE_NAMES,
+    INCOMING_ARRAYS,
+    NAMES,
+    TANGENTS,
+    AttentionCall,
+    Incoming,
+    Names,
+    Tangents,
+)
 from . import lengths, masks, tensors
 
 
@@ -301,6 +311,26 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
             tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
         elif incoming.accumulate and said.part == "target":
             raise ValueError(f"{name}: must be given with accumulate, got None")
+
+
+def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
+    """Raise unless each tangent is like what it is of, in this call, which is checked."""
+    if call.fp32_results:
+        raise NotImplementedError(
+            "fp32_results: must be False in a call that is differentiated in a direction, got True"
+        )
+    shapes = {"out": tensors.output_shape(call.q, call.v), "lse": call.lse_shape()}
+    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype()}
+    for name, said in TANGENTS.items():
+        tangent: Any = getattr(tangents, name)
+        if tangent is None:
+            continue
+        argument: Any = getattr(call, said.shape, None)
+        if said.shape not in shapes and argument is None:
+            raise ValueError(f"{name}: must be None without {said.shape}, got a tensor")
+        shape = shapes[said.shape] if argument is None else argument.shape
+        dtype = dtypes.get(said.dtype) or argument.dtype
+        tensors.check_like(name, tangent, shape, dtype, call.q)
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------

@@ -271,13 +271,14 @@ def refuse_forward_gradients(**tensors: Any) -> None:
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and _has_forward_gradient(tensor):
+        if isinstance(tensor, Tensor) and has_forward_gradient(tensor):
             raise NotImplementedError(
                 f"{name}: must not carry a forward-mode gradient, got a dual tensor"
             )
 
 
-def _has_forward_gradient(tensor: Tensor) -> bool:
+def has_forward_gradient(tensor: Tensor) -> bool:
+    """Whether it is a dual tensor of the current level of forward mode."""
     # A dual tensor may be below the wrappers that other transforms of torch.func put around it.
     while True:
         is_batched = _functorch.is_batchedtensor(tensor)

@@ -1,10 +1,12 @@
-"""Attention of one rank's queries over the keys of all ranks, forward and backward.
+"""Attention of one rank's queries over the keys of all ranks: forward, backward, and the derivative
+in a direction. derivatives.py makes them autograd's.
 
 all_gather: every rank gets all keys that it sees, some heads at a time, and each query meets all
 its keys in one call, so that results are those of one GPU. ring: the keys of one rank after the
 other, each with a part of the softmax, which merge.py joins: less memory, more calls. Either way a
 transfer is asked for before the kernels that do not need it. The backward fetches keys again rather
 than keep them, and reads the whole softmax's out and lse, so that its parts only have to be added.
+The derivative in a direction fetches them again too, with their tangents.
 """
 
 from __future__ import annotations
@@ -16,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..arguments import is_plain_cuda_call
-from ..call import AttentionCall, Incoming
+from ..call import AttentionCall, Incoming, Tangents
 from ..checks.tensors import lse_dtype
-from ..cpu.tiles import sink_gradient
-from ..operators.attention import run_gradients_operator, run_operator
+from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
 from .exchange import add_back, arrived, reordered, send, send_back
@@ -35,16 +35,22 @@ from .steps import Exchange
 
 @dataclass(eq=False)
 class Work:
-    """One attention of a rank. settings: fields of all its AttentionCalls; first_head: the first of
-    q's heads in the whole; head_groups: the groups in which heads of keys travel, of the forward
-    and of the backward.
+    """One attention of a rank. scheme: its name; settings: fields of all its AttentionCalls;
+    first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
+    travel, of the forward and of the backward.
     """
 
+    scheme: str
     schedule: Schedule
     settings: dict[str, Any]
     group: ProcessGroup | None
     head_groups: tuple[HeadGroups, HeadGroups]
     first_head: int = 0
+
+    def given(self, alibi_slopes: Tensor | None, rng_state: Tensor | None) -> Work:
+        """With these among the settings."""
+        tensors = {"alibi_slopes": alibi_slopes, "rng_state": rng_state}
+        return replace(self, settings=self.settings | tensors)
 
     def over(
         self, call: DeviceCall, q: Tensor, k: Tensor, v: Tensor, heads: slice
@@ -85,42 +91,11 @@ def head_slices(heads_q: int, groups: HeadGroups) -> Iterator[tuple[slice, slice
         first = end
 
 
-class ContextAttention(torch.autograd.Function):
-    """(out, softmax_lse) of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, work: Work) -> Any:
-        run = merged_forward if work.schedule.merges else gathered_forward
-        out, softmax_lse = run(work, q, k, v, sink)
-        ctx.work = work
-        ctx.save_for_backward(q, k, v, sink, out, softmax_lse)
-        ctx.set_materialize_grads(False)
-        return out, softmax_lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, sink, out, softmax_lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 5
-        dout = torch.zeros_like(out) if dout is None else dout
-        run = merged_backward if ctx.work.schedule.merges else gathered_backward
-        rng_state = ctx.work.settings.get("rng_state")
-        incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)
-        dq, dk, dv = run(ctx.work, q, k, v, incoming)
-        dsink = None
-        if sink is not None and ctx.needs_input_grad[3]:
-            softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
-            softmax_d = softmax_d if dlse is None else softmax_d - dlse
-            dsink = sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
-        return dq, dk, dv, dsink, None
-
-
 @dataclass(frozen=True, eq=False)
 class OfWhole:
-    """What the rank's backward is given, of all its rows and heads."""
+    """What the rank's derivatives are given, of all its rows and heads."""
 
-    dout: Tensor
+    dout: Tensor | None
     dlse: Tensor | None
     out: Tensor
     softmax_lse: Tensor
@@ -129,7 +104,7 @@ class OfWhole:
     def of_rows(self, rows: slice, heads: slice) -> Incoming:
         """The same for a call over some of them."""
         return Incoming(
-            self.dout[rows, heads],
+            None if self.dout is None else self.dout[rows, heads],
             None if self.dlse is None else self.dlse[heads, rows].contiguous(),
             self.out[rows, heads],
             self.softmax_lse[heads, rows].contiguous(),
@@ -146,45 +121,58 @@ def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """Keys and values of some heads, and the hop whose calls they are for."""
+    """Keys and values of some heads, their tangents where those travel too, and the hop whose calls
+    they are for.
+    """
 
     hop: Hop
     heads_q: slice
     heads_k: slice
     k: Tensor
     v: Tensor
+    tk: Tensor | None = None
+    tv: Tensor | None = None
 
 
 def arrivals(
-    work: Work, heads_q: int, k: Tensor, v: Tensor, *, backward: bool
+    work: Work,
+    heads_q: int,
+    k: Tensor,
+    v: Tensor,
+    tk: Tensor | None = None,
+    tv: Tensor | None = None,
+    *,
+    backward: bool,
 ) -> Iterator[Arrival]:
     """The rank's own keys, first, or in a backward last, and those of all ranks, a group of heads
-    at a time.
+    at a time. Tangents travel where they are given.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.
     """
-    own = [x for x in work.schedule.hops if x.exchange is None]
+    here = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
     groups = list(head_slices(heads_q, work.head_groups[backward])) if others else []
+    sent = [x for x in (k, v, tk, tv) if x is not None]
+    widths = [x.shape[-1] for x in sent]
     coming: list[tuple[Hop, tuple[slice, slice], Tensor]] = []
     for hop in others:
         assert hop.exchange is not None and work.group is not None
         for heads in groups:
-            came = send(hop.exchange, k[:, heads[1]], v[:, heads[1]], work.group)
+            came = send(hop.exchange, [x[:, heads[1]] for x in sent], work.group)
             coming.append((hop, heads, came))
 
     def owned() -> Iterator[Arrival]:
-        for hop in own:
-            yield Arrival(hop, slice(0, heads_q), slice(0, k.shape[1]), k, v)
+        for hop in here:
+            yield Arrival(hop, slice(0, heads_q), slice(0, k.shape[1]), k, v, tk, tv)
 
     if not backward:
         yield from owned()
     while coming:
         hop, heads, came = coming.pop(0)
-        kv = reordered(arrived(came), hop.arrival)
+        columns = reordered(arrived(came), hop.arrival)
         del came
-        yield Arrival(hop, *heads, *split_like(kv, k, v))
+        yield Arrival(hop, *heads, *columns.split(widths, -1))
     if backward:
         yield from owned()
 
@@ -312,6 +300,40 @@ def split_like(x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def gathered_jvp(
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    of_forward: OfWhole,
+    direction: Tangents,
+) -> tuple[Tensor, Tensor]:
+    """(tout, tlse): each call has all keys of its queries, and so the whole of their tangents."""
+    tout, tlse = (torch.zeros_like(x) for x in (of_forward.out, of_forward.softmax_lse))
+    tq, tk, tv, tsink = direction.tq, direction.tk, direction.tv, direction.tsink
+    if any(hop.exchange is not None for hop in work.schedule.hops):
+        # Other ranks may have tangents where this one has none.
+        tk, tv = (torch.zeros_like(x) if t is None else t for x, t in ((k, tk), (v, tv)))
+    for keys in arrivals(work, q.shape[1], k, v, tk, tv, backward=False):
+        heads = keys.heads_q
+        for call in keys.hop.calls:
+            of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
+            rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
+            found = run_jvp_operator(
+                replace(rows_of_call, sink=None if sink is None else sink[heads]),
+                of_forward.of_rows(of_q, heads),
+                Tangents(
+                    tq=None if tq is None else tq[of_q, heads],
+                    tk=None if keys.tk is None else keys.tk[of_k],
+                    tv=None if keys.tv is None else keys.tv[of_k],
+                    tsink=None if tsink is None else tsink[heads],
+                ),
+            )
+            tout[of_q, heads], tlse[heads, of_q] = found
+    return tout, tlse
+
+
 # -- hop by hop ------------------------------------------------------------------------------------
 
 
@@ -322,7 +344,7 @@ def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tens
 
     def ask(hop: Hop) -> None:
         assert hop.exchange is not None and work.group is not None
-        coming.append(send(hop.exchange, k, v, work.group))
+        coming.append(send(hop.exchange, (k, v), work.group))
 
     if hops:
         ask(hops[0])

@@ -4,6 +4,8 @@ traces and which run beside kernels until somebody reads what they bring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,17 +16,18 @@ from .steps import Exchange
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
-def send(exchange: Exchange, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
-    """What the ranks sent, one rank behind the other, of k (rows, heads, D) and v (rows, heads, Dv)
-    that each has: (rows, heads, D + Dv).
+def send(exchange: Exchange, tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """What the ranks sent, one rank behind the other, of tensors (rows, heads, D) that each has,
+    such as k and v: (rows, heads, sum of D).
     """
-    columns = k.shape[-1]
-    sent = k.new_empty((sum(exchange.sent), k.shape[1], columns + v.shape[-1]))
+    widths = [x.shape[-1] for x in tensors]
+    first = tensors[0]
+    sent = first.new_empty((sum(exchange.sent), first.shape[1], sum(widths)))
     row = 0
     for begin, end in exchange.rows:
-        to = sent[row : row + end - begin]
-        to[..., :columns] = k[begin:end]
-        to[..., columns:] = v[begin:end]
+        to = sent[row : row + end - begin].split(widths, -1)
+        for columns, x in zip(to, tensors, strict=True):
+            columns.copy_(x[begin:end])
         row += end - begin
     return collectives.all_to_all_single(sent, list(exchange.received), list(exchange.sent), group)
 

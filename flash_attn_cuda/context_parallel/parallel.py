@@ -21,7 +21,8 @@ from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
 from ..window import UNLIMITED, WindowSize, window_bounds
-from .attention import ContextAttention, Work
+from .attention import Work
+from .derivatives import attend_in_context
 from .exchange import of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
 from .load import HeadGroups, Heads, Load, even_groups
@@ -35,7 +36,8 @@ from .plan import (
     rows_of_joined,
 )
 from .schedule import Schedule, Sight, gathering, order_on_device, ringing
-from .ulysses import Across, AllRows, OwnRows, check_heads
+from .transforms import dual_names, outside_transforms, refuse_forward_mode
+from .ulysses import Across, check_heads, give_all_rows, give_own_rows
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -195,9 +197,11 @@ class ContextParallel:
     ) -> Any:
         """flash_attn_func, or with a plan flash_attn_varlen_func, of this rank's shards.
 
-        Differentiable, once, in q, k, v and sink, whose gradient is that of this rank's rows.
-        Options have to be the same on every rank, with ulysses return_lse among them, which is
-        asked once of each plan and set of options.
+        Differentiable, once, in q, k, v and sink, whose gradient is that of this rank's rows: in
+        reverse mode, and by all_gather and ulysses in forward mode, where tangents are those of
+        this rank's rows. Options have to be the same on every rank, with ulysses return_lse among
+        them, which is asked once of each plan and set of options; and so has whether there are
+        tangents.
 
         Args:
             q: (batch, seqlen / ranks, heads_q, head_dim), as shard cuts it; with a plan (rows,
@@ -208,6 +212,11 @@ class ContextParallel:
         Returns:
             out as q, or (out, softmax_lse): (batch, heads_q, seqlen / ranks), packed (heads_q,
             rows). Padding rows of a plan have out 0 and softmax_lse -inf.
+
+        Raises:
+            TypeError: an argument is a DTensor, or not of the type or dtype required.
+            ValueError: shapes, devices or numbers do not fit, or differ between the ranks.
+            NotImplementedError: a second derivative is asked for, or a forward-mode one of a ring.
         """
         check_shapes(q, k, v, plan, self.size)
         settings = options_of(
@@ -236,7 +245,10 @@ class ContextParallel:
         if batch is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         call = AttentionCall(q, k, v, sink=sink, **settings)
-        self._agree(prepared, call, return_lse)
+        dual = dual_names(q=q, k=k, v=v, sink=sink)
+        self._agree(prepared, call, return_lse, forward_mode=bool(dual))
+        if prepared.schedule.merges:
+            refuse_forward_mode(prepared.scheme, dual)
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
         out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse)
@@ -271,22 +283,23 @@ class ContextParallel:
             repeats = max(1, across.ranks // k.shape[1])
             if repeats > 1:
                 k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-            q, k, v = AllRows.apply(across, q, k, v)
+            q, k, v = give_all_rows(across, q, k, v)
             first_head = q.shape[1] * rank_of(across.group)
             mine = slice(first_head, first_head + q.shape[1])
             if "alibi_slopes" in settings:
                 settings["alibi_slopes"] = settings["alibi_slopes"][..., mine]
             sink = None if sink is None else sink[mine]
         settings["sm_margin"] = self.sm_margin
-        if prepared.sight.has_dropout:
-            settings["rng_state"] = self._draw(q)
-        group = self._groups_for(prepared.scheme)[1]
-        work = Work(prepared.schedule, settings, group, prepared.head_groups, first_head)
-        out, softmax_lse = ContextAttention.apply(q, k, v, sink, work)
+        slopes = settings.pop("alibi_slopes", None)
+        rng_state = self._draw(q) if prepared.sight.has_dropout else None
+        scheme, schedule, groups = prepared.scheme, prepared.schedule, prepared.head_groups
+        work = Work(scheme, schedule, settings, self._groups_for(scheme)[1], groups, first_head)
+        out, softmax_lse = attend_in_context(q, k, v, sink, slopes, rng_state, work)
         if across is not None:
-            out = OwnRows.apply(across, out)
+            (out,) = give_own_rows(across, out)
             if return_lse:
-                softmax_lse = OwnRows.apply(across, softmax_lse.t()[..., None])[..., 0].t()
+                (rows_of_lse,) = give_own_rows(across, softmax_lse.t()[..., None])
+                softmax_lse = rows_of_lse[..., 0].t()
         return out[..., :columns], softmax_lse if return_lse else None
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
@@ -343,11 +356,15 @@ class ContextParallel:
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
-        state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
-        for group in (self._ring, self._ulysses):
-            if group is not None:
-                state = of_all_ranks(state, group)[:2]
-        return state
+
+        def draw() -> Tensor:
+            state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+            for group in (self._ring, self._ulysses):
+                if group is not None:
+                    state = of_all_ranks(state, group)[:2]
+            return state
+
+        return outside_transforms(draw)
 
     def _across(self, plan: Plan, inside: Plan, scheme: str, device: torch.device) -> Across | None:
         """How ulysses gets from the plan to the joined one, `inside`."""
@@ -362,7 +379,7 @@ class ContextParallel:
 
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._prepared:
-            keep(self._prepared, key, make())
+            keep(self._prepared, key, outside_transforms(make))
         if is_captured():  # a graph reads it for as long as it lives
             self._captured[key] = self._prepared[key]
         return self._prepared[key]
@@ -397,7 +414,9 @@ class ContextParallel:
         lengths = (rows * self.size,) * batch
         return self._once((batch, rows, "zigzag"), lambda: equal_plan(lengths, self.size))
 
-    def _agree(self, prepared: Prepared, call: AttentionCall, return_lse: bool) -> None:
+    def _agree(
+        self, prepared: Prepared, call: AttentionCall, return_lse: bool, *, forward_mode: bool
+    ) -> None:
         """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
         asks the others once of each.
         """
@@ -412,7 +431,7 @@ class ContextParallel:
         shapes = tuple((tuple(x.shape), x.dtype) for x in tensors.values())
         exchanges_lse = return_lse and prepared.across is not None
         plan, sight, has_sink = prepared.plan, prepared.sight, call.sink is not None
-        key = (plan, sight, *numbers.values(), shapes, has_sink, exchanges_lse)
+        key = (plan, sight, *numbers.values(), shapes, has_sink, exchanges_lse, forward_mode)
         if key in self._agreed:
             return
         facts = {
@@ -423,10 +442,11 @@ class ContextParallel:
             **{name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()},
             "sink": "a tensor" if has_sink else "None",
             "return_lse": str(exchanges_lse),
+            "forward-mode gradients": "some" if forward_mode else "none",
             "scheme": prepared.scheme,
             "head_groups": str(prepared.head_groups),
         }
-        compare_facts(facts, self._ring, self._ulysses)
+        outside_transforms(lambda: compare_facts(facts, self._ring, self._ulysses))
         keep(self._agreed, key, None)
 
 

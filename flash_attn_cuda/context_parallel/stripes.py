@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from .plan import Plan
+from .transforms import dual_names, refuse_forward_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,7 @@ def rows_held(plan: Plan, rank: int) -> Tensor:
 
 
 def exchanged(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Differentiable: `sent` rows of x to each rank, `received` from each."""
+    """Differentiable, in reverse mode: `sent` rows of x to each rank, `received` from each."""
+    refuse_forward_mode("ring", dual_names(x=x))
     came = collectives.all_to_all_single_autograd(x.contiguous(), received, sent, group)
     return collectives.wait_tensor(came)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from .exchange import all_to_all, reordered
+from .transforms import in_forward_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,31 +40,69 @@ def check_heads(heads_q: int, heads_k: int, ranks: int) -> None:
 
 
 class AllRows(torch.autograd.Function):
-    """all_rows, differentiable."""
+    """all_rows, a linear function, whose adjoint is own_rows."""
 
     @staticmethod
-    def forward(ctx: Any, across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.across = across
+    def forward(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
         return all_rows(tensors, across)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.across = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *own_rows(gradients, ctx.across)
+        if is_compiling():
+            return None, *own_rows(gradients, ctx.across)
+        return None, *give_own_rows(ctx.across, *gradients)
 
 
 class OwnRows(torch.autograd.Function):
-    """own_rows of one tensor, differentiable."""
+    """own_rows, a linear function, whose adjoint is all_rows."""
 
     @staticmethod
-    def forward(ctx: Any, across: Across, x: Tensor) -> Tensor:
-        ctx.across = across
-        return own_rows([x], across)[0]
+    def forward(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return own_rows(tensors, across)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, *all_rows([gradient], ctx.across)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.across = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if is_compiling():
+            return None, *all_rows(gradients, ctx.across)
+        return None, *give_all_rows(ctx.across, *gradients)
+
+
+class DualAllRows(AllRows):
+    """AllRows with forward mode, which torch.compile does not trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Any:
+        return give_all_rows(ctx.across, *tangents)
+
+
+class DualOwnRows(OwnRows):
+    """OwnRows likewise."""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Any:
+        return give_own_rows(ctx.across, *tangents)
+
+
+def give_all_rows(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """all_rows, differentiable in the modes that are there."""
+    function = DualAllRows if in_forward_mode() else AllRows
+    found: tuple[Tensor, ...] = function.apply(across, *tensors)
+    return found
+
+
+def give_own_rows(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """own_rows, likewise."""
+    function = DualOwnRows if in_forward_mode() else OwnRows
+    found: tuple[Tensor, ...] = function.apply(across, *tensors)
+    return found
 
 
 def all_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Incoming, Results
+from ..call import AttentionCall, Gradients, Incoming, Results, Tangents
 from ..checks.tensors import output_shape
 from .dense import attention_backward, attention_forward, probabilities
-from .sequences import append, of_entry, sequences_of
+from .second_order import attention_hvp, attention_jvp, hvp_of_sink
+from .sequences import Sequence, append, of_entry, sequences_of
 from .tiles import DEFAULT_TILING, Tiling, sink_gradient
 
 
@@ -37,6 +38,71 @@ def forward_on_cpu(
     return Results(out, softmax_lse, s_dmask, rng_state)
 
 
+def jvp_on_cpu(
+    call: AttentionCall,
+    incoming: Incoming,
+    tangents: Tangents,
+    tiling: Tiling = DEFAULT_TILING,
+) -> tuple[Tensor, Tensor]:
+    """(tout, tlse). Rows that are no sequence's get 0."""
+    tout = torch.zeros_like(incoming.out, memory_format=torch.contiguous_format)
+    tlse = torch.zeros_like(incoming.softmax_lse, memory_format=torch.contiguous_format)
+    made = replace(tangents, tout=tout, tlse=tlse)
+    with torch.autocast("cpu", enabled=False):
+        for each in sequences_of(replace(call, rng_state=incoming.rng_state)):
+            attention_jvp(each.call, _incoming_of(incoming, each), _tangents_of(made, each), tiling)
+    return tout, tlse
+
+
+def hvp_on_cpu(
+    call: AttentionCall,
+    incoming: Incoming,
+    tangents: Tangents,
+    tiling: Tiling = DEFAULT_TILING,
+) -> Gradients:
+    """As backward_on_cpu, of <dout, tout> + <dlse, tlse>."""
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (call.q, call.k, call.v))
+    dbias = None
+    if incoming.wants_dbias and call.bias is not None:
+        dbias = call.q.new_zeros(call.bias.shape, dtype=call.lse_dtype())
+    with torch.autocast("cpu", enabled=False):
+        for each in sequences_of(replace(call, rng_state=incoming.rng_state)):
+            parts = Gradients(
+                *(dq[each.queries], dk[each.keys], dv[each.keys]),
+                softmax_d=None,
+                dbias=of_entry(dbias, each.entry),
+                dsink=None,
+            )
+            of_sequence = _incoming_of(incoming, each), _tangents_of(tangents, each)
+            attention_hvp(each.call, *of_sequence, parts, tiling)
+        dsink = hvp_of_sink(call, incoming, tangents)
+    if dbias is not None and call.bias is not None:
+        dbias = dbias.to(call.bias.dtype)
+    return Gradients(dq, dk, dv, None, dbias, dsink)
+
+
+def _incoming_of(incoming: Incoming, each: Sequence) -> Incoming:
+    """A sequence's part."""
+    return Incoming(
+        None if incoming.dout is None else incoming.dout[each.queries],
+        None if incoming.dlse is None else incoming.dlse[each.rows],
+        incoming.out[each.queries],
+        incoming.softmax_lse[each.rows],
+        rng_state=None,
+    )
+
+
+def _tangents_of(tangents: Tangents, each: Sequence) -> Tangents:
+    """A sequence's part: views, where each.keys is no list of pages."""
+    places = {"tq": each.queries, "tk": each.keys, "tv": each.keys}
+    places |= {"tout": each.queries, "tlse": each.rows}
+    parts = {
+        name: None if (x := getattr(tangents, name)) is None else x[place]
+        for name, place in places.items()
+    }
+    return Tangents(**parts, tbias=of_entry(tangents.tbias, each.entry), tsink=tangents.tsink)
+
+
 def backward_on_cpu(
     call: AttentionCall, incoming: Incoming, tiling: Tiling = DEFAULT_TILING
 ) -> Gradients:
@@ -49,22 +115,16 @@ def backward_on_cpu(
     dbias = None
     if incoming.wants_dbias and call.bias is not None:
         dbias = q.new_zeros(call.bias.shape, dtype=call.lse_dtype())
-    dout = torch.zeros_like(incoming.out) if incoming.dout is None else incoming.dout
+    if incoming.dout is None:
+        incoming = replace(incoming, dout=torch.zeros_like(incoming.out))
     with torch.autocast("cpu", enabled=False):
         for each in sequences_of(given):
-            of_results = Incoming(
-                dout[each.queries],
-                None if incoming.dlse is None else incoming.dlse[each.rows],
-                incoming.out[each.queries],
-                incoming.softmax_lse[each.rows],
-                rng_state=None,
-            )
             parts = Gradients(
                 *(dq[each.queries], dk[each.keys], dv[each.keys], softmax_d[each.rows]),
                 dbias=of_entry(dbias, each.entry),
                 dsink=None,
             )
-            attention_backward(each.call, of_results, parts, tiling)
+            attention_backward(each.call, _incoming_of(incoming, each), parts, tiling)
         dsink = sink_gradient(call, incoming.softmax_lse, softmax_d)
     if dbias is not None and call.bias is not None:
         dbias = dbias.to(call.bias.dtype)

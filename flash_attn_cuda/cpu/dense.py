@@ -23,7 +23,7 @@ def attention_forward(
     denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and lse -inf,
     unless something else is in its softmax. Dropout takes part in out alone.
     """
-    if _has_lists_within_a_group(call):
+    if has_lists_within_a_group(call):
         group = call.q.shape[2] // call.k.shape[2]
         k, v = (x.repeat_interleave(group, 2) for x in (call.k, call.v))
         call = replace(call, k=k, v=v)
@@ -64,7 +64,7 @@ def attention_backward(
     compute dtype. The bias's gradient, dS before that derivative, is added to dbias (B|1, Hq|1,
     Sq|1, Sk), of the compute dtype, where that is given.
     """
-    if _has_lists_within_a_group(call):
+    if has_lists_within_a_group(call):
         heads_k, group = call.k.shape[2], call.q.shape[2] // call.k.shape[2]
         k, v = (x.to(call.lse_dtype()).repeat_interleave(group, 2) for x in (call.k, call.v))
         wide = found._replace(dk=torch.empty_like(k), dv=torch.empty_like(v))
@@ -95,9 +95,9 @@ def attention_backward(
                 q_tile = lanes.query_tile(call.q, m_block) * softmax_scale
                 dout_tile = lanes.query_tile(dout, m_block)
                 scores = torch.bmm(q_tile, k_tile.mT)
-                slope = problem.modify(scores, lanes, m_block, n_block)
+                capped = problem.modify(scores, lanes, m_block, n_block)
                 lse = lanes.row_tile(incoming.softmax_lse, m_block)
-                probs = scores.sub_(_telling_lse(lse)).exp_()
+                probs = scores.sub_(telling_lse(lse)).exp_()
                 dprobs = torch.bmm(dout_tile, v_tile.mT)
                 dropped = problem.dropped(lanes, m_block, n_block)
                 if dropped is None:
@@ -109,8 +109,8 @@ def attention_backward(
                 dscores = dprobs.sub_(lanes.row_tile(softmax_d, m_block)).mul_(probs)
                 if found.dbias is not None:
                     problem.add_bias_gradient(found.dbias, dscores, lanes, m_block, n_block)
-                if slope is not None:
-                    dscores.mul_(slope)
+                if capped is not None:
+                    dscores.mul_(1.0 - capped * capped)
                 dq_tiles[m_block].baddbmm_(dscores, k_tile)
                 dk_tile.baddbmm_(dscores.mT, q_tile)
             lanes.store_keys(found.dk, n_block, dk_tile)
@@ -135,14 +135,14 @@ def probabilities(
             for n_block in problem.key_blocks():
                 scores = torch.bmm(q_tile, lanes.key_tile(call.k, n_block).mT)
                 problem.modify(scores, lanes, m_block, n_block)
-                tile = scores.sub_(_telling_lse(lanes.row_tile(lse, m_block))).exp_()
+                tile = scores.sub_(telling_lse(lanes.row_tile(lse, m_block))).exp_()
                 dropped = problem.dropped(lanes, m_block, n_block)
                 if dropped is not None:
                     tile = torch.where(dropped, -tile, tile)
                 lanes.store_scores(probs, m_block, n_block, tile)
 
 
-def _has_lists_within_a_group(call: AttentionCall) -> bool:
+def has_lists_within_a_group(call: AttentionCall) -> bool:
     """Whether query heads of one key head visit different tiles. Each then gets keys of its own:
     what a list leaves out is not read, whatever it holds.
     """
@@ -150,7 +150,7 @@ def _has_lists_within_a_group(call: AttentionCall) -> bool:
     return lists is not None and lists.shape[1] > 1 and call.q.shape[2] != call.k.shape[2]
 
 
-def _telling_lse(lse: Tensor) -> Tensor:
+def telling_lse(lse: Tensor) -> Tensor:
     """lse with +inf, which makes every probability 0, for rows that see no key, and for those whose
     own is so large that neighbouring numbers are 2 apart and say nothing of a probability.
     """

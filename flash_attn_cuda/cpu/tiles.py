@@ -252,24 +252,31 @@ class Problem:
         """Turn products softmax_scale * q k^T (lanes, group * block_m, block_n) into scores, in
         place: softcap, ALiBi, the bias, and -inf for keys that a query does not see.
 
-        Returns the derivative of the scores by the products, None for 1.
+        Returns capped = tanh(product / softcap), None without: the derivative of the scores by the
+        products is 1 - capped^2.
         """
-        call, slope = self.call, None
+        call, capped = self.call, None
         if call.softcap > 0.0:
-            capped = scores.div_(call.softcap).tanh_()
-            slope = 1.0 - capped * capped
+            capped = scores.div_(call.softcap).tanh_().clone()
             scores.mul_(call.softcap)
         if call.alibi_slopes is not None:
             self._add_alibi(call.alibi_slopes, scores, lanes, m_block, n_block)
         by_head = self._by_head(scores, lanes)
         if call.bias is not None:
-            by_head += self.bias_tile(call.bias, lanes, m_block, n_block)
+            self.add_bias(call.bias, scores, lanes, m_block, n_block)
         if self._hides_any(m_block, n_block):
             by_head.masked_fill_(self._hidden(m_block, n_block), -math.inf)
         if self.visibility is not None:
             blocks = m_block.positions(), n_block.positions()
             by_head.masked_fill_(self.visibility.hidden(lanes.part, *blocks), -math.inf)
-        return slope
+        return capped
+
+    def add_bias(
+        self, bias: Tensor, scores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
+    ) -> None:
+        """Add a tile's part of a tensor (B|1, Hq|1, Sq|1, Sk) to scores, in place."""
+        by_head = self._by_head(scores, lanes)
+        by_head += self.bias_tile(bias, lanes, m_block, n_block)
 
     def bias_tile(self, bias: Tensor, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor:
         """The part of a tensor (B|1, Hq|1, Sq|1, Sk) that belongs to a tile: a view."""

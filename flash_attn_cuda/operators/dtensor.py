@@ -378,9 +378,9 @@ def _combine_out_rule(func: Any, given: dict[str, Any]) -> DTensor:
 def register() -> None:
     """Gives every operator its rule."""
     rules: dict[Any, Rule] = {
-        attention._attention_op: _forward(READ),
+        attention.attention_op: _forward(READ),
         attention._append_op: _forward(FIELDS),
-        attention._gradients_op: _gradients_rule,
+        attention.gradients_op: _gradients_rule,
         attention._backward_op: _backward_rule,
         attention._gradient_over_pages_op: _pages_rule,
         combine._combine_op: _combine_rule,

@@ -122,20 +122,11 @@ def draw_rng_state(dropout_p: float, device: torch.device | str = "cpu") -> Tens
     return rng_state
 
 
-def no_double_backward(ctx: Any, *_: Any) -> None:
-    """The autograd formula of every operator that computes gradients."""
-    raise NotImplementedError(
-        "flash_attn_cuda does not implement double backward: the gradients of attention cannot be "
-        "differentiated again (create_graph=True)"
-    )
-
-
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """setup_context of a formula that needs nothing."""
-
-
 def for_transforms(
-    op: Callable[..., Any], save: Callable[..., None], gradients: Callable[..., Any]
+    op: Callable[..., Any],
+    save: Callable[..., None],
+    gradients: Callable[..., Any],
+    tangents: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`op` as an autograd.Function: torch.func wants formulas in a form custom_op does not make.
 
@@ -146,6 +137,7 @@ def for_transforms(
         generate_vmap_rule = True
         setup_context = staticmethod(save)
         backward = staticmethod(gradients)
+        jvp = staticmethod(tangents)
 
         @staticmethod
         def forward(*args: Any) -> Any:

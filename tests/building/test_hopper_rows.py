@@ -133,13 +133,10 @@ int main() {
 
 
 def _write_headers(folder: Path) -> None:
-    kinds = {"forward": "Forward", "decode": "Forward", "backward": "Backward"}
-    for header in {row.launch_header for row in ALL_ROWS}:
+    for header, pass_name in {(row.launch_header, row.kernel_pass.name) for row in ALL_ROWS}:
         family, name, _ = header.split("/")
         (folder / header).parent.mkdir(parents=True, exist_ok=True)
-        text = LAUNCH_HEADER.format(
-            family=family, name=name, kind=kinds[name.removeprefix("wide_")]
-        )
+        text = LAUNCH_HEADER.format(family=family, name=name, kind=pass_name.title())
         (folder / header).write_text(text)
 
 

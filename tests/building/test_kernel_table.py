@@ -45,7 +45,7 @@ def test_row_names_are_unique() -> None:
 def _cpp_fields(struct: str) -> dict[str, str | None]:
     """Those of the struct in config.h in its order, with their defaults."""
     header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(rf"struct {struct} {{(.*?)\n}};", header, flags=re.DOTALL)
+    body = re.search(rf"struct {struct} {{(|\n.*?\n)}};", header, flags=re.DOTALL)
     assert body is not None
     found = re.findall(r"^\s+\w+ (\w+)(?: = (\w+))?;", body[1], flags=re.MULTILINE)
     return {name: default or None for name, default in found}
@@ -74,7 +74,7 @@ def test_fields_that_planning_reads_are_those_of_the_pass_in_its_order(row_type)
 def test_a_row_has_the_fields_of_its_pass_and_its_kernel(row: KernelRow) -> None:
     """All of its kernel's own, and none of another's."""
     own = _cpp_fields(row.kernel.own_struct)
-    assert set(own.values()) == {None}
+    assert set(own.values()) <= {None}
     assert list(row.own_config()) == list(own)
     of_pass = _cpp_fields(row.config_struct)
     left_out = of_pass.keys() - row.planned_config().keys()
@@ -89,11 +89,17 @@ def test_every_field_of_a_row_is_of_some_kernel_and_of_one_struct() -> None:
         (
             ForwardRow,
             {
-                *(Kernel.sm80_forward, Kernel.sm80_decode),
-                *(Kernel.sm90_forward, Kernel.sm90_wide_forward),
+                *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm80_jvp),
+                *(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp),
             },
         ),
-        (BackwardRow, {Kernel.sm80_backward, Kernel.sm90_backward, Kernel.sm90_wide_backward}),
+        (
+            BackwardRow,
+            {
+                *(Kernel.sm80_backward, Kernel.sm80_hvp),
+                *(Kernel.sm90_backward, Kernel.sm90_wide_backward),
+            },
+        ),
     ):
         own = {name for kernel in pass_kernels for name in _cpp_fields(kernel.own_struct)}
         assert own | _cpp_fields(row_type.config_struct).keys() == _row_fields(row_type).keys()
@@ -102,10 +108,12 @@ def test_every_field_of_a_row_is_of_some_kernel_and_of_one_struct() -> None:
             assert set(f.metadata.get("kernels", pass_kernels)) <= pass_kernels
 
 
-def test_the_widest_rows_are_as_wide_as_checks_allow() -> None:
-    for rows in (FORWARD_ROWS, BACKWARD_ROWS):
-        assert max(row.head_dim for row in rows) == MAX_HEAD_DIM
-        assert max(row.value_dim for row in rows) == MAX_HEAD_DIM
+@pytest.mark.parametrize("has_tangents", [False, True])
+@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+def test_the_widest_rows_are_as_wide_as_checks_allow(rows, has_tangents) -> None:
+    rows = [row for row in rows if _has_tangents(row) is has_tangents]
+    assert max(row.head_dim for row in rows) == MAX_HEAD_DIM
+    assert max(row.value_dim for row in rows) == MAX_HEAD_DIM
 
 
 @pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])
@@ -137,11 +145,17 @@ def _kind(row: KernelRow) -> Kind | None:
 MASKS = Feature.block_sparse | Feature.bias
 
 
+def _has_tangents(row: KernelRow) -> bool:
+    """Whether it serves derivatives in a direction, and so no other call."""
+    return Feature.tangent in row.features
+
+
 def _group(row: KernelRow) -> tuple:
     """What a request and the device fix: rows of other groups never compete with this one, or, as
     those for lists and a bias, only where no other runs.
     """
-    return row.kernel_pass, row.family, row.dtype, _kind(row), row.features & MASKS
+    fixed = row.features & (MASKS | Feature.tangent)
+    return row.kernel_pass, row.family, row.dtype, _kind(row), fixed
 
 
 def _is_for_short(row: KernelRow) -> bool:
@@ -161,7 +175,8 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     """So that a call without features never runs the slower kernel. In the sm80 backward of the
     same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
-    their family runs on, and masked rows come behind plain ones that need less.
+    their family runs on, and masked rows come behind plain ones that need less. A derivative in a
+    direction without features has no other kernel: one for all of them is compiled.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
     served = (
@@ -176,7 +191,7 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
         return {name: config[name] for name in served if name in config} if is_any else config
 
     for position, row in enumerate(rows):
-        if _kind(row) is Kind.decode or not row.features & ~free:
+        if _kind(row) is Kind.decode or not row.features & ~free or _has_tangents(row):
             continue
         if row.family is Family.sm80 and row.columns_per_cta > 0:
             continue  # of wide heads one row serves plain calls and others, to compile less
@@ -196,6 +211,10 @@ SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD
         *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm90_forward),
         *(Kernel.sm80_backward, Kernel.sm90_backward),
     )
+)
+SM80_JVP_ROW, SM80_HVP_ROW, SM90_JVP_ROW = (
+    next(row for row in ALL_ROWS if row.kernel is kernel and row.head_dim == 128)
+    for kernel in (Kernel.sm80_jvp, Kernel.sm80_hvp, Kernel.sm90_jvp)
 )
 
 
@@ -230,6 +249,14 @@ def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
             {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2, "warps_m_dq": 1},
             "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
         ),
+        (SM80_JVP_ROW, {}, "every warp multiplies whole 16 queries"),
+        (SM90_JVP_ROW, {}, "each of num_warps multiplies 16 queries"),
+        (SM80_HVP_ROW, {}, "warps share 80 x 128 in whole 16 x 16 (warps_m_scores)"),
+        (
+            SM80_HVP_ROW,
+            {"warps_m_scores": 1, "warps_m_dq": 1},
+            "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
+        ),
     ],
 )
 def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rule) -> None:
@@ -254,7 +281,7 @@ def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rul
         (
             SM80_FORWARD_ROW,
             {"stages_kv": 2},
-            "stages_kv is of sm90 forward and sm90 wide_forward and sm80 decode",
+            "stages_kv is of sm90 forward and sm90 wide_forward and sm90 jvp and sm80 decode",
         ),
         (DECODE_ROW, {"keeps_pointers": True}, "keeps_pointers is of sm80 forward"),
         (SM90_FORWARD_ROW, {"shares_queries": True}, "shares_queries is of sm80 decode"),
@@ -262,6 +289,16 @@ def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rul
         (SM80_BACKWARD_ROW, {"finishes_dq": True}, "finishes_dq is of sm90 backward"),
         (SM80_BACKWARD_ROW, {"ctas_per_tile": 2}, "ctas_per_tile is of sm90 backward"),
         (SM90_BACKWARD_ROW, {"warps_m_dq": 2}, "warps_m_dq is of sm80 backward"),
+        (SM80_JVP_ROW, {"keeps_pointers": True}, "keeps_pointers is of sm80 forward"),
+        (SM80_JVP_ROW, {"stages_kv": 2}, "a row of sm80 jvp has none"),
+        (SM80_HVP_ROW, {"warps_m_dq": 3}, "warps_m_dq divides num_warps"),
+        (SM80_HVP_ROW, {"warps_m_dq": None}, "a row of sm80 hvp must give warps_m_dq"),
+        (SM80_HVP_ROW, {"stages_q": 1}, "stages_q is of sm80 backward and sm90 backward"),
+        (SM90_JVP_ROW, {"stages_q": 1}, "stages_q is of sm90 forward, a row of sm90 jvp"),
+        (SM90_JVP_ROW, {"block_n": 80}, "the keys of a step are one of CuTe's"),
+        (SM90_JVP_ROW, {"block_m": 192, "num_warps": 12}, "two warpgroups multiply"),
+        (SM90_JVP_ROW, {"head_dim_v": 64}, "values have the head dim of keys"),
+        (SM90_JVP_ROW, {"producer_registers": 40}, "520 registers are asked for where"),
     ],
 )
 def test_what_a_kernel_cannot_be_is_refused(row, changes, complaint) -> None:
@@ -305,9 +342,11 @@ def test_no_head_dim_decides_outside_the_table(path: Path) -> None:
 
 
 def test_the_whole_table_can_be_printed() -> None:
+    """A part for each entry; derivatives in a direction are a variant of their pass."""
     lines = table_text().splitlines()
     titles = [line for line in lines if line and not line.startswith(" ")]
-    assert len(set(titles)) == len(titles) == len(ENTRIES)
+    parts = [each for each in ENTRIES if not any(map(_has_tangents, each.rows()))]
+    assert len(set(titles)) == len(titles) == len(parts)
     for row in ALL_ROWS:
         of_values = "" if row.head_dim_v is None else f", of values {row.head_dim_v}"
         title = f"{row.family.value} {row.kernel_pass.name}, head dim {row.head_dim}{of_values}"
@@ -324,15 +363,35 @@ def test_the_whole_table_can_be_printed() -> None:
 
 def test_every_sm80_forward_tile_fits_every_gpu() -> None:
     """Q, K and V of a step in the 99 KiB that GPUs of compute capability 8.6 give a block; of wide
-    heads those of the variants that are named after it.
+    heads those of the variants that are named after it. Derivatives in a direction, which have the
+    tangents of all three as well, have none that is: of wide heads they need an A100's 163 KiB.
     """
     for row in FORWARD_ROWS:
         if row.family is not Family.sm80 or row.kind is not Kind.tiles:
             continue
         columns = row.columns_per_cta or row.head_dim
         smem_bytes = 2 * (row.head_dim * (row.block_m + row.block_n) + columns * row.block_n)
+        if _has_tangents(row):
+            smem_bytes *= 2
+            assert smem_bytes <= 162 * 1024, row.name
         fits = smem_bytes <= 98 * 1024  # 1 KiB for what else it keeps there
         assert fits if columns == row.head_dim else fits == ("smem99k" in row.variant), row.name
+
+
+def test_the_second_backward_of_wider_heads_needs_more_shared_memory() -> None:
+    """K, V, their tangents, Q, its tangent and dO of a step, and three matrices of scores: up to
+    head dim 128 for every GPU, up to 256 for an A100, above for Hopper GPUs alone.
+    """
+    kib_of_gpus = (99, 163, 227)
+    needed: dict[int, int] = {}
+    for row in filter(_has_tangents, BACKWARD_ROWS):
+        operands = row.head_dim * (4 * row.block_n + 3 * row.block_m)
+        smem_bytes = 2 * (operands + 3 * row.block_m * row.block_n)
+        # 1.5 KiB for row statistics and what else it keeps there.
+        fitting = [kib for kib in kib_of_gpus if smem_bytes + 1536 <= 1024 * kib]
+        assert fitting, row.name
+        needed[row.head_dim] = min(fitting[0], needed.get(row.head_dim, fitting[0]))
+    assert needed == {128: 99, 256: 163, 512: 227}
 
 
 @pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
@@ -385,7 +444,7 @@ FEATURES_OF_CALLS = {
 @pytest.mark.parametrize("kernel_pass", list(Pass))
 def test_every_call_has_a_row(kernel_pass) -> None:
     """On every GPU: of the family that runs on all of them, with any number of queries."""
-    rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass]
+    rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass and not _has_tangents(row)]
     rows = [row for row in rows if row.family is Family.sm80 and not _is_for_short(row)]
     requests = product((32, 64, 96, 128, 192, 256), Dtype, FEATURES_OF_CALLS[kernel_pass])
     for head_dim, dtype, features in requests:
@@ -399,7 +458,8 @@ def test_every_call_has_a_row(kernel_pass) -> None:
         ), (head_dim, dtype, features)
 
 
-MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS]
+TANGENT_ROWS = [row for row in ALL_ROWS if _has_tangents(row)]
+MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS and row not in TANGENT_ROWS]
 TILE, PIECE = 128, 64  # of lists
 
 
@@ -422,7 +482,9 @@ def test_every_masked_call_has_a_row(family, kernel_pass) -> None:
         ), (head_dim, dtype, features)
 
 
-@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ALL_ROWS if row.features & MASKS], ids=lambda row: row.name
+)
 def test_tiles_of_rows_with_lists_divide_those_of_the_lists(row) -> None:
     """And hold whole pieces, or lie in one: a step looks at the states of one, two or four."""
     for side in (row.block_m, row.block_n):
@@ -446,9 +508,12 @@ def test_what_comes_with_lists_is_for_the_family_to_say(row) -> None:
 
 
 def test_rows_for_masks_come_behind_all_others_of_their_family() -> None:
-    """So that no other call runs their code, which costs it speed."""
+    """So that no other call runs their code, which costs it speed. Where rows for derivatives in a
+    direction stand is of no matter to other calls, which never run them.
+    """
     for rows, family in product((FORWARD_ROWS, BACKWARD_ROWS), Family):
-        masked = [bool(row.features & MASKS) for row in rows if row.family is family]
+        of_family = [row for row in rows if row.family is family and not _has_tangents(row)]
+        masked = [bool(row.features & MASKS) for row in of_family]
         assert masked == sorted(masked)
         assert any(masked)
 
@@ -460,3 +525,41 @@ def test_decode_rows_serve_what_only_they_can() -> None:
     for row in rows:
         assert row.block_m == 16
         assert Feature.packed_gqa | Feature.split_kv | Feature.paged_kv in row.features
+
+
+# -- derivatives in a direction
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_rows_with_tangents_are_those_of_their_kernels(row: KernelRow) -> None:
+    of_tangents = (Kernel.sm80_jvp, Kernel.sm80_hvp, Kernel.sm90_jvp)
+    assert (row.kernel in of_tangents) is _has_tangents(row) is row.variant.startswith("tangent")
+
+
+@pytest.mark.parametrize("row", TANGENT_ROWS, ids=lambda row: row.name)
+def test_what_tangents_come_with_is_for_the_family_to_say(row: KernelRow) -> None:
+    """sm80 rows have whatever a call is differentiated with, sm90 rows windows alone."""
+    features = Feature.tangent
+    if row.family is Family.sm80:
+        features |= MASKS | Feature.softcap | Feature.alibi | Feature.dropout
+        if row.kernel_pass is Pass.backward:
+            features |= Feature.deterministic
+    assert row.features == features
+    assert row.mask is Mask.windowed and row.value_dim == row.head_dim
+    assert not _is_for_short(row) and _kind(row) is not Kind.decode
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dims"),
+    [
+        (Kernel.sm80_jvp, [128, MAX_HEAD_DIM]),
+        (Kernel.sm80_hvp, [128, 256, MAX_HEAD_DIM]),
+        (Kernel.sm90_jvp, [64, 96, 128, 192, 256]),
+    ],
+)
+def test_head_dims_of_rows_with_tangents(kernel: Kernel, head_dims: list[int]) -> None:
+    """sm80 rows serve all head dims up to their own, and there are few. sm90 rows, which load no
+    box without a column, are those of plain calls but for the widest.
+    """
+    rows = [row for row in TANGENT_ROWS if row.kernel is kernel]
+    assert list(dict.fromkeys(row.head_dim for row in rows)) == head_dims

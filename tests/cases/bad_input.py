@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_cuda.call import AttentionCall, Incoming
-from flash_attn_cuda.operators.attention import run_gradients_operator, run_operator
+from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases import harness
 
 HEADS_Q, HEADS_K, HEAD_DIM = 4, 2, 64

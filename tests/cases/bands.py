@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.checks.tensors import lse_dtype
-from flash_attn_cuda.operators.attention import run_operator
+from flash_attn_cuda.operators.derivatives import run_operator
 from flash_attn_cuda.surfaces import flash_attention_4
 from tests import reference
 from tests.cases.attention import DTYPE_NAMES, AttentionCase

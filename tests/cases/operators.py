@@ -7,13 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cuda.call import (
+    DIRECTIONS,
     FIELDS,
     INCOMING,
     INCOMING_AND_TARGETS,
     OF_BACKWARD,
+    OF_FORWARD,
     READ,
+    TANGENTS,
     AttentionCall,
     Incoming,
+    Tangents,
 )
 from flash_attn_cuda.operators.support import arguments_of
 
@@ -40,6 +44,33 @@ def backward_arguments(**given: Any) -> tuple[Any, ...]:
     """
     call, incoming = backward_call(**given)
     return arguments_of(call, OF_BACKWARD) + arguments_of(incoming, INCOMING_AND_TARGETS)
+
+
+def jvp_arguments(**given: Any) -> tuple[Any, ...]:
+    """Of attention_jvp. rng_state and tangents may be left out."""
+    call, incoming, tangents = directional_call(**given)
+    return (
+        *arguments_of(call, OF_BACKWARD),
+        *arguments_of(incoming, OF_FORWARD),
+        *arguments_of(tangents, DIRECTIONS),
+    )
+
+
+def hvp_arguments(**given: Any) -> tuple[Any, ...]:
+    """Of attention_hvp: dout, dlse, rng_state and tangents may be left out."""
+    call, incoming, tangents = directional_call(**given)
+    return (
+        *arguments_of(call, OF_BACKWARD),
+        *arguments_of(incoming, INCOMING),
+        *arguments_of(tangents, tuple(TANGENTS)),
+    )
+
+
+def directional_call(**given: Any) -> tuple[AttentionCall, Incoming, Tangents]:
+    """The fields of all three, told apart."""
+    tangents = {name: x for name, x in given.items() if name in TANGENTS}
+    others = {name: x for name, x in given.items() if name not in TANGENTS}
+    return *backward_call(**others), Tangents(**tangents)
 
 
 def backward_call(**given: Any) -> tuple[AttentionCall, Incoming]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_cuda.call import AttentionCall, Incoming
 from flash_attn_cuda.checks.tensors import lse_dtype
-from flash_attn_cuda.operators.attention import run_gradients_operator, run_operator
+from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 
 
 @dataclass(frozen=True)

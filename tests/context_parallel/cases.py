@@ -19,7 +19,7 @@ from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan, attention
 from flash_attn_cuda.context_parallel.attention import head_slices
 from flash_attn_cuda.context_parallel.load import HeadGroups, Heads, Load
-from flash_attn_cuda.operators.attention import run_operator
+from flash_attn_cuda.operators.derivatives import run_operator
 
 
 @dataclass(frozen=True)
@@ -442,11 +442,5 @@ def refuses() -> None:
     with pytest.raises(ValueError, match="heads: ulysses over"):
         three = x[:, :, :3]
         ContextParallel(None, "ulysses").attend(three, three, three)
-    for scheme in ("all_gather", "ring", "ulysses"):
-        leaf = x.clone().requires_grad_()
-        out = ContextParallel(None, scheme).attend(leaf, leaf, leaf)
-        (gradient,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            gradient.square().sum().backward()
     with pytest.raises(ValueError, match="seqlen: must be given, or a plan, and not both"):
         parallel.position_ids()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cases.harness import ON_CPU
-from tests.context_parallel import cases, dtensor_cases
+from tests.context_parallel import cases, derivative_cases, dtensor_cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
@@ -69,6 +69,17 @@ OPTIONS = {
 def test_is_as_close_as_one_call(two: Ranks, scheme: str, layout: str, option: str) -> None:
     case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
     two.run(cases.is_as_close_as_one_call, cases.with_groups_of_its_heads(case))
+
+
+@pytest.mark.parametrize("option", ["full", "window", "sink", "dropout", "gqa", "d128"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "ring"])
+def test_tangents_are_as_close_as_one_call(
+    two: Ranks, scheme: str, layout: str, option: str
+) -> None:
+    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
+    case = cases.with_groups_of_its_heads(case)
+    two.run(derivative_cases.tangents_are_as_close_as_one_call, case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flash_attn_cuda.call import AttentionCall, Incoming
-from flash_attn_cuda.operators.attention import run_backward_operator, run_operator
+from flash_attn_cuda.operators.attention import run_backward_operator
+from flash_attn_cuda.operators.derivatives import run_operator
 from tests.cases.accumulate import WHATS, SumCase, Target
 
 SMALL = 70  # of a sequence; more heads than eight are for GPUs

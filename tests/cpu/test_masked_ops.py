@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -253,15 +252,16 @@ def test_func_grad_through_vmap(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_forward_mode_is_refused(index: int) -> None:
-    inputs = make_inputs()
-    name = ("q", "k", "v", "attn_mask", "sink")[index]
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mo"),
-    ):
-        inputs[index] = forward_ad.make_dual(inputs[index], inputs[index].clone())
-        both_outputs(*inputs)
+def test_forward_mode(index: int) -> None:
+    inputs, sparsity = make_inputs(), make_sparsity()
+
+    def along(function: Any) -> Any:
+        def of_one(x: Tensor) -> Any:
+            return function(*inputs[:index], x, *inputs[index + 1 :], sparsity=sparsity)
+
+        return torch.func.jvp(of_one, (inputs[index],), (inputs[index].cos(),))[1]
+
+    torch.testing.assert_close(along(both_outputs), along(expected_outputs))
 
 
 @pytest.mark.parametrize("mapped", ["q", "sink"])
@@ -284,11 +284,15 @@ def test_vmap_with_dropout(mapped: str) -> None:
     assert not torch.equal(out[0], out[1])
 
 
-def test_double_backward_is_refused() -> None:
-    leaves = make_inputs(requires_grad=True)
-    (dq,) = torch.autograd.grad(loss(both_outputs(*leaves)), leaves[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        dq.sum().backward()
+def test_double_backward() -> None:
+    inputs, sparsity = make_inputs(requires_grad=True), make_sparsity()
+    second = []
+    for function in (both_outputs, expected_outputs):
+        first = torch.autograd.grad(
+            loss(function(*inputs, sparsity=sparsity)), inputs, create_graph=True
+        )
+        second.append(torch.autograd.grad(loss(first), inputs))
+    torch.testing.assert_close(*second)
 
 
 def test_no_graph_without_need() -> None:

@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_cuda import BlockSparsity, masks
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the storages of all tensors that live at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users: Counter[int] = Counter()
-        self.bytes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, Tensor):
-                self.add(x)
-        return result
-
-    def add(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        key = storage._cdata
-        self.users[key] += 1
-        self.bytes[key] = storage.nbytes()
-        self.peak = max(self.peak, sum(self.bytes.values()))
-        weakref.finalize(x, self.drop, key)
-
-    def drop(self, key: int) -> None:
-        self.users[key] -= 1
-        if self.users[key] == 0:
-            del self.bytes[key], self.users[key]
-
+from tests.cases.memory import PeakBytes
 
 LONG = 16384
 LONG_MASKS: dict[str, Callable[[], BlockSparsity]] = {

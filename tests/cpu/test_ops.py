@@ -10,7 +10,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func
@@ -133,13 +132,6 @@ def test_debug_outputs_are_not_differentiable() -> None:
     options = (0.0, SCALE, True, -1, -1, 0.0, None, False)
     outputs = _flash_attn_forward(*make_inputs(requires_grad=True), *options)
     assert [x.requires_grad for x in outputs] == [True, True, False, False]
-
-
-def test_double_backward_is_refused() -> None:
-    q, k, v = make_inputs(requires_grad=True)
-    (dq,) = torch.autograd.grad(loss(both_outputs(q, k, v)), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        dq.sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -298,39 +290,6 @@ def test_vmap_over_nothing() -> None:
     assert torch.vmap(flash_attn_func)(q, k, v).shape == q.shape
     gradients = torch.vmap(lambda *x: torch.func.vjp(flash_attn_func, *x)[1](x[0]))(q, k, v)
     assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
-
-
-FORWARD_MODE = r": must not carry a forward-mode gradient, got a dual tensor$"
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
-def test_forward_mode_is_refused(name: str) -> None:
-    given = {**dict(zip("qkv", make_inputs(), strict=True)), "alibi_slopes": torch.ones(4)}
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match=f"^{name}{FORWARD_MODE}"),
-    ):
-        dual = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
-        with torch.no_grad():
-            flash_attn_func(**{**given, name: dual})
-
-    def attend(x: Tensor) -> Tensor:
-        return flash_attn_func(**{**given, name: x})
-
-    x = given[name]
-    for function in (attend, lambda x: torch.vmap(attend)(torch.stack([x, x]))):
-        with pytest.raises(NotImplementedError, match=f"^{name}{FORWARD_MODE}"):
-            torch.func.jvp(function, (x,), (x,))
-
-
-def test_forward_mode_of_a_backward_is_refused() -> None:
-    leaves = make_inputs(requires_grad=True)
-    out = flash_attn_func(*leaves)
-    with forward_ad.dual_level():
-        flash_attn_func(*leaves)  # no dual tensor
-        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
-        with pytest.raises(NotImplementedError, match=f"^dout{FORWARD_MODE}"):
-            torch.autograd.grad(out, leaves, dual)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

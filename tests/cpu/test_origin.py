@@ -15,11 +15,8 @@ from torch.library import opcheck
 from flash_attn_cuda.call import OF_BACKWARD, READ, AttentionCall, Incoming
 from flash_attn_cuda.checks.calls import check_call
 from flash_attn_cuda.context_parallel import ContextParallel
-from flash_attn_cuda.operators.attention import (
-    run_backward_operator,
-    run_gradients_operator,
-    run_operator,
-)
+from flash_attn_cuda.operators.attention import run_backward_operator
+from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from flash_attn_cuda.operators.support import arguments_of
 from tests.cases.parts import Documents, Inputs, Results, part_call, run_parts, run_whole
 

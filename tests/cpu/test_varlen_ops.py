@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -332,12 +331,13 @@ def test_vmap_over_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"sink": torch.zeros(4).double()}, {"num_splits": 2}], ids=str
 )
-def test_forward_mode_is_refused(options: dict[str, Any]) -> None:
-    q, k, v = make_inputs()
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^k: .*forward-mode"):
-        packed(q, forward_ad.make_dual(k, k), v, **options)
-    with pytest.raises(NotImplementedError, match=r"^v: .*forward-mode"):
-        torch.func.jvp(lambda x: packed(q, k, x, **options)[0], (v,), (v,))
+def test_forward_mode(options: dict[str, Any]) -> None:
+    """Also where keys are said to be split, which is no matter without pages."""
+    inputs, tangents = tuple(make_inputs()), tuple(make_inputs())
+    found = torch.func.jvp(lambda *x: packed(*x, **options), inputs, tangents)
+    without = {name: x for name, x in options.items() if name != "num_splits"}
+    expected = torch.func.jvp(lambda *x: one_by_one(*x, **without), inputs, tangents)
+    torch.testing.assert_close(found, expected)
 
 
 def test_func_grad() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from flash_attn_cuda import build_info
 from flash_attn_cuda.call import Incoming
-from flash_attn_cuda.operators.attention import run_operator
+from flash_attn_cuda.operators.derivatives import run_operator
 from tests.cases.accumulate import SumCase, sum_cases
 from tests.cases.harness import skip_without_row
 from tests.gpu.limits import run_limited

@@ -15,11 +15,8 @@ from torch import Tensor
 from flash_attn_cuda import build_info, check_device_errors
 from flash_attn_cuda.call import AttentionCall, Incoming
 from flash_attn_cuda.cpu.philox import keep_mask
-from flash_attn_cuda.operators.attention import (
-    run_backward_operator,
-    run_gradients_operator,
-    run_operator,
-)
+from flash_attn_cuda.operators.attention import run_backward_operator
+from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases.attention import Alibi
 from tests.cases.bad_input import INT_MAX, INT_MIN, Guard
 from tests.cases.harness import DEVICE, ON_CPU, bits, make_varlen_case, skip_without_row

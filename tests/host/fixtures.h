@@ -67,6 +67,17 @@ inline constexpr FeatureSet cache_features =
 inline constexpr FeatureSet masked_features =
     training_features | feature::block_sparse | feature::bias;
 
+// A row of derivatives in a direction, for whatever those come with.
+inline constexpr FeatureSet jvp_features = masked_features | feature::tangent;
+inline ForwardInstance jvp_instance(const char* name, int head_dim) {
+  ForwardInstance instance = features_instance(name, head_dim, jvp_features);
+  instance.config.block_m = head_dim > 128 ? 32 : 64;
+  instance.config.block_n = head_dim > 128 ? 16 : 64;
+  instance.config.columns_per_cta = head_dim > 256 ? 256 : 0;
+  instance.smem_bytes = (head_dim > 128 ? 113 : 98) * 1024;
+  return instance;
+}
+
 inline ForwardInstance decode_instance(const char* name, int head_dim) {
   ForwardInstance instance = forward_instance(name, head_dim, MaskKind::windowed);
   instance.config.kind = ForwardKind::decode;
@@ -129,6 +140,18 @@ inline BackwardInstance sm90_backward_instance(const char* name, int head_dim, i
   return instance;
 }
 
+// A row of the second backward, likewise.
+inline constexpr FeatureSet hvp_features = jvp_features | feature::deterministic;
+inline BackwardInstance hvp_instance(const char* name, int head_dim) {
+  const int block_m = head_dim > 256 ? 16 : head_dim > 128 ? 32 : 64;
+  BackwardInstance instance =
+      backward_instance(name, head_dim, MaskKind::windowed, block_m, 32, hvp_features);
+  instance.config.num_warps = 4;
+  instance.config.columns_per_cta = head_dim > 256 ? 128 : 0;
+  instance.smem_bytes = (head_dim > 256 ? 180 : head_dim > 128 ? 120 : 94) * 1024;
+  return instance;
+}
+
 // Instances and the list of pointers that selection takes.
 template <class Instance>
 class InstanceList {
@@ -154,7 +177,7 @@ inline const InstanceList<ForwardInstance>& forward_table() {
 }
 
 // As the table of an installation: plain rows before those with features, then decode rows, those
-// for masks last.
+// for masks and for derivatives in a direction last.
 inline std::vector<ForwardInstance> complete_forward_rows() {
   return {
       forward_instance("hd64", 64, MaskKind::windowed),
@@ -167,6 +190,8 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       decode_instance("hd128_decode", 128),
       features_instance("hd64_masked", 64, masked_features),
       features_instance("hd128_masked", 128, masked_features),
+      jvp_instance("hd128_tangent", 128),
+      jvp_instance("hd512_tangent", 512),
   };
 }
 
@@ -184,6 +209,8 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd64_dropout", 64, 128, 0, training_features),
         sm90_instance("sm90_hd128", 128),
         sm90_instance("sm90_hd128_dropout", 128, 128, 0, training_features),
+        sm90_instance("sm90_hd64_tangent", 64, 128, 0, feature::tangent),
+        sm90_instance("sm90_hd128_tangent", 128, 128, 0, feature::tangent),
         sm90_instance("sm90_hd64_sparse", 64, 128, 0, feature::block_sparse),
         sm90_instance("sm90_hd128_sparse", 128, 128, 0, feature::block_sparse),
         sm90_instance("sm90_hd64_bias", 64, 128, 0, feature::bias),
@@ -213,7 +240,8 @@ inline const InstanceList<BackwardInstance>& backward_table() {
 
 inline constexpr FeatureSet backward_features = feature::deterministic | training_features;
 
-// As the table of an installation: wgmma kernels first, plain rows before those with features.
+// As the table of an installation: wgmma kernels first, plain rows before those with features,
+// those for masks and the second backward's last.
 inline const InstanceList<BackwardInstance>& sm90_backward_table() {
   static const InstanceList<BackwardInstance> table({
       sm90_backward_instance("sm90_hd64", 64, 128),
@@ -235,6 +263,9 @@ inline const InstanceList<BackwardInstance>& sm90_backward_table() {
       backward_instance("hd64_masked", 64, MaskKind::windowed, 64, 128, masked_features),
       backward_instance("hd128_masked", 128, MaskKind::windowed, 64, 128, masked_features),
       backward_instance("hd256_masked", 256, MaskKind::windowed, 64, 64, masked_features),
+      hvp_instance("hd128_tangent", 128),
+      hvp_instance("hd256_tangent", 256),
+      hvp_instance("hd512_tangent", 512),
   });
   return table;
 }
@@ -289,6 +320,22 @@ inline BackwardParams with_tensors(BackwardParams params) {
       contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
   params.k = params.v = params.dk = params.dv =
       contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim);
+  return params;
+}
+
+// The call's derivative in a direction, with tangents of q, k and v. Those of the results are
+// written by a forward and read by a backward.
+template <class Params>
+Params with_tangents(Params params) {
+  static float lse;
+  params.tangents = {.is_given = true,
+                     .q = params.q,
+                     .k = params.k,
+                     .v = params.v,
+                     .bias = {},
+                     .sink = nullptr,
+                     .out = params.out,
+                     .lse = {.data = &lse, .batch_stride = 0, .head_stride = 0}};
   return params;
 }
 

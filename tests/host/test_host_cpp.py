@@ -47,6 +47,7 @@ CUDA_PROGRAMS = {
     "test_plan_backward_sm90": PLAN_BACKWARD,
     "test_plan_long": PLAN_BOTH,
     "test_plan_masked": PLAN_BOTH,
+    "test_plan_tangents": PLAN_BOTH,
     "test_turns": PLAN_BACKWARD,
     "test_run": (*PLAN_BOTH, "run_forward", "run_backward"),
     "test_device_info": ("device_info",),

@@ -322,3 +322,35 @@ TEST(every_step_of_an_empty_backward_still_runs) {
   empty.seqlen_k = 0;
   CHECK_EQ(run(call<BackwardParams>(empty)).steps, "preprocess main convert ");
 }
+
+TEST(derivatives_in_a_direction_run_the_steps_of_their_pass) {
+  const InstanceList<ForwardInstance> jvps({noting(jvp_instance("jvp", 128))});
+  const auto steps_of_jvp = [&](const ForwardParams& given) {
+    const ForwardParams params = with_tangents(given);
+    record() = {};
+    run_forward(plan_forward(params, h200, jvps), params, nullptr);
+    return record().steps;
+  };
+  auto forward = with_tensors(call<ForwardParams>(shape));
+  forward.split.num_splits = 4;
+  CHECK_EQ(steps_of_jvp(forward), "main ");
+  forward.sequences.cu_seqlens_q = forward.sequences.cu_seqlens_k = &some_int;
+  CHECK_EQ(steps_of_jvp(forward), "table main ");
+
+  const InstanceList<BackwardInstance> hvps({noting(hvp_instance("hvp", 128))});
+  const auto steps_of_hvp = [&](const BackwardParams& given) {
+    const BackwardParams params = with_tangents(given);
+    record() = {};
+    run_backward(plan_backward(params, h200, hvps), params, nullptr);
+    return record().steps;
+  };
+  static float dsink;
+  auto backward = with_tensors(call<BackwardParams>(shape));
+  CHECK_EQ(steps_of_hvp(backward), "preprocess main convert reduce ");
+  backward.shape.num_heads_k = backward.shape.num_heads_q;
+  backward.deterministic = true;
+  CHECK_EQ(steps_of_hvp(backward), "preprocess main convert ");
+  backward.score.sink = &some_float;
+  backward.dsink = &dsink;
+  CHECK_EQ(steps_of_hvp(backward), "preprocess sink main convert ");
+}

@@ -380,11 +380,109 @@ TEST(lists_and_a_bias_have_neither_pages_nor_decoding_nor_a_fixed_order) {
   }
 }
 
+// Derivatives in a direction
+
+TEST(derivatives_in_a_direction_and_no_other_calls_run_rows_with_tangents) {
+  constexpr FeatureSet all = 2 * feature::tangent - 1;
+  // Wherever such rows stand.
+  const InstanceList<ForwardInstance> forwards(
+      {jvp_instance("tangent", 128), features_instance("masked", 128, masked_features)});
+  const InstanceList<BackwardInstance> backwards(
+      {hvp_instance("tangent", 128), backward_instance("all", 128, MaskKind::windowed, 64, 64,
+                                                       masked_features | feature::deterministic)});
+  const auto check = [](const KernelRequest& needs, const auto& table) {
+    const bool wants_tangents = (needs.features & feature::tangent) != 0;
+    try {
+      const auto& row = select_instance(table, needs, h200);
+      CHECK_EQ((row.config.features & feature::tangent) != 0, wants_tangents);
+    } catch (const Error&) {
+      // Forwards have no fixed order, nor have gradients with masks; of pages no row here has all.
+      const FeatureSet refused =
+          feature::deterministic | feature::paged_kv | feature::split_kv | feature::packed_gqa;
+      CHECK((needs.features & refused) != 0);
+    }
+  };
+  for (FeatureSet features = 0; features <= all; ++features) {
+    for (const int head_dim : {40, 128}) {
+      for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {
+        for (const bool suits_sm90 : {false, true}) {
+          KernelRequest needs = request_with(features, head_dim, mask);
+          needs.suits_sm90 = suits_sm90;
+          check(needs, std::span<const ForwardInstance* const>(sm90_forward_table()));
+          check(needs, std::span<const ForwardInstance* const>(forwards));
+          check(needs, std::span<const BackwardInstance* const>(sm90_backward_table()));
+          check(needs, std::span<const BackwardInstance* const>(backwards));
+        }
+      }
+    }
+  }
+  CHECK_ERROR(selected(forward_table(), request_with(feature::tangent)), "features tangent on");
+  const InstanceList<ForwardInstance> tangents_alone(
+      {sm90_instance("sm90", 128, 128, 0, feature::tangent), jvp_instance("tangent", 128)});
+  CHECK_ERROR(selected(tangents_alone, request_with(0)), "features none on");
+}
+
+TEST(tangents_with_a_window_at_most_have_sm90_rows) {
+  for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {
+    const auto chosen = [&](int head_dim, bool suits_sm90 = true, const DeviceInfo& device = h200) {
+      KernelRequest needs = request_with(feature::tangent, head_dim, mask);
+      needs.suits_sm90 = suits_sm90;
+      return selected(sm90_forward_table(), needs, device);
+    };
+    CHECK_EQ(chosen(8), "sm90_hd64_tangent");
+    CHECK_EQ(chosen(64), "sm90_hd64_tangent");
+    CHECK_EQ(chosen(72), "sm90_hd128_tangent");
+    CHECK_EQ(chosen(128), "sm90_hd128_tangent");
+    CHECK_EQ(chosen(136), "hd512_tangent");
+    // One sm80 row serves the head dims of several others.
+    CHECK_EQ(chosen(8, false), "hd128_tangent");
+    for (const DeviceInfo& device : {a100, rtx4090}) {
+      CHECK_EQ(chosen(64, true, device), "hd128_tangent");
+      CHECK_EQ(chosen(128, true, device), "hd128_tangent");
+    }
+    CHECK_EQ(chosen(136, true, a100), "hd512_tangent");
+  }
+}
+
+TEST(whatever_tangents_come_with_has_sm80_rows) {
+  const FeatureSet others[] = {feature::softcap,      feature::alibi, feature::dropout,
+                               feature::block_sparse, feature::bias,  masked_features};
+  for (const FeatureSet other : others) {
+    for (const MaskKind mask : {MaskKind::full, MaskKind::windowed}) {
+      const KernelRequest needs = request_with(feature::tangent | other, 40, mask);
+      CHECK_EQ(selected(sm90_forward_table(), needs), "hd128_tangent");
+      CHECK_EQ(selected_backward(needs), "hd128_tangent");
+    }
+  }
+  for (const FeatureSet cache : {feature::paged_kv, feature::split_kv, feature::packed_gqa})
+    CHECK_ERROR(selected(sm90_forward_table(), request_with(feature::tangent | cache)),
+                names_of(cache | feature::tangent));
+  KernelRequest decode = request_with(feature::tangent);
+  decode.kind = ForwardKind::decode;
+  CHECK(find_instance(sm90_forward_table(), decode, h200) == nullptr);
+}
+
+TEST(the_second_backward_has_sm80_rows_for_any_order) {
+  const auto chosen = [](int head_dim, const DeviceInfo& device = h200, FeatureSet others = 0) {
+    return selected_backward(request_with(feature::tangent | others, head_dim), device);
+  };
+  CHECK_EQ(chosen(8), "hd128_tangent");
+  CHECK_EQ(chosen(128, a100), "hd128_tangent");
+  CHECK_EQ(chosen(128, rtx4090), "hd128_tangent");
+  CHECK_EQ(chosen(136, a100), "hd256_tangent");
+  CHECK_EQ(chosen(264), "hd512_tangent");
+  CHECK_ERROR(chosen(136, rtx4090), "no compiled backward kernel");
+  CHECK_ERROR(chosen(264, a100), "no compiled backward kernel");
+  // Where a backward's gradients with lists or a bias have none.
+  for (const FeatureSet others : {feature::deterministic, feature::deterministic | masked_features})
+    CHECK_EQ(chosen(64, h200, others), "hd128_tangent");
+}
+
 TEST(features_have_the_names_of_the_table) {
   CHECK_EQ(names_of(FeatureSet{0}), "none");
   CHECK_EQ(names_of(~FeatureSet{0}),
            "softcap, alibi, dropout, deterministic, paged_kv, split_kv, packed_gqa, block_sparse, "
-           "bias");
+           "bias, tangent");
 }
 
 TEST(the_error_says_what_was_required_and_what_exists) {

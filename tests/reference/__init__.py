@@ -37,6 +37,7 @@ from tests.reference.parts import (
 )
 from tests.reference.varlen import (
     dense_keys,
+    varlen_attention,
     varlen_attention_with_gradients,
     varlen_low_precision,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "low_precision",
     "philox_4x32_7",
     "rotate",
+    "varlen_attention",
     "varlen_attention_with_gradients",
     "varlen_low_precision",
     "visible_keys",

@@ -21,6 +21,7 @@ from tests.reference import (
     kvcache_reference,
     low_precision,
     rotate,
+    varlen_attention,
     varlen_attention_with_gradients,
     varlen_low_precision,
     visible_keys,
@@ -215,6 +216,8 @@ def test_packed_sequences_one_by_one() -> None:
     assert_close(
         result, result, varlen_low_precision(*tensors, **inputs.lengths(), options=options)
     )
+    out, lse = varlen_attention(*tensors[:3], **inputs.lengths(), options=options)
+    torch.testing.assert_close((out, lse), (result.out, result.lse))
 
 
 def test_masks_of_packed_sequences() -> None:

@@ -83,11 +83,11 @@ def compare(
     for name, x in actual.tensors().items():
         if name != "lse":
             noise = reference.noise.get(name, 0.0)
-            report.append(_compare_tensor(name, x, expected[name], yardstick[name], noise))
+            report.append(compare_tensor(name, x, expected[name], yardstick[name], noise))
     keyless = reference.lse == -math.inf
     # (B, Sq, Hq, D) and (B, Hq, Sq), or (total_q, Hq, D) and (Hq, total_q)
     if actual.out.shape == reference.out.shape and actual.out.transpose(-3, -2)[keyless].any():
-        report.append(_failure("out", "rows without a visible key are not 0"))
+        report.append(failure("out", "rows without a visible key are not 0"))
     return report
 
 
@@ -101,15 +101,16 @@ def assert_close(
     return report
 
 
-def _compare_tensor(
+def compare_tensor(
     name: str, actual: Tensor, reference: Tensor, naive: Tensor, noise: float
 ) -> Closeness:
+    """By the rule for tensors other than lse."""
     if actual.shape != reference.shape:
-        return _failure(name, f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
+        return failure(name, f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
     if actual.numel() == 0:
         return Closeness(name, 0.0, 0.0, 0.0, 0.0)
     if not actual.isfinite().all():
-        return _failure(name, f"{int((~actual.isfinite()).sum())} elements are not finite")
+        return failure(name, f"{int((~actual.isfinite()).sum())} elements are not finite")
     limits = torch.finfo(actual.dtype)
     error = (actual.to(reference.dtype) - reference).abs()
     naive_error = (naive.to(actual.dtype).to(reference.dtype) - reference).abs()
@@ -129,12 +130,12 @@ def _compare_tensor(
 
 def _compare_lse(actual: Tensor, reference: Tensor, noise: float) -> Closeness:
     if actual.shape != reference.shape:
-        return _failure("lse", f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
+        return failure("lse", f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
     if actual.numel() == 0:
         return Closeness("lse", 0.0, 0.0, 0.0, 0.0)
     keyless = reference == -math.inf
     if not torch.equal(actual == -math.inf, keyless):
-        return _failure("lse", "-inf is not exactly where no key is visible")
+        return failure("lse", "-inf is not exactly where no key is visible")
     error = (actual.to(reference.dtype) - reference).abs().masked_fill(keyless, 0.0)
     allowed = LSE_RELATIVE_ERROR * (1.0 + reference.abs().masked_fill(keyless, 0.0))
     few_rows = FEW_ROWS / math.sqrt(max(1, int((~keyless).sum())))
@@ -164,7 +165,7 @@ def _judge(
     )
 
 
-def _failure(name: str, complaint: str) -> Closeness:
+def failure(name: str, complaint: str) -> Closeness:
     return Closeness(name, math.inf, math.inf, math.inf, math.inf, complaint)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.dense import attention_with_gradients, low_precision
+from tests.reference.dense import attention, attention_with_gradients, low_precision
 from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult, of_sequence
 
 Lengths = Tensor | None
@@ -42,6 +42,45 @@ def _sequences(
         if leftpad_k is not None:
             begin_k += int(leftpad_k[index])
         yield _Rows(index, slice(begin_q, end_q), slice(begin_k, end_k))
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_q: Lengths = None,
+    seqused_k: Lengths = None,
+    leftpad_k: Lengths = None,
+    options: AttentionOptions = PLAIN,
+    compute_dtype: torch.dtype = torch.float64,
+    **features: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of dense.attention of every sequence, differentiable in what that is."""
+    options = replace(options, **features)
+    total_q, heads_q, _ = q.shape
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    row = 0
+
+    def skip_to(end: int) -> None:
+        """Rows of no sequence."""
+        outs.append(q.new_zeros(end - row, heads_q, v.shape[-1], dtype=compute_dtype))
+        lses.append(q.new_full((heads_q, end - row), -torch.inf, dtype=compute_dtype))
+
+    for rows in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
+        at_q, at_k = rows.queries, rows.keys
+        skip_to(at_q.start)
+        part = options.of_sequence(rows.index, at_q.stop - at_q.start, at_k.stop - at_k.start)
+        tensors = q[None, at_q], k[None, at_k], v[None, at_k]
+        out, lse = attention(*tensors, options=part, compute_dtype=compute_dtype)
+        outs.append(out[0])
+        lses.append(lse[0])
+        row = at_q.stop
+    skip_to(total_q)
+    return torch.cat(outs), torch.cat(lses, 1)
 
 
 def varlen_attention_with_gradients(

@@ -18,8 +18,15 @@ from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from tests.cases.bands import BandCase
 from tests.cases.harness import ON_CPU, Case
-from tests.cases.masked import MaskedCase, RandomBias, RandomMask
+from tests.cases.masked import (
+    MaskedCase,
+    RandomBias,
+    RandomMask,
+    masked_dense,
+    masked_varlen,
+)
 from tests.cases.rotary import RotaryCase, rotary_cases
+from tests.cases.second_order import DerivativeCase
 
 # With which rows other than those of the GPU are planned.
 LIMITS = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT"}
@@ -311,6 +318,21 @@ def odd_cases() -> Iterator[Case]:
     yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
     yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
     yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
+
+
+def derivative_cases(device: str) -> Iterator[DerivativeCase]:
+    """Of the rows for tangents: plain calls of many tiles, packed ones, ones with every feature."""
+    for fields in each_head_dim([8] if ON_CPU else [64, 96, 128, 192, 256, 512, 40, 72]):
+        common = {**fields, "device": device, "num_heads_q": 2, "num_heads_k": 1}
+        yield DerivativeCase(masked_dense(**common, seqlen_q=150, seqlen_k=170, causal=True))
+        packed = masked_varlen(**common, lengths_q=(70, 0, 33), lengths_k=(90, 5, 20))
+        yield DerivativeCase(packed, ("q", "v"))
+        masked = {"mask": RandomMask(0.5, 1, "hq", "sparsity"), "sink": torch.float32}
+        yield DerivativeCase(
+            masked_dense(**common, **masked, **WITH_LISTS, seqlen_q=150, seqlen_k=140)
+        )
+        bias = RandomBias("bhq")
+        yield DerivativeCase(masked_dense(**common, bias=bias, seqlen_q=70, seqlen_k=90))
 
 
 def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:

@@ -43,7 +43,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
 )
 from flash_attn_cuda.masks.lists import TILE
-from tests.cases import bad_input
+from tests.cases import bad_input, second_order
 from tests.cases.accumulate import SumCase
 from tests.cases.attention import AttentionCase, KvCacheCase, Layout, VarlenCase, arrange
 from tests.cases.bands import BandCase
@@ -65,6 +65,7 @@ from tests.cases.masked_harness import run_masked
 from tests.cases.merge import MergeCase, merge_cases
 from tests.cases.parts import Documents, Inputs, run_parts, run_whole, worse_than
 from tests.cases.rotary import RotaryCase, arranged, difference
+from tests.cases.second_order import DerivativeCase, compare_derivatives
 from tests.cases.varlen import in_longer_buffers
 from tests.reference import AttentionResult
 from tests.reference.tolerance import compare
@@ -73,6 +74,7 @@ from tests.sanitizer.cases import (
     MaskChange,
     bad_list_cases,
     band_cases,
+    derivative_cases,
     long_cases,
     many_tile_cases,
     many_tile_masked_cases,
@@ -214,6 +216,17 @@ def run_cache(host_case: KvCacheCase, inputs: Any, on_device: Any) -> list[str]:
         except AssertionError as error:
             problems.append(f"{changes}: {error}")
     return problems
+
+
+def run_derivatives(case: DerivativeCase, seed: int) -> list[str]:
+    """A jvp and a double backward."""
+    problem = case.make_problem(seed)
+    return [
+        str(x)
+        for transform in (second_order.jvp, second_order.double_backward)
+        for x in compare_derivatives(problem, transform, transform(problem.attend, problem))
+        if not x.passes
+    ]
 
 
 def run_combine(seed: int) -> list[str]:
@@ -441,6 +454,9 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
     for masked, change in many_tile_masked_cases():
         masked = replace(masked, of=with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
+    for derivative in derivative_cases(DEVICE):
+        lacking = missing_row(derivative.of.of, backward=True)
+        yield f"derivatives: {derivative}", partial(run_derivatives, derivative), lacking
     yield "combine", run_combine, None
     for merge in merge_cases(DEVICE):
         yield f"merge: {merge}", partial(run_merge, merge), None

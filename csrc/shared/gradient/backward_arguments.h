@@ -26,6 +26,8 @@ struct BackwardArguments {
   const float* lse_log2;     // (num_heads_q, q_tiles, block_m), +inf where a row has no key or does
                              // not exist
   const float* softmax_d;    // same shape
+  const float* tangent_lse;  // the same of rows with tangents, and rowsum(dO * tangent of O)
+  const float* tangent_dot;
   float* dq_accum;     // tiles of block_m * head_dim in fragment order: (num_heads_q, q_tiles)
                        // of them, if sweep_tiles > 1 (CTAs, heads of a sweep,
                        // q_tiles_per_sequence)
@@ -95,6 +97,8 @@ inline BackwardArguments backward_arguments(const BackwardPlan& plan, const Back
       .score_factor = score_factor(params),
       .lse_log2 = plan.lse_log2.in(workspace),
       .softmax_d = plan.softmax_d.in(workspace),
+      .tangent_lse = plan.tangent_lse.in(workspace),
+      .tangent_dot = plan.tangent_dot.in(workspace),
       .dq_accum = plan.dq_accum.in(workspace),
       .turns = {.counters = plan.takes_turns ? additions : nullptr,
                 .tiles_descend = plan.tiles_descend},

@@ -187,6 +187,9 @@ struct ScoreChain {
     terms.apply_to_tile(scores, coords, query_begin, key_begin);
   }
 
+  // What those factors change with, relative to themselves, at a score in units before its terms.
+  CUTE_DEVICE static float bend(float score) { return Curve::bend(score); }
+
   // Whether the softmax may do the curve's second half: there is nothing but the curve, and its
   // unit is not so large that scores are subtracted from each other (kLargestOffset).
   CUTE_DEVICE bool is_curve_alone(ScoreParams const& params) const {

@@ -89,6 +89,9 @@ struct Softcap {
   // The derivative at the score that apply() made.
   CUTE_DEVICE static float derivative(float score) { return 1.0f - score * score; }
 
+  // What derivative() changes with, relative to itself: its own derivative by the argument over it.
+  CUTE_DEVICE static float bend(float score) { return -2.0f * score; }
+
  private:
   // tanh to the last places of fp32 around 1: tanh.approx, with 11 bits, would show in LSE. Two
   // MUFU operations; neither end overflows.

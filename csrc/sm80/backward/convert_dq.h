@@ -9,10 +9,8 @@
 
 namespace flash_attn_cuda::sm80 {
 
-template <class Tag>
-__global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
-    convert_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
-  using Traits = BackwardTraits<Tag>;
+template <class Traits>
+CUTE_DEVICE void convert_dq(ConvertDqArguments const& args) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int own_columns = Traits::columns_per_cta;
@@ -58,6 +56,12 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       from_column<Element, Traits::shares_columns>(args.params.dq, column_begin), sequence.batch_q,
       head, sequence.row_q + query_begin, sequence.rows_q - query_begin,
       args.params.shape.head_dim - column_begin, sdQ, thread);
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
+    convert_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
+  convert_dq<BackwardTraits<Tag>>(args);
 }
 
 }  // namespace flash_attn_cuda::sm80

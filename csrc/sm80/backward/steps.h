@@ -54,11 +54,13 @@ template <int kBlockM, int kBlockN>
 struct ListSteps {
   using Visits = HeadVisits<kBlockM>;
   StepRange range;
+  bool descends;  // without lists
   Visits visits;
 
-  CUTE_DEVICE static ListSteps of(StepRange const& range, bool, BlockLists const& lists,
+  CUTE_DEVICE static ListSteps of(StepRange const& range, bool descends, BlockLists const& lists,
                                   TileWork const& work) {
     return {.range = range,
+            .descends = descends,
             .visits = {.lists = lists,
                        .sequence = work.sequence.index,
                        .tile = work.tile * kBlockN / list_tile,
@@ -69,11 +71,11 @@ struct ListSteps {
   CUTE_DEVICE bool has_lists() const { return visits.lists.data != nullptr; }
   CUTE_DEVICE int steps() const {
     if (has_lists()) return visits.count(range.first_head);
-    return WindowSteps{range, false}.steps();
+    return of_window().steps();
   }
   CUTE_DEVICE SparseStep first() const {
     if (has_lists()) return sparse_step(visits.first(range.first_head));
-    return of_window(range.first_head, range.tiles.begin);
+    return sparse_step(of_window().first());
   }
   CUTE_DEVICE SparseStep next(SparseStep const& step) const {
     if (has_lists()) {
@@ -82,17 +84,17 @@ struct ListSteps {
                                       .end = step.end,
                                       .visit = {.block = step.tile, .pieces = step.pieces}}));
     }
-    const Step next = WindowSteps{range, false}.next({step.head, step.tile});
-    return of_window(next.head, next.tile);
+    return sparse_step(of_window().next({step.head, step.tile}));
   }
 
  private:
   CUTE_DEVICE static SparseStep sparse_step(typename Visits::Step const& step) {
     return {step.head, step.visit.block, step.visit.pieces, step.position, step.end};
   }
-  CUTE_DEVICE static SparseStep of_window(int head, int tile) {
-    return {.head = head, .tile = tile, .pieces = {}, .position = 0, .end = 0};
+  CUTE_DEVICE static SparseStep sparse_step(Step const& step) {
+    return {.head = step.head, .tile = step.tile, .pieces = {}, .position = 0, .end = 0};
   }
+  CUTE_DEVICE WindowSteps of_window() const { return {range, descends}; }
 };
 
 }  // namespace flash_attn_cuda::sm80

@@ -60,6 +60,11 @@ struct SmemOperand {
     auto target = retiled(copy, fragment);
     cute::copy(copy, source(_, _, k), target(_, _, place));
   }
+  // The operand of a tile with the same layout that lies so many elements behind its own. To make
+  // one from a tile takes the compiler longer.
+  CUTE_DEVICE SmemOperand behind(std::ptrdiff_t elements) const {
+    return {copy, make_tensor(source.data() + elements, source.layout()), fragment};
+  }
 };
 
 // The fragment is asked of CuTe's code and not of its types: docs/architecture.md.

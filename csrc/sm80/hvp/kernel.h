@@ -1,0 +1,286 @@
+// The second backward of attention: gradients of <dO, tO> + <dLSE, tLSE> by Q, K and V, where tO
+// and tLSE are its derivative in the direction tQ, tK, tV (sm80/jvp/kernel.h). dK and dV of one key
+// tile a CTA, dQ summed over key tiles in fp32.
+//
+//   P = exp(scale * Q K^T - LSE), T = scale * (tQ K^T + Q tK^T), mu = tLSE
+//   dP = dO V^T, dS = P * (dP - D), D = rowsum(dO * O) - dLSE
+//   tdS = P * (dO tV^T + (T - mu) * (dP - D) - beta), beta = rowsum(dO * tO)
+//   dV = (P * (T - mu))^T dO, dQ = scale * (tdS K + dS tK), dK = scale * (tdS^T Q + dS^T tQ)
+//
+// scores.h has what modifiers and dropout change between the products; the way from the products to
+// gradients in memory is that of the backward (sm80/backward/results.h), the statistics of rows are
+// the preprocess kernel's (auxiliary/backward_preprocess.cu).
+//
+// Threads: num_warps x 32. dK and dV stay in registers for the life of the CTA, which walks the
+// query tiles of every query head that shares its key head. Shared memory: K, V and their tangents,
+// one buffer of Q, tQ and dO, and three score tiles in 16 bits (traits.h).
+#pragma once
+
+#include "shared/gradient/backward_arguments.h"
+#include "sm80/backward/convert_dq.h"
+#include "sm80/backward/results.h"
+#include "sm80/backward/steps.h"
+#include "sm80/hvp/scores.h"
+#include "sm80/hvp/traits.h"
+
+namespace flash_attn_cuda::sm80 {
+
+// What this CTA does, for all its threads.
+template <class Traits>
+CUTE_DEVICE void find_hvp_tile(BackwardArguments const& args,
+                               typename Traits::SharedStorage& smem) {
+  BackwardParams const& params = args.params;
+  int block_id = args.turns.used() ? atomicAdd(args.tickets, 1) : blockIdx.x;
+  if (Traits::shares_columns) {
+    const int tile_id = block_id / args.ctas_per_tile;
+    smem.column_begin = (block_id - tile_id * args.ctas_per_tile) * Traits::columns_per_cta;
+    block_id = tile_id;
+  }
+  TileWork work;
+  if (!find_work(args.schedule, args.table, params, block_id, work)) {
+    smem.work.tile = no_tile;
+    return;
+  }
+  Sequence& sequence = work.sequence;
+  sequence.first_q_tile += sequence.index * args.q_tiles_per_sequence;
+  // The first of the query heads that share the key head.
+  const int head =
+      work.head / args.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
+  work.tile = ranked_tile<Traits::block_n>(params, args.table, sequence.index, head, work.tile);
+  const int key_begin = work.tile * Traits::block_n;
+  const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
+  smem.work = work;
+  smem.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
+}
+
+// The query side of a step on its way to shared memory.
+template <class Traits>
+struct HvpLoads {
+  static constexpr int block_m = Traits::block_m;
+
+  BackwardArguments const& args;
+  Sequence const& sequence;
+  typename Traits::SharedStorage& smem;
+  int thread;
+
+  // Index of a step's tile among the query tiles of all heads.
+  template <class Step>
+  CUTE_DEVICE std::int64_t q_tile_index(Step const& step) const {
+    return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
+  }
+
+  template <class Step>
+  CUTE_DEVICE void load(Step const& step) const {
+    BackwardParams const& params = args.params;
+    const int query = step.tile * block_m;
+    auto load = [&](TensorView const& view, int columns, typename Traits::Element* buffer) {
+      auto tile = smem_tile<typename Traits::QueryLayout>(buffer);
+      Traits::QueryLoader::load(view, sequence.batch_q, step.head, sequence.row_q + query,
+                                sequence.seqlen_q - query, columns, tile, thread);
+    };
+    load(params.q, params.shape.head_dim, smem.q);
+    if (params.tangents.q.data != nullptr)
+      load(params.tangents.q, params.shape.head_dim, smem.tangent_q);
+    load(params.dout, params.shape.head_dim_v, smem.dout);
+    load_row_statistics(q_tile_index(step) * block_m);
+    commit_loads();
+  }
+
+  CUTE_DEVICE void load_keys(TensorView const& view, int head_k, int key_begin, int columns,
+                             typename Traits::Element* buffer) const {
+    auto tile = smem_tile<typename Traits::KeyLayout>(buffer);
+    Traits::KeyLoader::load(view, sequence.batch_k, head_k, sequence.row_k + key_begin,
+                            sequence.seqlen_k - key_begin, columns, tile, thread);
+  }
+
+ private:
+  CUTE_DEVICE void load_row_statistics(std::int64_t first_row) const {
+    constexpr int copies = block_m / 4;  // of 16 bytes, for each array
+    if (thread >= 4 * copies) return;
+    const int array = thread / copies;
+    const float* const source = array == 0   ? args.lse_log2
+                                : array == 1 ? args.softmax_d
+                                : array == 2 ? args.tangent_lse
+                                             : args.tangent_dot;
+    const int offset = 4 * (thread % copies);
+    float* target = smem.rows.lse_log2 + array * block_m + offset;
+    SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(
+        *reinterpret_cast<const uint128_t*>(source + first_row + offset),
+        *reinterpret_cast<uint128_t*>(target));
+  }
+};
+
+template <class Tag>
+__global__ void __launch_bounds__(HvpTraits<Tag>::threads)
+    hvp_kernel(const __grid_constant__ BackwardArguments args) {
+  using Traits = HvpTraits<Tag>;
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int block_n = Traits::block_n;
+  constexpr int own_columns = Traits::columns_per_cta;
+  constexpr bool wide = Traits::shares_columns;
+
+  extern __shared__ __align__(128) char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  BackwardParams const& params = args.params;
+  TangentParams const& tangents = params.tangents;
+  AttentionShape const& shape = params.shape;
+  const int thread = threadIdx.x;
+
+  if (thread == 0) find_hvp_tile<Traits>(args, smem);
+  __syncthreads();
+  TileWork const& work = smem.work;
+  Sequence const& sequence = work.sequence;
+  BlockRange const& range = smem.range;
+  if (work.tile == no_tile) return;
+  const int column_begin = wide ? smem.column_begin : 0;
+  const bool has_own_k = !wide || column_begin < shape.head_dim;  // of Q and K
+  const bool has_own_v = !wide || column_begin < shape.head_dim_v;
+  const bool moves_q = tangents.q.data != nullptr;
+  const bool moves_k = tangents.k.data != nullptr;
+  // Of products that are sums over the two sides, that with tQ and that with tK. They stand in
+  // loops because each place of a product takes seconds to compile.
+  const int first_side = moves_q ? 0 : 1;
+  const int end_side = moves_k ? 2 : 1;
+  const bool moves_v = tangents.v.data != nullptr;
+  const int head_k = work.head / args.dkdv_splits;
+  const int split = work.head - head_k * args.dkdv_splits;
+  const int heads_per_cta = shape.num_heads_q / shape.num_heads_k / args.dkdv_splits;
+  const int first_head = (head_k * args.dkdv_splits + split) * heads_per_cta;
+  const int key_begin = work.tile * block_n;
+
+  auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
+  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);   // (block_m, head_dim)
+  auto sP = smem_tile<typename Traits::ScoresLayout>(smem.p);  // (block_m, block_n)
+  auto sdS = smem_tile<typename Traits::ScoresLayout>(smem.ds);
+  auto sTangentdS = smem_tile<typename Traits::ScoresLayout>(smem.tangent_ds);
+  // The columns that this CTA makes gradients of.
+  auto sOwnQ = smem_tile<typename Traits::OwnQueryLayout>(smem.q + column_begin * block_m);
+  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + column_begin * block_n);
+
+  // As in the backward: key tiles that start early must not wait for what others do last.
+  const bool descends = args.turns.used() && !args.turns.tiles_descend;
+  const StepRange step_range{range, first_head, first_head + heads_per_cta};
+  using Steps = ListSteps<block_m, block_n>;
+  const Steps walk = Steps::of(step_range, descends, params.sparsity.lists, work);
+  const HvpLoads<Traits> loads{args, sequence, smem, thread};
+
+  using Rows = LoadMatrix<Element>;
+  using Columns = LoadMatrixTransposed<Element>;
+  typename Traits::ScoresMma scores_mma;
+  typename Traits::DkdvMma dkdv_mma;
+  typename Traits::DqMma dq_mma;
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<own_columns>>> tdKrdK;
+  AccumulatorOf<decltype(dkdv_mma), Shape<Int<block_n>, Int<own_columns>>> tdVrdV;
+  clear(tdKrdK);
+  clear(tdVrdV);
+  // Operands of the first of several tiles that lie alike.
+  auto q = operand_a(Rows{}, scores_mma, sQ, thread);
+  auto k = operand_b(Rows{}, scores_mma, sK, thread);
+  auto scores_of_keys = operand_a(Columns{}, dkdv_mma, transposed(sP), thread);
+  auto own_queries = operand_b(Columns{}, dkdv_mma, transposed(sOwnQ), thread);
+  auto scores_of_queries = operand_a(Rows{}, dq_mma, sP, thread);
+  auto own_keys = operand_b(Columns{}, dq_mma, transposed(sOwnK), thread);
+  auto cS = make_identity_tensor(Shape<Int<block_m>, Int<block_n>>{});
+  // This thread's (rows, columns) of S -> (query, key)
+  auto tScS = rows_cols_view(accumulator_share(scores_mma, cS, thread));
+  auto to_shared = [&](auto const& accumulator, auto& tile) {
+    fragment_to_shared<Element>(accumulator, scores_mma, tile, thread);
+  };
+
+  // Inline, as in the backward.
+  auto run_step = [&](auto const& step) __attribute__((always_inline)) {
+    AccumulatorOf<decltype(scores_mma), Shape<Int<block_m>, Int<block_n>>> tSrS, tSrT, tdPrdP,
+        tdPrTangent;
+    clear(tSrS);
+    clear(tSrT);
+    clear(tdPrdP);
+    clear(tdPrTangent);
+    auto multiply = [&](auto& accumulator, Element const* queries, Element const* keys,
+                        int columns) {
+      auto a = q.behind(queries - smem.q);
+      auto b = k.behind(keys - smem.k);
+      gemm_rows<wide>(scores_mma, accumulator, a, b, columns);
+    };
+    multiply(tSrS, smem.q, smem.k, shape.head_dim);
+    CUTE_NO_UNROLL
+    for (int side = first_side; side < end_side; ++side)
+      multiply(tSrT, side == 0 ? smem.tangent_q : smem.q, side == 0 ? smem.k : smem.tangent_k,
+               shape.head_dim);
+    multiply(tdPrdP, smem.dout, smem.v, shape.head_dim_v);
+    if (moves_v) multiply(tdPrTangent, smem.dout, smem.tangent_v, shape.head_dim_v);
+
+    auto scores = rows_cols_view(tSrS);
+    auto moved = rows_cols_view(tSrT);
+    auto dscores = rows_cols_view(tdPrdP);
+    auto tangent_dscores = rows_cols_view(tdPrTangent);
+    const HvpScores<Traits, std::remove_cvref_t<decltype(step)>> math{
+        .args = args,
+        .sequence = sequence,
+        .range = range,
+        .step = step,
+        .key_begin = key_begin,
+        .makes_dbias = column_begin == 0,
+        .rows = smem.rows};
+    math.differentiate(scores, moved, dscores, tangent_dscores, tScS);
+    to_shared(tSrS, sP);
+    to_shared(tdPrdP, sdS);
+    to_shared(tdPrTangent, sTangentdS);
+    __syncthreads();  // the score tiles are whole
+
+    auto multiply_keys = [&](auto& accumulator, Element const* score_tile, Element const* queries) {
+      auto a = scores_of_keys.behind(score_tile - smem.p);
+      auto b = own_queries.behind(queries - smem.q);
+      gemm(dkdv_mma, accumulator, a, b);
+    };
+    auto multiply_queries = [&](auto& accumulator, Element const* score_tile, Element const* keys) {
+      auto a = scores_of_queries.behind(score_tile - smem.p);
+      auto b = own_keys.behind(keys - smem.k);
+      gemm(dq_mma, accumulator, a, b);
+    };
+    if (has_own_v) multiply_keys(tdVrdV, smem.p, smem.dout);
+    if (has_own_k) {
+      AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<own_columns>>> tdQrdQ;
+      clear(tdQrdQ);
+      CUTE_NO_UNROLL
+      for (int side = 0; side < end_side; ++side)
+        multiply_queries(tdQrdQ, side == 0 ? smem.tangent_ds : smem.ds,
+                         side == 0 ? smem.k : smem.tangent_k);
+      const std::int64_t q_tile = loads.q_tile_index(step);
+      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, column_begin, tdQrdQ,
+                                 thread);
+      CUTE_NO_UNROLL
+      for (int side = 1; side >= first_side; --side)
+        multiply_keys(tdKrdK, side == 0 ? smem.ds : smem.tangent_ds,
+                      side == 0 ? smem.tangent_q : smem.q);
+      if (args.turns.used()) args.turns.pass_on(q_tile, thread, [] { __syncthreads(); });
+    }
+  };
+
+  const int steps = walk.steps();
+  if (steps > 0) {
+    loads.load_keys(params.k, head_k, key_begin, shape.head_dim, smem.k);
+    loads.load_keys(params.v, head_k, key_begin, shape.head_dim_v, smem.v);
+    if (moves_k) loads.load_keys(tangents.k, head_k, key_begin, shape.head_dim, smem.tangent_k);
+    if (moves_v) loads.load_keys(tangents.v, head_k, key_begin, shape.head_dim_v, smem.tangent_v);
+    auto step = walk.first();
+    loads.load(step);
+    for (int index = 0; index < steps; ++index) {
+      wait_for_loads();
+      run_step(step);
+      step = walk.next(step);
+      __syncthreads();  // the query side is read
+      if (index + 1 < steps) loads.load(step);
+    }
+  }
+  leave_key_gradients<Traits>(args, sequence, smem, split, head_k, key_begin, column_begin, tdKrdK,
+                              tdVrdV, thread);
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(HvpTraits<Tag>::threads)
+    convert_hvp_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
+  convert_dq<HvpTraits<Tag>>(args);
+}
+
+}  // namespace flash_attn_cuda::sm80

@@ -1,0 +1,113 @@
+"""Operators of derivatives in a direction (Tangents of call.py), which forward mode and a second
+backward are made of (derivatives.py).
+
+    attention_jvp  tangents of out and softmax_lse
+    attention_hvp  gradients of <dout, tout> + <dlse, tlse> by what attention is differentiable in:
+                   the Hessian of <dout, out> + <dlse, softmax_lse> times the tangents
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..call import (
+    DIRECTIONS,
+    INCOMING,
+    OF_BACKWARD,
+    OF_FORWARD,
+    TANGENTS,
+    AttentionCall,
+    Gradients,
+    Incoming,
+    Tangents,
+)
+from ..checks.calls import check_call, check_contents, check_incoming, check_tangents
+from ..checks.tensors import output_shape
+from ..cpu.calls import hvp_on_cpu, jvp_on_cpu
+from .attention import GRADIENTS, described, empty_gradients, gradients_for_operator
+from .support import Tensors2, call_extension, define, schema_of
+
+JVP_ARGUMENTS = (*OF_BACKWARD, *OF_FORWARD, *DIRECTIONS)
+HVP_ARGUMENTS = (*OF_BACKWARD, *INCOMING, *TANGENTS)
+
+
+def _checked_jvp(*args: Any) -> tuple[AttentionCall, Incoming, Tangents]:
+    given = dict(zip(JVP_ARGUMENTS, args, strict=True))
+    incoming = Incoming(None, None, *(given[name] for name in OF_FORWARD))
+    tangents = Tangents(**{name: given[name] for name in DIRECTIONS})
+    return _checked(described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents)
+
+
+def _checked_hvp(*args: Any) -> tuple[AttentionCall, Incoming, Tangents]:
+    given = dict(zip(HVP_ARGUMENTS, args, strict=True))
+    incoming = Incoming(**{name: given[name] for name in INCOMING})
+    tangents = Tangents(**{name: given[name] for name in TANGENTS})
+    for name in ("tout", "tlse"):
+        if given[name] is None:
+            raise TypeError(f"{name}: must be attention_jvp's for these tangents, got None")
+    return _checked(described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents)
+
+
+def _checked(
+    call: AttentionCall, incoming: Incoming, tangents: Tangents
+) -> tuple[AttentionCall, Incoming, Tangents]:
+    check_call(call)
+    check_tangents(call, tangents)
+    check_incoming(call, incoming)
+    return call, incoming, tangents
+
+
+def _jvp_on_cpu(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
+    check_contents(call)
+    return jvp_on_cpu(call, incoming, tangents)
+
+
+def _jvp_on_cuda(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
+    found: Tensors2 = call_extension("jvp", call.q.device, call, incoming, tangents)
+    return found
+
+
+def _empty_jvp(call: AttentionCall, _incoming: Incoming, _tangents: Tangents) -> Tensors2:
+    tout = call.q.new_empty(output_shape(call.q, call.v))
+    return tout, call.q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
+
+
+jvp_op = define(
+    "attention_jvp",
+    schema_of(
+        ("tout", "tlse"),
+        *((AttentionCall, OF_BACKWARD), (Incoming, OF_FORWARD), (Tangents, DIRECTIONS)),
+    ),
+    check=_checked_jvp,
+    cpu=_jvp_on_cpu,
+    cuda=_jvp_on_cuda,
+    fake=_empty_jvp,
+)
+
+
+def _hvp_on_cpu(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Any:
+    check_contents(call)
+    return gradients_for_operator(call, hvp_on_cpu(call, incoming, tangents))
+
+
+def _hvp_on_cuda(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Any:
+    found: Gradients = call_extension("hvp", call.q.device, call, incoming, tangents)
+    return gradients_for_operator(call, found)
+
+
+def _empty_hvp(call: AttentionCall, incoming: Incoming, _tangents: Tangents) -> tuple[Tensor, ...]:
+    return gradients_for_operator(call, empty_gradients(call, incoming))
+
+
+hvp_op = define(
+    "attention_hvp",
+    schema_of(
+        GRADIENTS, (AttentionCall, OF_BACKWARD), (Incoming, INCOMING), (Tangents, tuple(TANGENTS))
+    ),
+    check=_checked_hvp,
+    cpu=_hvp_on_cpu,
+    cuda=_hvp_on_cuda,
+    fake=_empty_hvp,
+)

@@ -1,0 +1,121 @@
+"""Rules of the operators for torch.vmap: a larger batch where a call's tensors have one, else one
+entry after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..call import (
+    INCOMING,
+    OF_BACKWARD,
+    READ,
+    TARGETS,
+    TENSORS,
+    AttentionCall,
+    Results,
+    forms_of_results,
+)
+from .attention import GRADIENTS, attention_op, described, gradients_op
+from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
+from .support import arguments_of, check_randomness, one_by_one
+
+_FOLDED = ("q", "k", "v", "alibi_slopes")
+_OTHERS = tuple(name for name in TENSORS if name not in _FOLDED)
+# Results of which every batch entry has its own, and what it may share with others.
+_OF_ENTRIES = frozenset(("out", "softmax_lse", "S_dmask"))
+_SHARED = frozenset(("rng_state",))
+
+
+def _folds_into_batch(call: AttentionCall) -> bool:
+    """Whether a call over one more dimension is a call of a larger batch: one whose other tensors
+    are None, and not over a cache, which nobody copies.
+    """
+    return not call.over_cache and all(x is None for x in arguments_of(call, _OTHERS))
+
+
+@attention_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    call, size = described(args), info.batch_size
+    check_randomness(call.dropout_p, info.randomness)
+    if not _folds_into_batch(call):
+        return one_by_one(attention_op, size, in_dims, args)
+    folded, batch = _folded(call, dict(zip(READ, in_dims, strict=True)), size)
+    wanted = {name for name, (shape, _) in forms_of_results(folded).items() if shape != (0,)}
+    if not wanted <= _OF_ENTRIES | _SHARED:
+        return one_by_one(attention_op, size, in_dims, args)
+    found = attention_op(*arguments_of(folded, READ))
+    mapped = wanted & _OF_ENTRIES
+    return _unfolded(dict(zip(Results._fields, found, strict=True)), mapped, size, batch)
+
+
+def _rule_of_derivatives(
+    op: Any, names: Sequence[str], results: Sequence[str], mapped: Collection[str]
+) -> None:
+    """Registers the rule of an operator of a forward's call and results. `names`: its arguments,
+    OF_BACKWARD first; `mapped`: those of its results that have a batch.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        size, count = info.batch_size, len(OF_BACKWARD)
+        call = described(args[:count], OF_BACKWARD)
+        others = dict(zip(names[count:], args[count:], strict=True))
+        dims = dict(zip(names, in_dims, strict=True))
+        # Where the forward was not mapped, batch entries are part of what decides about dropout.
+        is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
+        if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):
+            return one_by_one(op, size, in_dims, args)
+        folded, batch = _folded(call, dims, size)
+        for name, x in others.items():
+            if isinstance(x, Tensor) and name not in _SHARED:
+                others[name] = _fold_into_batch(size, x, dims[name])
+        found = op(*arguments_of(folded, OF_BACKWARD), *others.values())
+        return _unfolded(dict(zip(results, found, strict=True)), mapped, size, batch)
+
+    op.register_vmap(rule)
+
+
+_rule_of_derivatives(gradients_op, (*OF_BACKWARD, *INCOMING), GRADIENTS, TARGETS)
+_rule_of_derivatives(jvp_op, JVP_ARGUMENTS, ("tout", "tlse"), ("tout", "tlse"))
+_rule_of_derivatives(hvp_op, HVP_ARGUMENTS, GRADIENTS, TARGETS)
+
+
+def _folded(call: AttentionCall, dims: dict[str, Any], size: int) -> tuple[AttentionCall, int]:
+    """The call with vmap's dimension in its batch, and the batch of one entry."""
+    dim = dims["q"]
+    batch = call.q.shape[0] if dim is None else call.q.movedim(dim, 0).shape[1]
+    folded = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in "qkv"}
+    slopes = _fold_slopes(size, batch, call.alibi_slopes, dims["alibi_slopes"])
+    return replace(call, **folded, alibi_slopes=slopes), batch
+
+
+def _fold_into_batch(size: int, x: Any, dim: int | None) -> Any:
+    """Merge vmap's dimension into the batch of a tensor; one without it is repeated."""
+    if x is None:
+        return None
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _fold_slopes(size: int, batch: int, slopes: Any, dim: int | None) -> Any:
+    """ALiBi slopes (heads,) or (batch, heads) of the folded batch."""
+    if slopes is None or (dim is None and slopes.dim() == 1):
+        return slopes
+    slopes = slopes.expand(size, *slopes.shape) if dim is None else slopes.movedim(dim, 0)
+    if slopes.dim() == 2:
+        slopes = slopes[:, None]
+    return slopes.expand(size, batch, slopes.shape[-1]).flatten(0, 1)
+
+
+def _unfolded(
+    found: dict[str, Tensor], mapped: Collection[str], size: int, batch: int
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Results and where vmap's dimension is in each; those `mapped` have it in the batch."""
+    results = tuple(
+        x.unflatten(0, (size, batch)) if name in mapped else x for name, x in found.items()
+    )
+    return results, tuple(0 if name in mapped else None for name in found)

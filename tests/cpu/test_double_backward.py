@@ -1,0 +1,598 @@
+"""Second derivatives in every order: two backwards, forward over reverse, reverse over forward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.cpu.calls import hvp_on_cpu
+from tests.cases.attention import Alibi
+from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
+from tests.cases.masked import MaskedCase, RandomBias, RandomMask, masked_dense, masked_varlen
+from tests.cases.masked_operators import backward_fields, int32
+from tests.cases.memory import PeakBytes
+from tests.cases.operators import gradients_arguments, hvp_arguments, jvp_arguments
+from tests.cases.pairwise import pairwise
+from tests.cases.second_order import (
+    DENSE,
+    LEAVES,
+    PACKED,
+    SECOND_ORDER,
+    DerivativeCase,
+    Problem,
+    Transform,
+    case_of_row,
+    check_derivatives,
+    check_problem,
+    described,
+    double_backward,
+    forward_over_reverse,
+    hidden_problems,
+    poisoned_problem,
+    reverse_over_forward,
+)
+from tests.reference import attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_ops = torch.ops.flash_attn_cuda
+FP64: dict[str, Any] = {"device": "cpu", "head_dim": 8, "dtype": torch.float64}
+BASE: dict[str, Any] = {**FP64, "num_heads_q": 4, "num_heads_k": 2}
+EVERY = (0, 1, 2, 3, 4)
+
+
+def make_inputs() -> list[Tensor]:
+    """q (1, 3, 2, 2), k and v (1, 4, 1, 2), a bias (1, 1, 3, 4), a sink (2,)."""
+    shapes = ((1, 3, 2, 2), (1, 4, 1, 2), (1, 4, 1, 2), (1, 1, 3, 4), (2,))
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, sink = x
+    options = {"causal": True, "return_attn_probs": True}
+    return flash_attn_func(q, k, v, attn_mask=bias, sink=sink, **options)[:2]
+
+
+def expected(*x: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, sink = x
+    return attention(q, k, v, causal=True, bias=bias, sink=sink)
+
+
+def loss_of(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    def loss(*x: Tensor) -> Tensor:
+        out, lse = function(*x)
+        return out.sin().sum() + (lse * lse).sum()
+
+    return loss
+
+
+# -- against the reference -------------------------------------------------------------------------
+
+ROWS = [*pairwise(DENSE, 4), *pairwise(PACKED, 5)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_double_backward_in_fp64(row: dict[str, Any]) -> None:
+    check_derivatives(case_of_row(row, torch.float64, has_gradients=True), double_backward)
+
+
+@pytest.mark.parametrize("transform", [forward_over_reverse, reverse_over_forward])
+@pytest.mark.parametrize("row", ROWS[::4], ids=str)
+def test_mixed_modes_in_fp64(row: dict[str, Any], transform: Transform) -> None:
+    check_derivatives(case_of_row(row, torch.float64, has_gradients=True), transform)
+
+
+LOW_PRECISION = {
+    "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    "transform": [double_backward, double_backward, forward_over_reverse, reverse_over_forward],
+}
+LOW_ROWS = [*pairwise(DENSE | LOW_PRECISION, 6)[::4], *pairwise(PACKED | LOW_PRECISION, 7)[::4]]
+
+
+@pytest.mark.parametrize("row", LOW_ROWS)
+def test_other_dtypes_are_close(row: dict[str, Any]) -> None:
+    row = dict(row)
+    transform = row.pop("transform")
+    check_derivatives(case_of_row(row, row.pop("dtype"), has_gradients=True), transform)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_many_tiles(packed: bool) -> None:
+    features = {"bias": RandomBias("hq"), "sink": torch.float64, "causal": True}
+    if packed:
+        case = masked_varlen(lengths_q=(300, 7), lengths_k=(520, 9), **features, **BASE)
+    else:
+        case = masked_dense(batch=1, seqlen_q=300, seqlen_k=520, **features, **BASE)
+    check_derivatives(DerivativeCase(case), double_backward)
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("other", range(5))
+def test_every_pair_of_arguments(index: int, other: int) -> None:
+    """The gradient of one, by another alone: what the first does not want counts all the same."""
+    inputs = make_inputs()
+
+    def of(function: Callable[..., Any], outer: str) -> Tensor:
+        loss = loss_of(function)
+
+        def gradient(x: Tensor) -> Tensor:
+            given = [x if i == other else y for i, y in enumerate(inputs)]
+            return grad(loss, index)(*given)
+
+        if outer == "forward":
+            return jvp(gradient, (inputs[other],), (inputs[other].cos(),))[1]
+        if outer == "reverse":
+            return grad(lambda x: gradient(x).sin().sum())(inputs[other])
+        leaves = [y.clone().requires_grad_(i in (index, other)) for i, y in enumerate(inputs)]
+        (first,) = torch.autograd.grad(loss(*leaves), leaves[index], create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), leaves[other])[0]
+
+    for outer in ("forward", "reverse", "autograd"):
+        torch.testing.assert_close(of(attend, outer), of(expected, outer), msg=outer)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["out", "lse"])
+def test_one_result_alone(index: int) -> None:
+    inputs, moved = make_inputs(), make_inputs()
+
+    def of(function: Callable[..., Any]) -> list[Any]:
+        def loss(*x: Tensor) -> Tensor:
+            return function(*x)[index].sin().sum()
+
+        def tangent(*x: Tensor) -> Tensor:
+            return jvp(loss, x, tuple(moved))[1]
+
+        def gradients(*x: Tensor) -> tuple[Tensor, ...]:
+            return grad(loss, EVERY)(*x)
+
+        return [
+            jvp(gradients, tuple(inputs), tuple(moved))[1],
+            vjp(gradients, *inputs)[1](tuple(moved)),
+            grad(tangent, EVERY)(*inputs),
+        ]
+
+    for found, wanted in zip(of(attend), of(expected), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+# -- torch's own checks ----------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    **FP64, "batch": 1, "seqlen_q": 3, "seqlen_k": 4, "num_heads_q": 2, "num_heads_k": 1,
+    "head_dim": 2,
+}  # fmt: skip
+SMALL_PACKED = {x: y for x, y in SMALL.items() if x not in ("batch", "seqlen_q", "seqlen_k")}
+CHECKED: dict[str, MaskedCase] = {
+    "causal": masked_dense(**SMALL | {"causal": True, "seqlen_q": 5, "head_dim_v": 3}),
+    "window": masked_dense(**SMALL | {"window": (1, 0), "alibi": Alibi.per_batch}),
+    "softcap": masked_dense(**SMALL | {"softcap": 0.8}),
+    "dropout": masked_dense(**SMALL | {"dropout_p": 0.3}),
+    "bias": masked_dense(None, RandomBias("hq", hidden=0.2), **SMALL),
+    "mask": masked_dense(RandomMask(0.6, 1, "hq"), None, torch.float64, **SMALL),
+    "packed": masked_varlen(lengths_q=(2, 0, 3), lengths_k=(3, 1, 2), **SMALL_PACKED),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_gradcheck(name: str) -> None:
+    """Both modes of the first derivative, and both over reverse mode of the second."""
+    problem = DerivativeCase(CHECKED[name]).make_problem()
+    hidden = {name: x == -torch.inf for name, x in problem.leaves.items()}
+    points = [x.masked_fill(x == -torch.inf, 0.0) for x in problem.leaves.values()]
+
+    def function(*x: Tensor) -> tuple[Tensor, ...]:
+        """With numbers for what is infinite, which has no differences."""
+        leaves = dict(zip(problem.leaves, x, strict=True))
+        leaves = {name: x.masked_fill(hidden[name], -torch.inf) for name, x in leaves.items()}
+        return tuple(x.masked_fill(x == -torch.inf, 0.0) for x in problem.attend(leaves))
+
+    leaves = [x.requires_grad_() for x in points]
+    assert gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(function, leaves, check_fwd_over_rev=True, fast_mode=True)
+
+
+def test_gradcheck_of_every_element() -> None:
+    shapes = ((1, 2, 2, 2), (1, 3, 1, 2), (1, 3, 1, 1))
+    leaves = [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes]
+
+    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
+
+    batched = {"check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(attend, leaves, check_forward_ad=True, **batched)
+    assert gradgradcheck(attend, leaves, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+def test_gradgradcheck_of_packed_tensors() -> None:
+    qkv = torch.randn(1, 3, 3, 1, 2, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(flash_attn_qkvpacked_func, qkv, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(flash_attn_qkvpacked_func, qkv, check_fwd_over_rev=True, fast_mode=True)
+
+
+# -- transforms ------------------------------------------------------------------------------------
+
+NESTED: dict[str, Callable[..., Any]] = {
+    "hessian": hessian,
+    "forward over reverse": lambda f, n: jacfwd(jacrev(f, n), n),
+    "reverse over forward": lambda f, n: jacrev(jacfwd(f, n), n),
+    "reverse over reverse": lambda f, n: jacrev(jacrev(f, n), n),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_hessians(name: str) -> None:
+    inputs = make_inputs()[:3]
+
+    def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
+
+    found, wanted = (
+        NESTED[name](loss_of(f), (0, 1, 2))(*inputs)
+        for f in (plain, lambda *x: attention(*x, causal=True))
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_hessian_by_a_bias_and_a_sink() -> None:
+    inputs = make_inputs()
+    found, wanted = (hessian(loss_of(f), (3, 4))(*inputs) for f in (attend, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_hessian_by_autograd() -> None:
+    q, *others = make_inputs()
+    for options in ({}, {"outer_jacobian_strategy": "forward-mode", "vectorize": True}):
+        found, wanted = (
+            torch.autograd.functional.hessian(lambda x, f=f: loss_of(f)(x, *others), q, **options)
+            for f in (attend, expected)
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("outer", ["reverse", "forward"])
+def test_vmap_of_second_derivatives(outer: str, with_bias: bool) -> None:
+    inputs = make_inputs()
+    mapped = [torch.stack([x, 2.0 * x, x.flip(0)]) for x in inputs[: 5 if with_bias else 3]]
+
+    def of(function: Callable[..., Any]) -> Any:
+        def loss(*x: Tensor) -> Tensor:
+            return loss_of(function)(*x, *([] if with_bias else inputs[3:]))
+
+        def second(*x: Tensor) -> Any:
+            argnums = tuple(range(len(x)))
+            if outer == "forward":
+                return jvp(grad(loss, argnums), x, tuple(y.cos() for y in x))[1]
+            gradients = grad(loss, argnums)
+            return grad(lambda *x: sum(y.sin().sum() for y in gradients(*x)), argnums)(*x)
+
+        return vmap(second)(*mapped)
+
+    def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attn_func(*x[:3], return_attn_probs=True)[:2]
+
+    if with_bias:
+        torch.testing.assert_close(of(attend), of(expected))
+    else:
+        torch.testing.assert_close(of(plain), of(lambda *x: attention(*x[:3])))
+
+
+def test_several_directions_at_once() -> None:
+    """torch.autograd's own batches, of a double backward."""
+    inputs = [x.requires_grad_() for x in make_inputs()]
+    gradients = torch.autograd.grad(loss_of(attend)(*inputs), inputs, create_graph=True)
+    directions = [torch.stack([torch.randn_like(x) for _ in range(3)]) for x in inputs]
+    each = [
+        torch.autograd.grad(gradients, inputs, x, retain_graph=True)
+        for x in zip(*directions, strict=True)
+    ]
+    batched = torch.autograd.grad(gradients, inputs, directions, is_grads_batched=True)
+    for x, y in zip(batched, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_forward_mode_of_a_backward(dropout_p: float) -> None:
+    """Of a graph that was made without it: only what comes into the backward moves."""
+    leaves = [x.requires_grad_() for x in make_inputs()[:3]]
+    out = flash_attn_func(*leaves, dropout_p)
+    dout, moved = torch.randn_like(out), torch.randn_like(out)
+    wanted = torch.autograd.grad(out, leaves, moved, retain_graph=True)
+    with forward_ad.dual_level():
+        found = torch.autograd.grad(out, leaves, forward_ad.make_dual(dout, moved))
+        tangents = tuple(forward_ad.unpack_dual(x).tangent for x in found)
+    torch.testing.assert_close(tangents, wanted)
+
+
+def test_dual_leaves_and_a_backward() -> None:
+    inputs, moved = make_inputs(), make_inputs()
+
+    def of(function: Callable[..., Any]) -> tuple[Any, ...]:
+        with forward_ad.dual_level():
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, moved, strict=True)]
+            found = torch.autograd.grad(loss_of(function)(*duals), duals)
+            return tuple(forward_ad.unpack_dual(x).tangent for x in found)
+
+    torch.testing.assert_close(of(attend), of(expected))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_checkpointed(dropout_p: float) -> None:
+    """What is recomputed is differentiated twice as well, with the mask of the forward."""
+    leaves = [x.requires_grad_() for x in make_inputs()]
+
+    def attend(*x: Tensor) -> Tensor:
+        q, k, v, bias, sink = x
+        return flash_attn_func(q, k, v, dropout_p, attn_mask=bias, sink=sink)
+
+    def checkpointed(*x: Tensor) -> Tensor:
+        return checkpoint(attend, *x, use_reentrant=False)
+
+    results = []
+    for function in (attend, checkpointed):
+        torch.manual_seed(2)
+        loss = function(*leaves).sin().sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(x.sin().sum() for x in gradients), leaves))
+    torch.testing.assert_close(*results)
+
+
+def test_gradient_penalty() -> None:
+    """backward() of a gradient's norm, which accumulates into leaves."""
+    results = []
+    for function in (attend, expected):
+        torch.manual_seed(0)
+        leaves = [x.requires_grad_() for x in make_inputs()]
+        loss = loss_of(function)(*leaves)
+        gradients = torch.autograd.grad(loss, leaves[:3], create_graph=True)
+        (loss + sum(x.square().sum() for x in gradients)).backward()
+        results.append([x.grad for x in leaves])
+    torch.testing.assert_close(*results)
+
+
+def dropped(*x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return flash_attn_func(*x, 0.4)
+
+
+def test_second_derivatives_have_the_mask_of_the_forward() -> None:
+    inputs, moved, step = make_inputs()[:3], make_inputs()[:3], 1e-5
+
+    def gradients(*x: Tensor) -> tuple[Tensor, ...]:
+        return grad(lambda *x: dropped(*x).sin().sum(), (0, 1, 2))(*x)
+
+    after, before = (
+        gradients(*(x + sign * step * t for x, t in zip(inputs, moved, strict=True)))
+        for sign in (1.0, -1.0)
+    )
+    differences = tuple((x - y) / (2.0 * step) for x, y in zip(after, before, strict=True))
+    found = jvp(gradients, tuple(inputs), tuple(moved))[1]
+    torch.testing.assert_close(found, differences, rtol=1e-6, atol=1e-7)
+    by_two_backwards = vjp(gradients, *inputs)[1](tuple(moved))
+    torch.testing.assert_close(by_two_backwards, found)
+
+
+# -- edges -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, RandomMask(0.3, 1, "hq")], ids=str)
+def test_results_do_not_depend_on_the_tiling(mask: RandomMask | None) -> None:
+    case = masked_dense(
+        *(mask, RandomBias("hq"), torch.float64),
+        **{**BASE, "seqlen_q": 40, "seqlen_k": 50, "causal": True, "dropout_p": 0.3},
+    )
+    given = described(DerivativeCase(case).make_problem())
+    tiled, whole = hvp_on_cpu(*given, SMALL_TILES), hvp_on_cpu(*given)
+    for name in ("dq", "dk", "dv", "dbias", "dsink"):
+        torch.testing.assert_close(
+            getattr(tiled, name), getattr(whole, name), rtol=1e-11, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_repeats_bit_for_bit(dtype: torch.dtype, deterministic: bool) -> None:
+    masks = (None, None) if deterministic else (RandomMask(0.5, 1, "hq"), RandomBias("hq"))
+    fields = {**BASE, "dtype": dtype, "seqlen_q": 70, "seqlen_k": 90, "dropout_p": 0.2}
+    case = masked_dense(*masks, torch.float32, deterministic=deterministic, **fields)
+    problem = DerivativeCase(case).make_problem()
+    first, second = (double_backward(problem.attend, problem) for _ in range(2))
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def check_all_orders(problem: Problem) -> None:
+    for transform in SECOND_ORDER:
+        check_problem(problem, transform)
+
+
+@pytest.mark.parametrize("sink", [None, torch.float64], ids=["no_sink", "sink"])
+def test_rows_that_see_no_key(sink: torch.dtype | None) -> None:
+    """What comes in through them goes nowhere but to the sink."""
+    mask = RandomMask(0.02, 1, "hq", "sparsity")
+    case = masked_dense(mask, None, sink, seqlen_q=40, seqlen_k=50, **BASE)
+    problem = DerivativeCase(case).make_problem()
+    check_all_orders(problem)
+    found = double_backward(problem.attend, problem)
+    keyless = ~problem.inputs.mask.any(-1).expand(2, 4, 40)
+    assert keyless.any()
+    for name in ("q", "dout"):
+        assert not found[name].transpose(1, 2)[keyless].any(), name
+    if sink is None:
+        assert not found["dlse"][keyless].any()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_any_tangent_of_a_bias_of_minus_infinity(value: float) -> None:
+    expected_of, problem = hidden_problems(value, seqlen_q=40, seqlen_k=50, **BASE)
+    for transform in SECOND_ORDER:
+        found, wanted = (transform(x.attend, x) for x in (problem, expected_of))
+        for name, x in found.items():
+            assert x.isfinite().all() and torch.equal(x, wanted[name]), name
+        assert not found["bias"][problem.leaves["bias"] == -torch.inf].any()
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    case = masked_dense(RandomMask(0.1), None, torch.float64, seqlen_q=9, seqlen_k=9, **BASE)
+    problem = DerivativeCase(case).make_problem()
+    problem.leaves["sink"][1] = -torch.inf
+    check_all_orders(problem)
+    assert double_backward(problem.attend, problem)["sink"][1] == 0.0
+
+
+def test_nothing_is_read_beyond_any_length() -> None:
+    check_all_orders(poisoned_problem(**BASE))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_no_queries_or_no_keys(lengths: tuple[int, int]) -> None:
+    leaves = [torch.randn(2, x, 2, 4, requires_grad=True) for x in (lengths[0], *lengths[1:] * 2)]
+    cu_q, cu_k = int32(0, lengths[0]), int32(0, lengths[1])
+    for packed in (False, True):
+        if packed:
+            out = flash_attn_varlen_func(*(x[0] for x in leaves), cu_q, cu_k, *lengths)
+        else:
+            out = flash_attn_func(*leaves)
+        gradients = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        found = torch.autograd.grad(sum(x.sin().sum() for x in gradients), leaves)
+        assert not any(x.any() for x in found)
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    """All scores would be 64 MiB; what there is of inputs and results is a quarter of one."""
+    q = torch.randn(1, 4096, 1, 4)
+    lse = torch.zeros(1, 1, 4096)
+    incoming, tangents = Incoming(q, lse, q, lse, None), Tangents(q, q, q, None, None, q, lse)
+    with torch.no_grad(), PeakBytes() as memory:
+        hvp_on_cpu(AttentionCall(q, q, q), incoming, tangents)
+    assert memory.peak < 2**23
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def hvp_fields(packed: bool, missing: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+    fields = backward_fields(packed, **changes)
+    tangents = {
+        f"t{name}": torch.randn_like(fields[name])
+        for name in LEAVES
+        if fields[name] is not None and name not in missing
+    }
+    names = {x: y for x, y in fields.items() if x not in ("dout", "dlse", "wants_dbias")}
+    tout, tlse = _ops.attention_jvp(*jvp_arguments(**names, **tangents))
+    return {**fields, **tangents, "tout": tout, "tlse": tlse}
+
+
+def test_opcheck() -> None:
+    opcheck(_ops.attention_hvp, hvp_arguments(**hvp_fields(packed=True)))
+    without = {"bias": None, "sink": None, "wants_dbias": False, "dlse": None}
+    opcheck(_ops.attention_hvp, hvp_arguments(**hvp_fields(packed=False, **without)))
+    fields = hvp_fields(False, ("k", "v", "sink"), dout=None, wants_dbias=False)
+    opcheck(_ops.attention_hvp, hvp_arguments(**fields))
+    found = _ops.attention_hvp(*hvp_arguments(**fields))
+    assert [x.shape for x in found[3:]] == [(0,), (4,)]
+
+
+def test_opcheck_of_gradients_with_gradients() -> None:
+    fields = backward_fields(packed=True)
+    for name in (*LEAVES, "dout", "dlse"):
+        fields[name] = fields[name].detach().requires_grad_()
+    opcheck(_ops.attention_gradients, gradients_arguments(**fields))
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"tq": torch.zeros(2, 7, 4, 8).double()}, ValueError, "tq: must have shape (2, 7, 4, 16), g"),
+    ({"tv": torch.zeros(2, 9, 2, 16)}, TypeError, "tv: dtype must be torch.float64, got torch.fl"),
+    ({"tbias": torch.zeros(1, 4, 7, 9)}, TypeError, "tbias: dtype must be torch.float64, got tor"),
+    ({"tsink": torch.zeros(1).double()}, ValueError, "tsink: must have shape (4,), got (1,)"),
+    ({"tout": torch.zeros(2, 7, 2, 16).double()}, ValueError, "tout: must have shape (2, 7, 4, 16"),
+    ({"tlse": torch.zeros(2, 7, 4).double()}, ValueError, "tlse: must have shape (2, 4, 7), got ("),
+    ({"tlse": torch.zeros(2, 4, 7)}, TypeError, "tlse: dtype must be torch.float64, got torch.flo"),
+    ({"tk": torch.empty(2, 9, 2, 16, device="meta").double()}, ValueError, "tk: must be on"),
+    ({"tout": None}, TypeError, "tout: must be attention_jvp's for these tangents, got None"),
+    ({"tlse": None}, TypeError, "tlse: must be attention_jvp's for these tangents, got None"),
+    ({"softcap": 1.0}, NotImplementedError, "attn_mask: has no gradient with softcap, got a soft"),
+    ({"bias": None, "tbias": None}, ValueError, "wants_dbias: must be False without a bias, got "),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=lambda x: str(x)[:40])
+def test_wrong_operator_arguments(
+    changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    given = {**hvp_fields(packed=False), **changes}
+    with pytest.raises(error, match="^" + re.escape(words)):
+        _ops.attention_hvp(*hvp_arguments(**given))
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_third_derivatives() -> None:
+    q, *others = make_inputs()
+    loss = loss_of(attend)
+
+    def second(x: Tensor) -> Tensor:
+        return grad(lambda x: grad(loss)(x, *others).sin().sum())(x)
+
+    def along(x: Tensor) -> Tensor:
+        return jvp(lambda x: grad(loss)(x, *others), (x,), (q,))[1]
+
+    def by_autograd() -> None:
+        leaf = q.clone().requires_grad_()
+        found = loss(leaf, *others)
+        for _ in range(2):
+            (found,) = torch.autograd.grad(found.sin().sum(), leaf, create_graph=True)
+        found.sum().backward()
+
+    words = "^flash_attn_cuda does not implement third derivatives of attention"
+    for third in (
+        by_autograd,
+        lambda: grad(lambda x: second(x).sum())(q),
+        lambda: grad(lambda x: along(x).sum())(q),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            third()
+    words = "^flash_attn_cuda does not implement forward mode over forward mode or double backward"
+    for function in (along, second):
+        with pytest.raises(NotImplementedError, match=words):
+            jvp(function, (q,), (q,))
+
+
+def test_second_derivatives_by_a_bias_under_a_softcap() -> None:
+    """Reverse mode has none by it; forward mode over the gradients of others does."""
+    q, k, v, bias, _ = make_inputs()
+
+    def out(q: Tensor, bias: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, softcap=1.5, attn_mask=bias).sin().sum()
+
+    def wanted(q: Tensor, bias: Tensor) -> Tensor:
+        return attention(q, k, v, softcap=1.5, bias=bias)[0].sin().sum()
+
+    found, exact = (jvp(lambda x, f=f: grad(f)(q, x), (bias,), (bias,)) for f in (out, wanted))
+    torch.testing.assert_close(found, exact)
+    with pytest.raises(NotImplementedError, match=r"^attn_mask: has no gradient with"):
+        grad(out, 1)(q, bias)
+
+
+def test_compiled_double_backward() -> None:
+    """Compiled code has one backward alone, and torch says so."""
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in make_inputs()]
+    compiled = torch.compile(loss_of(attend), fullgraph=True, backend="aot_eager")
+    gradients = torch.autograd.grad(compiled(*leaves), leaves, create_graph=True)
+    wanted = torch.autograd.grad(loss_of(expected)(*leaves), leaves)
+    torch.testing.assert_close(gradients, wanted)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(gradients[0].sum(), leaves)

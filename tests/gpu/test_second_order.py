@@ -1,0 +1,151 @@
+"""Derivatives in a direction and second derivatives by the kernels against fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_attn_cuda import flash_attn_func
+from tests.cases import second_order
+from tests.cases.harness import DEVICE
+from tests.cases.masked import RandomMask, masked_dense, masked_varlen
+from tests.cases.pairwise import pairwise
+from tests.cases.second_order import (
+    DENSE,
+    LEAVES,
+    PACKED,
+    DerivativeCase,
+    Transform,
+    case_of_row,
+    check_derivatives,
+)
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = [
+    *((64, 64), (128, 128), (256, 256), (512, 512), (96, 96), (72, 40), (40, 200), (20, 20)),
+    *((192, 192), (320, 512)),
+]
+AXES: dict[str, Any] = {
+    "head_dims": HEAD_DIMS,
+    "dtype": [torch.bfloat16, torch.float16],
+}
+LENGTHS = [(1, 1), (33, 64), (64, 33), (257, 300), (3, 190), (190, 3), (140, 150)]
+DENSE_ROWS = pairwise({**DENSE, **AXES, "lengths": LENGTHS})
+PACKED_ROWS = pairwise({**PACKED, **AXES}, 1)
+BASE: dict[str, Any] = {"device": DEVICE, "num_heads_q": 4, "num_heads_k": 2}
+
+
+def case_on_gpu(row: dict[str, Any], *, has_gradients: bool) -> DerivativeCase:
+    return case_of_row(
+        {name: x for name, x in row.items() if name != "dtype"},
+        row["dtype"],
+        has_gradients=has_gradients,
+        device=DEVICE,
+    )
+
+
+@pytest.mark.parametrize("row", [*DENSE_ROWS, *PACKED_ROWS], ids=str)
+def test_jvp(row: dict[str, Any]) -> None:
+    check_derivatives(case_on_gpu(row, has_gradients=False), second_order.jvp)
+
+
+@pytest.mark.parametrize("row", [*DENSE_ROWS, *PACKED_ROWS], ids=str)
+def test_double_backward(row: dict[str, Any]) -> None:
+    check_derivatives(case_on_gpu(row, has_gradients=True), second_order.double_backward)
+
+
+@pytest.mark.parametrize(
+    "transform", [second_order.forward_over_reverse, second_order.reverse_over_forward]
+)
+@pytest.mark.parametrize("row", [*DENSE_ROWS[::5], *PACKED_ROWS[::5]], ids=str)
+def test_mixed_modes(row: dict[str, Any], transform: Transform) -> None:
+    check_derivatives(case_on_gpu(row, has_gradients=True), transform)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 88, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+def test_calls_of_hopper_rows(options: dict[str, Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Many tiles of nothing but a window, dense and packed."""
+    fields = {**BASE, "head_dim": head_dim, "dtype": dtype, **options}
+    dense = masked_dense(seqlen_q=419, seqlen_k=530, **fields)
+    packed = masked_varlen(lengths_q=(300, 0, 64, 129), lengths_k=(260, 40, 64, 500), **fields)
+    for case in (dense, packed):
+        check_derivatives(DerivativeCase(case), second_order.jvp)
+
+
+def leaves_and_weight(head_dim: int) -> tuple[list[Tensor], Tensor]:
+    shape = (2, 300, 4, head_dim)
+    made = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    return [x.requires_grad_() for x in made[:3]], made[3]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeats_bit_for_bit(head_dim: int) -> None:
+    """The jvp always, the double backward of a deterministic call."""
+    leaves, weight = leaves_and_weight(head_dim)
+
+    def run() -> list[Tensor]:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, weight) for x in leaves]
+            tangent = forward_ad.unpack_dual(flash_attn_func(*duals, causal=True)).tangent
+        out = flash_attn_func(*leaves, causal=True, deterministic=True)
+        first = torch.autograd.grad(out, leaves, weight, create_graph=True)
+        return [tangent, *torch.autograd.grad(first, leaves, [weight] * 3)]
+
+    expected = run()
+    for _ in range(20):
+        assert all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True))
+
+
+def test_nothing_is_read_beyond_any_length() -> None:
+    """Rows that are no sequence's hold NaN, those of tangents too."""
+    case = masked_varlen(
+        lengths_q=(130, 20, 64),
+        lengths_k=(150, 64, 64),
+        used_q=(100, 0, 64),
+        used_k=(129, 20, 9),
+        **BASE,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        causal=True,
+    )
+    for transform in (second_order.jvp, second_order.double_backward):
+        check_derivatives(DerivativeCase(case), transform)
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_sparse_masks(size: int) -> None:
+    """Blocks that no list names are not read."""
+    mask = RandomMask(0.3, size, "hq", "sparsity")
+    case = masked_dense(
+        seqlen_q=500, seqlen_k=700, **BASE, head_dim=64, dtype=torch.bfloat16, mask=mask
+    )
+    for transform in (second_order.jvp, second_order.double_backward):
+        check_derivatives(DerivativeCase(case), transform)
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    """A jvp holds its results and little more; scores of these would be 8 GiB."""
+    q, k, v = (torch.randn(1, 16384, 16, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with forward_ad.dual_level(), torch.no_grad():
+        duals = [forward_ad.make_dual(x, x) for x in (q, k, v)]
+        out = flash_attn_func(*duals)
+        assert forward_ad.unpack_dual(out).tangent is not None
+    assert torch.cuda.max_memory_allocated() - before < 4 * q.nbytes
+
+
+def test_mixed_tangents_leave_the_others_out() -> None:
+    """Without the tangent of v the products with it are left out, and its memory is not read."""
+    of = masked_dense(seqlen_q=70, seqlen_k=90, **BASE, head_dim=128, dtype=torch.bfloat16)
+    for moved in [(x,) for x in LEAVES[:3]] + [("q", "v"), ("k", "v")]:
+        check_derivatives(replace(DerivativeCase(of), moved=moved), second_order.jvp)
+        check_derivatives(replace(DerivativeCase(of), moved=moved), second_order.double_backward)
