@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from processes import Ranks
 
 Gradients = dict[str, Tensor]
+Step = tuple[float, Gradients]  # the loss, and the gradient of every parameter
 
 
 @dataclass(frozen=True)
@@ -49,27 +50,36 @@ def compare_step(
 ) -> StepAgreement:
     """Loss and gradients of one step on (tokens, targets), each (B, S), with both attentions. With
     ranks ours is of their parts, means over all of them, and torch's of the whole on each rank.
-
-    Rounding differs between any two implementations. Ours agrees when its distance from the same
-    step in higher precision (fp32 for bf16, fp64 for fp32) is at most twice torch's, plus one unit
-    of rounding: the loss, and the gradient of every parameter.
     """
     is_cuda = device_of(model).type == "cuda"
-    unit = torch.finfo(torch.bfloat16 if is_cuda else torch.float32).eps
-    exact_dtype = torch.float32 if is_cuda else torch.float64
-    exact_model = copy.deepcopy(model).to(exact_dtype)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    exact_model = copy.deepcopy(model).to(WIDER[dtype])
 
     with autocast(device_of(model)):
         if ranks is None:
-            loss_ours, grads_ours = step_gradients(model, ours, tokens, targets)
+            step_ours = step_gradients(model, ours, tokens, targets)
         else:
             parts = ranks.batch(tokens, targets)
             loss_ours, grads_ours = step_gradients(model, ranks.attention, *parts)
             loss_ours = ranks.mean(torch.tensor(loss_ours, device=device_of(model))).item()
-            grads_ours = {name: ranks.mean(x) for name, x in grads_ours.items()}
-        loss_sdpa, grads_sdpa = step_gradients(model, sdpa, tokens, targets)
-    loss_exact, grads_exact = step_gradients(exact_model, sdpa_math, tokens, targets)
+            step_ours = loss_ours, {name: ranks.mean(x) for name, x in grads_ours.items()}
+        step_sdpa = step_gradients(model, sdpa, tokens, targets)
+    step_exact = step_gradients(exact_model, sdpa_math, tokens, targets)
+    return judge(step_ours, step_sdpa, step_exact, dtype)
 
+
+# In which a step of a dtype is computed to hold it against.
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def judge(step_ours: Step, step_sdpa: Step, step_exact: Step, dtype: torch.dtype) -> StepAgreement:
+    """Rounding differs between any two implementations. Ours, of this dtype, agrees when its
+    distance from the same step in WIDER precision is at most twice torch's, plus one unit of
+    rounding: the loss, and the gradient of every parameter.
+    """
+    (loss_ours, grads_ours), (loss_sdpa, grads_sdpa) = step_ours, step_sdpa
+    loss_exact, grads_exact = step_exact
+    unit = torch.finfo(dtype).eps
     differences = {name: distance(grads_ours[name], grads_sdpa[name]) for name in grads_sdpa}
     errors_ours = {name: distance(grads_ours[name], grads_exact[name]) for name in grads_exact}
     errors_sdpa = {name: distance(grads_sdpa[name], grads_exact[name]) for name in grads_exact}
@@ -85,7 +95,7 @@ def compare_step(
         worst_parameter=worst,
         error_ours=errors_ours[worst],
         error_sdpa=errors_sdpa[worst],
-        reference=str(exact_dtype).removeprefix("torch."),
+        reference=str(WIDER[dtype]).removeprefix("torch."),
         agrees=loss_is_close and grads_are_close,
     )
 
@@ -96,7 +106,7 @@ def step_gradients(
     tokens: Tensor,
     targets: Tensor,
     positions: Tensor | None = None,
-) -> tuple[float, Gradients]:
+) -> Step:
     """Loss and the gradient of every parameter; the model's own gradients and attention stay."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     with model.using(attention):

@@ -108,7 +108,26 @@ class Block(nn.Module):
         return x + self.mlp(normalise(x))
 
 
-class GPT(nn.Module):
+class AttentionModel(nn.Module):
+    """A model whose blocks have an `attention` layer each, which runs on an `attention`."""
+
+    blocks: nn.ModuleList
+
+    @contextmanager
+    def using(self, attention: Attention) -> Iterator[None]:
+        """Inside the block every layer runs on `attention`."""
+        layers = [block.attention for block in self.blocks]
+        before = [layer.attention for layer in layers]
+        for layer in layers:
+            layer.attention = attention
+        try:
+            yield
+        finally:
+            for layer, previous in zip(layers, before, strict=True):
+                layer.attention = previous
+
+
+class GPT(AttentionModel):
     """Next-byte predictor: token ids (B, S) -> logits (B, S, vocab_size)."""
 
     cos: Tensor
@@ -149,19 +168,6 @@ class GPT(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per byte."""
         return F.cross_entropy(self(tokens, positions).flatten(0, 1), targets.flatten())
-
-    @contextmanager
-    def using(self, attention: Attention) -> Iterator[None]:
-        """Inside the block every layer runs on `attention`."""
-        layers = [block.attention for block in self.blocks]
-        before = [layer.attention for layer in layers]
-        for layer in layers:
-            layer.attention = attention
-        try:
-            yield
-        finally:
-            for layer, previous in zip(layers, before, strict=True):
-                layer.attention = previous
 
     @torch.no_grad()
     def generate(
