@@ -102,9 +102,11 @@ variable_list gradients_of(const AutogradContext* context, const AttentionCall& 
                            Incoming incoming) {
   incoming.wants_dbias = is_wanted(context, call, "bias");
   AttentionCall asked = call;
-  if (!is_wanted(context, call, "sink")) asked.sink.reset();
+  const bool makes_graph = at::GradMode::is_enabled();  // create_graph=True
+  // What is made of a graph may want derivatives by a sink that this backward does not.
+  if (!makes_graph && !is_wanted(context, call, "sink")) asked.sink.reset();
   Gradients found;
-  if (at::GradMode::is_enabled()) {  // create_graph=True
+  if (makes_graph) {
     incoming.out = incoming.out.detach();
     incoming.softmax_lse = incoming.softmax_lse.detach();
     found = differentiable_gradients(asked, incoming);

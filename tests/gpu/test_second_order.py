@@ -86,6 +86,20 @@ def leaves_and_weight(head_dim: int) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
+def test_what_the_first_backward_leaves_out() -> None:
+    """Gradients of q alone are differentiated by a sink and by a bias."""
+    (q, k, v), weight = leaves_and_weight(64)
+    sink = torch.randn(4, device=DEVICE, requires_grad=True)
+    bias = torch.randn(2, 4, 300, 300, device=DEVICE, dtype=q.dtype, requires_grad=True)
+    out = flash_attn_func(q, k, v, attn_mask=bias, sink=sink)
+    everything = torch.autograd.grad(out, (q, sink, bias), weight, create_graph=True)
+    expected = torch.autograd.grad(everything[0], (sink, bias), weight)
+    out = flash_attn_func(q, k, v, attn_mask=bias, sink=sink)
+    (alone,) = torch.autograd.grad(out, q, weight, create_graph=True)
+    for x, y in zip(torch.autograd.grad(alone, (sink, bias), weight), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeats_bit_for_bit(head_dim: int) -> None:
     """The jvp always, the double backward of a deterministic call."""
