@@ -18,40 +18,13 @@
 
 #include "shared/gradient/backward_arguments.h"
 #include "sm80/backward/convert_dq.h"
+#include "sm80/backward/find_tile.h"
 #include "sm80/backward/results.h"
 #include "sm80/backward/steps.h"
 #include "sm80/hvp/scores.h"
 #include "sm80/hvp/traits.h"
 
 namespace flash_attn_cuda::sm80 {
-
-// What this CTA does, for all its threads.
-template <class Traits>
-CUTE_DEVICE void find_hvp_tile(BackwardArguments const& args,
-                               typename Traits::SharedStorage& smem) {
-  BackwardParams const& params = args.params;
-  int block_id = args.turns.used() ? atomicAdd(args.tickets, 1) : blockIdx.x;
-  if (Traits::shares_columns) {
-    const int tile_id = block_id / args.ctas_per_tile;
-    smem.column_begin = (block_id - tile_id * args.ctas_per_tile) * Traits::columns_per_cta;
-    block_id = tile_id;
-  }
-  TileWork work;
-  if (!find_work(args.schedule, args.table, params, block_id, work)) {
-    smem.work.tile = no_tile;
-    return;
-  }
-  Sequence& sequence = work.sequence;
-  sequence.first_q_tile += sequence.index * args.q_tiles_per_sequence;
-  // The first of the query heads that share the key head.
-  const int head =
-      work.head / args.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
-  work.tile = ranked_tile<Traits::block_n>(params, args.table, sequence.index, head, work.tile);
-  const int key_begin = work.tile * Traits::block_n;
-  const int key_last = min(key_begin + Traits::block_n, sequence.seqlen_k) - 1;
-  smem.work = work;
-  smem.range = tiles_that_see<Traits::block_m>(params.window, sequence, key_begin, key_last);
-}
 
 // The query side of a step on its way to shared memory.
 template <class Traits>
@@ -127,7 +100,7 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   AttentionShape const& shape = params.shape;
   const int thread = threadIdx.x;
 
-  if (thread == 0) find_hvp_tile<Traits>(args, smem);
+  if (thread == 0) find_tile<Traits>(args, smem);
   __syncthreads();
   TileWork const& work = smem.work;
   Sequence const& sequence = work.sequence;

@@ -25,7 +25,8 @@ struct HvpTraits {
   static constexpr int columns_per_cta =
       config.columns_per_cta == 0 ? head_dim : config.columns_per_cta;
   static constexpr bool shares_columns = columns_per_cta < head_dim;
-  // What sm80/backward/results.h asks: a call decides about all of it.
+  // What files of sm80/backward/ ask: a call decides about all of it.
+  static constexpr bool is_sparse = true;
   static constexpr bool has_dropout = true;
   static constexpr bool is_ordered = true;
   static constexpr bool writes_fp32 = false;

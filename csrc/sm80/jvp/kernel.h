@@ -16,6 +16,7 @@
 
 #include "shared/dropout/dropout.h"
 #include "shared/online_softmax.h"
+#include "shared/row_tangents.h"
 #include "sm80/epilogue.h"
 #include "sm80/jvp/scores.h"
 #include "sm80/jvp/traits.h"
@@ -52,14 +53,7 @@ CUTE_DEVICE void find_jvp_tile(JvpArguments const& args, int block_id,
                    smem.range);
 }
 
-// Where a head's rows of LSE, or of its tangent, begin.
-CUTE_DEVICE float* lse_rows(RowView<float> const& view, Sequence const& sequence, int head) {
-  return view.data + sequence.batch_q * view.batch_stride + head * view.head_stride +
-         sequence.row_q;
-}
-
-// LSE of the thread's rows in powers of two: +inf, of which P is 0, for rows without a key, rows
-// that do not attend, and those of which it says too little.
+// telling_lse_log2() of the thread's rows.
 template <class Traits, class Coords>
 CUTE_DEVICE void read_lse(ForwardParams const& params, TileWork const& work, Coords const& coords,
                           float (&lse_log2)[Traits::rows_per_thread]) {
@@ -67,17 +61,8 @@ CUTE_DEVICE void read_lse(ForwardParams const& params, TileWork const& work, Coo
   CUTE_UNROLL
   for (int row = 0; row < Traits::rows_per_thread; ++row) {
     const int query = work.tile * Traits::block_m + get<0>(coords(row, 0));
-    const float lse = query < work.sequence.seqlen_q ? rows[query] : -INFINITY;
-    lse_log2[row] = fabsf(lse) > largest_lse ? INFINITY : lse * log2e;
+    lse_log2[row] = telling_lse_log2(rows, work.sequence, query);
   }
-}
-
-// What the sink's tangent adds to that of LSE, by the first lane of a row.
-template <class Traits>
-CUTE_DEVICE float tangent_of_sink(ForwardParams const& params, int head, float lse_log2) {
-  if (params.tangents.sink == nullptr || params.score.sink == nullptr || threadIdx.x % 4 != 0)
-    return 0.0f;
-  return fast_exp2(params.score.sink[head] * log2e - lse_log2) * params.tangents.sink[head];
 }
 
 // (P * T) V + P tV -> the tangent of O, and mu, that of LSE: registers -> shared memory (Q's
@@ -210,7 +195,7 @@ __global__ void __launch_bounds__(JvpTraits<Tag>::threads)
   read_lse<Traits>(params, work, tScS, lse_log2);
   CUTE_UNROLL
   for (int row = 0; row < Traits::rows_per_thread; ++row)
-    mu[row] = tangent_of_sink<Traits>(params, work.head, lse_log2[row]);
+    mu[row] = tangent_of_sink(params, work.head, lse_log2[row]);
   const bool is_modified = modifies_scores(params.score);
   const auto modifiers =
       ScoreModifiers::of(params.score, sequence.index, work.head, sequence.shift);

@@ -5,21 +5,14 @@
 
 #include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
-#include "shared/scores/score_scale.h"
+#include "shared/row_tangents.h"
 #include "sm90/epilogue.h"
 #include "sm90/jvp/arguments.h"
 #include "sm90/jvp/traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// Where a head's rows of LSE, or of its tangent, begin.
-CUTE_DEVICE float* rows_of_head(RowView<float> const& view, Sequence const& sequence, int head) {
-  return view.data + sequence.batch_q * view.batch_stride + head * view.head_stride +
-         sequence.row_q;
-}
-
-// What a thread knows of its two rows: LSE in powers of two, +inf, of which P is 0, for rows
-// without a key, rows that do not attend, and those of which it says too little.
+// What a thread knows of its two rows.
 struct JvpRows {
   int first_query;  // the second one is 8 further on
   float lse_log2[2];
@@ -28,18 +21,11 @@ struct JvpRows {
   CUTE_DEVICE static JvpRows of(ForwardParams const& params, TileWork const& work, int query_begin,
                                 int thread) {
     JvpRows rows{.first_query = query_begin + thread / 32 * 16 + thread % 32 / 4};
-    const float* lse_of_head = rows_of_head(params.lse, work.sequence, work.head);
-    const bool moves_sink = params.tangents.sink != nullptr && params.score.sink != nullptr;
+    const float* lse_of_head = lse_rows(params.lse, work.sequence, work.head);
     CUTE_UNROLL
     for (int row = 0; row < 2; ++row) {
-      const int query = rows.first_query + 8 * row;
-      const float lse = query < work.sequence.seqlen_q ? lse_of_head[query] : -INFINITY;
-      rows.lse_log2[row] = fabsf(lse) > largest_lse ? INFINITY : lse * log2e;
-      // The sink's probability times its tangent, by the first lane of a row.
-      rows.mu[row] = moves_sink && thread % 4 == 0
-                         ? fast_exp2(params.score.sink[work.head] * log2e - rows.lse_log2[row]) *
-                               params.tangents.sink[work.head]
-                         : 0.0f;
+      rows.lse_log2[row] = telling_lse_log2(lse_of_head, work.sequence, rows.first_query + 8 * row);
+      rows.mu[row] = tangent_of_sink(params, work.head, rows.lse_log2[row]);
     }
     return rows;
   }
@@ -99,7 +85,7 @@ CUTE_DEVICE void write_tangents(ForwardParams const& params, TileWork const& wor
       output(row, i + 1) = exists ? output(row, i + 1) - mu * static_cast<float>(pair.y) : 0.0f;
     }
     if (thread % 4 == 0 && query < sequence.rows_q)
-      rows_of_head(params.tangents.lse, sequence, work.head)[query] = attends ? mu : 0.0f;
+      lse_rows(params.tangents.lse, sequence, work.head)[query] = attends ? mu : 0.0f;
   }
   const RowTarget<Element> target{.first = static_cast<Element*>(params.tangents.out.data) +
                                            offset_of(params.tangents.out, query_begin),
