@@ -250,18 +250,20 @@ def compare(
 
 def compare_step(model: DiffusionTransformer, batch: Batch, dtype: torch.dtype) -> StepAgreement:
     """Loss and gradients with both attentions, held against math in WIDER precision."""
-    exact = copy.deepcopy(model).to(WIDER[dtype])
-    with autocast(batch.images.device, dtype):
-        steps = [step_gradients(model, name, batch) for name in ("flash", "math")]
-    return judge(*steps, step_gradients(exact, "math", batch.to(WIDER[dtype])), dtype)
+    wider = WIDER[dtype]
+    exact, in_wider = copy.deepcopy(model).to(wider), batch.to(wider)
+    steps = [step_gradients(model, name, batch, dtype) for name in ("flash", "math")]
+    return judge(*steps, step_gradients(exact, "math", in_wider, torch.float32), dtype)
 
 
-def step_gradients(model: DiffusionTransformer, attention: str, batch: Batch) -> Step:
+def step_gradients(
+    model: DiffusionTransformer, attention: str, batch: Batch, autocast_dtype: torch.dtype
+) -> Step:
     """The mean squared error, and the gradient of what is minimised by every parameter."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    with model.using(ATTENTIONS[attention]):
+    with model.using(ATTENTIONS[attention]), autocast(batch.images.device, autocast_dtype):
         errors = squared_errors(model, batch)
-        gradients = torch.autograd.grad(adaptive_loss(errors), parameters)
+    gradients = torch.autograd.grad(adaptive_loss(errors), parameters)
     return errors.double().mean().item(), dict(zip(names, gradients, strict=True))
 
 

@@ -38,10 +38,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's attention as separate matrix products, which have forward mode."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    """torch's attention as separate matrix products, which have forward mode. In fp32 at least, as
+    torch computes it on CUDA too: of 16 bits there, a derivative of its softmax has no gradient.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads_first = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*heads_first).transpose(1, 2).to(q.dtype)
 
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash, "math": sdpa_math}

@@ -55,10 +55,12 @@ def device_errors(device: int | None = None) -> tuple[str, int, int, int] | None
 def explain_forward(
     call: AttentionCall,
     device: int | None = None,
+    tangents: bool = False,
 ) -> dict[str, Any]: ...
 def explain_backward(
     call: AttentionCall,
     device: int | None = None,
+    tangents: bool = False,
 ) -> dict[str, Any]: ...
 def explain_settings(call: AttentionCall) -> list[dict[str, Any]]: ...
 def explain_aten_operator(

@@ -19,13 +19,14 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def explain(kernel_pass: str, call: AttentionCall, device: int | None = None) -> dict[str, Any]:
-    """The plan of a "forward" or a "backward": a dict of instance, config (its row of the build
-    record), grid and others, as csrc/torch_binding/module.cpp says. RuntimeError where no compiled
-    kernel serves the call.
+    """The plan of a "forward", a "backward", a "jvp" or an "hvp": a dict of instance, config (its
+    row of the build record), grid and others, as csrc/torch_binding/module.cpp says. RuntimeError
+    where no compiled kernel serves the call.
     """
     extension: Any = build_info.extension
-    of_pass = extension.explain_forward if kernel_pass == "forward" else extension.explain_backward
-    plan = of_pass(call, device)
+    is_forward = kernel_pass in ("forward", "jvp")
+    of_pass = extension.explain_forward if is_forward else extension.explain_backward
+    plan = of_pass(call, device, kernel_pass in ("jvp", "hvp"))
     rows = {row["name"]: row for row in build_info.build_record()["instances"]}
     return {**plan, "config": rows[plan["instance"]]}
 

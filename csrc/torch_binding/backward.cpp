@@ -111,13 +111,15 @@ Gradients run_hvp_call(const AttentionCall& call, const Incoming& given, const T
   return run(call, given, tangent_params(call, tangents));
 }
 
-BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device) {
+BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device,
+                                bool with_tangents) {
   BackwardParams params = backward_params(call);
   params.out = output_view(without_memory(output_sizes(call), call.q));
   params.dout = params.out;
   params.dq = output_view(without_memory(call.q.sizes(), call.q));
   params.dk = output_view(without_memory(call.k.sizes(), call.k));
   params.dv = output_view(without_memory(call.v.sizes(), call.v));
+  params.tangents = tangents_without_memory(params, with_tangents);
   return plan_backward(params, device);
 }
 

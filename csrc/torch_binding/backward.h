@@ -20,6 +20,8 @@ Gradients run_hvp_call(const AttentionCall& call, const Incoming& given, const T
 void check_results(const Incoming& given, const AttentionCall& call);
 
 // What it would run, of tensors without memory too. Allocates nothing.
-BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device);
+// with_tangents: of the second derivative in a direction.
+BackwardPlan plan_backward_call(const AttentionCall& call, const DeviceInfo& device,
+                                bool with_tangents);
 
 }  // namespace flash_attn_cuda::binding

@@ -77,9 +77,9 @@ std::vector<std::string> instance_names(Instances instances) {
 
 }  // namespace
 
-py::dict explain_forward(const AttentionCall& given, std::optional<int> device) {
-  const ForwardPlan plan =
-      plan_forward_call(described_call(given, Pass::forward), device_or_current(device));
+py::dict explain_forward(const AttentionCall& given, std::optional<int> device, bool tangents) {
+  const AttentionCall call = described_call(given, Pass::forward);
+  const ForwardPlan plan = plan_forward_call(call, device_or_current(device), tangents);
   py::dict result = describe_plan(plan);
   result["draws_tiles"] = plan.tickets.exists();
   result["num_splits"] = plan.num_splits;
@@ -87,9 +87,9 @@ py::dict explain_forward(const AttentionCall& given, std::optional<int> device) 
   return result;
 }
 
-py::dict explain_backward(const AttentionCall& given, std::optional<int> device) {
+py::dict explain_backward(const AttentionCall& given, std::optional<int> device, bool tangents) {
   const AttentionCall call = described_call(given, Pass::backward);
-  const BackwardPlan plan = plan_backward_call(call, device_or_current(device));
+  const BackwardPlan plan = plan_backward_call(call, device_or_current(device), tangents);
   py::dict result = describe_plan(plan);
   result["dkdv_splits"] = plan.dkdv_splits;
   result["dq_path"] = name_of(plan.dq_path);

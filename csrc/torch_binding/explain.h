@@ -12,9 +12,10 @@
 
 namespace flash_attn_cuda::binding {
 
-// device: an index; none: the current one.
-pybind11::dict explain_forward(const AttentionCall& call, std::optional<int> device);
-pybind11::dict explain_backward(const AttentionCall& call, std::optional<int> device);
+// device: an index; none: the current one. tangents: of a derivative in a direction.
+pybind11::dict explain_forward(const AttentionCall& call, std::optional<int> device, bool tangents);
+pybind11::dict explain_backward(const AttentionCall& call, std::optional<int> device,
+                                bool tangents);
 
 // What a backward is told of a call, by names of AttentionCall's fields: [by an operator, by what
 // autograd keeps of a forward].

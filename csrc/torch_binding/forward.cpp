@@ -85,9 +85,11 @@ Results run_forward_call(const AttentionCall& call) {
   return results;
 }
 
-ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device) {
+ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device,
+                              bool with_tangents) {
   ForwardParams params = forward_params(call);
   params.out = output_view(without_memory(output_sizes(call), call.q));
+  params.tangents = tangents_without_memory(params, with_tangents);
   return plan_forward(params, device);
 }
 

@@ -10,6 +10,8 @@ namespace flash_attn_cuda::binding {
 Results run_forward_call(const AttentionCall& call);
 
 // What it would run, of tensors without memory too. Allocates nothing.
-ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device);
+// with_tangents: of its derivative in a direction.
+ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device,
+                              bool with_tangents);
 
 }  // namespace flash_attn_cuda::binding

@@ -115,12 +115,13 @@ void define_information(py::module& module) {
       "What a forward of this call would run: a dict of instance, smem_bytes, grid,\n"
       "schedule, sequence_table, workspace_bytes, num_splits and keys_per_split. call: as in\n"
       "forward, of tensors on any device, without memory too. device: an index, None for the\n"
-      "current one. RuntimeError where no compiled kernel serves the call.",
-      py::arg("call"), py::arg("device") = py::none());
+      "current one. tangents: of its derivative in a direction, a jvp. RuntimeError where no\n"
+      "compiled kernel serves the call.",
+      py::arg("call"), py::arg("device") = py::none(), py::arg("tangents") = false);
   module.def("explain_backward", torch::wrap_pybind_function(&binding::explain_backward),
              "As explain_forward, for the backward's main kernel, with dkdv_splits, dq_path,\n"
-             "sweeps, tile_parts, q_tiles and seqlen_q_rounded.",
-             py::arg("call"), py::arg("device") = py::none());
+             "sweeps, tile_parts, q_tiles and seqlen_q_rounded. tangents: of an hvp.",
+             py::arg("call"), py::arg("device") = py::none(), py::arg("tangents") = false);
   module.def("explain_settings", torch::wrap_pybind_function(&binding::explain_settings),
              "What the backward of a call is told -> [by an operator, by what autograd keeps of\n"
              "forward], dicts of an AttentionCall's fields. call: as in forward, on any device.",

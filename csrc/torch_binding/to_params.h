@@ -81,6 +81,12 @@ at::Tensor allocate(at::IntArrayRef shape, at::ScalarType dtype, const at::Tenso
 // Stands for such a tensor where a call is planned alone.
 at::Tensor without_memory(at::IntArrayRef shape, const at::Tensor& like);
 
+// For the same: like the call's q, k, v and out.
+template <class Params>
+TangentParams tangents_without_memory(const Params& params, bool is_given) {
+  return {.is_given = is_given, .q = params.q, .k = params.k, .v = params.v, .out = params.out};
+}
+
 // One fp32 number per query and head of q: (batch, heads, rows), or (heads, total_q).
 at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 

@@ -159,11 +159,15 @@ def test_compiled_rows_and_explain(
             instances = [row_record(row) for row in ALL_ROWS]
             return json.dumps({"archs": ["80", "90a"], "nvcc": "13.0", "instances": instances})
 
-        def explain_forward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
+        def explain_forward(
+            self, call: AttentionCall, device: int | None, tangents: bool
+        ) -> dict[str, Any]:
             calls.append(call)
             return {"instance": ALL_ROWS[0].name, "grid": 12}
 
-        def explain_backward(self, call: AttentionCall, device: int | None) -> dict[str, Any]:
+        def explain_backward(
+            self, call: AttentionCall, device: int | None, tangents: bool
+        ) -> dict[str, Any]:
             backward_calls.append(call)
             raise RuntimeError("no compiled kernel")
 

@@ -291,12 +291,14 @@ def run_bad_content(case: bad_input.BadContent, seed: int) -> list[str]:
 # -- masks, biases and sinks -----------------------------------------------------------------------
 
 
-def missing_for(case: MaskedCase, pass_name: str) -> str | None:
-    """What the build or this GPU lacks for a pass of the case, or None."""
+def missing_for(case: MaskedCase, *passes: str) -> str | None:
+    """What the build or this GPU lacks for passes of the case, or None."""
     if ON_CPU:
         return None
+    further = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
     try:
-        planned(case.of, pass_name, block_sparse=case.mask is not None, bias=case.bias is not None)
+        for pass_name in passes:
+            planned(case.of, pass_name, **further)
     except RuntimeError as error:
         if "no compiled" not in str(error):
             raise
@@ -455,7 +457,7 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
         masked = replace(masked, of=with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
     for derivative in derivative_cases(DEVICE):
-        lacking = missing_row(derivative.of.of, backward=True)
+        lacking = missing_for(derivative.of, "forward", "backward", "jvp", "hvp")
         yield f"derivatives: {derivative}", partial(run_derivatives, derivative), lacking
     yield "combine", run_combine, None
     for merge in merge_cases(DEVICE):
