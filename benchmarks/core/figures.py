@@ -108,6 +108,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
             SM80,
         ),
     ),
+    "second order": (Figure("second_order", "second_order"),),
     "gemma": (Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated"),),
     "train": (
         Figure(

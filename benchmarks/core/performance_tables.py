@@ -475,6 +475,7 @@ SUITES = {
     "wide_heads_sm80": "the same on the sm80 kernels",
     "decode_wide": "caches of head dim 512 beside others, without FlashAttention-3",
     "gemma": "training of a model with Gemma 4's layers",
+    "second_order": "forward mode and double backward",
     "context_parallel": "context parallelism beside one GPU",
     "context_parallel_long": "the same from 128k tokens on",
     "context_parallel_sdpa": "torch's own, this package activated",

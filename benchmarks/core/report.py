@@ -23,11 +23,13 @@ from benchmarks.core.grid_tables import Row, markdown, peer_table, ratio_table, 
 from benchmarks.suites import limits as limit_speed
 from benchmarks.suites import mask_tables
 from benchmarks.suites import rotary as rotary_speed
+from benchmarks.suites import second_order as second_order_speed
 from benchmarks.suites.features import BENCHMARKS
 
 OTHERS = {
     rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
     limit_speed.BENCHMARK: limit_speed.COLUMNS,
+    second_order_speed.BENCHMARK: second_order_speed.COLUMNS,
     context_parallel_speed.BENCHMARK: context_parallel_speed.COLUMNS,
     context_parallel_errors.BENCHMARK: context_parallel_errors.COLUMNS,
     context_parallel_model.BENCHMARK: context_parallel_model.COLUMNS,
