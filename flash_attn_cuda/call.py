@@ -128,6 +128,13 @@ class AttentionCall:
     rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = argument(None, part="append")
     rotary_interleaved: bool = argument(True, part="append")
+    # What k and v of e4m3, and q before it was converted, are times: fp32 (Hk,), (B, Hk), or, of k
+    # and v, one for each token, laid out as k without its last dimension. None: 1
+    q_descale: Tensor | None = argument(None, part="cache")
+    k_descale: Tensor | None = argument(None, part="cache")
+    v_descale: Tensor | None = argument(None, part="cache")
+    # scales of new keys and values are made of them, and written into k_descale and v_descale
+    quantizes_tokens: bool = argument(False, part="append")
     fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
     sm_margin: int = argument(0)  # multiprocessors that the kernels of Hopper's family leave
     # to be written, by the extension or after an operator

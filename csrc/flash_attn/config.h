@@ -45,6 +45,9 @@ constexpr bool can_write_fp32(FeatureSet features) {
 // Whether a kernel writes derivatives in a direction (sm80/jvp/, sm80/hvp/), and so nothing else.
 constexpr bool has_tangents(FeatureSet features) { return (features & feature::tangent) != 0; }
 
+// Whether a kernel reads k and v of e4m3, and so no others.
+constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m3_kv) != 0; }
+
 // tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
 // rows.
 enum class ForwardKind : std::uint8_t { tiles, decode };

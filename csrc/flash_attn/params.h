@@ -215,8 +215,25 @@ struct TangentParams {
   RowView<float> lse;
 };
 
+// What numbers of e4m3 are multiplied by: (batch, heads_k), or one for each token and head, laid out
+// as k is. data null: 1. Any number may be there, and none of a token that is not.
+struct ScaleView {
+  float* data = nullptr;
+  bool per_token = false;
+  std::int64_t batch_stride = 0;
+  std::int64_t row_stride = 0;  // of scales per token alone
+  std::int64_t head_stride = 0;
+};
+
+struct ScaleParams {
+  ScaleView q;  // never per token; of a key head's query heads
+  ScaleView k, v;
+};
+
 struct ForwardParams {
-  Dtype dtype = Dtype::bf16;
+  Dtype dtype = Dtype::bf16;  // of q and out
+  bool e4m3_kv = false;       // k and v are of e4m3, whatever dtype, and stand for what scales say
+  ScaleParams scales;
   AttentionShape shape;
   SequenceParams sequences;
   Window window;
@@ -274,6 +291,9 @@ inline std::int64_t key_rows(const BackwardParams& params) {
 // holds, and keys and queries are rotated (Su et al., "RoFormer", 2021, section 3.2.2).
 struct AppendParams {
   Dtype dtype = Dtype::bf16;
+  bool e4m3_cache = false;        // new keys and values are divided by scales and rounded to e4m3
+  bool quantizes_tokens = false;  // whose scales, one for each token, are made of them and written
+  ScaleView k_scale, v_scale;
   AttentionShape shape;  // seqlen_q: new queries, seqlen_k: rows that the cache holds of a sequence
   SequenceParams sequences;  // cu_seqlens_q, seqused_k (before appending), kv_batch_idx,
                              // cu_seqlens_k_new or seqlen_k_new

@@ -146,6 +146,7 @@ const ForwardInstance& select_plain(const ForwardParams& params, const KernelReq
 KernelRequest request_of(const ForwardParams& params, const TensorExtents& extents) {
   KernelRequest request = common_request(params, extents);
   if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
+  if (params.e4m3_kv) request.features |= feature::e4m3_kv;
   request.seqlen = typical_seqlen(params);
   // Where bits must not depend on the batch, nothing may choose a row for long calls.
   if (params.split.batch_invariant) request.keys_per_query = 0;
