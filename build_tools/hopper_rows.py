@@ -37,6 +37,7 @@ def takes_all_calls_of(earlier: KernelRow, row: KernelRow) -> bool:
         and earlier.head_dim >= row.head_dim
         and earlier.value_dim >= row.value_dim
         and row.features in earlier.features
+        and not (earlier.features ^ row.features) & Feature.e4m3_kv
         and (_writes_fp32(earlier) or not _writes_fp32(row))
         and _is_for_any_length(earlier)
     )

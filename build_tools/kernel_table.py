@@ -201,6 +201,29 @@ SM80_FORWARD = (
         ),
     ),
 )
+
+# Of e4m3 a tile's bytes wait beside the tile of 16 bits that is made of them.
+E4M3 = CACHE_MODIFIERS | Feature.e4m3_kv
+SM80_FORWARD_E4M3 = (
+    entry(
+        Kernel.sm80_forward, 128,
+        block_m=128, block_n=64, num_warps=4,
+        tiles=(tile({"e4m3": E4M3}),),
+    ),
+    entry(
+        Kernel.sm80_forward, 256,
+        block_m=64, block_n=32, num_warps=4,
+        tiles=(tile({"e4m3": E4M3}),),
+    ),
+    entry(
+        Kernel.sm80_forward, 512,
+        block_m=64, block_n=32, num_warps=4, columns_per_cta=256,
+        tiles=(
+            tile({"e4m3": E4M3}),
+            tile({"e4m3_smem99k": E4M3}, block_m=32, block_n=16, num_warps=2),
+        ),
+    ),
+)
 # fmt: on
 
 # sm80 decode -------------------------------------------------------------------------------------
@@ -254,6 +277,32 @@ SM80_DECODE = (
             tile({"decode": DECODE}, num_warps=4, stages_kv=3),
             tile({"decode_smem99k": DECODE}, num_warps=2, stages_kv=2),
         ),
+    ),
+)
+
+# Of e4m3 a slice of as many bytes has twice the keys. Rows fit 99 KiB.
+DECODE_E4M3 = DECODE | Feature.e4m3_kv
+SM80_DECODE_E4M3 = (
+    entry(
+        Kernel.sm80_decode, 64,
+        block_m=16, block_n=32, num_warps=4, stages_kv=5,
+        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 128,
+        block_m=16, block_n=16, num_warps=4, stages_kv=5,
+        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 256,
+        block_m=16, block_n=16, num_warps=2, stages_kv=5, shares_queries=True,
+        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
+    ),
+    entry(
+        Kernel.sm80_decode, 512,
+        block_m=16, block_n=16, num_warps=2, stages_kv=4, shares_queries=True,
+        columns_per_warp=256,
+        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
     ),
 )
 # fmt: on
@@ -514,7 +563,9 @@ SM80_HVP = (
 ENTRIES: tuple[Entry, ...] = (
     *SM90_FORWARD,
     *SM80_FORWARD,
+    *SM80_FORWARD_E4M3,
     *SM80_DECODE,
+    *SM80_DECODE_E4M3,
     *SM90_BACKWARD,
     *SM80_BACKWARD,
     *SM90_JVP,

@@ -88,6 +88,11 @@ inline ForwardInstance decode_instance(const char* name, int head_dim) {
   return instance;
 }
 
+inline ForwardInstance e4m3_instance(ForwardInstance instance) {
+  instance.config.features |= feature::e4m3_kv;
+  return instance;
+}
+
 // A row of wgmma kernels, for causal and for other calls of at most so many queries or, with 0 and
 // 0, for any.
 inline ForwardInstance sm90_instance(const char* name, int head_dim, int block_m = 128,
@@ -192,6 +197,9 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       features_instance("hd128_masked", 128, masked_features),
       jvp_instance("hd128_tangent", 128),
       jvp_instance("hd512_tangent", 512),
+      e4m3_instance(features_instance("hd128_e4m3", 128, cache_features)),
+      e4m3_instance(decode_instance("hd64_decode_e4m3", 64)),
+      e4m3_instance(decode_instance("hd128_decode_e4m3", 128)),
   };
 }
 

@@ -397,3 +397,50 @@ TEST(unknown_lengths_get_as_many_splits_as_are_useful_and_affordable) {
   brief.split.num_splits = 0;
   CHECK_EQ(plan(brief).num_splits, 1);
 }
+
+// Keys and values of e4m3
+
+namespace {
+
+ForwardParams e4m3_call(AttentionShape shape, std::int64_t row_stride = 4096) {
+  auto params = cached_call(shape);
+  params.e4m3_kv = true;
+  params.k = params.v = view_at(1 << 20, row_stride);
+  return params;
+}
+
+AttentionShape with(AttentionShape shape, int seqlen_q, int head_dim) {
+  shape.seqlen_q = seqlen_q;
+  shape.head_dim = shape.head_dim_v = head_dim;
+  return shape;
+}
+
+}  // namespace
+
+TEST(rows_of_e4m3_take_such_calls_and_no_others) {
+  for (const DeviceInfo& device : {h200, a100}) {
+    const auto chosen = [&](const ForwardParams& params) {
+      return std::string(plan_forward(params, device, sm90_forward_table()).instance->name);
+    };
+    CHECK_EQ(chosen(e4m3_call(decoding)), "hd128_decode_e4m3");
+    CHECK_EQ(chosen(e4m3_call(with(decoding, 1, 48))), "hd64_decode_e4m3");
+    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 128))), "hd128_e4m3");
+    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 48))), "hd128_e4m3");
+    CHECK_EQ(chosen(cached_call(decoding)), "hd128_decode");
+  }
+}
+
+TEST(e4m3_is_read_in_whole_16_bytes) {
+  CHECK_ERROR(plan(e4m3_call(with(decoding, 1, 72))), "whole 16 bytes");
+  CHECK_ERROR(plan(e4m3_call(decoding, 4104)), "whole 16 bytes");
+  auto misaligned = e4m3_call(decoding);
+  misaligned.v.data = static_cast<char*>(misaligned.v.data) + 8;
+  CHECK_ERROR(plan(misaligned), "whole 16 bytes");
+}
+
+TEST(queries_of_any_alignment_decode_over_e4m3) {
+  auto params = e4m3_call(with(decoding, 100, 128));
+  params.q = view_at((1 << 20) + 2, 4097);
+  CHECK_EQ(chosen(params), "hd128_decode_e4m3");
+  CHECK(!plan(params).has_vector_rows);
+}

@@ -49,7 +49,7 @@ struct RowPositions {
 };
 
 // Q straight into the fragments of the product: 16 rows are too few to be worth shared memory.
-// Rows that do not attend and columns beyond head_dim are zeros.
+// Rows that do not attend and columns beyond head_dim are zeros. Columns lie as the keys' do.
 template <class Traits, class Fragment, class Coords>
 CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& sequence,
                               PackedRow const (&rows)[Traits::rows_per_thread], int column_begin,
@@ -69,17 +69,21 @@ CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& seque
   }
   auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
   static_assert(Traits::rows_per_thread == 2, "pairs of elements alternate between two rows");
+  const auto column_at = [&](int i) {
+    const int column = get<1>(coords(i));
+    return Traits::is_e4m3 ? e4m3_query_column(column) : column;
+  };
   if (args.has_vector_rows) {
     CUTE_UNROLL
     for (int i = 0; i < size(fragment) / 2; ++i) {
-      const int column = get<1>(coords(2 * i));
+      const int column = column_at(2 * i);
       const bool exists = sources[i % 2] != nullptr && column < head_dim;
       pairs[i] = exists ? *reinterpret_cast<const std::uint32_t*>(sources[i % 2] + column) : 0u;
     }
   } else {
     CUTE_UNROLL
     for (int i = 0; i < size(fragment) / 2; ++i) {
-      const int column = get<1>(coords(2 * i));
+      const int column = column_at(2 * i);
       const bool exists = sources[i % 2] != nullptr && column < head_dim;
       const std::uint32_t low = exists ? sources[i % 2][column] : 0u;
       const std::uint32_t high = exists && column + 1 < head_dim ? sources[i % 2][column + 1] : 0u;
@@ -132,11 +136,39 @@ CUTE_DEVICE void add_scores_of_group(typename Traits::SharedStorage& smem, int w
   }
 }
 
+// The B operand of S of a slice, for this lane.
+template <class Traits>
+CUTE_DEVICE auto keys_of_slice(const typename Traits::Cached* data, int lane) {
+  if constexpr (Traits::is_e4m3) {
+    using Keys = E4m3Keys<typename Traits::Element, Traits::slice, Traits::columns_per_warp>;
+    return Keys{data, lane, {}, {}};
+  } else {
+    return operand_b(LoadMatrix<typename Traits::Element>{}, typename Traits::Mma{},
+                     smem_tile<typename Traits::KeyLayout>(data), lane);
+  }
+}
+
+// The same of O += P V, for one piece of V's columns.
+template <class Traits>
+CUTE_DEVICE auto values_of_slice(const typename Traits::Cached* data, int piece, int lane) {
+  constexpr int slice = Traits::slice;
+  if constexpr (Traits::is_e4m3) {
+    using Values = E4m3Values<slice, Traits::columns_per_warp, Traits::piece>;
+    return Values{data + slice * Traits::columns_per_warp, piece * Traits::piece, lane, {}};
+  } else {
+    auto sV = smem_tile<typename Traits::ValueLayout>(
+        data + slice * (Traits::columns_per_warp + piece * Traits::piece));
+    return operand_b(LoadMatrixTransposed<typename Traits::Element>{}, typename Traits::Mma{},
+                     transposed(sV), lane);
+  }
+}
+
 // One item: O and LSE of a tile over its keys, or over a split of them.
 template <class Traits>
 CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item,
                              typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
+  using Cached = typename Traits::Cached;
   constexpr int block_m = Traits::block_m;
   constexpr int slice = Traits::slice;
   constexpr int stages = Traits::stages;
@@ -200,6 +232,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_warp>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+  [[maybe_unused]] E4m3Scales scales;
+  [[maybe_unused]] ValueUnit value_unit;
+  if constexpr (Traits::is_e4m3) scales = E4m3Scales::of(params.scales, work);
 
   const int interior_begin = max(visible.interior_begin, span.begin);
   const int interior_end = min(visible.interior_end, span.end);
@@ -211,7 +246,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     if (next < slices) {
       const int key_begin = span.origin + next * slice;
       loader.load(key_begin, key_begin + Traits::step,
-                  smem.pipelines[warp] + stage_to_fill * Traits::stage_elements);
+                  smem.pipelines[warp] + stage_to_fill * Traits::stage_elements,
+                  Traits::is_e4m3 ? smem.scales[warp] + stage_to_fill * 2 * slice : nullptr);
     }
     stage_to_fill = stage_to_fill + 1 == stages ? 0 : stage_to_fill + 1;
     commit_loads();
@@ -219,14 +255,15 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     if (current < own_slice) continue;
     cp_async_wait<stages - 1>();
     __syncwarp();  // the lanes' loads of this slice are here
-    Element* data = smem.pipelines[warp] + stage * Traits::stage_elements;
+    const Cached* data = smem.pipelines[warp] + stage * Traits::stage_elements;
+    [[maybe_unused]] const float* token_scales =
+        Traits::is_e4m3 ? smem.scales[warp] + stage * 2 * slice : nullptr;
     stage = stage + 1 == stages ? 0 : stage + 1;
     const int key_begin = span.origin + current * slice;
 
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<slice>>> tSrS;
     clear(tSrS);
-    auto k =
-        operand_b(LoadMatrix<Element>{}, mma, smem_tile<typename Traits::KeyLayout>(data), lane);
+    auto k = keys_of_slice<Traits>(data, lane);
     if constexpr (Traits::shares_queries)
       gemm(mma, tSrS, q, k);
     else
@@ -235,6 +272,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       add_scores_of_group<Traits>(smem, warp, lane, current, tSrS);
 
     auto scores = rows_cols_view(tSrS);
+    if constexpr (Traits::is_e4m3) scales.scale_scores(scores, tScS, token_scales);
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
     if (key_begin < interior_begin || key_begin + slice > interior_end) {
@@ -246,22 +284,26 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
+    if constexpr (Traits::is_e4m3) {
+      if (scales.values_have_own)
+        value_unit.template apply<slice>(scores, tScS, token_scales + slice, tOrO);
+    }
 
-    auto rP = convert_fragment<Element>(tSrS);
+    auto rP = convert_fragment<typename Traits::Probability>(tSrS);
     auto tOrP = a_operand_view(rP);
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::piece>>> piece;
     CUTE_UNROLL
     for (int i = 0; i < Traits::pieces; ++i) {
-      auto sV = smem_tile<typename Traits::ValueLayout>(
-          data + slice * (Traits::columns_per_warp + i * Traits::piece));
-      auto v = operand_b(LoadMatrixTransposed<Element>{}, mma, transposed(sV), lane);
+      auto v = values_of_slice<Traits>(data, i, lane);
       auto tOrO_piece = make_tensor(tOrO.data() + i * int(size(piece)), piece.layout());
-      gemm_registers_a(mma, tOrO_piece, tOrP, v);
+      gemm_registers_a(typename Traits::ValueMma{}, tOrO_piece, tOrP, v);
     }
     __syncwarp();  // the stage may be filled anew
   }
 
-  leave_output<Traits>(smem, tOrO, softmax, warp, lane);
+  float factor = 1.0f;
+  if constexpr (Traits::is_e4m3) factor = scales.values_have_own ? value_unit.unit : scales.values;
+  leave_output<Traits>(smem, tOrO, factor, softmax, warp, lane);
   __syncthreads();
   write_merged<Traits>(args, work, split, item.splits == 1, smem);
 }

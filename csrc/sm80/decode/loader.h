@@ -10,7 +10,7 @@ namespace flash_attn_cuda::sm80 {
 template <class Traits>
 class SliceLoader {
  public:
-  using Element = typename Traits::Element;
+  using Cached = typename Traits::Cached;
   static constexpr int slice = Traits::slice;
 
   // For the keys of `span`, whose other ones become zeros in a slice, unread; their columns from
@@ -25,9 +25,9 @@ class SliceLoader {
         lane(lane),
         lane_row(lane / chunks_per_row),
         lane_column(column_begin + lane % chunks_per_row * chunk),
-        k_begin(row_pointer<const Element>(params.k, 0, head, lane_row) + lane_column),
-        v_begin(row_pointer<const Element>(params.v, 0, head, lane_row) + lane_column),
-        has_vector_rows(args.has_vector_rows),
+        k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + lane_column),
+        v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + lane_column),
+        has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin)) {}
 
   CUTE_DEVICE void look_up(int key_begin) {
@@ -40,16 +40,20 @@ class SliceLoader {
   }
 
   // The slice from key_begin on, which look_up was called for, into `stage`: K, then V. Asks for
-  // the places of the slice from key_after on.
-  CUTE_DEVICE void load(int key_begin, int key_after, Element* stage) {
+  // the places of the slice from key_after on. scales: of tokens, of K and then of V.
+  CUTE_DEVICE void load(int key_begin, int key_after, Cached* stage, float* scales) {
     const KeyPlace place = next;
     look_up(key_after);
     if (has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
       misses = misses || !first.exists();
       copy_consecutive(stage, first, key_begin);
+      if constexpr (Traits::is_e4m3) {
+        const bool exists = first.exists() && has_key(key_begin);
+        copy_scales(exists ? KeyPlace{first.batch, first.row + lane} : KeyPlace{}, scales);
+      }
     } else {
-      copy_scattered(stage, place, key_begin);
+      copy_scattered(stage, place, key_begin, scales);
     }
   }
 
@@ -60,11 +64,26 @@ class SliceLoader {
  private:
   using Bits = std::uint16_t;  // an element, unread
   static constexpr int atom_columns =
-      decltype(size<1>(SwizzleAtom<Traits::columns_per_warp>{}))::value;
-  static constexpr int chunk = sizeof(uint128_t) / sizeof(Element);
+      Traits::is_e4m3 ? Traits::CachedTile::atom_columns
+                      : decltype(size<1>(SwizzleAtom<Traits::columns_per_warp>{}))::value;
+  static constexpr int chunk = sizeof(uint128_t) / sizeof(Cached);
   static constexpr int chunks_per_row = atom_columns / chunk;
   static constexpr int rows_per_pass = 32 / chunks_per_row;
   static constexpr int atom_rows = 8;
+
+  // The scale of this lane's key, and of its values; 0 where none is.
+  CUTE_DEVICE void copy_scales(KeyPlace const& place, float* scales) const {
+    if (lane >= slice) return;
+    const auto copy = [&](ScaleView const& view, float* target) {
+      if (!view.per_token) return;
+      const std::int64_t offset =
+          place.batch * view.batch_stride + place.row * view.row_stride + head * view.head_stride;
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(view.data[place.exists() ? offset : 0], *target,
+                                                   place.exists());
+    };
+    copy(params.scales.k, scales + lane);
+    copy(params.scales.v, scales + slice + lane);
+  }
 
   // Whether the keys of every slice lie in rows one after the other. origin: the first key of one.
   CUTE_DEVICE static bool are_consecutive(KeyRows const& rows, int origin) {
@@ -72,40 +91,54 @@ class SliceLoader {
            (rows.page_size.divisor % slice == 0 && (rows.first_row + origin) % slice == 0);
   }
 
+  // This lane's first vector of a row of a slice, and how far others of its place in the swizzle
+  // are from it.
+  CUTE_DEVICE Cached* place_in(Cached* stage, int row) const {
+    const int column = lane_column - column_begin;
+    if constexpr (Traits::is_e4m3)
+      return stage + Traits::CachedTile::offset(row, column);
+    else
+      return &smem_tile<typename Traits::KeyLayout>(stage)(row, column);
+  }
+  CUTE_DEVICE static auto distance(int rows, int columns) {
+    if constexpr (Traits::is_e4m3)
+      return Traits::CachedTile::distance(rows, columns);
+    else
+      return get_nonswizzle_portion(typename Traits::KeyLayout{})(rows, columns);
+  }
+
   CUTE_DEVICE bool has_key(int key_begin) const {
     const int key = key_begin + lane;
     return lane < slice && key >= span.begin && key < span.end;
   }
 
-  static CUTE_DEVICE void copy_vector(const Element* source, bool exists, Element* target) {
+  static CUTE_DEVICE void copy_vector(const Cached* source, bool exists, Cached* target) {
     SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(source),
                                                      *reinterpret_cast<uint128_t*>(target), exists);
   }
 
-  CUTE_DEVICE void copy_consecutive(Element* stage, KeyPlace const& first, int key_begin) const {
+  CUTE_DEVICE void copy_consecutive(Cached* stage, KeyPlace const& first, int key_begin) const {
     const TensorView& k = params.k;
     const TensorView& v = params.v;
-    const Element* k_row = k_begin + first.batch * k.batch_stride + first.row * k.row_stride;
-    const Element* v_row = v_begin + first.batch * v.batch_stride + first.row * v.row_stride;
+    const Cached* k_row = k_begin + first.batch * k.batch_stride + first.row * k.row_stride;
+    const Cached* v_row = v_begin + first.batch * v.batch_stride + first.row * v.row_stride;
     const int columns = first.exists() ? params.shape.head_dim - lane_column : 0;
     const int columns_v = first.exists() ? params.shape.head_dim_v - lane_column : 0;
     const auto keys = static_cast<unsigned>(span.end - span.begin);
     const auto lane_key = static_cast<unsigned>(key_begin + lane_row - span.begin);
-    auto tile = smem_tile<typename Traits::KeyLayout>(stage);
-    const auto distance = get_nonswizzle_portion(typename Traits::KeyLayout{});
     constexpr int phases =
         atom_rows / rows_per_pass;  // rows of the swizzle atom that a lane writes
-    Element* targets[phases];
+    Cached* targets[phases];
     CUTE_UNROLL
     for (int phase = 0; phase < phases; ++phase)
-      targets[phase] = &tile(lane_row + phase * rows_per_pass, lane_column - column_begin);
+      targets[phase] = place_in(stage, lane_row + phase * rows_per_pass);
     CUTE_UNROLL
     for (int row = 0; row < slice; row += rows_per_pass) {
       const bool exists = lane_key + row < keys;
       CUTE_UNROLL
       for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
-        Element* target = targets[row % atom_rows / rows_per_pass] +
-                          distance(row / atom_rows * atom_rows, column);
+        Cached* target = targets[row % atom_rows / rows_per_pass] +
+                         distance(row / atom_rows * atom_rows, column);
         copy_vector(k_row + column, exists && column < columns, target);
         copy_vector(v_row + column, exists && column < columns_v,
                     target + Traits::stage_elements / 2);
@@ -116,7 +149,7 @@ class SliceLoader {
   }
 
   // place: of this lane's key.
-  CUTE_DEVICE void copy_scattered(Element* stage, KeyPlace place, int key_begin) {
+  CUTE_DEVICE void copy_scattered(Cached* stage, KeyPlace place, int key_begin, float* scales) {
     constexpr std::int64_t none = -1;
     std::int64_t k_offset = none;
     std::int64_t v_offset = none;
@@ -130,28 +163,29 @@ class SliceLoader {
       }
     }
     misses = misses || __any_sync(0xffffffffu, is_missing);
-    if (has_vector_rows)
+    if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
-    else
+      copy_scales(k_offset == none ? KeyPlace{} : place, scales);
+    } else if (has_vector_rows) {
+      copy_vectors(stage, k_offset, v_offset);
+    } else {
       copy_elements(stage, k_offset, v_offset);
+    }
   }
 
-  CUTE_DEVICE void copy_vectors(Element* stage, std::int64_t k_offset,
-                                std::int64_t v_offset) const {
-    const auto* k_data = static_cast<const Element*>(params.k.data) + lane_column;
-    const auto* v_data = static_cast<const Element*>(params.v.data) + lane_column;
-    auto tile = smem_tile<typename Traits::KeyLayout>(stage);
-    const auto distance = get_nonswizzle_portion(typename Traits::KeyLayout{});
+  CUTE_DEVICE void copy_vectors(Cached* stage, std::int64_t k_offset, std::int64_t v_offset) const {
+    const auto* k_data = static_cast<const Cached*>(params.k.data) + lane_column;
+    const auto* v_data = static_cast<const Cached*>(params.v.data) + lane_column;
 #pragma unroll 1
     for (int row = lane_row; row < slice; row += rows_per_pass) {
       const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, row);
       const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, row);
       const int columns = k_row >= 0 ? params.shape.head_dim - lane_column : 0;
       const int columns_v = k_row >= 0 ? params.shape.head_dim_v - lane_column : 0;
-      Element* first = &tile(row, lane_column - column_begin);
+      Cached* first = place_in(stage, row);
       CUTE_UNROLL
       for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
-        Element* target = first + distance(0, column);
+        Cached* target = first + distance(0, column);
         copy_vector(k_data + k_row + column, column < columns, target);
         copy_vector(v_data + v_row + column, column < columns_v,
                     target + Traits::stage_elements / 2);
@@ -159,7 +193,7 @@ class SliceLoader {
     }
   }
 
-  CUTE_DEVICE void copy_elements(Element* stage, std::int64_t k_offset,
+  CUTE_DEVICE void copy_elements(Cached* stage, std::int64_t k_offset,
                                  std::int64_t v_offset) const {
     auto tile = smem_tile<typename Traits::KeyLayout>(reinterpret_cast<Bits*>(stage));
     constexpr int rows_in_flight = 4;
@@ -196,10 +230,10 @@ class SliceLoader {
   const int head;
   const int column_begin;
   const int lane;
-  const int lane_row;            // this lane's first vector of a tile
-  const int lane_column;         // of the tensors'
-  const Element* const k_begin;  // of the head, from the lane's vector on
-  const Element* const v_begin;
+  const int lane_row;           // this lane's first vector of a tile
+  const int lane_column;        // of the tensors'
+  const Cached* const k_begin;  // of the head, from the lane's vector on
+  const Cached* const v_begin;
   const bool has_vector_rows;
   const bool has_consecutive_rows;  // and vectors
   KeyPlace next{};                  // of this lane's key of the slice to come, or of its first one

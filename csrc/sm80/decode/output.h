@@ -54,8 +54,10 @@ CUTE_DEVICE Denominator denominator(RowState const& row, float scale_log2) {
 }
 
 // This warp's O, unscaled, and what it takes to scale it: registers -> its own shared memory.
+// factor: of values of e4m3.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator const& tOrO,
+                              [[maybe_unused]] float factor,
                               OnlineSoftmax<Traits::rows_per_thread> const& softmax, int warp,
                               int lane) {
   auto* o = reinterpret_cast<float*>(smem.pipelines[warp]);
@@ -72,6 +74,13 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
                                    .offset = softmax.row_offset[row],
                                    .sum = sum,
                                    .shifts = softmax.shifts};
+    }
+    if constexpr (Traits::is_e4m3) {
+      float* target = o + tile_row * Traits::output_pitch + lane % 4 * 4;
+      CUTE_UNROLL
+      for (int pair = 0; pair < size<1>(output) / 4; ++pair)
+        *reinterpret_cast<float4*>(target + 16 * pair) = e4m3_columns(output, row, pair, factor);
+      continue;
     }
     float* target = o + tile_row * Traits::output_pitch + get<1>(coords(row, 0));
     CUTE_UNROLL

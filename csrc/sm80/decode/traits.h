@@ -2,6 +2,7 @@
 // (build_tools/kernel_table.py).
 #pragma once
 
+#include "sm80/decode/e4m3.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"
 
@@ -47,8 +48,12 @@ struct DecodeTraits {
   static constexpr int least_steps = 2;            // worth a split
 
   using Element = ElementOf<config.dtype>;
+  static constexpr bool is_e4m3 = reads_e4m3(config.features);
+  using Cached = std::conditional_t<is_e4m3, std::uint8_t, Element>;  // of keys and values
+  using Probability = std::conditional_t<is_e4m3, cutlass::half_t, Element>;
   // Warps split the keys: every one holds all rows of the tile.
   using Mma = WarpGridMma<Element, 1, 1>;
+  using ValueMma = WarpGridMma<Probability, 1, 1>;
   static constexpr int rows_per_thread = 2;
 
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
@@ -60,7 +65,9 @@ struct DecodeTraits {
   using KeyLayout = TileLayout<slice, columns_per_warp>;
   using ValueLayout = TileLayout<slice, piece>;  // V is one such tile after the other
 
-  // A slice of K and one of V make a stage.
+  using CachedTile = E4m3Tile<slice, is_e4m3 ? columns_per_warp : 64>;
+
+  // A slice of K and one of V make a stage. Scales of their tokens lie apart.
   static constexpr int stage_elements = 2 * slice * columns_per_warp;
   static constexpr int stages = own.stages_kv;
 
@@ -69,7 +76,8 @@ struct DecodeTraits {
   static constexpr int output_pitch = columns_per_warp + 8;
 
   struct SharedStorage {
-    alignas(128) Element pipelines[num_warps][stages * stage_elements];
+    alignas(128) Cached pipelines[num_warps][stages * stage_elements];
+    alignas(16) float scales[is_e4m3 ? num_warps : 1][is_e4m3 ? stages * 2 * slice : 1];
     RowState rows[num_warps][block_m];
     TotalWork totals[num_warps];
     int item_sums[num_warps];
@@ -87,7 +95,7 @@ struct DecodeTraits {
   static_assert(warps_per_group <= 2 && num_warps % warps_per_group == 0);
   static_assert(stages >= 2, "one fills while the other is read");
   static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
-  static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Element),
+  static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Cached),
                 "O of a warp fits its stages");
 };
 

@@ -6,6 +6,8 @@
 // (traits.h). One buffer each for K and V is enough: V(n) travels while S(n) multiplies,
 // K(n - 1) while softmax and P V run.
 //
+// Of keys and values of e4m3 (e4m3.h), both of the next block travel while this one multiplies.
+//
 // With splits the key blocks of a tile are shared out to several CTAs, which leave O and LSE of
 // their split in fp32 for combine_splits.cu. Of wide heads several CTAs share the columns of V and
 // O; each makes S for itself.
@@ -234,7 +236,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);    // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, columns_per_cta)
 
-  auto&& own_values = from_column<Element, Traits::shares_columns>(params.v, column_begin);
+  auto&& own_values =
+      from_column<typename Traits::Cached, Traits::shares_columns>(params.v, column_begin);
   const int own_columns = shape.head_dim_v - column_begin;
   auto source_at = [&](TensorView const& view, int key) {
     return Traits::KeyLoader::source(view, sequence.batch_k, head_k, sequence.row_k + key,
@@ -260,6 +263,30 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       Loaders::Tile::load(view, {source.first, source.rows}, columns, tile, thread);
     }
     commit_loads();
+  };
+
+  // Both of a block of e4m3, and then in 16 bits.
+  [[maybe_unused]] auto load_bytes = [&](int block) {
+    const int key = block * block_n;
+    const KeyRows rows = KeyRows::of(params.paged, sequence);
+    auto place_at = [&](int row) {
+      return key + row < sequence.seqlen_k ? rows.find(key + row, params.errors) : KeyPlace{};
+    };
+    Traits::E4m3Keys::load(params.k, params.scales.k, head_k, shape.head_dim, smem.bytes.k, thread,
+                           place_at);
+    Traits::E4m3Values::load(own_values, params.scales.v, head_k, own_columns, smem.bytes.v, thread,
+                             place_at);
+    commit_loads();
+  };
+  [[maybe_unused]] auto convert_bytes = [&] {
+    const auto of_head = [&](ScaleView const& scales) {
+      return scale_of_head(scales, sequence.index, head_k);
+    };
+    ScaleParams const& scales = params.scales;
+    Traits::E4m3Keys::convert(smem.bytes.k, scales.k.per_token,
+                              of_head(scales.q) * of_head(scales.k), sK, thread);
+    Traits::E4m3Values::convert(smem.bytes.v, scales.v.per_token, of_head(scales.v), sV, thread);
+    __syncthreads();
   };
 
   typename Traits::Mma mma;
@@ -288,14 +315,22 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   auto step = [&](int position, Visit const& visit, Visit const& next_visit) {
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
-    load_keys(own_values, own_columns, first_v, sV, block);
+    if constexpr (Traits::is_e4m3) {
+      convert_bytes();
+      if (position > range.begin) load_bytes(next_visit.block);
+    } else {
+      load_keys(own_values, own_columns, first_v, sV, block);
+    }
     const int key_begin = block * block_n;
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
     gemm_rows<Traits::shares_columns>(mma, tSrS, q, k, shape.head_dim);
 
-    wait_for_loads();  // V(block) is here; K's buffer is free
-    if (position > range.begin) load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
+    if constexpr (!Traits::is_e4m3) {
+      wait_for_loads();  // V(block) is here; K's buffer is free
+      if (position > range.begin)
+        load_keys(params.k, shape.head_dim, first_k, sK, next_visit.block);
+    }
 
     auto scores = rows_cols_view(tSrS);
     const ScoreTile tile{sequence, work.head, query_begin, key_begin};
@@ -323,7 +358,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     Traits::QueryLoader::load(params.q, sequence.batch_q, work.head, sequence.row_q + query_begin,
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
-    load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
+    if constexpr (Traits::is_e4m3)
+      load_bytes(visit.block);
+    else
+      load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
     if (args.negate_q) {
       cp_async_wait<0>();
       negate_queries<Traits>(sQ, thread);

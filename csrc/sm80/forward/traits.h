@@ -8,6 +8,7 @@
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_bias.h"
 #include "shared/scores/score_modifiers.h"
+#include "sm80/forward/e4m3.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"
 
@@ -36,6 +37,8 @@ struct ForwardTraits {
   static constexpr bool keeps_pointers = own.keeps_pointers;
 
   using Element = ElementOf<config.dtype>;
+  static constexpr bool is_e4m3 = reads_e4m3(config.features);
+  using Cached = std::conditional_t<is_e4m3, std::uint8_t, Element>;  // of keys and values
   using Bias = EffectIf<has_bias, BiasEffect<Element>>;
   using Lists = EffectIf<is_sparse, ListedPairs<block_m, block_n>>;
   // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.
@@ -58,10 +61,19 @@ struct ForwardTraits {
   };
   using OutputWriter = TileWriter<Element, block_m, columns_per_cta, threads>;
 
+  using E4m3Keys = E4m3Loader<Element, block_n, head_dim, threads>;
+  using E4m3Values = E4m3Loader<Element, block_n, columns_per_cta, threads>;
+  struct E4m3Bytes {
+    typename E4m3Keys::Bytes k;
+    typename E4m3Values::Bytes v;
+  };
+  struct NoBytes {};
+
   struct SharedStorage {
     alignas(128) Element q[block_m * head_dim];  // Q, then O on its way out
     alignas(128) Element k[block_n * head_dim];
     alignas(128) Element v[block_n * columns_per_cta];
+    [[no_unique_address]] std::conditional_t<is_e4m3, E4m3Bytes, NoBytes> bytes;
     TileWork work;     // what the CTA does
     BlockRange range;  // the key blocks that it visits, or the positions in the list
     std::conditional_t<is_sparse, SparseVisits<block_n>, AllVisits> visits;
