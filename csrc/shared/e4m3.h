@@ -1,71 +1,63 @@
-// Keys and values of e4m3 (FP8: a sign, 4 bits of exponent, 3 of mantissa, no infinity), as loaded,
-// in pairs: to 16 bits, which hold all of their values.
+// Numbers of e4m3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3): four
+// bits of exponent, three of mantissa, no infinity.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cutlass/numeric_types.h>
-
-#include <cmath>
+#include <bit>
 #include <cstdint>
-#include <cute/config.hpp>
-#include <type_traits>
 
-#include "flash_attn/params.h"
+#include "shared/host_device.h"
 
 namespace flash_attn_cuda {
 
-// Two of fp16.
-CUTE_DEVICE __half2 half2_of_e4m3(std::uint16_t pair) {
+inline constexpr float largest_e4m3 = 448.f;
+
+namespace detail {
+// As cvt.rn.satfinite.e4m3x2.f32 of GPUs from compute capability 8.9 on.
+FAC_HOST_DEVICE constexpr std::uint32_t e4m3_in_integers(float x) {
+  constexpr std::uint32_t nan = 0x7f, sign = 0x80;
+  constexpr int dropped_bits = 20;                // of fp32's mantissa
+  constexpr std::uint32_t bias = (127 - 7) << 3;  // between the exponents
+  constexpr float least_normal = 0x1p-6f;
+  constexpr float aligner = 0x1p14f;  // whose last bit is worth e4m3's least number
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t magnitude_bits = bits & 0x7fff'ffff;
+  if (magnitude_bits > 0x7f80'0000) return nan;
+  const auto given = std::bit_cast<float>(magnitude_bits);
+  const float magnitude = given < largest_e4m3 ? given : largest_e4m3;
+  std::uint32_t code = 0;
+  if (magnitude < least_normal) {
+    code =
+        std::bit_cast<std::uint32_t>(magnitude + aligner) - std::bit_cast<std::uint32_t>(aligner);
+  } else {
+    const auto exact = std::bit_cast<std::uint32_t>(magnitude);
+    const std::uint32_t is_odd = exact >> dropped_bits & 1;
+    code = ((exact + (1u << (dropped_bits - 1)) - 1 + is_odd) >> dropped_bits) - bias;
+  }
+  return code | (bits >> 24 & sign);
+}
+}  // namespace detail
+
+// To the nearest, the even one of two, and no further than the largest; NaN becomes 0x7f.
+FAC_HOST_DEVICE std::uint8_t e4m3_of(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  std::uint32_t bits;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(pair));
-  return reinterpret_cast<__half2 const&>(bits);
+  std::uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+  return static_cast<std::uint8_t>(pair);
 #else
-  // The exponent's offset is 15 and not 7: what its bits say is smaller by 2^8. 480 stands for NaN.
-  const std::uint32_t bytes = __byte_perm(pair, 0, 0x1404);  // each in the upper half of 16 bits
-  const std::uint32_t bits = (bytes & 0x8000'8000u) | (bytes & 0x7f00'7f00u) >> 1;
-  const __half2 value = __hmul2(reinterpret_cast<__half2 const&>(bits), __float2half2_rn(256.0f));
-  const std::uint32_t result = reinterpret_cast<std::uint32_t const&>(value) |
-                               __hgt2_mask(__habs2(value), __float2half2_rn(448.0f));
-  return reinterpret_cast<__half2 const&>(result);
+  return static_cast<std::uint8_t>(detail::e4m3_in_integers(x));
 #endif
 }
 
-// Two fp32 numbers -> two of Element, in a register.
-template <class Element>
-CUTE_DEVICE std::uint32_t pair_of(float2 values) {
-  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
-    const __half2 pair = __float22half2_rn(values);
-    return reinterpret_cast<std::uint32_t const&>(pair);
-  } else {
-    const __nv_bfloat162 pair = __float22bfloat162_rn(values);
-    return reinterpret_cast<std::uint32_t const&>(pair);
-  }
-}
-
-// Two of Element, exactly.
-template <class Element>
-CUTE_DEVICE std::uint32_t pair_of_e4m3(std::uint16_t pair) {
-  const __half2 halves = half2_of_e4m3(pair);
-  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
-    return reinterpret_cast<std::uint32_t const&>(halves);
-  } else {
-    return pair_of<Element>(__half22float2(halves));
-  }
-}
-
-// Two of Element, times a scale, rounded once.
-template <class Element>
-CUTE_DEVICE std::uint32_t scaled_pair_of_e4m3(std::uint16_t pair, float scale) {
-  const float2 values = __half22float2(half2_of_e4m3(pair));
-  return pair_of<Element>({values.x * scale, values.y * scale});
-}
-
-// The scale of a sequence and key head. Of scales per token: 1.
-CUTE_DEVICE float scale_of_head(ScaleView const& scales, int sequence, int head) {
-  if (scales.data == nullptr || scales.per_token) return 1.0f;
-  return scales.data[sequence * scales.batch_stride + head * scales.head_stride];
+// Two of them, the first in the low byte.
+FAC_HOST_DEVICE std::uint16_t e4m3_of(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  std::uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return static_cast<std::uint16_t>(detail::e4m3_in_integers(first) |
+                                    detail::e4m3_in_integers(second) << 8);
+#endif
 }
 
 }  // namespace flash_attn_cuda

@@ -4,6 +4,7 @@
 
 #include "torch_binding/check.h"
 #include "torch_binding/errors.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -126,6 +127,8 @@ Append begin_append(const AttentionCall& call) {
 
   AppendParams params{
       .dtype = dtype_of(q),
+      .e4m3_cache = has_e4m3(call),
+      .quantizes_tokens = call.quantizes_tokens && writes,
       .shape = shape_of(call),
       .sequences = sequence_params(call),
       .paged = paged_params(call),
@@ -145,6 +148,12 @@ Append begin_append(const AttentionCall& call) {
     // Before anything is written: an inference tensor must not be, outside inference mode.
     call.k.unsafeGetTensorImpl()->bump_version();
     call.v.unsafeGetTensorImpl()->bump_version();
+    if (call.quantizes_tokens) {
+      call.k_descale.unsafeGetTensorImpl()->bump_version();
+      call.v_descale.unsafeGetTensorImpl()->bump_version();
+    }
+    params.k_scale = scale_view(call.k_descale, call.quantizes_tokens);
+    params.v_scale = scale_view(call.v_descale, call.quantizes_tokens);
     params.k_new = input_view(call.k_new);
     params.v_new = input_view(call.v_new);
     params.k_cache = output_view(call.k);

@@ -21,7 +21,7 @@ struct Append {
   at::Tensor rotated_q;  // to be attended with instead of q; undefined: q is not rotated
 };
 
-// `call` is checked. Marks the caches as written.
+// `call` is checked. Marks the caches, and scales that are written, as written.
 Append begin_append(const AttentionCall& call);
 
 }  // namespace flash_attn_cuda::binding

@@ -177,6 +177,15 @@ void check_no_gradient(const char* name, const at::Tensor& tensor) {
 
 bool requires_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
+// Nothing is differentiated beside k and v of e4m3.
+void check_no_gradient_beside_e4m3(const AttentionCall& call) {
+  if (!at::GradMode::is_enabled() || !has_e4m3(call)) return;
+  visit_differentiable(call, {}, [](const char* name, const at::Tensor& input, const auto&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!requires_grad(input), name,
+                                ": must not require grad beside k and v of Float8_e4m3fn");
+  });
+}
+
 bool records(const AttentionCall& call) {
   if (!at::GradMode::is_enabled()) return false;
   bool found = false;
@@ -212,6 +221,7 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
   AttentionCall given{
       .q = q, .k = k, .v = v, .softmax_scale = softmax_scale, .causal = causal, .num_splits = 1};
   check_inputs(given);
+  check_16_bits(given);
   given.softmax_scale = checked_softmax_scale(given);
   check_no_forward_gradients(given);
   Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
@@ -220,6 +230,10 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
 
 Results forward(const AttentionCall& given, bool returns_lse) {
   check_no_gradient("alibi_slopes", given.alibi_slopes);
+  check_no_gradient("q_descale", given.q_descale);
+  check_no_gradient("k_descale", given.k_descale);
+  check_no_gradient("v_descale", given.v_descale);
+  check_no_gradient_beside_e4m3(given);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
   require(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),

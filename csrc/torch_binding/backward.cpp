@@ -7,6 +7,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/launch_scope.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {

@@ -27,6 +27,22 @@ inline bool drops(const AttentionCall& call) { return call.dropout_p > 0.0; }
 // Whether k and v are a cache or pages, which nobody copies and nothing differentiates.
 inline bool reads_in_place(const AttentionCall& call) { return call.over_cache || is_paged(call); }
 
+// What errors call k and v.
+inline const char* k_name_of(const AttentionCall& call) {
+  return call.over_cache ? "k_cache" : "k";
+}
+inline const char* v_name_of(const AttentionCall& call) {
+  return call.over_cache ? "v_cache" : "v";
+}
+
+// Whether k and v are of e4m3 beside a q of 16 bits, and stand for what their scales say.
+inline bool has_e4m3(const AttentionCall& call) {
+  return call.k.scalar_type() == at::kFloat8_e4m3fn;
+}
+
+// Whether there is a scale for each token and head, laid out as k.
+inline bool is_per_token(const at::Tensor& scale) { return scale.defined() && scale.dim() == 3; }
+
 // Whether pairs are hidden or scores changed by tensors over them.
 inline bool has_masks(const AttentionCall& call) {
   return call.block_rows.defined() || call.bias.defined();

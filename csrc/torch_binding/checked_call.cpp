@@ -11,6 +11,7 @@
 #include "host/normalize_window.h"
 #include "torch_binding/append.h"
 #include "torch_binding/check.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -18,17 +19,20 @@ namespace {
 
 constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than any device has
 
-const char* k_name_of(const AttentionCall& call) { return call.over_cache ? "k_cache" : "k"; }
-const char* v_name_of(const AttentionCall& call) { return call.over_cache ? "v_cache" : "v"; }
-
 // -- q, k and v -----------------------------------------------------------------------------------
 
+void check_dtype_of_q(const char* name, const at::Tensor& tensor, const at::Tensor& q,
+                      bool may_be_e4m3) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == q.scalar_type() || (may_be_e4m3 && dtype == at::kFloat8_e4m3fn), name,
+                   ": must have the dtype of q (", q.scalar_type(), "), got ", dtype);
+}
+
 void check_input(const char* name, const at::Tensor& tensor, const at::Tensor& q, std::int64_t dims,
-                 const char* layout) {
+                 const char* layout, bool may_be_e4m3 = false) {
   check_cuda(name, tensor);
   check_device(name, tensor, q);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == q.scalar_type(), name, ": must have the dtype of q (",
-                   q.scalar_type(), "), got ", tensor.scalar_type());
+  check_dtype_of_q(name, tensor, q, may_be_e4m3);
   TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": must have ", dims, " dimensions (", layout,
                     ", heads, head_dim), got shape ", tensor.sizes());
   check_sizes(name, tensor);
@@ -207,8 +211,8 @@ void check_inputs(const AttentionCall& call) {
   check_input("q", q, q, q_dims, is_packed(call) ? "total" : "batch, seqlen");
   TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
                    "q: dtype must be float16 or bfloat16, got ", q.scalar_type());
-  check_input(k_name, k, q, kv_dims, kv_layout);
-  check_input(v_name, v, q, kv_dims, kv_layout);
+  check_input(k_name, k, q, kv_dims, kv_layout, /*may_be_e4m3=*/true);
+  check_input(v_name, v, q, kv_dims, kv_layout, /*may_be_e4m3=*/true);
 
   const std::int64_t heads_q = q.size(q_dims - 2);
   const std::int64_t heads_k = k.size(kv_dims - 2);
@@ -230,6 +234,11 @@ void check_inputs(const AttentionCall& call) {
                     ", got ", v.sizes());
   check_head_dim(v_name, "head_dim_v", v.size(kv_dims - 1), call.over_cache);
   check_capability("q", q);
+}
+
+void check_16_bits(const AttentionCall& call) {
+  check_dtype_of_q(k_name_of(call), call.k, call.q, /*may_be_e4m3=*/false);
+  check_dtype_of_q(v_name_of(call), call.v, call.q, /*may_be_e4m3=*/false);
 }
 
 float checked_softmax_scale(const AttentionCall& call) {
@@ -267,6 +276,7 @@ AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_
   };
   check_arrays(call, batch, call.q.size(call.q.dim() - 2), check);
   check_numbers(call, dropout_p_name);
+  check_scales(call, batch, dropout_p_name);
   if (call.over_cache) check_append(call, batch);
   if (call.alibi_slopes.defined()) check_alibi_slopes(call.alibi_slopes, batch, call.q);
   return as_kernels_read(std::move(call), pass, batch);
@@ -286,6 +296,7 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
 }
 
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
+  refuse(has_e4m3(call), "k: must not be of Float8_e4m3fn in a call whose gradients are wanted");
   refuse(reads_in_place(call), "block_table: must be None in a call whose gradients are wanted");
   refuse(call.deterministic && call.block_columns.defined(),
          "deterministic: must be False with block_columns, got True");

@@ -19,9 +19,15 @@ AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_
 AttentionCall described_call(AttentionCall call, Pass pass,
                              const char* dropout_p_name = "dropout_p");
 
-// Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, and heads
-// that fit.
+// Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, but for k and
+// v of e4m3, and heads that fit.
 void check_inputs(const AttentionCall& call);
+
+// Raises for k and v of e4m3 on behalf of callers that cannot say their scales.
+void check_16_bits(const AttentionCall& call);
+
+// Raises unless k and v of e4m3, if they are, and scales fit the call.
+void check_scales(const AttentionCall& call, std::int64_t batch, const char* dropout_p_name);
 
 // The scale, given or not, in the fp32 that kernels use.
 float checked_softmax_scale(const AttentionCall& call);

@@ -29,6 +29,7 @@ at::Tensor or_empty(at::Tensor tensor, at::ScalarType dtype, const at::Tensor& q
 
 // [out, softmax_lse, S_dmask, rng_state]
 std::vector<at::Tensor> forward_outputs(Description given) {
+  check_16_bits(std::get<AttentionCall>(given));
   const AttentionCall call =
       checked_call(std::move(std::get<AttentionCall>(given)), Pass::forward, "p_dropout");
   Results results = run_forward_call(call);
@@ -48,6 +49,7 @@ std::vector<at::Tensor> cache_outputs(Description given) {
 // [dq, dk, dv, softmax_d]
 std::vector<at::Tensor> backward_outputs(Description given) {
   auto& [call, incoming] = given;
+  check_16_bits(call);
   incoming.wants_softmax_d = true;
   Gradients results =
       run_backward_call(checked_call(std::move(call), Pass::backward, "p_dropout"), incoming);

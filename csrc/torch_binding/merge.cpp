@@ -4,6 +4,7 @@
 #include "torch_binding/check.h"
 #include "torch_binding/functions.h"
 #include "torch_binding/launch_scope.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {

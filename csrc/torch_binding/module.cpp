@@ -147,8 +147,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "CUDA attention. Tensors are fp16 or bf16, (batch, seqlen, heads, head_dim), head_dim a "
       "multiple\n"
       "of 8 up to 512, of v, out and their gradients maybe another one; lengths and indices are\n"
-      "int32. TypeError: a dtype; ValueError: a shape, a device, a number; NotImplementedError:\n"
-      "what is refused; RuntimeError: no kernel for the call, or CUDA's own errors. No function\n"
+      "int32. forward takes k and v of float8_e4m3fn, too, in multiples of 16. TypeError: a "
+      "dtype;\n"
+      "ValueError: a shape, a device, a number; NotImplementedError: what is refused; "
+      "RuntimeError:\n"
+      "no kernel for the call, or CUDA's own errors. No function\n"
       "but device_errors synchronises, unless FLASH_ATTN_CUDA_CHECK=1 asks that each call waits\n"
       "for the contents of lengths and indices to be checked (ValueError).";
   define_calls(module);

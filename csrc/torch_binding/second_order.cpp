@@ -6,6 +6,7 @@
 #include "torch_binding/errors.h"
 #include "torch_binding/functions.h"
 #include "torch_binding/launch_scope.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -23,6 +24,8 @@ Tangents checked_tangents(const AttentionCall& call, const Tangents& given) {
   refuse(reads_in_place(call),
          "block_table: must be None in a call that is differentiated in a "
          "direction, as must be a cache");
+  refuse(has_e4m3(call),
+         "k: must not be of Float8_e4m3fn in a call that is differentiated in a direction");
   refuse(call.fp32_results,
          "fp32_results: must be False in a call that is differentiated in a direction, got True");
   const at::Tensor& q = call.q;

@@ -1,16 +1,14 @@
 #include "torch_binding/to_params.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <limits>
 
 #include "torch_binding/check.h"
+#include "torch_binding/layout.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
@@ -49,16 +47,6 @@ RowView<Number> rows_at(Number* data, const at::Tensor& tensor) {
   return {.data = data,
           .batch_stride = heads == 0 ? 0 : tensor.stride(0),
           .head_stride = tensor.stride(heads)};
-}
-
-bool has_whole_vectors(const at::Tensor& tensor) {
-  return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
-}
-
-// Kernels' own, which no gradient hangs on.
-at::Tensor contiguous_copy(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 
 // bias: the call's, or its tangent.
@@ -193,6 +181,10 @@ ForwardParams forward_params(const AttentionCall& call) {
     params.shape.seqlen_k = static_cast<int>(*call.seqlen_k + seqlen_k_new(call));
     params.sequences.seqlen_k_new = 0;
   }
+  params.e4m3_kv = has_e4m3(call);
+  params.scales = {.q = scale_view(call.q_descale),
+                   .k = scale_view(call.k_descale),
+                   .v = scale_view(call.v_descale)};
   params.paged = paged_params(call);
   params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};
@@ -264,50 +256,24 @@ std::int64_t cache_capacity(const AttentionCall& call) {
   return is_paged(call) ? call.block_table.size(1) * call.k.size(1) : call.k.size(1);
 }
 
-bool has_kernel_layout(const at::Tensor& tensor) {
-  const std::int64_t elements = elements_of_vector(dtype_of(tensor));  // fp32 results: as many
-  const int last = tensor.dim() - 1;
-  if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
-  for (int dim = 0; dim < last; ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) % elements != 0) return false;
-  }
-  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % vector_bytes == 0;
-}
-
-bool is_addressable(const at::Tensor& tensor) {
-  return has_whole_vectors(tensor) ? has_kernel_layout(tensor)
-                                   : tensor.is_contiguous() && !tensor.is_neg();
-}
-
-at::Tensor with_kernel_layout(const at::Tensor& tensor) {
-  if (is_addressable(tensor)) return tensor;
-  // Not contiguous(): a contiguous tensor can start off a 16-byte boundary.
-  return contiguous_copy(tensor);
-}
-
-bool is_expanded(const at::Tensor& tensor) {
-  for (int dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) return true;
-  }
-  return false;
-}
-
-at::Tensor contiguous(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_neg() ? tensor : contiguous_copy(tensor);
-}
-
-at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
-  const std::int64_t last = tensor.dim() - 1;
-  const bool has_them = (tensor.stride(last) == 1 || tensor.size(last) <= 1) && !tensor.is_neg();
-  return has_them ? tensor : contiguous_copy(tensor);
-}
-
 TensorView input_view(const at::Tensor& tensor) {
   return view_at(const_cast<void*>(tensor.const_data_ptr()), tensor);
 }
 
 TensorView output_view(const at::Tensor& tensor) {
   return view_at(tensor.mutable_data_ptr(), tensor);
+}
+
+ScaleView scale_view(const at::Tensor& scale, bool is_written) {
+  if (!scale.defined()) return {};
+  const int heads = scale.dim() - 1;
+  const bool per_token = is_per_token(scale);
+  return {
+      .data = is_written ? scale.mutable_data_ptr<float>() : const_cast<float*>(float_data(scale)),
+      .per_token = per_token,
+      .batch_stride = heads == 0 ? 0 : stride_of(scale, 0),
+      .row_stride = per_token ? stride_of(scale, 1) : 0,
+      .head_stride = stride_of(scale, heads)};
 }
 
 RowView<float> output_rows(const at::Tensor& tensor) {

@@ -46,29 +46,12 @@ BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 // Rows that a cache, or pages, hold of every sequence.
 std::int64_t cache_capacity(const AttentionCall& call);
 
-// Contiguous rows of head_dim, every row on a 16-byte boundary.
-bool has_kernel_layout(const at::Tensor& tensor);
-
-// Whether kernels can address the tensor as it lies: it has that layout, or, where head_dim is no
-// multiple of 16 bytes, it is contiguous.
-bool is_addressable(const at::Tensor& tensor);
-
-// The tensor itself where it is addressable, else a contiguous copy.
-at::Tensor with_kernel_layout(const at::Tensor& tensor);
-
-// Whether two indices of the tensor name the same memory, as far as its strides tell: copy_ refuses
-// to write it with a clear error, a kernel would race.
-bool is_expanded(const at::Tensor& tensor);
-
-// The tensor itself where it is contiguous, else a copy.
-at::Tensor contiguous(const at::Tensor& tensor);
-
-// The tensor itself where its last dimension is contiguous, else a contiguous copy.
-at::Tensor with_contiguous_rows(const at::Tensor& tensor);
-
 // Three dimensions: packed sequences.
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);
+
+// A descale of a checked call, laid out as check_scales says; of an undefined one: none.
+ScaleView scale_view(const at::Tensor& scale, bool is_written = false);
 
 // A contiguous (batch, heads, rows) or (heads, rows) tensor.
 RowView<float> output_rows(const at::Tensor& tensor);

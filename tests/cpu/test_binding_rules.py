@@ -145,6 +145,145 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def e4m3(*shape: int) -> Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+def e4m3_cache(head_dim: int = 16, head_dim_v: int = 16) -> dict[str, Any]:
+    q = zeros(2, 3, 4, head_dim)
+    return {"q": q, "k": e4m3(2, 10, 2, head_dim), "v": e4m3(2, 10, 2, head_dim_v)}
+
+
+def scales(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def of_tokens() -> dict[str, Any]:
+    """Scales of each token, which an append writes."""
+    return new_keys(1, seqlen_k=3, quantizes_tokens=True) | {
+        name: scales(2, 10, 2) for name in ("k_descale", "v_descale")
+    }
+
+
+# What is added to a call over such a cache, and the error.
+SHAPES = "must have shape (2,), (2, 2) or (2, 10, 2), got"
+OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "values of q's dtype": (
+        {"v": zeros(2, 10, 2, 16)},
+        TypeError,
+        "v_cache: must have the dtype of k_cache (Float8_e4m3fn), got BFloat16",
+    ),
+    "keys of q's dtype": (
+        {"k": zeros(2, 10, 2, 16)},
+        TypeError,
+        "v_cache: must have the dtype of q (BFloat16), got Float8_e4m3fn",
+    ),
+    "another type of eight bits": (
+        {"k": zeros(2, 10, 2, 16).to(torch.float8_e5m2)},
+        TypeError,
+        "k_cache: must have the dtype of q (BFloat16), got Float8_e5m2",
+    ),
+    "head dim": (
+        e4m3_cache(24),
+        ValueError,
+        "k_cache: last dimension (head_dim) must be a multiple of 16 in Float8_e4m3fn, got 24",
+    ),
+    "head dim of values": (
+        e4m3_cache(16, 8),
+        ValueError,
+        "v_cache: last dimension (head_dim_v) must be a multiple of 16 in Float8_e4m3fn, got 8",
+    ),
+    "strides": (
+        {"k": e4m3(2, 10, 2, 24)[..., :16]},
+        ValueError,
+        "k_cache: strides of rows must be multiples of 16 in Float8_e4m3fn, got strides",
+    ),
+    "first row": (
+        {"v": e4m3(2, 10, 2, 32)[..., 8:24]},
+        ValueError,
+        "v_cache: must begin at a multiple of 16 bytes in Float8_e4m3fn, got an address 8 after",
+    ),
+    "dropout": (
+        {"over_cache": False, "dropout_p": 0.5},
+        NotImplementedError,
+        "dropout_p: must be 0 with k and v of Float8_e4m3fn, got 0.5",
+    ),
+    "bias": (
+        {"over_cache": False, "bias": zeros(1, 1, 3, 10)},
+        NotImplementedError,
+        "attn_mask: must be None with k and v of Float8_e4m3fn",
+    ),
+    "results": (
+        {"over_cache": False, "fp32_results": True},
+        NotImplementedError,
+        "fp32_results: must be False with k and v of Float8_e4m3fn, got True",
+    ),
+    "dtype of scales": (
+        {"k_descale": zeros(2)},
+        TypeError,
+        "k_descale: dtype must be Float, got BFloat16",
+    ),
+    "heads": ({"k_descale": scales(3)}, ValueError, f"k_descale: {SHAPES} [3]"),
+    "sequences": ({"v_descale": scales(3, 2)}, ValueError, f"v_descale: {SHAPES} [3, 2]"),
+    "tokens": ({"v_descale": scales(2, 9, 2)}, ValueError, f"v_descale: {SHAPES} [2, 9, 2]"),
+    "a number": ({"k_descale": scales()}, ValueError, f"k_descale: {SHAPES} []"),
+    "tokens of queries": (
+        {"q_descale": scales(2, 10, 2)},
+        ValueError,
+        "q_descale: must have shape (2,) or (2, 2), got [2, 10, 2]",
+    ),
+    "packed keys": (
+        {
+            **{"over_cache": False, "q": zeros(3, 4, 16), "k": e4m3(7, 2, 16)},
+            **{"v": e4m3(7, 2, 16), "k_descale": scales(7, 2)},
+            **{"cu_seqlens_q": integers(0, 3), "cu_seqlens_k": integers(0, 7)},
+        },
+        ValueError,
+        "k_descale: must have shape (2,) or (1, 2), got [7, 2]",
+    ),
+    "scales of 16 bits": (
+        {"k": zeros(2, 10, 2, 16), "v": zeros(2, 10, 2, 16), "q_descale": scales(2)},
+        ValueError,
+        "q_descale: must be None where k_cache is not of Float8_e4m3fn, got a tensor",
+    ),
+    "16 bits that are quantized": (
+        new_keys(1, k=zeros(2, 10, 2, 16), v=zeros(2, 10, 2, 16), quantizes_tokens=True),
+        ValueError,
+        "quantizes_tokens: must be False where k_cache is not of Float8_e4m3fn, got True",
+    ),
+    "nothing to quantize": (
+        {"quantizes_tokens": True},
+        ValueError,
+        "quantizes_tokens: must be False without new keys, got True",
+    ),
+    "nowhere to write": (
+        of_tokens() | {"k_descale": None},
+        ValueError,
+        "k_descale: must be given with quantizes_tokens, got None",
+    ),
+    "one for all tokens": (
+        of_tokens() | {"v_descale": scales(2)},
+        ValueError,
+        "v_descale: must have a scale for each token with quantizes_tokens, got shape [2]",
+    ),
+    "scales that are one": (
+        of_tokens() | {"v_descale": scales(2, 10, 1).expand(-1, -1, 2)},
+        ValueError,
+        "v_descale: must not name memory twice with quantizes_tokens, got strides",
+    ),
+    "keys' and values' scales": (
+        of_tokens() | dict.fromkeys(("k_descale", "v_descale"), scales(2, 10, 2)),
+        ValueError,
+        "v_descale: must not be k_descale with quantizes_tokens",
+    ),
+    "new keys": (
+        {"k_new": e4m3(2, 1, 2, 16), "v_new": e4m3(2, 1, 2, 16), "seqlen_k": 3},
+        TypeError,
+        "k: dtype must be BFloat16, got Float8_e4m3fn",
+    ),
+}
+
+
 def explain(**given: Any) -> None:
     extension: Any = build_info.extension
     call = {"q": zeros(2, 3, 4, 16), "k": zeros(2, 10, 2, 16), "v": zeros(2, 10, 2, 16)}
@@ -173,6 +312,48 @@ def test_refused(name: str) -> None:
     with pytest.raises(NotImplementedError) as raised:
         explain(over_cache=True, **given)
     assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("name", OVER_E4M3)
+def test_over_a_cache_of_e4m3(name: str) -> None:
+    given, error, text = OVER_E4M3[name]
+    with pytest.raises(error) as raised:
+        explain(**{"over_cache": True} | e4m3_cache() | given)
+    assert str(raised.value).startswith(text)
+
+
+def test_no_gradient_beside_e4m3() -> None:
+    extension: Any = build_info.extension
+    call = AttentionCall(**e4m3_cache(), over_cache=True)
+    call.q.requires_grad_()
+    with pytest.raises(NotImplementedError) as raised:
+        extension.forward(call)
+    assert str(raised.value).startswith("q: must not require grad beside k and v of Float8_e4m3fn")
+    call = AttentionCall(**e4m3_cache(), k_descale=scales(2).requires_grad_())
+    with pytest.raises(NotImplementedError, match=r"^k_descale: must not require grad"):
+        extension.forward(call)
+
+
+def test_flash_attention_2_has_no_scales() -> None:
+    extension: Any = build_info.extension
+    q, k, v = e4m3_cache().values()
+    further = (*[None] * 10, 1.0, False, -1, -1, 0.0, True, 0)
+    with pytest.raises(TypeError) as raised:
+        extension.fwd_kvcache(q, k, v, *further)
+    assert str(raised.value).startswith("k_cache: must have the dtype of q (BFloat16), got Float8")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 10, 2)])
+def test_scales_that_fit(shape: tuple[int, ...]) -> None:
+    for scale in (scales(*shape), scales(1).expand(shape)):
+        explain(**e4m3_cache(), over_cache=True, k_descale=scale, v_descale=scale)
+    explain(**e4m3_cache(), k_descale=scales(*shape))
+    explain(**e4m3_cache(), over_cache=True, **of_tokens(), q_descale=scales(2, 2))
+    pages = {"k": e4m3(5, 8, 2, 16), "v": e4m3(5, 8, 2, 32), "block_table": integers(0, 1)[:, None]}
+    per_token = (5, 8, 2) if len(shape) == 3 else shape
+    explain(**e4m3_cache() | pages, over_cache=True, k_descale=scales(*per_token))
+    on_meta = {name: x.to("meta") for name, x in e4m3_cache().items()}
+    explain(**on_meta, over_cache=True, k_descale=scales(*shape).to("meta"))
 
 
 def test_what_fits() -> None:

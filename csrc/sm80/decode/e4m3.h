@@ -9,7 +9,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
-#include "shared/e4m3.h"
+#include "shared/e4m3_pairs.h"
 #include "shared/schedule/tile_work.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"

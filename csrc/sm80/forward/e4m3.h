@@ -6,7 +6,7 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "shared/e4m3.h"
+#include "shared/e4m3_pairs.h"
 #include "shared/sequence/paged_kv.h"
 #include "sm80/isa/copy.h"
 

@@ -1,0 +1,120 @@
+// Which rows of k_new, v_new and q append_kv.cu moves, and where to: from lengths and block tables,
+// whose contents are checked here. A row is one position and head.
+#pragma once
+
+#include "auxiliary/rotary.h"
+#include "flash_attn/api.h"
+#include "shared/mask/block_range.h"
+#include "shared/sequence/paged_kv.h"
+
+namespace flash_attn_cuda {
+
+struct AppendArguments {
+  AppendParams params;
+  std::int64_t key_rows;    // of k_new, and of v_new: positions times heads
+  std::int64_t query_rows;  // of q
+  int lanes_per_row;        // a power of two
+};
+
+// Where a row of a dense or packed tensor belongs.
+struct RowPlace {
+  int sequence;  // -1: to none
+  int batch;     // batch entry of the tensor
+  int row;       // in it
+  int position;  // in the sequence
+};
+
+// `row`: over all sequences of `seqlen` rows each, or of the packed tensor.
+__device__ inline RowPlace find_row(const int* cu_seqlens, int batch_size, int seqlen, int row) {
+  if (cu_seqlens == nullptr) {
+    const int sequence = row / seqlen;
+    return {sequence, sequence, row - sequence * seqlen, row - sequence * seqlen};
+  }
+  const int sequence = find_sequence(cu_seqlens, batch_size, row);
+  return {sequence, 0, row, sequence >= 0 ? row - cu_seqlens[sequence] : 0};
+}
+
+// Keys that sequence `index` had before.
+__device__ inline int used_keys(const AppendParams& params, int index) {
+  const int capacity = params.shape.seqlen_k;
+  const int* used = params.sequences.seqused_k;
+  if (used == nullptr) return detail::clamp(params.seqlen_k_used, 0, capacity);
+  return detail::checked(params.errors, DeviceCheck::seqused_k, index, used[index], capacity);
+}
+
+// Where row `row` of sequence `index` lies in the cache.
+__device__ inline KeyPlace find_cache_row(const AppendParams& params, int index, int used,
+                                          int row) {
+  const int capacity = params.shape.seqlen_k;
+  if (row >= capacity) {
+    report(params.errors, DeviceCheck::append_capacity, index, used, capacity);
+    return {};
+  }
+  Sequence sequence{};
+  sequence.batch_k = index;
+  if (params.sequences.kv_batch_idx != nullptr) {
+    const int entries = params.sequences.num_kv_batches > 0 ? params.sequences.num_kv_batches
+                                                            : params.shape.batch_size;
+    sequence.batch_k = params.sequences.kv_batch_idx[index];
+    if (sequence.batch_k < 0 || sequence.batch_k >= entries) {
+      report(params.errors, DeviceCheck::cache_batch_idx, index, sequence.batch_k, entries - 1);
+      return {};
+    }
+  }
+  return KeyRows::of(params.paged, sequence).find(row, params.errors);
+}
+
+// The position whose angles a row is rotated by; -1: not rotated.
+__device__ inline int rotary_position(const AppendParams& params, int sequence, int position) {
+  if (params.rotary_cos == nullptr) return -1;
+  if (position < params.seqlen_rotary) return position;
+  report(params.errors, DeviceCheck::rotary_position, sequence, position, params.seqlen_rotary - 1);
+  return -1;
+}
+
+template <class Element>
+__device__ Element* row_of(const TensorView& view, int batch, int row, int head) {
+  return static_cast<Element*>(view.data) + batch * view.batch_stride + row * view.row_stride +
+         head * view.head_stride;
+}
+
+// Row `index` of q.
+struct QueryRow {
+  RowPlace place;
+  int head;
+  int position;  // whose angles it is rotated by; -1: it is copied
+};
+
+__device__ inline QueryRow find_query(const AppendParams& params, std::int64_t index) {
+  const auto row = static_cast<int>(index / params.shape.num_heads_q);
+  const auto head = static_cast<int>(index - std::int64_t{row} * params.shape.num_heads_q);
+  const RowPlace place =
+      find_row(params.sequences.cu_seqlens_q, params.shape.batch_size, params.shape.seqlen_q, row);
+  int position = -1;
+  if (place.sequence >= 0) {
+    const int first = used_keys(params, place.sequence);
+    position = rotary_position(params, place.sequence,
+                               first + (params.rotate_queries_in_order ? place.position : 0));
+  }
+  return {place, head, position};
+}
+
+// A thread for every entry of cu_seqlens_k_new.
+__device__ inline void check_new_lengths(const AppendParams& params, std::int64_t thread) {
+  const int* cu_seqlens = params.sequences.cu_seqlens_k_new;
+  if (cu_seqlens == nullptr || thread > params.shape.batch_size) return;
+  const auto index = static_cast<int>(thread);
+  const int value = cu_seqlens[index];
+  const int low = index == 0 ? 0 : cu_seqlens[index - 1];
+  const auto fail = [&](int limit) {
+    report(params.errors, DeviceCheck::cu_seqlens_k_new, index, value, limit);
+  };
+  if (index == 0 && value != 0)
+    fail(0);
+  else if (value < low)
+    fail(low);
+  else if (index == params.shape.batch_size && value > params.total_k_new)
+    fail(params.total_k_new);
+}
+
+}  // namespace flash_attn_cuda

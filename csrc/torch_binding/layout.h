@@ -1,0 +1,28 @@
+// Whether kernels can address a tensor where it lies, and copies of those that they cannot.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace flash_attn_cuda::binding {
+
+// Contiguous rows of head_dim, every row on a 16-byte boundary; of fp32 at every eighth element.
+bool has_kernel_layout(const at::Tensor& tensor);
+
+// Whether kernels can address the tensor as it lies: it has that layout, or, where head_dim is no
+// multiple of 16 bytes, it is contiguous.
+bool is_addressable(const at::Tensor& tensor);
+
+// The tensor itself where it is addressable, else a contiguous copy.
+at::Tensor with_kernel_layout(const at::Tensor& tensor);
+
+// Whether two indices of the tensor name the same memory, as far as its strides tell: copy_ refuses
+// to write it with a clear error, a kernel would race.
+bool is_expanded(const at::Tensor& tensor);
+
+// The tensor itself where it is contiguous, else a copy.
+at::Tensor contiguous(const at::Tensor& tensor);
+
+// The tensor itself where its last dimension is contiguous, else a contiguous copy.
+at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+
+}  // namespace flash_attn_cuda::binding
