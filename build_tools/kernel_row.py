@@ -206,7 +206,7 @@ class ForwardRow(KernelRow):
     block_m: int
     block_n: int
     num_warps: int
-    ctas_per_sm: int = of(Kernel.sm90_forward, default=1, planned=True)
+    ctas_per_sm: int = of(Kernel.sm90_forward, Kernel.sm80_decode, default=1, planned=True)
     most_causal_seqlen: int = 0
     most_full_seqlen: int = 0
     least_keys_full: int = of(Kernel.sm90_forward, default=0, planned=True)

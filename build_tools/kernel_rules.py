@@ -51,6 +51,7 @@ def _sm80_decode(row: Any) -> Rules:
     yield row.block_m == 16, "a tile is the 16 rows of one product"
     yield row.block_n in (16, 32), "a warp takes 16 or 32 keys at a time, one to look up a lane"
     yield row.stages_kv >= 2, "one buffer fills while the other is read"
+    yield 1 <= row.ctas_per_sm <= 3, "as many CTAs an SM as a plan may count on"
 
 
 def _sm80_backward(row: Any) -> Rules:

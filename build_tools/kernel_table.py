@@ -280,27 +280,31 @@ SM80_DECODE = (
     ),
 )
 
-# Of e4m3 a slice of as many bytes has twice the keys. Rows fit 99 KiB.
+# Of e4m3 conversions bound it too: more warps an SM, and, up to head dim 256, slices of 32 keys, are
+# worth more than loads under way. Q in shared memory leaves registers for them.
 DECODE_E4M3 = DECODE | Feature.e4m3_kv
 SM80_DECODE_E4M3 = (
     entry(
         Kernel.sm80_decode, 64,
-        block_m=16, block_n=32, num_warps=4, stages_kv=5,
+        block_m=16, block_n=32, num_warps=4, stages_kv=4, ctas_per_sm=3,
         tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
     ),
     entry(
         Kernel.sm80_decode, 128,
-        block_m=16, block_n=16, num_warps=4, stages_kv=5,
-        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
+        block_m=16, block_n=32, num_warps=4, ctas_per_sm=2, shares_queries=True,
+        tiles=(
+            tile({"decode_e4m3": DECODE_E4M3}, stages_kv=3),
+            tile({"decode_e4m3_smem99k": DECODE_E4M3}, stages_kv=2),
+        ),
     ),
     entry(
         Kernel.sm80_decode, 256,
-        block_m=16, block_n=16, num_warps=2, stages_kv=5, shares_queries=True,
+        block_m=16, block_n=32, num_warps=2, stages_kv=2, ctas_per_sm=3, shares_queries=True,
         tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
     ),
     entry(
         Kernel.sm80_decode, 512,
-        block_m=16, block_n=16, num_warps=2, stages_kv=4, shares_queries=True,
+        block_m=16, block_n=16, num_warps=2, stages_kv=3, ctas_per_sm=3, shares_queries=True,
         columns_per_warp=256,
         tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
     ),

@@ -69,7 +69,8 @@ struct ForwardConfig {
   int block_n;    // keys per step; decode: of one warp
   int num_warps;  // warps that multiply; sm90 has others, which load or draw dropout's decisions
   // CTAs that share an SM where they stay, 1 or 2. Of two, one multiplies while the other begins or
-  // ends a tile, and neither has registers to overlap its own products and softmax.
+  // ends a tile, and neither has registers to overlap its own products and softmax. decode: that
+  // keys are split for, up to 3.
   int ctas_per_sm = 1;
   // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
   // and without; for some that are longer a plan may (host/choose_forward.cpp). Both 0: any call.

@@ -181,11 +181,11 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
 }
 
 // CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
-// that one has under way.
+// that one has under way, but converts e4m3 while the other waits.
 int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
-  if (instance.config.kind == ForwardKind::decode) return device.num_sms;
+  const bool decodes = instance.config.kind == ForwardKind::decode;
   const int resident = device.smem_per_block / (instance.smem_bytes + reserved_smem);
-  return std::clamp(resident, 1, 4) * device.num_sms;
+  return std::clamp(resident, 1, decodes ? instance.config.ctas_per_sm : 4) * device.num_sms;
 }
 
 }  // namespace

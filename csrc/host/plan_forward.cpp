@@ -52,8 +52,11 @@ int ctas_that_fit(const ForwardInstance& instance, const DeviceInfo& device) {
   if (instance.config.family == KernelFamily::sm90)
     return device.num_sms * instance.config.ctas_per_sm;
   if (instance.config.kind != ForwardKind::decode) return 0;
-  return device.num_sms *
-         ((device.smem_per_block + reserved_smem) / (instance.smem_bytes + reserved_smem));
+  // Registers limit rows that say how many CTAs an SM they are for.
+  const int wanted = instance.config.ctas_per_sm;
+  const int fitting =
+      (device.smem_per_block + reserved_smem) / (instance.smem_bytes + reserved_smem);
+  return device.num_sms * (wanted > 1 ? std::min(wanted, fitting) : fitting);
 }
 
 // Whether sequences may need different numbers of splits: because their lengths may differ, or

@@ -46,9 +46,39 @@ CUTE_DEVICE int e4m3_query_column(int column) {
   return step / 4 * 64 + lane * 16 + step % 4 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
+// Q of bf16 as fp16, in units of a power of two that its largest number is 2^14 of, so that it has
+// all bits of numbers down to 2^-28 of that one. Returns the unit.
+template <Dtype kDtype, class Fragment>
+CUTE_DEVICE float queries_to_half(Fragment& fragment) {
+  if constexpr (kDtype == Dtype::fp16) return 1.0f;
+  constexpr std::uint32_t infinity = 0x7f80;
+  constexpr std::uint32_t least_exponent = 15;  // whose unit is a normal number
+  auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
+  constexpr int count = decltype(size(fragment))::value / 2;
+  std::uint32_t largest = 0;
+  CUTE_UNROLL
+  for (int i = 0; i < count; ++i) {
+    const std::uint32_t low = pairs[i] & 0x7fff;
+    const std::uint32_t high = pairs[i] >> 16 & 0x7fff;
+    if (low < infinity) largest = max(largest, low);
+    if (high < infinity) largest = max(largest, high);
+  }
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  const std::uint32_t exponent = max(largest >> 7, least_exponent);
+  const float per_unit = __uint_as_float((2 * 127 + 14 - exponent) << 23);
+  CUTE_UNROLL
+  for (int i = 0; i < count; ++i) {
+    const float low = __uint_as_float(pairs[i] << 16);
+    const float high = __uint_as_float(pairs[i] & 0xffff'0000u);
+    pairs[i] = pair_of<cutlass::half_t>({low * per_unit, high * per_unit});
+  }
+  return __uint_as_float((exponent - 14) << 23);
+}
+
 // The B operand of S: atoms of eight keys, steps of 16 columns.
-template <class Element, int kKeys, int kColumns>
+template <int kKeys, int kColumns>
 struct E4m3Keys {
+  using Element = cutlass::half_t;
   using Tile = E4m3Tile<kKeys, kColumns>;
   static constexpr int atoms = kKeys / 8;
   static constexpr int steps = kColumns / 16;
@@ -119,12 +149,13 @@ struct E4m3Scales {
   bool keys_have_own;  // scales per token
   bool values_have_own;
 
-  CUTE_DEVICE static E4m3Scales of(ScaleParams const& scales, TileWork const& work) {
+  CUTE_DEVICE static E4m3Scales of(ScaleParams const& scales, TileWork const& work,
+                                   float query_unit) {
     const auto of_head = [&](ScaleView const& view) {
       return scale_of_head(view, work.sequence.index, work.head);
     };
-    return {of_head(scales.q) * of_head(scales.k), of_head(scales.v), scales.k.per_token,
-            scales.v.per_token};
+    return {of_head(scales.q) * of_head(scales.k) * query_unit, of_head(scales.v),
+            scales.k.per_token, scales.v.per_token};
   }
 
   template <class Scores, class Coords>

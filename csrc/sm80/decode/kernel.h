@@ -140,7 +140,7 @@ CUTE_DEVICE void add_scores_of_group(typename Traits::SharedStorage& smem, int w
 template <class Traits>
 CUTE_DEVICE auto keys_of_slice(const typename Traits::Cached* data, int lane) {
   if constexpr (Traits::is_e4m3) {
-    using Keys = E4m3Keys<typename Traits::Element, Traits::slice, Traits::columns_per_warp>;
+    using Keys = E4m3Keys<Traits::slice, Traits::columns_per_warp>;
     return Keys{data, lane, {}, {}};
   } else {
     return operand_b(LoadMatrix<typename Traits::Element>{}, typename Traits::Mma{},
@@ -167,7 +167,7 @@ CUTE_DEVICE auto values_of_slice(const typename Traits::Cached* data, int piece,
 template <class Traits>
 CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item,
                              typename Traits::SharedStorage& smem) {
-  using Element = typename Traits::Element;
+  using Factor = typename Traits::Factor;
   using Cached = typename Traits::Cached;
   constexpr int block_m = Traits::block_m;
   constexpr int slice = Traits::slice;
@@ -215,18 +215,23 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     rows[i] = packed_row<Traits>(args, work, get<0>(tScS(i, 0)));
     positions.set(i, params.score, sequence, band, rows[i]);
   }
-  auto tSrQ = make_tensor<Element>(shape(cQ));
+  auto tSrQ = make_tensor<Factor>(shape(cQ));
   auto* shared_queries =
       reinterpret_cast<uint4*>(smem.queries) + column_begin / 16 * 32;  // steps of 16 columns
   SharedQueries<decltype(tSrQ)> q{shared_queries, lane, {}};
-  if (!Traits::shares_queries || group == 0)
+  [[maybe_unused]] float query_unit = 1.0f;
+  if (!Traits::shares_queries || group == 0) {
     load_queries<Traits>(args, sequence, rows, column_begin, cQ, tSrQ);
+    if constexpr (Traits::is_e4m3) query_unit = queries_to_half<Traits::config.dtype>(tSrQ);
+  }
   if constexpr (Traits::shares_queries) {
     if (group == 0) {
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tSrQ); ++k) shared_queries[k * 32 + lane] = q.at(tSrQ, k);
+      if (Traits::is_e4m3 && lane == 0) smem.query_units[warp] = query_unit;
     }
     __syncthreads();
+    if (Traits::is_e4m3) query_unit = smem.query_units[warp % Traits::warps_per_group];
   }
 
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_warp>>> tOrO;
@@ -234,7 +239,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] E4m3Scales scales;
   [[maybe_unused]] ValueUnit value_unit;
-  if constexpr (Traits::is_e4m3) scales = E4m3Scales::of(params.scales, work);
+  if constexpr (Traits::is_e4m3) scales = E4m3Scales::of(params.scales, work, query_unit);
 
   const int interior_begin = max(visible.interior_begin, span.begin);
   const int interior_end = min(visible.interior_end, span.end);
@@ -268,11 +273,11 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       gemm(mma, tSrS, q, k);
     else
       gemm_registers_a(mma, tSrS, tSrQ, k);
+    auto scores = rows_cols_view(tSrS);
+    if constexpr (Traits::is_e4m3) scales.scale_scores(scores, tScS, token_scales);
     if constexpr (Traits::warps_per_group > 1)
       add_scores_of_group<Traits>(smem, warp, lane, current, tSrS);
 
-    auto scores = rows_cols_view(tSrS);
-    if constexpr (Traits::is_e4m3) scales.scale_scores(scores, tScS, token_scales);
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
     if (key_begin < interior_begin || key_begin + slice > interior_end) {
@@ -289,14 +294,14 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
         value_unit.template apply<slice>(scores, tScS, token_scales + slice, tOrO);
     }
 
-    auto rP = convert_fragment<typename Traits::Probability>(tSrS);
+    auto rP = convert_fragment<Factor>(tSrS);
     auto tOrP = a_operand_view(rP);
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::piece>>> piece;
     CUTE_UNROLL
     for (int i = 0; i < Traits::pieces; ++i) {
       auto v = values_of_slice<Traits>(data, i, lane);
       auto tOrO_piece = make_tensor(tOrO.data() + i * int(size(piece)), piece.layout());
-      gemm_registers_a(typename Traits::ValueMma{}, tOrO_piece, tOrP, v);
+      gemm_registers_a(mma, tOrO_piece, tOrP, v);
     }
     __syncwarp();  // the stage may be filled anew
   }
@@ -309,7 +314,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 }
 
 template <class Tag>
-__global__ void __launch_bounds__(DecodeTraits<Tag>::threads, 2)
+__global__ void __launch_bounds__(DecodeTraits<Tag>::threads, DecodeTraits<Tag>::ctas_per_sm)
     decode_kernel(const __grid_constant__ DecodeArguments args) {
   using Traits = DecodeTraits<Tag>;
   extern __shared__ __align__(128) char smem_bytes[];

@@ -44,16 +44,17 @@ struct DecodeTraits {
       config.columns_per_warp == 0 ? head_dim : config.columns_per_warp;
   static constexpr int warps_per_group = head_dim / columns_per_warp;
   static constexpr int num_groups = num_warps / warps_per_group;
+  static constexpr int ctas_per_sm = config.ctas_per_sm < 2 ? 2 : config.ctas_per_sm;
   static constexpr int step = num_groups * slice;  // keys that the CTA takes at a time
   static constexpr int least_steps = 2;            // worth a split
 
   using Element = ElementOf<config.dtype>;
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
   using Cached = std::conditional_t<is_e4m3, std::uint8_t, Element>;  // of keys and values
-  using Probability = std::conditional_t<is_e4m3, cutlass::half_t, Element>;
+  // Of the products. fp16 takes one conversion of e4m3, bf16 four.
+  using Factor = std::conditional_t<is_e4m3, cutlass::half_t, Element>;
   // Warps split the keys: every one holds all rows of the tile.
-  using Mma = WarpGridMma<Element, 1, 1>;
-  using ValueMma = WarpGridMma<Probability, 1, 1>;
+  using Mma = WarpGridMma<Factor, 1, 1>;
   static constexpr int rows_per_thread = 2;
 
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
@@ -85,6 +86,7 @@ struct DecodeTraits {
     bool is_last;
     int next_item;
     alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
+    float query_units[is_e4m3 && shares_queries ? warps_per_group : 1];
     // What each warp of a group adds to S, of two slices alternately.
     alignas(16) float scores[warps_per_group > 1 ? 2 * num_warps * block_m * slice : 1];
   };
