@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks.tensors import E4M3
 from ..names import refused_names
 from ..surfaces.sequences import (
     attend_sequences,
     no_scheduler_metadata,
     refuse_fp8,
     refuse_given,
+    scales_of,
     splits_of,
 )
 from ..window import UNLIMITED, WindowSize
@@ -99,7 +101,10 @@ def flash_attn_varlen_func(
         s_aux: (heads_q,): sink, with every fa_version.
         scheduler_metadata, num_splits, fa_version: choose how the call is scheduled there, and
             which of vLLM's builds runs. They are accepted; num_splits counts over pages.
-        q_descale, k_descale, v_descale: scales of FP8, of no use to other tensors: not read.
+        q_descale, k_descale, v_descale: fp32 scales of tensors of float8_e4m3fn, as k and v may
+            both be, and with them q: (batch, heads_k), as vLLM expands them, or one for all, 0-d or
+            (1,). None is 1. Those of other tensors are not read. out is of q's dtype, or bf16 of q
+            of float8_e4m3fn, unless `out` is of fp16. head dims are multiples of 16 then.
         return_attn_probs: has no effect, as in vLLM.
 
     Returns:
@@ -109,17 +114,17 @@ def flash_attn_varlen_func(
     Raises:
         As flash_attn_cuda.flash_attn_varlen_func. ValueError: both or none of cu_seqlens_k and
         seqused_k, a block_table without seqused_k, an fa_version other than 2, 3 and 4.
-        NotImplementedError: tensors of FP8, q_v, output_scale, a cp_world_size other than 1,
-        cp_tot_seqused_k, mask_mod, block_sparse_tensors, aux_tensors, aux_tensor_leading_dims,
-        dynamic_causal.
+        NotImplementedError: tensors of FP8 other than float8_e4m3fn, an out of FP8, q_v,
+        output_scale, a cp_world_size other than 1, cp_tot_seqused_k, mask_mod,
+        block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal.
     """
     _check_lengths(cu_seqlens_k, seqused_k, block_table)
     _check_version(fa_version)
     if out is not None:
         refuse_fp8(out=out)
-    refuse_fp8(q=q, k=k, v=v)
+    refuse_fp8(E4M3, q=q, k=k, v=v)
     refuse_given("scores have one product of queries and keys", q_v=q_v)
-    refuse_given("FP8 is not implemented", output_scale=output_scale)
+    refuse_given("results of FP8 are not implemented", output_scale=output_scale)
     if cp_world_size != 1:
         raise NotImplementedError(
             "cp_world_size: must be 1, as context parallelism is not implemented, "
@@ -136,6 +141,7 @@ def flash_attn_varlen_func(
     )
     found, softmax_lse = attend_sequences(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        **scales_of((q, k, v), (q_descale, k_descale, v_descale), ignores_others=True),
         seqused_k=seqused_k,
         block_table=block_table,
         num_splits=splits_of(num_splits),

@@ -9,7 +9,11 @@ name. What all of them share:
   nothing, and causal sets right to 0. In get_scheduler_metadata it is not read.
 - pack_gqa, sm_margin, num_splits and scheduler_metadata choose how a call is scheduled there. They
   are accepted; num_splits counts where this package splits keys, over pages and caches.
-- NotImplementedError, by name: tensors of FP8 and their scales q_descale, k_descale, v_descale; qv.
+- k and v may be of float8_e4m3fn, and with them q, for inference, with head dims that are multiples
+  of 16. q_descale, k_descale and v_descale are fp32 (batch, heads_k), with any strides, (heads_k,)
+  or a number, and of a cache one for every token; None is 1, as there. q may be of fp16 or bf16,
+  and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is a ValueError.
+- NotImplementedError, by name: other dtypes of FP8; qv.
 - return_attn_probs and return_softmax_lse return softmax_lse, through which gradients flow as they
   do not in FlashAttention-3, and no probabilities.
 """
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_like, check_tensor
+from ..checks.tensors import E4M3, check_like, check_packed, check_tensor
 from ..dense import flash_attn_qkvpacked_func as _qkvpacked
 from ..kvcache import flash_attn_combine
 from ..kvcache import flash_attn_with_kvcache as _with_kvcache
@@ -31,11 +35,13 @@ from ..window import UNLIMITED, WindowSize, window_bounds
 from .sequences import (
     REFUSALS,
     attend_sequences,
+    is_e4m3,
     no_scheduler_metadata,
     packed,
     refuse_fp8,
     refuse_given,
     renamed,
+    scales_of,
     splits_of,
 )
 
@@ -89,10 +95,11 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads_q, head_dim_v), or with return_attn_probs (out, softmax_lse
     (batch, heads_q, seqlen_q)). Errors as flash_attn_cuda.flash_attn_func, and the module's.
     """
-    _refuse(q_descale, k_descale, v_descale, qv, q=q, k=k, v=v)
+    _refuse(qv, q=q, k=k, v=v)
     out, softmax_lse = attend_sequences(
         *(q, k, v, None, None, None, None),
         names={},
+        **scales_of((q, k, v), (q_descale, k_descale, v_descale), ignores_others=False),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -125,7 +132,7 @@ def flash_attn_qkvpacked_func(
 
     Raises ValueError too where num_heads_q does not divide four dimensions so.
     """
-    _refuse(q_descale, k_descale, v_descale, qkv=qkv)
+    _refuse(qkv=qkv)
     check_tensor("qkv", qkv)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -134,10 +141,17 @@ def flash_attn_qkvpacked_func(
         "softcap": softcap,
         "deterministic": deterministic,
     }
-    if qkv.dim() == 4 or attention_chunk != 0:
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    is_fp8 = is_e4m3(qkv)
+    if not is_fp8:
+        scales_of((qkv, qkv, qkv), (q_descale, k_descale, v_descale), ignores_others=False)
+    if qkv.dim() == 4 or attention_chunk != 0 or is_fp8:
+        if qkv.dim() != 4:
+            check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
         is_split = qkv.dim() == 4
         q, k, v = qkv.split(_heads_of(qkv, num_heads_q), dim=2) if is_split else qkv.unbind(2)
         options |= {"return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk}
+        options |= scales
         return flash_attn_func(q, k, v, **options)
     results = _qkvpacked(qkv, return_attn_probs=True, **options)
     return (results[0], results[1]) if return_attn_probs else results[0]
@@ -177,9 +191,10 @@ def flash_attn_varlen_func(
     total_q) or (batch, heads_q, seqlen_q). Errors as flash_attn_cuda.flash_attn_varlen_func, and
     the module's.
     """
-    _refuse(q_descale, k_descale, v_descale, qv, q=q, k=k, v=v)
+    _refuse(qv, q=q, k=k, v=v)
     out, softmax_lse = attend_sequences(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        **scales_of((q, k, v), (q_descale, k_descale, v_descale), ignores_others=False),
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         num_splits=splits_of(num_splits),
@@ -231,10 +246,12 @@ def flash_attn_with_kvcache(
     Args:
         page_table: flash_attn_cuda.flash_attn_with_kvcache's block_table.
         k, v: (batch, seqlen_new, heads_k, head_dim), also where cu_seqlens_q says that queries are
-            packed, or packed with cu_seqlens_k_new.
+            packed, or packed with cu_seqlens_k_new. Of fp16 or bf16 over a cache of float8_e4m3fn
+            too, which they are quantized into.
         rotary_seqlens: (batch,), int32: rotations of a sequence start at this position instead of
             cache_seqlens; of no use without rotary_cos. q and k then are rotated before the call
             and not in it, and positions that rotary_cos does not reach are not reported on CUDA.
+            Not with q of float8_e4m3fn.
 
     Returns:
         out like q, but with v_cache's head_dim, or with return_softmax_lse (out, softmax_lse, and
@@ -244,12 +261,14 @@ def flash_attn_with_kvcache(
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache, and the module's.
     """
-    cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    _refuse(q_descale, k_descale, v_descale, qv, **cache)
+    _refuse(qv, q=q, k_cache=k_cache, v_cache=v_cache)
+    refuse_fp8(k=k, v=v)
     if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
         v, _, _ = packed("v", v)
         k, cu_seqlens_k_new, _ = packed("k", k)
     if k is not None and rotary_seqlens is not None and rotary_cos is not None:
+        if is_e4m3(q):
+            refuse_given(f"q is of {E4M3}", rotary_seqlens=rotary_seqlens)
         left, right = window_bounds(window_size)
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if rotary_seqlens is not None:
@@ -259,6 +278,8 @@ def flash_attn_with_kvcache(
         q = _rotated(q, tables, rotary_seqlens, cu_seqlens_q, in_order)
         k = _rotated(k, tables, rotary_seqlens, cu_seqlens_k_new, True)
         rotary_cos = rotary_sin = None
+    descales = (q_descale, k_descale, v_descale)
+    scales = scales_of((q, k_cache, v_cache), descales, ignores_others=False)
     try:
         out, softmax_lse = _with_kvcache(
             *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens),
@@ -276,6 +297,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=max_seqlen_q,
             cu_seqlens_k_new=cu_seqlens_k_new,
             attention_chunk=attention_chunk,
+            **scales,
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from error
@@ -314,19 +336,10 @@ def get_scheduler_metadata(
     return no_scheduler_metadata(cache_seqlens)
 
 
-def _refuse(
-    q_descale: Any,
-    k_descale: Any,
-    v_descale: Any,
-    qv: Any = None,
-    **tensors: Any,
-) -> None:
+def _refuse(qv: Any = None, **tensors: Any) -> None:
     """Raise for what the module's functions have no kernels for."""
     refuse_given("scores have one product of queries and keys", qv=qv)
-    refuse_given(
-        "FP8 is not implemented", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    )
-    refuse_fp8(**tensors)
+    refuse_fp8(E4M3, **tensors)
 
 
 def _heads_of(qkv: Tensor, num_heads_q: int | None) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arguments import cast_for_autocast, packed_lengths, rows_bound
 from ..call import AttentionCall
 from ..checks.calls import check_call
-from ..checks.tensors import DENSE_LAYOUT, check_tensor
+from ..checks.tensors import DENSE_LAYOUT, E4M3, check_tensor
 from ..dense import flash_attn_func
 from ..varlen import flash_attn_varlen_func
 from .bands import Hidden, cut_lengths, cut_rows, with_hidden_rows, with_sink
@@ -31,15 +31,50 @@ def refuse_given(reason: str, **arguments: Any) -> None:
             )
 
 
-def refuse_fp8(**tensors: Any) -> None:
-    """Raise NotImplementedError for the first of these tensors that holds floats of 8 bits."""
+def refuse_fp8(*allowed: torch.dtype, **tensors: Any) -> None:
+    """Raise NotImplementedError for the first of these tensors that holds floats of 8 bits, of a
+    dtype that is not allowed.
+    """
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor):
             dtype = tensor.dtype
-            if dtype.is_floating_point and dtype.itemsize == 1:
+            if dtype.is_floating_point and dtype.itemsize == 1 and dtype not in allowed:
+                others = f" other than {' and '.join(map(str, allowed))}" if allowed else ""
                 raise NotImplementedError(
-                    f"{name}: must not be of FP8, which is not implemented, got {dtype}"
+                    f"{name}: must not be of FP8{others}, which is not implemented, got {dtype}"
                 )
+
+
+def scales_of(
+    tensors: tuple[Any, Any, Any], descales: tuple[Any, Any, Any], *, ignores_others: bool
+) -> dict[str, Any]:
+    """Arguments of this package for q, k and v that may be of e4m3 and the scales that
+    FlashAttention-3 and vLLM have for them, (batch, heads_k), or one number for all, 0-d or (1,),
+    which is not read. None is 1 of what is of e4m3. `ignores_others`: scales of other dtypes are
+    dropped, not a ValueError.
+    """
+    made: dict[str, Any] = {}
+    k = tensors[1]
+    for name, x, scale in zip(
+        ("q_descale", "k_descale", "v_descale"), tensors, descales, strict=True
+    ):
+        is_fp8 = is_e4m3(x)
+        if scale is None:
+            scale = 1.0 if is_fp8 else None
+        elif not is_fp8 and not ignores_others:
+            of = f"the tensor that it scales is not of {E4M3}"
+            raise ValueError(f"{name}: must be None where {of}, got {type(scale).__name__}")
+        elif not is_fp8:
+            scale = None
+        elif isinstance(scale, Tensor) and scale.dim() < 2 and scale.numel() == 1 and k.dim() > 1:
+            scale = scale.reshape(1).expand(k.shape[-2])
+        if scale is not None:
+            made[name] = scale
+    return made
+
+
+def is_e4m3(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == E4M3
 
 
 def no_scheduler_metadata(cache_seqlens: Tensor) -> Tensor:
@@ -110,14 +145,14 @@ def attend_sequences(
         wants_lse: with dropout softmax_lse costs a matrix of probabilities.
         hidden: rows at the end of every sequence that the call is to be without; their queries have
             the results of those that see no key. Not with an out or without wants_lse.
-        options: those of flash_attn_func and flash_attn_varlen_func.
+        options: those of flash_attn_func and flash_attn_varlen_func, of e4m3 the scales too.
 
     Returns:
         (out, softmax_lse): out in q's layout, softmax_lse (heads_q, total_q) or (batch, heads_q,
         seqlen_q), or None where it is not wanted.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if out is None and all(x is None for x in lengths):
+    if out is None and all(x is None for x in lengths) and not is_e4m3(k):
         try:
             if hidden == NOTHING:
                 return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))

@@ -560,6 +560,95 @@ def test_appended_keys(name: str, arrivals: Arrivals, monkeypatch: pytest.Monkey
     assert forward["k_new"] is not None and forward["seqlen_k"] == call.seqlen_k
 
 
+E4M3 = torch.float8_e4m3fn
+TOKENS = (2, LONGEST, HEADS)
+FP8: dict[str, Options] = {
+    "heads": {"k_descale": torch.rand(HEADS), "v_descale": torch.rand(HEADS)},
+    "numbers": {"k_descale": 0.25, "v_descale": 0.5},
+    "sequences": {
+        "k_descale": torch.rand(2, HEADS),
+        "v_descale": torch.rand(2, 1).expand(2, HEADS),
+    },
+    "tokens": {"k_descale": torch.rand(TOKENS), "v_descale": torch.rand(TOKENS)},
+    "queries": {"q_descale": torch.rand(2, HEADS), "k_descale": 0.25, "v_descale": 0.5},
+    "append": {**APPENDS["rotary"], "k_descale": torch.rand(HEADS), "v_descale": 0.5},
+    "quantized_append": {
+        **{**APPENDS["rotary"], "quantize": "token"},
+        **{"k_descale": torch.rand(TOKENS), "v_descale": torch.rand(TOKENS)},
+    },
+}
+
+
+def fp8_cache_compiled(*tensors: Tensor, **options: Any) -> Any:
+    torch._dynamo.reset()
+    function = torch.compile(ours.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    return function(*tensors, **options)
+
+
+FP8_ROADS: dict[str, Callable[..., Any]] = {
+    "operator": ours.flash_attn_with_kvcache,
+    "compiled": fp8_cache_compiled,
+    "fa3": fa3.flash_attn_with_kvcache,
+}
+
+
+def without_expansion(options: Options) -> Options:
+    return {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize(
+    ("road", "name"),
+    [(x, y) for x in FP8_ROADS for y in FP8 if (x, y) != ("fa3", "quantized_append")],
+)
+def test_caches_of_e4m3(
+    road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-3's function has no quantize."""
+    q, *caches = dense_inputs()
+    caches = [x.to(E4M3) for x in caches]
+    q = q.to(E4M3) if "q_descale" in FP8[name] else q
+    given = {"cache_seqlens": integers(11, 20), "causal": True, **FP8[name]}
+    forward, _ = eagerly(lambda: ours.flash_attn_with_kvcache(q, *caches, **given), monkeypatch)
+    FP8_ROADS[road](q, *caches, **given)
+    (call,) = arrivals.forward
+    told, _ = described(call)
+    names = ("q", "k", "v", "out")  # e4m3 is not compared, and a converted q is another tensor
+    assert_same(
+        without_expansion(told),
+        without_expansion(forward),
+        [x for x in forward if x not in names],
+    )
+    for x in ("k_descale", "v_descale"):
+        assert isinstance(told[x], Tensor) and told[x].dtype == torch.float32
+    assert told["quantizes_tokens"] == (name == "quantized_append")
+    assert told["q"].dtype == torch.bfloat16 and torch.equal(told["q"], forward["q"])
+
+
+def packed_fp8_by_vllm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    if "cu_seqlens_k" in options and "seqused_k" in options:
+        del options["cu_seqlens_k"]
+    return vllm.flash_attn_varlen_func(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    "road", [ours.flash_attn_varlen_func, fa3.flash_attn_varlen_func, packed_fp8_by_vllm]
+)
+@pytest.mark.parametrize("name", ["heads", "sequences", "queries"])
+def test_packed_sequences_of_e4m3(
+    road: Callable[..., Any], name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, *keys = packed_inputs()
+    q = q.to(E4M3) if "q_descale" in FP8[name] else q
+    k, v = (x.to(E4M3) for x in keys)
+    given = {**PACKED, "causal": True, **FP8[name]}
+    forward, _ = eagerly(lambda: ours.flash_attn_varlen_func(q, k, v, **given), monkeypatch)
+    road(q, k, v, **given)
+    (call,) = arrivals.forward
+    told, _ = described(call)
+    assert_same(told, forward, [x for x in forward if x not in ("q", "k", "v", "out")])
+    assert torch.equal(told["q"], forward["q"]) and told["k"] is k
+
+
 def test_packed_keys_behind_one_length() -> None:
     """Sequences have different lengths then; the bounds of new keys may be those of queries."""
     q, k, v = packed_inputs()[0], *dense_inputs()[1:]

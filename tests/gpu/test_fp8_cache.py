@@ -1,0 +1,599 @@
+"""Caches of FP8 (e4m3) on the GPU, against the dequantized fp64 reference: every byte of both
+caches and every scale too. Rows that hold no key are NaN, as are scales that no row in use has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import (
+    build_info,
+    check_device_errors,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    quantize_kv,
+)
+from tests.cases.attention import DTYPE_NAMES, Alibi
+from tests.cases.fp8_cache import E4M3, Fp8Case, Fp8Inputs, attend, check_fp8, reference_of
+from tests.cases.harness import (
+    DEVICE,
+    ON_CPU,
+    bits,
+    captured,
+    make_cache_case,
+    no_host_sync,
+    scaled,
+)
+from tests.cases.pairwise import pairwise
+from tests.reference import AttentionResult, kvcache_reference
+from tests.reference.fp8 import from_bytes, to_bytes
+from tests.reference.tolerance import assert_close
+
+pytestmark = pytest.mark.gpu
+
+FORMS = {
+    "head": {"k_form": "head", "v_form": "head"},
+    "powers": {"k_form": "batch", "v_form": "number", "powers": True},
+    "token": {"k_form": "token", "v_form": "token"},
+    "mixed": {"k_form": "token", "v_form": "head", "strides": "strided"},
+    "expanded": {"k_form": "batch", "v_form": "token", "strides": "expanded"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_device_errors() -> Any:
+    """Good calls leave no flag."""
+    yield
+    check_device_errors()
+
+
+def make(
+    form: str = "head", *, quantize: str | None = None, q_is_fp8: bool = False, **fields: Any
+) -> Fp8Case:
+    """A case, or a skipped test where the build has no row of e4m3 for its head dims: a row serves
+    every option.
+    """
+    cache = make_cache_case(**fields)
+    has_row = ON_CPU or any(
+        row.pass_name == "forward"
+        and row.dtype == DTYPE_NAMES[cache.dtype]
+        and row.head_dim >= cache.head_dim
+        and row.head_dim_v >= cache.value_dim
+        and "e4m3_kv" in row.config["features"]
+        for row in build_info.compiled_rows()
+    )
+    if not has_row:
+        head_dims = f"head dims {cache.head_dim} and {cache.value_dim}"
+        pytest.skip(f"no compiled forward row of e4m3 for {DTYPE_NAMES[cache.dtype]}, {head_dims}")
+    return Fp8Case(cache, **FORMS[form], quantize=quantize, q_is_fp8=q_is_fp8)
+
+
+def same_bytes(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def assert_same(actual: AttentionResult, expected: AttentionResult, context: str = "") -> None:
+    for name in ("out", "lse"):
+        x, y = (bits(getattr(result, name)) for result in (actual, expected))
+        assert torch.equal(x, y), f"{name} {context}: {int((x != y).sum())} elements differ"
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seqlen_q", [1, 5, 16, 130])
+def test_query_lengths(seqlen_q: int, form: str) -> None:
+    """Decode rows and those of prefill, reading alone and with an append."""
+    base: dict[str, Any] = {"cached": (150, 0, 37), "capacity": 300}
+    base |= {"head_dim": scaled(128, 32)}
+    check_fp8(make(form, **base, seqlens_q=seqlen_q, page_size=16))
+    check_fp8(make(form, **base, seqlens_q=seqlen_q, seqlens_new=seqlen_q, causal=True), 1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 192, 256, 512])
+def test_head_dims(head_dim: int) -> None:
+    settings = ((1, torch.bfloat16, "token"), (33, torch.float16, "head"), (1, torch.half, "head"))
+    for seqlen_q, dtype, form in settings:
+        sizes: dict[str, Any] = {"cached": (150, 0, 64), "seqlens_q": seqlen_q, "causal": True}
+        check_fp8(make(form, **sizes, head_dim=head_dim, dtype=dtype, seqlens_new=seqlen_q))
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128), (128, 48), (576 - 64, 256)], ids=str)
+def test_values_of_another_width(head_dims: tuple[int, int]) -> None:
+    for seqlen_q, form in ((1, "token"), (40, "head")):
+        sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "seqlens_q": seqlen_q}
+        check_fp8(make(form, cached=(150, 0, 64), page_size=16, causal=True, **sizes))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (16, 1), (32, 8), (40, 1)], ids=str)
+def test_head_ratios(heads: tuple[int, int]) -> None:
+    for seqlen_q, form in ((1, "mixed"), (3, "expanded"), (20, "mixed")):
+        sizes: dict[str, Any] = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
+        sizes |= {"cached": (150, 3, 64), "seqlens_q": seqlen_q, "seqlens_new": seqlen_q}
+        check_fp8(make(form, **sizes, causal=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 48, 256])
+def test_page_sizes(page_size: int) -> None:
+    for seqlen_q, new, form in ((1, 1, "token"), (33, 40, "mixed"), (5, None, "head")):
+        sizes: dict[str, Any] = {"seqlens_q": seqlen_q, "seqlens_new": new, "page_size": page_size}
+        check_fp8(make(form, cached=(299, 0, 16, 257), capacity=340, causal=True, **sizes))
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 4.0},
+    "alibi": {"alibi": Alibi.per_batch},
+    "sink": {"sink": torch.float32},
+    "window": {"window": (33, 5)},
+    "left_window": {"window": (40, -1), "causal": True},
+    "scale": {"softmax_scale": -0.2},
+    "leftpad": {"leftpad": (10, 0, 37), "causal": True},
+    "batch_idx": {"batch_idx": (3, 0, 2), "entries": 5},
+    "both": {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1), "sink": torch.float32},
+    "everything": {
+        **{"softcap": 4.0, "alibi": Alibi.per_head, "sink": torch.float32, "window": (40, 3)},
+        **{"leftpad": (10, 0, 37), "batch_idx": (3, 0, 2)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    for seqlen_q, page_size, form in ((1, 16, "token"), (40, None, "head"), (40, 16, "token")):
+        sizes: dict[str, Any] = {"seqlens_q": seqlen_q, "page_size": page_size}
+        check_fp8(make(form, cached=(100, 0, 37), **sizes, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [((1, 1, 1), None), ((5, 0, 70), (5, 0, 70)), ((3, 1, 0), (20, 1, 2)), ((1, 130, 4), None)],
+    ids=str,
+)
+def test_packed_queries(lengths: Any) -> None:
+    for page_size, form in ((None, "mixed"), (16, "token"), (16, "head")):
+        sizes: dict[str, Any] = {"seqlens_q": lengths[0], "seqlens_new": lengths[1]}
+        check_fp8(make(form, cached=(100, 0, 37), page_size=page_size, causal=True, **sizes))
+
+
+@pytest.mark.parametrize("form", ["head", "token"])
+@pytest.mark.parametrize("seqlen_q", [1, 33])
+def test_queries_of_e4m3(seqlen_q: int, form: str) -> None:
+    sizes: dict[str, Any] = {"cached": (150, 0, 37), "seqlens_q": seqlen_q, "page_size": 16}
+    check_fp8(make(form, **sizes, causal=True, softcap=5.0, q_is_fp8=True))
+    check_fp8(make("expanded", **sizes, seqlens_new=seqlen_q, rotary_dim=32, q_is_fp8=True))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3, 64])
+def test_splits(num_splits: int) -> None:
+    lengths = (scaled(3000, 600), 0, 63, scaled(1000, 200))
+    for seqlen_q, page_size, form in ((1, 16, "token"), (70, None, "head"), (1, None, "head")):
+        sizes: dict[str, Any] = {"capacity": scaled(3200, 700), "page_size": page_size}
+        case = make(form, cached=lengths, seqlens_q=seqlen_q, seqlens_new=1, causal=True, **sizes)
+        check_fp8(case, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+@pytest.mark.parametrize("form", ["powers", "token"])
+def test_attention_chunks(form: str, queries: int) -> None:
+    """As over the cache in 16 bits, dequantized, with what that rounds."""
+    case = make(form, cached=(100, 64, 37), seqlens_q=queries, causal=True)
+    inputs = case.make_inputs()
+    actual, _ = attend(case, inputs, attention_chunk=32)
+    dense = {}
+    for name in "kv":
+        cache = getattr(inputs.cache, f"{name}_cache")
+        scale = inputs.scales[f"{name}_descale"]
+        if isinstance(scale, Tensor):
+            scale = scale[..., None] if scale.dim() == 3 else scale[:, None, :, None]
+        dense[f"{name}_cache"] = (from_bytes(cache.view(torch.uint8)) * scale).to(torch.bfloat16)
+    given = {**inputs.cache.arguments(), **dense, "causal": True, "attention_chunk": 32}
+    expected = flash_attn_with_kvcache(**given)
+    torch.testing.assert_close(actual.out, expected, rtol=0.02, atol=0.02)
+
+
+# -- pages of packed sequences ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["head", "token"])
+def test_packed_sequences_over_pages(form: str) -> None:
+    """flash_attn_varlen_func: what flash_attn_with_kvcache says."""
+    case = make(form, cached=(100, 0, 37), seqlens_q=(5, 3, 70), page_size=16, causal=True)
+    inputs = case.make_inputs()
+    expected, _ = attend(case, inputs)
+    cache = inputs.cache
+    out, lse, _ = flash_attn_varlen_func(
+        cache.q, cache.k_cache, cache.v_cache, cache.cu_seqlens_q, None, 70, 192,
+        block_table=cache.block_table, seqused_k=cache.cache_seqlens, causal=True,
+        return_attn_probs=True, **inputs.scales,
+    )  # fmt: skip
+    exact = reference_of(case, inputs)
+    seen = exact.expected.lse != -torch.inf
+    rounding = (exact.naive.lse.double() - exact.expected.lse)[seen].abs().max().item()
+    noisy = replace(exact.expected, noise={"lse": 2.0 * rounding + 2.0**-9})
+    assert_close(AttentionResult(out=out, lse=lse), noisy, exact.naive)
+    torch.testing.assert_close(out, expected.out, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("seqlens", [((1, 1, 1), (60, 0, 7)), ((5, 0, 130), (5, 9, 200))], ids=str)
+def test_packed_keys(seqlens: Any) -> None:
+    """flash_attn_varlen_func without a block_table: scales of heads and of sequences."""
+    make(cached=(1,))  # or skip
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in seqlens]
+    bounds = [torch.cat([x.new_zeros(1), x.cumsum(0).int()]).to(DEVICE) for x in lengths]
+    total_q, total_k = (int(x.sum()) for x in lengths)
+    q = torch.randn(total_q, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (to_bytes(64.0 * torch.randn(total_k, 2, 64)).to(DEVICE).view(E4M3) for _ in "kv")
+    for scale in (torch.rand(2, device=DEVICE) / 64.0, torch.rand(3, 2, device=DEVICE) / 64.0):
+        given = {"causal": True, "softcap": 5.0}
+        out = flash_attn_varlen_func(
+            q, k, v, *bounds, None, None, k_descale=scale, v_descale=scale, **given
+        )
+        of_rows = scale if scale.dim() == 1 else scale.repeat_interleave(lengths[1].to(DEVICE), 0)
+        wide = [
+            (from_bytes(x.view(torch.uint8)) * of_rows[..., None]).to(torch.bfloat16)
+            for x in (k, v)
+        ]
+        expected = flash_attn_varlen_func(q, *wide, *bounds, None, None, **given)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+# -- what an append writes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+@pytest.mark.parametrize("rotary", [(0, True), (32, True), (64, False)], ids=str)
+@pytest.mark.parametrize("page_size", [None, 7])
+def test_appends(page_size: int | None, rotary: tuple[int, bool], quantize: str | None) -> None:
+    """Of a token and of many, with scales that are given, per head and per token, or made."""
+    for seqlen, forms in ((1, ("token", "head")), (40, ("mixed", "expanded"))):
+        for form in ("token",) if quantize else forms:
+            case = make(
+                form,
+                quantize=quantize,
+                cached=(100, 0, 37),
+                seqlens_q=seqlen,
+                seqlens_new=seqlen,
+                page_size=page_size,
+                rotary_dim=rotary[0],
+                rotary_interleaved=rotary[1],
+                causal=True,
+            )
+            check_fp8(case)
+            check_fp8(replace(case, strides="strided") if quantize else case, 1)
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+@pytest.mark.parametrize("head_dim", [16, 80, 192, 512])
+def test_append_head_dims(head_dim: int, quantize: str | None) -> None:
+    sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": 48 if head_dim == 80 else head_dim}
+    for batch_idx in (None, (3, 0, 2)):
+        case = make(
+            "token", quantize=quantize, cached=(100, 0, 37), seqlens_new=3, batch_idx=batch_idx,
+            dtype=torch.float16, **sizes,
+        )  # fmt: skip
+        check_fp8(case)
+
+
+SPECIAL = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 448.0, -449.0, 464.0, 466.0, 3e38]
+SPECIAL += [2.0**-9, 2.0**-10, 3 * 2.0**-11, 2.0**-11, -(2.0**-9) * 1.5, 17.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -0.5, 3.7, 1e-38, 1e30, torch.inf, torch.nan])
+def test_special_numbers(scale: float) -> None:
+    """The bytes of every kind of number, by every kind of scale, are the CPU backend's."""
+    make(cached=(1,))  # or skip
+    x = torch.tensor(SPECIAL, dtype=torch.bfloat16)
+    found = []
+    for device in ("cpu", DEVICE):
+        new = x.view(1, 1, 1, 16).to(device)
+        caches = [torch.zeros(1, 4, 1, 16, device=device).to(E4M3) for _ in "kv"]
+        scales = torch.full((1, 4, 1), scale, device=device)
+        given = {"k_descale": scales, "v_descale": scale}
+        flash_attn_with_kvcache(torch.zeros_like(new), *caches, new, new, cache_seqlens=2, **given)
+        found.append([from_bytes(x.view(torch.uint8)).cpu() for x in caches])
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_of_special_rows() -> None:
+    """Of zeros, of NaN, with infinities: the CPU backend's, to the bit."""
+    make(cached=(1,))  # or skip
+    rows = torch.randn(6, 16)
+    rows[0], rows[1], rows[2] = 0.0, torch.nan, torch.tensor(SPECIAL)
+    rows[3, 4], rows[4, 2] = torch.inf, torch.nan
+    found = []
+    for device in ("cpu", DEVICE):
+        new = rows.view(1, 6, 1, 16).to(device, torch.bfloat16)
+        caches = [torch.zeros(1, 8, 1, 16, device=device).to(E4M3) for _ in "kv"]
+        scales = [torch.zeros(1, 8, 1, device=device) for _ in "kv"]
+        flash_attn_with_kvcache(
+            torch.zeros_like(new), *caches, new, new, cache_seqlens=1,
+            k_descale=scales[0], v_descale=scales[1], quantize="token",
+        )  # fmt: skip
+        bytes_ = [from_bytes(x.view(torch.uint8)).cpu() for x in caches]
+        found.append([*bytes_, *(x.cpu() for x in scales)])
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+def test_append_then_read(quantize: str | None) -> None:
+    """Steps of one token leave what one call of all leaves, and quantize_kv makes."""
+    steps, sizes = 9, (2, 9, 2, 64)
+    make(cached=(1,), head_dim=64)  # or skip
+    q, k, v = (
+        torch.randn(2, steps, heads, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
+    states = []
+    for step in (1, steps):
+        caches = [torch.full(sizes, torch.nan, device=DEVICE).to(E4M3) for _ in "kv"]
+        scales = [torch.full(sizes[:-1], 0.01, device=DEVICE) for _ in "kv"]
+        for t in range(0, steps, step):
+            at = slice(t, t + step)
+            out = flash_attn_with_kvcache(
+                q[:, at], *caches, k[:, at], v[:, at], cache_seqlens=t, causal=True,
+                k_descale=scales[0], v_descale=scales[1], quantize=quantize,
+            )  # fmt: skip
+        states.append((*caches, *scales))
+        if step == 1:
+            last = out
+    for x, y in zip(*states, strict=True):
+        assert same_bytes(x, y)
+    torch.testing.assert_close(last, out[:, -1:], rtol=0.02, atol=0.02)
+    if quantize is not None:
+        for x, y in zip(states[0], quantize_kv(k, v), strict=True):
+            assert same_bytes(x, y)
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+def alone(inputs: Fp8Inputs, b: int) -> Fp8Inputs:
+    """Sequence b in a call of its own; pages stay where they are."""
+    at, cache = slice(b, b + 1), inputs.cache
+    assert cache.block_table is not None
+    one = replace(
+        cache,
+        q=cache.q[at],
+        cache_seqlens=cache.cache_seqlens[at],
+        block_table=cache.block_table[at],
+    )
+    return Fp8Inputs(one, inputs.scales)
+
+
+@pytest.mark.parametrize("form", ["head", "token"])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 40])
+def test_batch_invariance(seqlen_q: int, form: str) -> None:
+    lengths = (scaled(2000, 300), 0, 63, scaled(1100, 200))
+    sizes: dict[str, Any] = {"capacity": scaled(2048, 320), "page_size": 16, "causal": True}
+    case = make(form, cached=lengths, seqlens_q=seqlen_q, **sizes)
+    inputs = case.make_inputs()
+    together, _ = attend(case, inputs, batch_invariant=True)
+    for b in range(len(lengths)):
+        by_itself, _ = attend(case, alone(inputs, b), batch_invariant=True, num_splits=b)
+        assert torch.equal(bits(by_itself.out[0]), bits(together.out[b]))
+        assert torch.equal(bits(by_itself.lse[0]), bits(together.lse[b]))
+
+
+@pytest.mark.parametrize("form", ["head", "token"])
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+def test_repeats_to_the_bit(seqlen_q: int, form: str) -> None:
+    case = make(
+        form, cached=(scaled(900, 200), 0, 63), seqlens_q=seqlen_q, capacity=scaled(960, 256)
+    )
+    inputs = case.make_inputs()
+    expected, _ = attend(case, inputs)
+    for _ in range(3):
+        assert_same(attend(case, inputs)[0], expected)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("seqlen_q", [130, 300])
+def test_powers_of_two_are_exact(seqlen_q: int) -> None:
+    """Many queries: the bits of the call over the dequantized cache in 16 bits."""
+    case = make("powers", cached=(700, 64, 37), seqlens_q=seqlen_q, capacity=768, head_dim=128)
+    inputs = case.make_inputs()
+    actual, _ = attend(case, inputs)
+    wide = {}
+    for name in "kv":
+        scale = inputs.scales[f"{name}_descale"]
+        scale = scale[:, None, :, None] if isinstance(scale, Tensor) else scale
+        x = from_bytes(getattr(inputs.cache, f"{name}_cache").view(torch.uint8)) * scale
+        wide[f"{name}_cache"] = x.to(torch.bfloat16)
+    given = {**inputs.cache.arguments(), **wide, "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(**given)
+    assert_same(actual, AttentionResult(out=out, lse=lse))
+
+
+@pytest.mark.parametrize("shift", [1, 3, 16])
+def test_offsets(shift: int) -> None:
+    """Caches that begin anywhere, as what a row of bytes may."""
+    case = make("head", cached=(100, 0, 37), seqlens_q=2)
+    inputs = case.make_inputs()
+    expected, _ = attend(case, inputs)
+    moved = {}
+    for name in ("k_cache", "v_cache"):
+        x = getattr(inputs.cache, name).view(torch.uint8)
+        room = torch.full((x.numel() + shift,), 0x7F, dtype=torch.uint8, device=DEVICE)
+        moved[name] = room[shift:].view(x.shape).copy_(x).view(E4M3)
+    given = inputs.arguments() | moved | {"return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(**given)
+    torch.testing.assert_close(out, expected.out, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_captured_step(page_size: int | None, quantize: str | None) -> None:
+    """A replay at other lengths reads, appends and scales by the lengths of then."""
+    sizes: dict[str, Any] = {"capacity": 192, "page_size": page_size, "causal": True}
+    case = make(
+        "token", quantize=quantize, cached=(150, 20, 37), seqlens_q=1, seqlens_new=1, **sizes
+    )
+    static = case.make_inputs().arguments()
+    for name, x in static.items():
+        if isinstance(x, Tensor) and x.dtype in (torch.float32, E4M3):  # no NaN: lengths change
+            y = x.view(torch.uint8) if x.dtype == E4M3 else x
+            y[x.float().isnan()] = 0 if x.dtype == E4M3 else 1.0 / 64.0
+            static[name] = x
+
+    def step(given: dict[str, Any]) -> Tensor:
+        return flash_attn_with_kvcache(**given, quantize=quantize, causal=True)
+
+    written = ("k_cache", "v_cache", "k_descale", "v_descale")
+    before = {name: static[name].clone() for name in written}
+    replay = captured(lambda: step(static))
+    for lengths in ((0, 191, 5), (100, 0, 0), (191, 191, 191)):
+        for name, x in before.items():
+            static[name].copy_(x)
+        static["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        fresh = static | {name: x.clone() for name, x in before.items()}
+        expected = step(fresh)
+        assert torch.equal(bits(replay()), bits(expected)), lengths
+        for name in written:
+            assert same_bytes(static[name], fresh[name]), (name, lengths)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("scale", ["number", "tensor"])
+def test_nothing_waits_for_the_device(scale: str) -> None:
+    case = make("token", quantize="token", cached=(100, 0, 37), seqlens_q=1, seqlens_new=1)
+    given = case.make_inputs().arguments() | {"quantize": "token"}
+    if scale == "number":
+        given |= {"k_descale": 0.02, "v_descale": 0.5, "quantize": None}
+    flash_attn_with_kvcache(**given)
+    with no_host_sync():
+        flash_attn_with_kvcache(**given)
+        quantize_kv(given["k"], given["v"])
+
+
+# -- accuracy --------------------------------------------------------------------------------------
+
+
+def judged(
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor], **options: Any
+) -> AttentionResult:
+    """Checks the call over e4m3 (B, S, Hk, D) and scales that broadcast against it."""
+    shapes = [x.squeeze(-1) if x.shape[1] > 1 else x[:, 0, :, 0] for x in scales]
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, k_descale=shapes[0], v_descale=shapes[1], return_softmax_lse=True, **options
+    )
+    wide = [from_bytes(x.view(torch.uint8)) * y for x, y in zip((k, v), scales, strict=True)]
+    exact = kvcache_reference(q.double(), *wide).expected
+    naive = kvcache_reference(q, *(x.to(q.dtype) for x in wide)).naive
+    rounding = (naive.lse.double() - exact.lse).abs().max().item()
+    noisy = replace(exact, noise={"lse": 2.0 * rounding + 2.0**-9})
+    result = AttentionResult(out=out, lse=lse)
+    assert_close(result, noisy, naive)
+    return result
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["head", "token"])
+@pytest.mark.parametrize("seqlen_q", [1, 128])
+def test_needle(seqlen_q: int, per_token: bool) -> None:
+    """128k keys and values of one sign: sums that are not kept in fp32 lose their ends. The error
+    is no larger than that of the call over the dequantized cache.
+    """
+    keys, head_dim = scaled(131072, 2048), 128
+    make(cached=(1,), head_dim=head_dim)  # or skip
+    q = torch.randn(1, seqlen_q, 2, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(1, keys, 1, head_dim, device=DEVICE)
+    v = 1.0 + torch.rand(1, keys, 1, head_dim, device=DEVICE)
+    k[:, keys // 3] = q[:, 0, :1].float() * 1.5  # the needle
+    k8, v8, k_scale, v_scale = quantize_kv(k, v, "token" if per_token else "head")
+    at = (..., None) if per_token else (slice(None), None, slice(None), None)
+    scales = (k_scale[at], v_scale[at])
+    result = judged(q, k8, v8, scales)
+    wide = [from_bytes(x.view(torch.uint8)) * y for x, y in zip((k8, v8), scales, strict=True)]
+    exact = kvcache_reference(q.double(), *wide).expected
+    half = flash_attn_with_kvcache(q, *(x.to(q.dtype) for x in wide))
+    errors = [(x.double() - exact.out).abs().mean().item() for x in (result.out, half)]
+    assert errors[0] <= 1.25 * errors[1] + 1e-6, errors
+
+
+@pytest.mark.parametrize("mode", ["head", "token"])
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+def test_outlier_channels(seqlen_q: int, mode: str) -> None:
+    """Some columns of k are 30 times as large, as models have them, and some tokens."""
+    make(cached=(1,), head_dim=64)  # or skip
+    q = 0.2 * torch.randn(2, seqlen_q, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 700, 2, 64, device=DEVICE) for _ in "kv")
+    k[..., 5::17] *= 30.0
+    k[:, ::50] *= 10.0
+    v[:, 3::70] *= 20.0
+    k8, v8, k_scale, v_scale = quantize_kv(k, v, mode)
+    at = (..., None) if mode == "token" else (slice(None), None, slice(None), None)
+    judged(q, k8, v8, (k_scale[at], v_scale[at]))
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.nan, torch.inf, -0.5, 1e-40])
+def test_scales_that_nobody_wants(scale: float) -> None:
+    """Of one sequence: the bits of the others do not see them."""
+    case = make("token", cached=(100, 64, 37), seqlens_q=2, page_size=16)
+    inputs = case.make_inputs()
+    expected, _ = attend(case, inputs)
+    table = inputs.cache.block_table
+    assert table is not None
+    bad = {name: x.clone() for name, x in inputs.scales.items()}
+    for x in bad.values():
+        x[table[0].long()] = scale
+    result, _ = attend(case, Fp8Inputs(inputs.cache, bad))
+    assert torch.equal(bits(result.out[1:]), bits(expected.out[1:]))
+    assert torch.equal(bits(result.lse[1:]), bits(expected.lse[1:]))
+    if scale in (0.0, -0.5):  # what is not finite is nobody's result
+        check_fp8(case, inputs=Fp8Inputs(inputs.cache, bad))
+
+
+# -- everything together ---------------------------------------------------------------------------
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "form": tuple(FORMS),
+    "dtype": (torch.bfloat16, torch.float16),
+    "head_dim": (32, 64, 80, 128, 192, 256, 512),
+    "heads": ((4, 4), (8, 2), (6, 1), (5, 5)),
+    "lengths": (
+        *((1, 1), (1, None), (7, 7), (40, 40), (40, 2)),
+        *(((3, 0, 20), (3, 0, 20)), ((1, 4, 0), None)),
+    ),
+    "page_size": (None, 1, 16, 48, 256),
+    "places": ({}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)}),
+    "mask": ({}, {"causal": True}, {"window": (33, -1)}, {"window": (40, 3)}),
+    "score": ({}, {"softcap": 4.0}, {"alibi": Alibi.per_batch}, {"sink": torch.float32}),
+    "rotary": ((0, True), (16, True), (32, False)),
+    "quantize": (None, "token"),
+    "num_splits": (0, 1, 3, 50),
+}
+
+
+@pytest.mark.parametrize("choice", pairwise(SETTINGS, seed=3), ids=str)
+def test_combinations(choice: dict[str, Any]) -> None:
+    given = dict(choice)
+    num_splits, form, quantize = (given.pop(x) for x in ("num_splits", "form", "quantize"))
+    heads, lengths, rotary = (given.pop(x) for x in ("heads", "lengths", "rotary"))
+    if lengths[1] is None:
+        quantize, rotary = None, (0, True)  # of what is appended alone
+    case = make(
+        "token" if quantize is not None else form,
+        quantize=quantize,
+        cached=(100, 0, 37),
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        seqlens_q=lengths[0],
+        seqlens_new=lengths[1],
+        rotary_dim=rotary[0],
+        rotary_interleaved=rotary[1],
+        **given.pop("places"),
+        **given.pop("mask"),
+        **given.pop("score"),
+        **given,
+    )
+    check_fp8(case, num_splits=num_splits)
