@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 from . import masks
 from .build_info import compiled_rows, cuda_unavailable_reason
 from .dtensor_import import register_when_imported as _register_when_imported
+from .fp8 import quantize_kv
 from .integrations import sdpa as _sdpa
 from .interface import (
     check_device_errors,
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "masks",
+    "quantize_kv",
 ]
 
 _sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")

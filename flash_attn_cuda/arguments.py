@@ -139,6 +139,7 @@ def _cast_one(x: Tensor) -> Tensor:
     device = x.device.type
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
         return x
-    if not x.is_floating_point() or x.dtype == torch.float64:
+    # FP8 is storage with a scale, of which a cast would know nothing.
+    if not x.is_floating_point() or x.dtype == torch.float64 or x.dtype.itemsize == 1:
         return x
     return x.to(torch.get_autocast_dtype(device))

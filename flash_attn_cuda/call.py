@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .checks.tensors import (
+    E4M3,
     as_number,
     check_no_gradient,
     lse_dtype,
@@ -146,6 +147,10 @@ class AttentionCall:
     def reads_in_place(self) -> bool:
         """Whether k and v are a cache or pages, which nobody copies and nothing differentiates."""
         return self.over_cache or self.block_table is not None
+
+    def is_fp8(self) -> bool:
+        """Whether k, and with it v, is of e4m3."""
+        return self.k.dtype == E4M3
 
     def has_masks(self) -> bool:
         """Whether pairs are hidden or scores changed by tensors over them."""

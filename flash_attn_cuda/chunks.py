@@ -111,6 +111,12 @@ def _rows_of(slopes: Tensor | None, owner: Tensor) -> Tensor | None:
     return slopes[owner] if slopes is not None and slopes.dim() == 2 else slopes
 
 
+def _scales_of(call: AttentionCall, owner: Tensor) -> dict[str, Any]:
+    """Scales of e4m3, where sequences have their own."""
+    names = ("q_descale", "k_descale", "v_descale")
+    return {name: _rows_of(getattr(call, name), owner) for name in names}
+
+
 def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Results:
     """What results_of returns, of a call in chunks."""
     reasons = {
@@ -184,6 +190,7 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
         max_seqlen_q=call.max_seqlen_q if before else min(chunk, call.max_seqlen_q),
         max_seqlen_k=min(chunk, call.max_seqlen_k),
         alibi_slopes=_rows_of(call.alibi_slopes, cut.owner),
+        **_scales_of(call, cut.owner),
     )
 
 
@@ -243,6 +250,7 @@ def _over_pieces(call: AttentionCall, chunk: int, filled: Tensor, pad: Tensor) -
         leftpad_k=cut.first_k.int(),
         cache_batch_idx=entry.int(),
         alibi_slopes=_rows_of(call.alibi_slopes, cut.owner),
+        **_scales_of(call, cut.owner),
     )
     found = results_of(pieces)
     if is_packed:
@@ -272,6 +280,7 @@ def _appended(call: AttentionCall) -> AttentionCall:
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}
+    nothing["quantizes_tokens"] = False
     return replace(call, seqused_k=filled, seqlen_k=None, **nothing)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .arguments import of_lse_dtype, seqlen_bound
 from .attend import results_of
-from .call import describe, options_of
+from .call import CACHE_NAMES, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import as_index, check_tensor, refuse_gradients
+from .checks.tensors import E4M3, as_index, check_tensor, refuse_gradients
 from .chunks import attend_over_cache_in_chunks, check_chunk
+from .fp8 import add_scales
 from .operators.combine import run_combine, run_combine_out
 from .window import UNLIMITED, WindowSize
 
@@ -45,13 +46,19 @@ def flash_attn_with_kvcache(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     out: Tensor | None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
+    quantize: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
     For inference: without gradients. Options that are not listed are those of flash_attn_func,
     where seqlen_k is the number of keys of a sequence, appended ones included and left padding
     excluded, and key 0 the first one behind the padding. Nothing waits for the device. All tensors
-    have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32.
+    have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32. Both
+    caches may be of float8_e4m3fn instead (Micikevicius et al., "FP8 Formats for Deep Learning",
+    2022), with head dims that are multiples of 16.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -90,6 +97,18 @@ def flash_attn_with_kvcache(
         attention_chunk: as in flash_attn_func; keys count from the first behind the padding.
         out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
             into; it must not overlap an input. None for a new tensor.
+        k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
+            have: a number, or fp32 (heads_k,), (batch, heads_k), or a scale for every token,
+            (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with any strides.
+            New keys, once rotated, are divided by it, rounded to the nearest even and saturated at
+            +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold anything.
+        v_descale: the same of v_cache.
+        q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
+            are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
+            or bf16, else to bf16, which out, k, v and rotary tables have as well.
+        quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
+            finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
+            v_descale, which are tensors with a scale for every token.
 
     Returns:
         out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
@@ -100,7 +119,8 @@ def flash_attn_with_kvcache(
         not written. NotImplementedError: a tensor requires grad while gradients are enabled, or
         carries a forward-mode gradient.
     """
-    _refuse_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
+    _refuse_gradients(*tensors, q_descale, k_descale, v_descale)
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_splits(num_splits, batch_invariant)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
@@ -135,8 +155,13 @@ def flash_attn_with_kvcache(
         rotary_interleaved=bool(rotary_interleaved),
         **options,
     )
+    if not (
+        q_descale is k_descale is v_descale is quantize is None
+        and E4M3 not in (q.dtype, k_cache.dtype, v_cache.dtype)
+    ):
+        add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
     if sink is not None:
-        call.sink = of_lse_dtype("sink", sink, q, is_differentiable=False)
+        call.sink = of_lse_dtype("sink", sink, call.q, is_differentiable=False)
     if out is not None:
         call.out = out
     if attention_chunk != 0:
@@ -195,7 +220,10 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
     return None, as_index("cache_seqlens", cache_seqlens, "an integer or a tensor")
 
 
-def _refuse_gradients(*tensors: Tensor | None) -> None:
-    names = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink")
+def _refuse_gradients(*tensors: Any) -> None:
+    names = (
+        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink"),
+        *("q_descale", "k_descale", "v_descale"),
+    )
     reason = "as attention over a cache has no backward (torch.no_grad() says that none is wanted)"
     refuse_gradients(reason, **dict(zip(names, tensors, strict=True)))

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from .arguments import Result, of_lse_dtype, packed_lengths
 from .attend import attend, returned
-from .call import Names, describe, options_of
+from .call import NAMES, Names, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import check_packed, check_tensor
+from .checks.tensors import E4M3, check_packed, check_tensor, refuse_gradients
 from .chunks import attend_in_chunks, check_chunk
+from .fp8 import NO_BACKWARD, add_scales
 from .masks.given import Masks, add_masks
 from .window import UNLIMITED, WindowSize
 
@@ -51,6 +52,9 @@ def flash_attn_varlen_func(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     out: Tensor | None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -95,6 +99,12 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, head_dim_v), of the result's dtype and on q's device, contiguous in
             its last dimension, to write the result into; it must not overlap an input. For
             inference. None for a new tensor.
+        k_descale: k and v may both be of float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep
+            Learning", 2022), with head dims that are multiples of 16, for inference. Then this is
+            given, and k is times it: a number, fp32 (heads_k,), (batch, heads_k) or, with a
+            block_table, (num_pages, page_size, heads_k), with any strides.
+        v_descale: the same of v.
+        q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -108,7 +118,9 @@ def flash_attn_varlen_func(
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
             block_mask; from the backward, there was a block_table; there is an out, and it or an
-            input requires grad while gradients are enabled.
+            input requires grad while gradients are enabled; k is of float8_e4m3fn, and an input
+            requires grad while gradients are enabled or has a forward-mode gradient, or there is
+            dropout, an attn_mask or a block_mask.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -129,8 +141,15 @@ def flash_attn_varlen_func(
         **packed_lengths(q, k, given, block_table=block_table),
         **options,
     )
+    if not (
+        q_descale is k_descale is v_descale is None
+        and E4M3 not in (q.dtype, k.dtype, getattr(v, "dtype", None))
+    ):
+        check_tensor("v", v)
+        add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
+        refuse_gradients(NO_BACKWARD, sink=sink)
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
-        call.sink = of_lse_dtype("sink", sink, q)
+        call.sink = of_lse_dtype("sink", sink, call.q)
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))

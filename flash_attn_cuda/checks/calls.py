@@ -23,6 +23,7 @@ from ..call import (
     Tangents,
 )
 from . import lengths, masks, tensors
+from .tensors import E4M3
 
 
 def names_of(call: AttentionCall) -> Names:
@@ -76,7 +77,9 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     layout = tensors.PACKED_LAYOUT if is_packed else tensors.DENSE_LAYOUT
     of_keys = tensors.CACHE_LAYOUT if call.over_cache else layout
     of_keys = of_keys if call.block_table is None else tensors.PAGED_LAYOUT
-    tensors.check_qkv(q, k, call.v, (names.q, names.k, names.v), layout, of_keys)
+    is_dense = not (is_packed or call.over_cache)
+    qkv_names = (names.q, names.k, names.v)
+    tensors.check_qkv(q, k, call.v, qkv_names, layout, of_keys, allows_fp8=not is_dense)
     if is_packed:
         lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
         lengths.check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
@@ -90,6 +93,58 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
         _check_one_length(call, names)
     _check_arrays(call, names, batch)
     lengths.check_block_table(call.block_table, rows, k, q, names.k)
+    _check_scales(call, names)
+
+
+def _check_scales(call: AttentionCall, names: Names) -> None:
+    """Scales are those of tensors of e4m3."""
+    is_fp8, heads = call.is_fp8(), call.k.shape[-2]
+    for name, of in (("q_descale", names.k), ("k_descale", names.k), ("v_descale", names.v)):
+        scales: Any = getattr(call, name)
+        if scales is None:
+            if is_fp8 and name != "q_descale":
+                raise ValueError(f"{name}: must be given where {of} is of {E4M3}, got None")
+            continue
+        if not is_fp8:
+            raise ValueError(f"{name}: must be None where {of} is not of {E4M3}, got a tensor")
+        tensors.check_place(name, scales, torch.float32, call.q, names.q)
+        shapes = [(heads,), (call.batch(), heads)]
+        if call.reads_in_place() and name != "q_descale":
+            shapes.append(tuple(call.k.shape[:-1]))
+        if not any(_has_shape(scales, shape) for shape in shapes):
+            allowed = " or ".join(map(str, shapes))
+            raise ValueError(f"{name}: must have shape {allowed}, got {tuple(scales.shape)}")
+    if call.quantizes_tokens:
+        _check_written_scales(call, names)
+
+
+def _has_shape(x: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    # One by one: where a compiler traces, `in` takes a symbol for another number.
+    return x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
+
+
+def _check_written_scales(call: AttentionCall, names: Names) -> None:
+    """quantize="token" writes a scale for every new token and head."""
+    if not call.is_fp8():
+        raise ValueError(f"quantize: must be None where {names.k} is not of {E4M3}, got 'token'")
+    if not call.over_cache or call.k_new is None:
+        raise ValueError("quantize: must be None without k, got 'token'")
+    for name in ("k_descale", "v_descale"):
+        scales: Any = getattr(call, name)
+        if scales.dim() != 3:
+            raise ValueError(
+                f"{name}: must have a scale for every token of {names.k}, shape "
+                f"{tuple(call.k.shape[:-1])}, where quantize writes it, got {tuple(scales.shape)}"
+            )
+        strides = scales.stride()
+        if any(step == 0 and size > 1 for step, size in zip(strides, scales.shape, strict=True)):
+            raise ValueError(
+                f"{name}: must not be expanded where quantize writes it, got strides {strides}"
+            )
+    if call.k_descale is call.v_descale:
+        raise ValueError(
+            "v_descale: must be another tensor than k_descale where quantize writes it"
+        )
 
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
@@ -242,6 +297,8 @@ def _check_refused(call: AttentionCall) -> None:
         )
     if call.origin is not None:
         _check_origin(call)
+    if call.is_fp8():
+        _check_refused_of_fp8(call)
     if call.fp32_results:
         reasons = {"a mask or a bias": has_masks, "a block_table": in_place}
         tensors.refuse_with("fp32_results: must be False with {}, got True", reasons)
@@ -249,6 +306,18 @@ def _check_refused(call: AttentionCall) -> None:
         raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
     if in_place and has_masks:
         raise NotImplementedError("attn_mask: must be None with a block_table")
+
+
+def _check_refused_of_fp8(call: AttentionCall) -> None:
+    where = f"where keys are of {E4M3}"
+    if call.dropout_p > 0.0:
+        raise NotImplementedError(f"dropout_p: must be 0 {where}, got {call.dropout_p}")
+    if call.has_masks():
+        raise NotImplementedError(f"attn_mask: must be None {where}, as must be a block_mask")
+    if call.fp32_results:
+        raise NotImplementedError(f"fp32_results: must be False {where}, got True")
+    if call.origin is not None:
+        raise NotImplementedError(f"origin: must be None {where}, got a tensor")
 
 
 def _check_origin(call: AttentionCall) -> None:
@@ -279,6 +348,11 @@ def check_return_attn_probs(call: AttentionCall) -> None:
 
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
     """Raise for a forward that has no backward."""
+    if call.is_fp8():
+        raise NotImplementedError(
+            f"k: must not be of {E4M3} in a call whose gradients are wanted, as attention over it "
+            "has no backward"
+        )
     if call.deterministic:
         lists, bias = call.block_rows is not None, call.bias is not None
         reasons = {"a block mask": lists, "a floating attn_mask": bias}
@@ -315,6 +389,10 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
 
 def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
     """Raise unless each tangent is like what it is of, in this call, which is checked."""
+    if call.is_fp8():
+        raise NotImplementedError(
+            f"k: must not be of {E4M3} in a call that is differentiated in a direction"
+        )
     if call.fp32_results:
         raise NotImplementedError(
             "fp32_results: must be False in a call that is differentiated in a direction, got True"

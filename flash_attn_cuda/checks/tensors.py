@@ -24,6 +24,8 @@ MAX_INT32 = 2**31 - 1
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+E4M3 = torch.float8_e4m3fn
+FP8_MULTIPLE = 16  # of the head dims of e4m3
 
 DENSE_LAYOUT = "(batch, seqlen, heads, head_dim)"
 PACKED_LAYOUT = "(total, heads, head_dim)"
@@ -42,17 +44,33 @@ def round_up_seqlen(seqlen: int) -> int:
 
 
 def check_qkv(
-    q: Any, k: Any, v: Any, names: tuple[str, str, str], q_layout: str, k_layout: str
+    q: Any,
+    k: Any,
+    v: Any,
+    names: tuple[str, str, str],
+    q_layout: str,
+    k_layout: str,
+    *,
+    allows_fp8: bool = False,
 ) -> None:
     """Raise unless the tensors have these layouts, one device, one dtype and heads that fit.
 
     A layout is the names of the dimensions, which end in heads and head_dim; v may have another
-    head_dim than q and k.
+    head_dim than q and k. `allows_fp8`: k and v, both, may be of e4m3 instead.
     """
     q_name, k_name, v_name = names
-    for name, tensor, layout in zip(names, (q, k, v), (q_layout, k_layout, k_layout), strict=True):
-        _check_data(name, tensor, layout)
-        check_device_and_dtype(name, tensor, q, q_name)
+    _check_data(q_name, q, q_layout)
+    for name, tensor in ((k_name, k), (v_name, v)):
+        _check_data(name, tensor, k_layout, (E4M3,) if allows_fp8 else ())
+        check_device(name, tensor, q, q_name)
+    if allows_fp8 and E4M3 in (k.dtype, v.dtype):
+        if v.dtype != k.dtype:
+            raise TypeError(f"{v_name}: must have the dtype of {k_name} ({k.dtype}), got {v.dtype}")
+        check_fp8_head_dim(k_name, "head_dim", k.shape[-1])
+        check_fp8_head_dim(v_name, "head_dim_v", v.shape[-1])
+    else:
+        check_device_and_dtype(k_name, k, q, q_name)
+        check_device_and_dtype(v_name, v, q, q_name)
     heads_q, head_dim = q.shape[-2:]
     heads_k = k.shape[-2]
     _check_head_dim(q_name, "head_dim", head_dim)
@@ -76,6 +94,15 @@ def check_qkv(
 def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """The shape of out: that of q, with the head dim of v."""
     return *q.shape[:-1], v.shape[-1]
+
+
+def check_fp8_head_dim(name: str, dimension: str, size: int) -> None:
+    """Raise unless a tensor of e4m3 may have this head dim."""
+    if size % FP8_MULTIPLE != 0:
+        raise ValueError(
+            f"{name}: last dimension ({dimension}) must be a multiple of {FP8_MULTIPLE} of {E4M3}, "
+            f"got {size}"
+        )
 
 
 def check_values_like(v_name: str, v: Tensor, k_name: str, k: Tensor) -> None:
@@ -296,7 +323,7 @@ def _check_head_dim(name: str, dimension: str, size: int) -> None:
         )
 
 
-def _check_data(name: str, tensor: Any, layout: str) -> None:
+def _check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype, ...] = ()) -> None:
     check_tensor(name, tensor)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
@@ -307,4 +334,4 @@ def _check_data(name: str, tensor: Any, layout: str) -> None:
     if device not in ("cuda", "cpu", "meta"):
         raise ValueError(f"{name}: must be a CUDA or CPU tensor, got one on {tensor.device}")
     dtypes = CUDA_DTYPES if device == "cuda" else CPU_DTYPES
-    check_dtype(name, tensor.dtype, dtypes, f" on {device}")
+    check_dtype(name, tensor.dtype, dtypes + further, f" on {device}")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..call import OVER_PAIRS, AttentionCall
+from ..checks.tensors import E4M3
+from ..fp8 import to_e4m3, token_scales
 
 Index = Any  # what takes a part of a tensor, one sequence as a batch of one
 
@@ -51,7 +53,13 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
         new = 0 if call.k_new is None else call.k_new[_part(index, bounds_new)].shape[1]
         keys = _keys(call, index, 0 if leftpad is None else leftpad[index], used + new)
         q = _rotated(q, call, used, runs=call.is_windowed())
-        alone = _alone(call, index, q, call.k[keys], call.v[keys])
+        k, v = call.k, call.v
+        if call.is_fp8():
+            q = _times_scale(q, call, index)
+            k, v = (_dequantized(call, name, index, keys) for name in "kv")
+        else:
+            k, v = k[keys], v[keys]
+        alone = _alone(call, index, q, k, v)
         yield Sequence(alone, slice(index, index + 1), queries, rows, keys)
 
 
@@ -66,7 +74,45 @@ def append(call: AttentionCall) -> None:
         new = _part(index, bounds)
         k = _rotated(call.k_new[new], call, used, runs=True)
         keys = _keys(call, index, used, used + k.shape[1])
-        call.k[keys], call.v[keys] = k, call.v_new[new]
+        if call.is_fp8():
+            _store_quantized(call, "k", k, index, keys)
+            _store_quantized(call, "v", call.v_new[new], index, keys)
+        else:
+            call.k[keys], call.v[keys] = k, call.v_new[new]
+
+
+def _scales(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
+    """The scales of rows of k or v of e4m3, broadcastable to (1, S, Hk, D)."""
+    scales = getattr(call, f"{name}_descale")
+    if scales.dim() == 3:
+        return scales[keys][..., None]
+    return (scales if scales.dim() == 1 else scales[index])[:, None]
+
+
+def _dequantized(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
+    """Rows of k or v of e4m3 in the dtype of the computation, (1, S, Hk, D)."""
+    rows = getattr(call, name).view(torch.uint8)[keys].view(E4M3)
+    return rows.to(call.lse_dtype()) * _scales(call, name, index, keys)
+
+
+def _store_quantized(call: AttentionCall, name: str, x: Tensor, index: int, keys: Index) -> None:
+    if call.quantizes_tokens:
+        getattr(call, f"{name}_descale")[keys] = token_scales(x)
+    rows = to_e4m3(x, _scales(call, name, index, keys))
+    # torch does not index e4m3.
+    getattr(call, name).view(torch.uint8)[keys] = rows.view(torch.uint8)
+
+
+def _times_scale(q: Tensor, call: AttentionCall, index: int) -> Tensor:
+    """q (1, S, Hq, D), of which heads of one key head share a scale, in the dtype of the
+    computation.
+    """
+    scales = call.q_descale
+    if scales is None:
+        return q
+    group = call.q.shape[-2] // call.k.shape[-2]
+    of_heads = (scales if scales.dim() == 1 else scales[index]).repeat_interleave(group)
+    return q.to(call.lse_dtype()) * of_heads[:, None]
 
 
 def of_entry(x: Any, entry: slice) -> Any:

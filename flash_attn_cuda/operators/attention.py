@@ -3,6 +3,7 @@ arguments are the fields of an AttentionCall (call.py), in order.
 
     attention              differentiable in what call.py says, through softmax_lse too
     attention_with_append  writes new keys and values into a cache first; without gradients
+    attention_with_quantized_append  the same, and writes the scales that it makes for them
     attention_gradients    the first one's gradients as new tensors: its autograd formula
     attention_backward     the same into given dq, dk and dv, or added to them; returns softmax_d
     gradient_over_pages    stands for a gradient through pages or a cache, and refuses to run
@@ -74,6 +75,20 @@ def _checked_append(*args: Any) -> tuple[AttentionCall]:
     return (call,)
 
 
+def _checked_plain_append(*args: Any) -> tuple[AttentionCall]:
+    (call,) = _checked_append(*args)
+    if call.quantizes_tokens:
+        raise ValueError("quantizes_tokens: must be False, as scales are not written, got True")
+    return (call,)
+
+
+def _checked_quantized_append(*args: Any) -> tuple[AttentionCall]:
+    (call,) = _checked_append(*args)
+    if not call.quantizes_tokens:
+        raise ValueError("quantizes_tokens: must be True, as scales are written, got False")
+    return (call,)
+
+
 def _on_cpu(call: AttentionCall) -> Results:
     check_contents(call)
     if call.rng_state is None or call.dropout_p == 0.0:
@@ -112,7 +127,16 @@ _append_op = define(
     "attention_with_append",
     schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
     mutated=("k", "v"),
-    check=_checked_append,
+    check=_checked_plain_append,
+    **_FORWARD,
+)
+# Its own operator: a compiler copies back what is mutated, which expanded scales do not take.
+_WRITTEN = ("k", "v", "k_descale", "v_descale")
+_quantized_append_op = define(
+    "attention_with_quantized_append",
+    schema_of(Results._fields, (AttentionCall, FIELDS), mutated=_WRITTEN),
+    mutated=_WRITTEN,
+    check=_checked_quantized_append,
     **_FORWARD,
 )
 

@@ -42,6 +42,7 @@ from ..call import (
     Tangents,
 )
 from ..checks.calls import check_gradients
+from ..checks.tensors import E4M3
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
@@ -65,6 +66,8 @@ _THIRD = (
 
 def run_operator(call: AttentionCall) -> Results:
     """By the operator that the call is for."""
+    if call.k_new is not None and call.quantizes_tokens:
+        return Results(*_ops.attention_with_quantized_append(*arguments_of(call, FIELDS)))
     if call.k_new is not None:
         return Results(*_ops.attention_with_append(*arguments_of(call, FIELDS)))
     op = _attention if _wants_functions() else _ops.attention
@@ -172,7 +175,12 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     call = described(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.in_place = call.reads_in_place()
+    if call.is_fp8() and any(ctx.needs_input_grad):
+        name = READ[ctx.needs_input_grad.index(True)]
+        raise NotImplementedError(
+            f"{name}: must not require grad, as attention over {E4M3} has no backward"
+        )
+    ctx.in_place = call.reads_in_place() or call.is_fp8()
     if ctx.in_place:
         # Not the tensors: nothing reads them, and pages may be written before the backward refuses.
         tensors = {name: getattr(call, name) for name in DIFFERENTIABLE}

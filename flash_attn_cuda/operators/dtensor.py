@@ -43,7 +43,7 @@ from ..call import (
 from ..checks.calls import check_call, check_incoming, names_of
 from ..checks.tensors import refuse_with
 from . import attention, combine
-from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, WHOLE, Layout, Split
+from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, SCALES, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
 
 Rule = Callable[[Any, dict[str, Any]], Any]
@@ -70,7 +70,10 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     pairs = (batch, HEADS, WHOLE, WHOLE)
     table = (WHOLE if call.cache_batch_idx is not None else batch, WHOLE)
     slopes = (HEADS,) if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else pairs[:2]
+    scales: dict[int, Layout] = {1: (KEY_HEADS,), 2: (batch, KEY_HEADS), 3: entries[:-1]}
+    of_scales = {name: x for name in SCALES if (x := getattr(call, name)) is not None}
     return {
+        **{name: scales[x.dim()] for name, x in of_scales.items()},
         **{"q": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
         **arrays,
         **dict.fromkeys(OVER_PAIRS, pairs),
@@ -167,6 +170,8 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     first, count, held = split.key_heads(call.k.shape[-2])
     if count < held:
         local |= {name: local[name].narrow(-2, first, count) for name in "kv"}
+        given = [name for name in SCALES if name in local]
+        local |= {name: local[name].narrow(-1, first, count) for name in given}
     part = replace(call, **local)
     return part if call.dropout_p == 0.0 else _as_part_of_dropout(call, part, split)
 
@@ -251,6 +256,10 @@ def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
         if (x := getattr(found, name)) is not None:
             made[name] = split.result(x, (WHOLE,) if shape == (0,) else layouts[name], shape)
     return found._replace(**made)
+
+
+def _refuse_written_scales(func: Any, given: dict[str, Any]) -> Any:
+    raise NotImplementedError("quantize: must be None where tensors are DTensors, got 'token'")
 
 
 class _BackwardPart:
@@ -380,6 +389,7 @@ def register() -> None:
     rules: dict[Any, Rule] = {
         attention.attention_op: _forward(READ),
         attention._append_op: _forward(FIELDS),
+        attention._quantized_append_op: _refuse_written_scales,
         attention.gradients_op: _gradients_rule,
         attention._backward_op: _backward_rule,
         attention._gradient_over_pages_op: _pages_rule,

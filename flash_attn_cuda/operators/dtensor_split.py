@@ -18,6 +18,7 @@ BATCH, ROWS, HEADS, KEY_HEADS, WHOLE = "batch", "rows", "heads", "key heads", "w
 Layout = tuple[str, ...]
 
 _KEYS = ("k", "v", "k_new", "v_new")
+SCALES = ("q_descale", "k_descale", "v_descale")  # of heads of keys, which may be cut as they are
 # What the caller decides about: replicated ones are not cut here where others are.
 _AS_GIVEN = frozenset(("q", *_KEYS, *TARGETS, "out_partial", "lse_partial"))
 _FROM_AUTOGRAD = frozenset(("dout", "dlse"))  # of which callers do not choose where they are
@@ -91,7 +92,7 @@ class Split:
     def placements(self, name: str) -> tuple[Placement, ...]:
         """Of an argument as a rank's shard of the call reads it."""
         wanted = self.placements_of(self._layouts[name])
-        if name not in _KEYS and name not in ("dk", "dv"):
+        if name not in (*_KEYS, *SCALES, "dk", "dv"):
             return wanted
         return tuple(
             Replicate() if cut == HEADS and not is_cut else placement

@@ -83,7 +83,7 @@ def schema_of(
     """
     if not isinstance(returns, str):
         returns = ", ".join(f"Tensor {name}" for name in returns)
-    aliases = dict(zip(mutated, "abc", strict=False))
+    aliases = dict(zip(mutated, "abcd", strict=False))
     arguments = []
     for described, names in parts:
         types = {field.name: str(field.type) for field in dataclasses.fields(described)}

@@ -42,7 +42,8 @@ SIGNATURES = {
     "flash_attn_qkvpacked_func": f"qkv, {TRAINING}",
     "flash_attn_varlen_func": (
         f"q, k, v, {LENGTHS}, {TRAINING}, block_table=None, *, seqused_q=None, seqused_k=None, "
-        f"leftpad_k=None, num_splits=0, batch_invariant=False, {MASKS}, out=None"
+        f"leftpad_k=None, num_splits=0, batch_invariant=False, {MASKS}, out=None, "
+        "q_descale=None, k_descale=None, v_descale=None"
     ),
     "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TRAINING}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TRAINING}",
@@ -52,7 +53,8 @@ SIGNATURES = {
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, "
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
-        "sink=None, attention_chunk=0, out=None"
+        "sink=None, attention_chunk=0, out=None, q_descale=None, k_descale=None, v_descale=None, "
+        "quantize=None"
     ),
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
     "check_device_errors": "device=None",

@@ -21,12 +21,15 @@ Conventions of the whole package:
     total_q). Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of queries the first
     seqused_q[b], of keys those from leftpad_k[b] to seqused_k[b]. Its Sq and Sk are those counts,
     and i and j count from its first query and key. Other rows have out 0, lse -inf, gradient 0.
+  - k and v of FP8 (e4m3) are their numbers times a scale: of a head, of a sequence's head, or of a
+    token's head. q of FP8 likewise, by the key head that it reads.
 """
 
 from __future__ import annotations
 
 from tests.reference.dense import attention, attention_with_gradients, low_precision
 from tests.reference.dropout import keep_mask, philox_4x32_7
+from tests.reference.fp8 import Fp8CacheResult, fp8_cache_reference
 from tests.reference.kvcache import KvCacheResult, kvcache_reference, rotate
 from tests.reference.parts import (
     NO_WINDOW,
@@ -46,11 +49,13 @@ __all__ = [
     "NO_WINDOW",
     "AttentionOptions",
     "AttentionResult",
+    "Fp8CacheResult",
     "KvCacheResult",
     "WindowBounds",
     "attention",
     "attention_with_gradients",
     "dense_keys",
+    "fp8_cache_reference",
     "keep_mask",
     "kvcache_reference",
     "low_precision",

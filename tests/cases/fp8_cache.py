@@ -1,0 +1,243 @@
+"""Attention problems over a KV cache of FP8 (e4m3): a KvCacheCase and what its scales are like.
+Rows that hold no key are NaN, and so are scales that no row in use has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import flash_attn_with_kvcache
+from tests.cases.kvcache import KvCacheCase, KvCacheInputs
+from tests.reference import AttentionResult
+from tests.reference.fp8 import (
+    Fp8CacheResult,
+    fp8_cache_reference,
+    from_bytes,
+    scaled_down,
+    to_bytes,
+    token_scales,
+)
+from tests.reference.tolerance import Closeness, assert_close
+
+E4M3 = torch.float8_e4m3fn
+FORMS = ("number", "head", "batch", "token")
+STRIDES = ("plain", "expanded", "strided")
+
+
+@dataclass(frozen=True)
+class Fp8Inputs:
+    """`cache`: the tensors of a call, caches of e4m3. Scales as they are given."""
+
+    cache: KvCacheInputs
+    scales: dict[str, Any]  # q_descale, if q is of e4m3, k_descale, v_descale
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.cache.arguments(), **self.scales}
+
+
+@dataclass(frozen=True)
+class Fp8Case:
+    """The forms of scales, and their strides; `powers`: all of them are powers of two."""
+
+    cache: KvCacheCase
+    k_form: str = "head"
+    v_form: str = "head"
+    strides: str = "plain"
+    powers: bool = False
+    quantize: str | None = None
+    q_is_fp8: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.cache), f"k_{self.k_form}", f"v_{self.v_form}", self.strides]
+        parts += ["powers"] * self.powers + ["quantize"] * (self.quantize is not None)
+        return "-".join(parts + ["q_fp8"] * self.q_is_fp8)
+
+    def make_inputs(self, seed: int = 0) -> Fp8Inputs:
+        cache, given = self.cache, self.cache.make_inputs(seed)
+        generator = torch.Generator(cache.device).manual_seed(seed + 1)
+        k, v = given.k_cache, given.v_cache
+        in_use = ~k[..., 0, 0].isnan() | self._appended(given)
+        scales: dict[str, Any] = {}
+        stored = {}
+        for name, x, form in (("k", k, self.k_form), ("v", v, self.v_form)):
+            if form == "token" and self.strides != "expanded" and not self.powers:
+                of_rows = token_scales(x)  # what is stored uses all of e4m3
+                stored[name] = to_bytes(scaled_down(x, of_rows[..., None]))
+                made = torch.where(
+                    x[..., 0].isnan(), self._random(x.shape[:-1], generator), of_rows
+                )
+            else:
+                stored[name] = to_bytes(x.float() * 64.0)
+                made = self._random(self._shape(form, x), generator)
+            scales[f"{name}_descale"] = self._as_given(form, made, in_use)
+        if self.q_is_fp8:
+            form = self.k_form if self.k_form != "token" else "batch"
+            shape = self._shape(form, k)
+            scales["q_descale"] = self._as_given(
+                form, 16.0 * self._random(shape, generator), in_use
+            )
+            q = to_bytes(given.q.float() * 4.0).view(E4M3)
+            given = replace(given, q=q)
+        caches = {f"{name}_cache": x.view(E4M3) for name, x in stored.items()}
+        return Fp8Inputs(replace(given, **caches), scales)
+
+    def _shape(self, form: str, x: Tensor) -> tuple[int, ...]:
+        heads = self.cache.num_heads_k
+        shapes = {"number": (1,), "head": (heads,), "batch": (self.cache.batch, heads)}
+        return shapes.get(form, x.shape[:-1])
+
+    def _random(self, shape: Any, generator: torch.Generator) -> Tensor:
+        """Around 1 / 64."""
+        device = self.cache.device
+        if self.powers:
+            exponents = torch.randint(-7, -4, tuple(shape), device=device, generator=generator)
+            return torch.exp2(exponents.float())
+        x = torch.rand(tuple(shape), device=device, generator=generator)
+        return (x + 0.5) / 64.0
+
+    def _as_given(self, form: str, scale: Tensor, in_use: Tensor) -> Any:
+        if form == "number":
+            return scale.item()
+        if self.strides == "expanded":
+            first = scale[..., :1] if scale.dim() < 3 else scale[:1, :1]
+            return first.contiguous().expand(scale.shape)
+        if form == "token":
+            scale = scale.masked_fill(~in_use[..., None], torch.nan)
+        if self.strides == "plain" or scale.numel() == 0:
+            return scale.contiguous()
+        room = scale.new_full((2 * scale.shape[-1], *scale.shape[:-1]), torch.nan)
+        return room[::2].movedim(0, -1).copy_(scale)
+
+    def _appended(self, given: KvCacheInputs) -> Tensor:
+        """Rows of the cache that are written, booleans like its first two dimensions."""
+        cache = self.cache
+        rows = torch.zeros(given.k_cache.shape[:2], dtype=torch.bool, device=cache.device)
+        new = cache.seqlens_new
+        if new is None:
+            return rows
+        lengths = (new,) * cache.batch if isinstance(new, int) else new
+        for index, (used, count) in enumerate(zip(cache.cached, lengths, strict=True)):
+            entry = index if cache.batch_idx is None else cache.batch_idx[index]
+            at = torch.arange(used, used + count, device=cache.device)
+            if given.block_table is None:
+                rows[entry, at] = True
+            else:
+                pages = given.block_table[entry].long()[at // given.k_cache.shape[1]]
+                rows[pages, at % given.k_cache.shape[1]] = True
+        return rows
+
+
+def attend(
+    case: Fp8Case, inputs: Fp8Inputs, **changes: Any
+) -> tuple[AttentionResult, list[Tensor]]:
+    """(out and lse, k_cache, v_cache, k_descale, v_descale): what is written is copied before."""
+    options = case.cache.arguments()
+    del options["dropout_p"], options["deterministic"]
+    given = inputs.arguments()
+    given |= {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    if case.quantize is not None:
+        for name in ("k_descale", "v_descale"):
+            x = given[name]
+            given[name] = x.new_empty_strided(x.shape, x.stride()).copy_(x)
+    out, lse = flash_attn_with_kvcache(
+        **{
+            **given,
+            **options,
+            "rotary_interleaved": case.cache.rotary_interleaved,
+            "return_softmax_lse": True,
+            "quantize": case.quantize,
+            **changes,
+        }
+    )
+    names = ("k_cache", "v_cache", "k_descale", "v_descale")
+    return AttentionResult(out=out, lse=lse), [given[name] for name in names]
+
+
+def reference_of(case: Fp8Case, inputs: Fp8Inputs, **changes: Any) -> Fp8CacheResult:
+    arguments = inputs.arguments()
+    options = case.cache.options(arguments.pop("alibi_slopes"))
+    sink = arguments.pop("sink")
+    q, heads = arguments["q"], case.cache.num_heads_k
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if isinstance(scale := arguments.get(name), float):
+            arguments[name] = torch.full((heads,), scale, device=q.device)
+    if case.q_is_fp8:
+        arguments["q"] = from_bytes(q.view(torch.uint8)).bfloat16()
+    return fp8_cache_reference(
+        **arguments,
+        quantize=case.quantize,
+        rotary_interleaved=case.cache.rotary_interleaved,
+        options=options,
+        sink=sink,
+        **changes,
+    )
+
+
+def check_fp8(
+    case: Fp8Case, seed: int = 0, inputs: Fp8Inputs | None = None, **changes: Any
+) -> list[Closeness]:
+    """Output, lse, every byte of both caches and every scale; `changes` are arguments that must not
+    matter, like num_splits.
+    """
+    inputs = case.make_inputs(seed) if inputs is None else inputs
+    actual, found = attend(case, inputs, **changes)
+    return assert_fp8_close(case, inputs, actual, found)
+
+
+def assert_fp8_close(
+    case: Fp8Case, inputs: Fp8Inputs, actual: AttentionResult, found: list[Tensor]
+) -> list[Closeness]:
+    expected = reference_of(case, inputs)
+    is_rotated = case.cache.rotary_dim > 0 and case.cache.seqlens_new is not None
+    heads = case.cache.num_heads_k
+    scales = [
+        x if isinstance(x, Tensor) else torch.full((heads,), x, device=actual.out.device)
+        for x in found[2:]
+    ]
+    wanted = (expected.k_cache, expected.v_cache)
+    wanted_scales = (expected.k_descale, expected.v_descale)
+    for name, cache, y, scale, z in zip(
+        "kv", found[:2], wanted, scales, wanted_scales, strict=True
+    ):
+        may_differ = is_rotated and name == "k"
+        new = expected.appended if may_differ else torch.zeros_like(expected.appended)
+        wrong = (cache.view(torch.uint8) != y).flatten(2).any(-1) & ~new
+        assert not wrong.any(), f"{name}_cache: {int(wrong.sum())} rows are wrong"
+        same = (scale == z) | (scale.isnan() & z.isnan())
+        if may_differ and scale.dim() == 3:
+            eps = torch.finfo(actual.out.dtype).eps
+            same |= new[..., None] & ((scale - z).abs() <= 1.01 * eps * z)
+        assert bool(same.all()), f"{name}_descale: {int((~same).sum())} scales are wrong"
+        if may_differ and scale.dim() == 3:
+            assert_one_number_off(cache[new], scale[new], y[new], z[new])
+        elif may_differ:
+            codes = (cache[new].view(torch.uint8).int() - y[new].int()).abs()
+            signs = (from_bytes(cache[new].view(torch.uint8)) - from_bytes(y[new])).abs() <= 2.0**-8
+            assert bool(((codes <= 1) | signs).all()), "k_cache: more than one number off"
+    if is_rotated:
+        written = (*found[:2], *scales)
+        expected = reference_of(case, inputs, written=written)
+    exact, naive = expected.expected, expected.naive
+    if actual.out.dtype == torch.float64:
+        torch.testing.assert_close(actual.out, exact.out, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(actual.lse, exact.lse, rtol=1e-11, atol=1e-11)
+        return []
+    # What is rotated, or dequantized to 16 bits, is rounded to them, and lse sees that.
+    seen = exact.lse != -torch.inf
+    if (is_rotated or not case.powers) and actual.out.dtype.itemsize == 2:
+        rounding = (naive.lse.double() - exact.lse)[seen].abs()
+        noise = {"lse": 2.0 * rounding.max().item() + 2.0**-9 if rounding.numel() else 0.0}
+        exact = replace(exact, noise={**exact.noise, **noise})
+    return assert_close(actual, exact, naive)
+
+
+def assert_one_number_off(cache: Tensor, scale: Tensor, code: Tensor, expected: Tensor) -> None:
+    """Keys and their scales, of what was rotated in fp32 and not in fp64."""
+    x = from_bytes(cache.view(torch.uint8)) * scale[..., None].double()
+    y = from_bytes(code) * expected[..., None].double()
+    allowed = 0.13 * y.abs() + 2.0**-8 * expected[..., None].double()
+    assert bool(((x - y).abs() <= allowed).all()), "k_cache: more than one number off"
