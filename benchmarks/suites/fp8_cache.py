@@ -95,9 +95,8 @@ class Shape:
         return f"B{batch} S{length} {heads_q}/{heads_k} d{head_dim}"
 
     def group(self, device: str) -> DecodeGroup:
-        target = None if self.limit is None else Target("over_16_bits", self.limit)
         heads = self.num_heads_q, self.num_heads_k, self.head_dim
-        return DecodeGroup(str(self), (self.seqlen,) * self.batch, target, *heads, device=device)
+        return DecodeGroup(str(self), (self.seqlen,) * self.batch, None, *heads, device=device)
 
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
