@@ -20,6 +20,7 @@ from benchmarks.context_parallel import speed as context_parallel_speed
 from benchmarks.core import feature_tables
 from benchmarks.core.documents import SCHEMA, write_outputs
 from benchmarks.core.grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
+from benchmarks.suites import fp8_cache as fp8_cache_speed
 from benchmarks.suites import limits as limit_speed
 from benchmarks.suites import mask_tables
 from benchmarks.suites import rotary as rotary_speed
@@ -30,6 +31,7 @@ OTHERS = {
     rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
     limit_speed.BENCHMARK: limit_speed.COLUMNS,
     second_order_speed.BENCHMARK: second_order_speed.COLUMNS,
+    fp8_cache_speed.BENCHMARK: fp8_cache_speed.COLUMNS,
     context_parallel_speed.BENCHMARK: context_parallel_speed.COLUMNS,
     context_parallel_errors.BENCHMARK: context_parallel_errors.COLUMNS,
     context_parallel_model.BENCHMARK: context_parallel_model.COLUMNS,

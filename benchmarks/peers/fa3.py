@@ -74,16 +74,24 @@ def attend_of(function: str) -> Attend:
 
 @cache
 def flash_attention_3_cached() -> Attend:
-    """For a query of each sequence over a cache: (q, k, v, cache_seqlens). It decides itself over
-    how many CTAs keys are split.
+    """For a query of each sequence over a cache: (q, k, v, cache_seqlens), and q_descale, k_descale
+    and v_descale by their names. It decides itself over how many CTAs keys are split.
     """
     try:
         package = importlib.import_module("flash_attn_interface")
     except ImportError:
         return cached_through_ops(load_ops())
-    return lambda q, k, v, cache_seqlens: package.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=cache_seqlens
-    )
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, **descales: Tensor
+    ) -> Tensor:
+        with refusals():
+            result: Tensor = package.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=cache_seqlens, **descales
+            )
+        return result
+
+    return attend
 
 
 def load_ops() -> Any:
@@ -153,9 +161,11 @@ def through_ops(ops: Any) -> Attend:
 def cached_through_ops(ops: Any) -> Attend:
     forward = Operator(ops.fwd)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, **descales: Tensor
+    ) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        return forward(q=q, k=k, v=v, seqused_k=cache_seqlens, softmax_scale=scale)[0]
+        return forward(q=q, k=k, v=v, seqused_k=cache_seqlens, softmax_scale=scale, **descales)[0]
 
     return attend
 
@@ -181,10 +191,10 @@ class Operator:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Head dims that were left out of a build, or that no release has, are no failures."""
+    """Head dims and FP8 that were left out of a build, or that no release has, are no failures."""
     try:
         yield
     except RuntimeError as error:
-        if "support" not in str(error) or not re.search("hdim|head", str(error)):
+        if "support" not in str(error) or not re.search("hdim|head|fp8|FP8", str(error)):
             raise
         raise NotImplementedError(str(error)) from None

@@ -298,12 +298,17 @@ def torch_dense(caches: Caches) -> NumberedCall:
 
 
 def fa3_dense(caches: Caches) -> NumberedCall:
-    require_cuda(caches.group)
-    if caches.group.head_dim > FA3_MAX_HEAD_DIM:
-        raise Unsupported(f"has head dims up to {FA3_MAX_HEAD_DIM}")
-    attend = found(flash_attention_3_cached)
+    attend = fa3_attend(caches.group)
     q, k, v = caches.q.unbind(), caches.k.unbind(), caches.v.unbind()
     return lambda index: attend(q[index], k[index], v[index], caches.lengths)
+
+
+def fa3_attend(group: DecodeGroup) -> Callable[..., object]:
+    """As fa3.flash_attention_3_cached; Unsupported where it is not here or lacks the head dim."""
+    require_cuda(group)
+    if group.head_dim > FA3_MAX_HEAD_DIM:
+        raise Unsupported(f"has head dims up to {FA3_MAX_HEAD_DIM}")
+    return found(flash_attention_3_cached)
 
 
 def measure_copy(device: str, protocol: Protocol, size: int = COPY_BYTES) -> Row:

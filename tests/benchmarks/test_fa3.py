@@ -169,6 +169,21 @@ def test_a_cache_comes_with_its_lengths(monkeypatch):
     operator, given = fa3.flash_attention_3_cached()(q, "k", "v", "lengths")
     assert operator == "fwd" and given.pop("q") is q
     assert given == {"k": "k", "v": "v", "seqused_k": "lengths", "softmax_scale": 0.25}
+    _, given = fa3.flash_attention_3_cached()(q, "k", "v", "lengths", k_descale="scales")
+    assert given["k_descale"] == "scales"
+
+
+def test_a_cache_of_fp8_comes_with_its_scales(monkeypatch):
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_with_kvcache = lambda *tensors, **given: given
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    given = fa3.flash_attention_3_cached()("q", "k", "v", "lengths", v_descale="scales")
+    assert given == {"cache_seqlens": "lengths", "v_descale": "scales"}
+
+
+def test_fp8_that_a_build_lacks_is_unsupported():
+    with pytest.raises(NotImplementedError, match="FP8"), fa3.refusals():
+        raise RuntimeError("This flash attention build does not support FP8.")
 
 
 def test_a_library_by_its_name_comes_before_the_one_in_xformers(tmp_path, monkeypatch):

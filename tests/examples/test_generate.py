@@ -48,6 +48,39 @@ def test_a_cache_gives_the_same_logits(model, page_size):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scales", ["token", "head"])
+@torch.no_grad()
+def test_a_cache_of_e4m3_changes_little_and_pages_nothing(model, scales):
+    exact = without_cache(model, PROMPTS, 12)
+    forced = partial(with_cache, model, PROMPTS, 12, forced=exact.argmax(-1))
+    torch.testing.assert_close(forced(), exact, rtol=1e-4, atol=1e-4)
+    dense = forced(scales=scales)
+    assert 0.0 < (dense - exact).abs().mean() < 0.05 * exact.abs().mean()
+    torch.testing.assert_close(forced(scales=scales, page_size=5), dense, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_scales_per_head_are_those_of_the_prompts(model):
+    cache = generate.Cache.empty(model, 1, 8, None, "head")
+    cache.add(model, torch.tensor(list(b"some")), torch.tensor([0, 4], dtype=torch.int32))
+    of_prompts = [descale.clone() for of_layer in cache.descales for descale in of_layer]
+    cache.add(model, torch.tensor([[7]]))
+    assert len(cache.descales) == TINY.layers and cache.keys[0].dtype == generate.E4M3
+    for descale, before in zip(sum(cache.descales, ()), of_prompts, strict=True):
+        assert descale.shape == (TINY.heads,) and torch.equal(descale, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["token", "head"])
+def test_a_cache_of_e4m3_on_the_gpu(device, model, scales):
+    model = model.to(device)
+    tokens = generate.generate(without_cache, model, PROMPTS, 12).tokens
+    forced = partial(with_cache, forced=tokens)
+    dense = generate.generate(forced, model, PROMPTS, 12).logits
+    small = generate.generate(partial(forced, scales=scales), model, PROMPTS, 12).logits
+    assert 0.0 < (small - dense).abs().mean() < 0.08 * dense.abs().mean()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 def test_on_the_gpu(device, model, page_size):
@@ -68,6 +101,16 @@ def test_the_whole_program_after_training(tmp_path, capsys):
     assert "tokens/s" in printed and printed.count("the same") == 2
     for words in (*generate.PROMPTS, "without a cache", "dense cache", "pages of 16"):
         assert words in printed
+
+
+@pytest.mark.parametrize("scales", ["token", "head"])
+def test_the_program_with_a_cache_of_e4m3(model, tmp_path, capsys, scales):
+    save_model(model, tmp_path / "model.pt")
+    arguments = ["--device", "cpu", "--model", str(tmp_path / "model.pt"), "--length", "8"]
+    assert generate.main([*arguments, "--cache-dtype", "e4m3", "--scales", scales]) == 0
+    printed = capsys.readouterr().out
+    assert f"e4m3 cache, scales per {scales}" in printed and "logits within" in printed
+    assert "tokens/s" in printed
 
 
 def test_a_wrong_cache_fails_the_program(model, monkeypatch, tmp_path, capsys):
