@@ -154,8 +154,10 @@ SM90_FORWARD = (
 # sm80 forward ------------------------------------------------------------------------------------
 # Four warps of 32 query rows up to head dim 128, of 16 above: what O and S leave of 255 registers.
 # keeps_pointers: on an H200 that gained 3 % at head dim 64, and cost 6 % at 128 (causal, seqlen
-# 512), where they are spilled. Masked tiles have sides that divide the 128 of a list's tiles.
+# 512), where they are spilled. Masked tiles have sides that divide the 128 of a list's tiles. Bytes
+# of e4m3 wait beside the tile of 16 bits that is made of them.
 
+E4M3 = CACHE_MODIFIERS | Feature.e4m3_kv
 PLAIN_AND_FEATURES = {"": NO_FEATURES, "modifiers": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT}
 
 # fmt: off
@@ -178,7 +180,7 @@ SM80_FORWARD = (
     entry(
         Kernel.sm80_forward, 128,
         block_m=128, block_n=64, num_warps=4,
-        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED}),),
+        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED, "e4m3": E4M3}),),
     ),
     entry(
         Kernel.sm80_forward, 192,
@@ -188,7 +190,10 @@ SM80_FORWARD = (
     entry(
         Kernel.sm80_forward, 256,
         block_m=64, block_n=64, num_warps=4,
-        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED}),),
+        tiles=(
+            tile({**PLAIN_AND_FEATURES, "masked": MASKED}),
+            tile({"e4m3": E4M3}, block_n=32),
+        ),
     ),
     # Two CTAs have half of O's columns each, and S twice. One row for plain and modified scores.
     entry(
@@ -198,41 +203,23 @@ SM80_FORWARD = (
             tile({"": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT, "masked": MASKED}),
             tile({"smem99k": CACHE_MODIFIERS | DROPOUT}, block_n=16),
             tile({"masked_smem99k": MASKED}, block_m=32, block_n=32, num_warps=2),
-        ),
-    ),
-)
-
-# Of e4m3 a tile's bytes wait beside the tile of 16 bits that is made of them.
-E4M3 = CACHE_MODIFIERS | Feature.e4m3_kv
-SM80_FORWARD_E4M3 = (
-    entry(
-        Kernel.sm80_forward, 128,
-        block_m=128, block_n=64, num_warps=4,
-        tiles=(tile({"e4m3": E4M3}),),
-    ),
-    entry(
-        Kernel.sm80_forward, 256,
-        block_m=64, block_n=32, num_warps=4,
-        tiles=(tile({"e4m3": E4M3}),),
-    ),
-    entry(
-        Kernel.sm80_forward, 512,
-        block_m=64, block_n=32, num_warps=4, columns_per_cta=256,
-        tiles=(
-            tile({"e4m3": E4M3}),
+            tile({"e4m3": E4M3}, block_n=32),
             tile({"e4m3_smem99k": E4M3}, block_m=32, block_n=16, num_warps=2),
         ),
     ),
 )
-# fmt: on
 
 # sm80 decode -------------------------------------------------------------------------------------
 # For tiles of 16 rows; block_n: keys that a warp takes at a time. Stages: about 96 KiB of them, as
 # two CTAs then share an SM of a Hopper GPU with 128 KiB of loads under way, and one fits the 99 KiB
 # of the GPUs that have least; there a single warp's leave room for Q as well. At most 6.
-# shares_queries: fragments of Q and O fill the registers up to head dim 192.
+# shares_queries: fragments of Q and O fill the registers up to head dim 192. Conversions bound a
+# kernel of e4m3 too: more warps an SM and, up to head dim 256, slices of 32 keys are worth more
+# than loads under way.
 
 DECODE = CACHE_MODIFIERS | Feature.packed_gqa
+DECODE_E4M3 = DECODE | Feature.e4m3_kv
+CONVERTING: dict[str, Any] = {"ctas_per_sm": 2, "shares_queries": True}
 
 # fmt: off
 SM80_DECODE = (
@@ -243,8 +230,11 @@ SM80_DECODE = (
     ),
     entry(
         Kernel.sm80_decode, 64,
-        block_m=16, block_n=32, num_warps=4, stages_kv=3,
-        tiles=(tile({"decode": DECODE}),),
+        block_m=16, block_n=32, num_warps=4,
+        tiles=(
+            tile({"decode": DECODE}, stages_kv=3),
+            tile({"decode_e4m3": DECODE_E4M3}, stages_kv=4, ctas_per_sm=3),
+        ),
     ),
     entry(
         Kernel.sm80_decode, 96,
@@ -253,8 +243,14 @@ SM80_DECODE = (
     ),
     entry(
         Kernel.sm80_decode, 128,
-        block_m=16, block_n=16, num_warps=4, stages_kv=3,
-        tiles=(tile({"decode": DECODE}),),
+        block_m=16, num_warps=4,
+        tiles=(
+            tile({"decode": DECODE}, block_n=16, stages_kv=3),
+            tile({"decode_e4m3": DECODE_E4M3}, block_n=32, stages_kv=3, **CONVERTING),
+            tile(
+                {"decode_e4m3_smem99k": DECODE_E4M3}, block_n=32, stages_kv=2, **CONVERTING,
+            ),
+        ),
     ),
     entry(
         Kernel.sm80_decode, 192,
@@ -263,10 +259,11 @@ SM80_DECODE = (
     ),
     entry(
         Kernel.sm80_decode, 256,
-        block_m=16, block_n=16, shares_queries=True,
+        block_m=16, shares_queries=True,
         tiles=(
-            tile({"decode": DECODE}, num_warps=2, stages_kv=3),
-            tile({"decode_smem99k": DECODE}, num_warps=1, stages_kv=5),
+            tile({"decode": DECODE}, block_n=16, num_warps=2, stages_kv=3),
+            tile({"decode_smem99k": DECODE}, block_n=16, num_warps=1, stages_kv=5),
+            tile({"decode_e4m3": DECODE_E4M3}, block_n=32, num_warps=2, stages_kv=2, ctas_per_sm=3),
         ),
     ),
     # Two warps share a slice of keys, with half of its columns each.
@@ -276,40 +273,10 @@ SM80_DECODE = (
         tiles=(
             tile({"decode": DECODE}, num_warps=4, stages_kv=3),
             tile({"decode_smem99k": DECODE}, num_warps=2, stages_kv=2),
+            tile({"decode_e4m3": DECODE_E4M3}, num_warps=2, stages_kv=3, ctas_per_sm=3),
         ),
     ),
 )
-
-# Of e4m3 conversions bound it too: more warps an SM, and, up to head dim 256, slices of 32 keys, are
-# worth more than loads under way. Q in shared memory leaves registers for them.
-DECODE_E4M3 = DECODE | Feature.e4m3_kv
-SM80_DECODE_E4M3 = (
-    entry(
-        Kernel.sm80_decode, 64,
-        block_m=16, block_n=32, num_warps=4, stages_kv=4, ctas_per_sm=3,
-        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
-    ),
-    entry(
-        Kernel.sm80_decode, 128,
-        block_m=16, block_n=32, num_warps=4, ctas_per_sm=2, shares_queries=True,
-        tiles=(
-            tile({"decode_e4m3": DECODE_E4M3}, stages_kv=3),
-            tile({"decode_e4m3_smem99k": DECODE_E4M3}, stages_kv=2),
-        ),
-    ),
-    entry(
-        Kernel.sm80_decode, 256,
-        block_m=16, block_n=32, num_warps=2, stages_kv=2, ctas_per_sm=3, shares_queries=True,
-        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
-    ),
-    entry(
-        Kernel.sm80_decode, 512,
-        block_m=16, block_n=16, num_warps=2, stages_kv=3, ctas_per_sm=3, shares_queries=True,
-        columns_per_warp=256,
-        tiles=(tile({"decode_e4m3": DECODE_E4M3}),),
-    ),
-)
-# fmt: on
 
 # sm90 backward -----------------------------------------------------------------------------------
 # Two warpgroups hold dK and dV. A CTA of a pair (sm90/isa/cta_pair.h) holds half of a tile's keys
@@ -567,9 +534,7 @@ SM80_HVP = (
 ENTRIES: tuple[Entry, ...] = (
     *SM90_FORWARD,
     *SM80_FORWARD,
-    *SM80_FORWARD_E4M3,
     *SM80_DECODE,
-    *SM80_DECODE_E4M3,
     *SM90_BACKWARD,
     *SM80_BACKWARD,
     *SM90_JVP,

@@ -215,8 +215,8 @@ struct TangentParams {
   RowView<float> lse;
 };
 
-// What numbers of e4m3 are multiplied by: (batch, heads_k), or one for each token and head, laid out
-// as k is. data null: 1. Any number may be there, and none of a token that is not.
+// What numbers of e4m3 are multiplied by: (batch, heads_k), or one for each token and head, laid
+// out as k is. data null: 1. Any number may be there, and none of a token that is not.
 struct ScaleView {
   float* data = nullptr;
   bool per_token = false;
