@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -225,6 +226,56 @@ def over_pages() -> None:
     packed = (bounds, None, 2, None)
     paged = {"seqused_k": lengths, "block_table": table}
     close(flash_attn_varlen_func(flat, *sharded, *packed, **paged), wanted.flatten(0, 1), "packed")
+
+
+def over_e4m3() -> None:
+    """Caches and pages of e4m3, whose scales are plain tensors of the whole, or DTensors."""
+    mesh, rank = line_of_ranks(), torch.distributed.get_rank()
+    torch.manual_seed(4)
+    e4m3 = torch.float8_e4m3fn
+
+    def shard(x: Tensor, at: Placement) -> DTensor:
+        """Of what gloo does not send."""
+        part = x.chunk(2, at.dim)[rank] if isinstance(at, Shard) else x
+        return DTensor.from_local(part.contiguous().clone(), mesh, [at], run_check=False)
+
+    q, k, v = (torch.randn(2, n, h, 16, dtype=torch.float64) for n, h in ((2, 4), (1, 2), (1, 2)))
+    caches = [(100.0 * torch.randn(2, 9, 2, 16)).to(e4m3) for _ in "kv"]
+    of_heads, of_batch, of_tokens = torch.rand(2), torch.rand(2, 2), torch.rand(2, 9, 2)
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    table = torch.tensor([[1], [0]], dtype=torch.int32)
+    for at, keys_at in ((Shard(2), Shard(2)), (Shard(0), Shard(0)), (Shard(2), REPLICATED)):
+        for k_scale, v_scale in ((of_heads, of_batch), (0.25, of_tokens)):
+            given: dict[str, Any] = {"k_descale": k_scale, "v_descale": v_scale}
+            given |= {"cache_seqlens": lengths, "causal": True}
+            if keys_at == REPLICATED:  # ranks share the cache
+                parts, new = [shard(x, keys_at) for x in caches], []
+                wanted = flash_attn_with_kvcache(q, *caches, **given)
+            else:
+                parts, new = [shard(x, keys_at) for x in caches], [shard(x, at) for x in (k, v)]
+                written = [x.clone() for x in caches]
+                wanted = flash_attn_with_kvcache(q, *written, k, v, **given)
+            close(flash_attn_with_kvcache(shard(q, at), *parts, *new, **given), wanted, f"{at}")
+            for x, y in zip(parts, written if new else [], strict=bool(new)):
+                local = shard(y, keys_at).to_local()
+                assert torch.equal(x.to_local().view(torch.uint8), local.view(torch.uint8))
+        pages_at = REPLICATED if at == Shard(0) else keys_at
+        given = {"k_descale": of_tokens, "v_descale": of_batch, "block_table": table}
+        given |= {"cache_seqlens": lengths}
+        wanted = flash_attn_with_kvcache(q, *caches, **given)
+        if pages_at == Shard(2):
+            given["k_descale"] = shard(of_tokens, Shard(2))
+        parts = [shard(x, pages_at) for x in caches]
+        close(flash_attn_with_kvcache(shard(q, at), *parts, **given), wanted, f"pages, {at}")
+    parts = [shard(x, Shard(2)) for x in caches]
+    scales = {f"{name}_descale": shard(of_tokens, Shard(2)) for name in "kv"}
+    with pytest.raises(NotImplementedError, match=r"^quantize: must be None where tensors are D"):
+        flash_attn_with_kvcache(
+            *(shard(q, Shard(2)), *parts, *(shard(x, Shard(2)) for x in (k, v))),
+            cache_seqlens=lengths,
+            **scales,
+            quantize="token",
+        )
 
 
 def other_operators() -> None:

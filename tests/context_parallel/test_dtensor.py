@@ -63,6 +63,10 @@ def test_pages(two: Ranks) -> None:
     two.run(cases.over_pages)
 
 
+def test_caches_of_e4m3(two: Ranks) -> None:
+    two.run(cases.over_e4m3)
+
+
 def test_other_operators(two: Ranks) -> None:
     two.run(cases.other_operators)
 
