@@ -201,6 +201,8 @@ def test_compiled_rows_and_explain(
     assert calls[1].seqused_k is not None and calls[1].over_cache
     assert (calls[1].window_size_left, calls[1].num_splits) == (7, 3)
     assert "backward" not in capsys.readouterr().out
+    assert main(["--explain", "--cache", "--e4m3"]) == 0
+    assert {calls[-1].k.dtype, calls[-1].v.dtype} == {torch.float8_e4m3fn}
     for over_cache in (["--cache"], ["--page-size", "64"]):
         main(["--explain", *over_cache])
         assert calls[-1].num_splits == 0

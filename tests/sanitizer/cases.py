@@ -17,6 +17,7 @@ from tests.cases import families
 from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from tests.cases.bands import BandCase
+from tests.cases.fp8_cache import Fp8Case
 from tests.cases.harness import ON_CPU, Case
 from tests.cases.masked import (
     MaskedCase,
@@ -333,6 +334,19 @@ def derivative_cases(device: str) -> Iterator[DerivativeCase]:
         )
         bias = RandomBias("bhq")
         yield DerivativeCase(masked_dense(**common, bias=bias, seqlen_q=70, seqlen_k=90))
+
+
+def fp8_cases(device: str) -> Iterator[Fp8Case]:
+    """Of the rows for keys and values of e4m3, and of both ways to append them."""
+    for fields in each_head_dim([16] if ON_CPU else [64, 128, 256, 512, 80, 192]):
+        cache = KvCacheCase(**fields, device=device, cached=(150, 0, 37), page_size=16, causal=True)
+        yield Fp8Case(
+            replace(cache, seqlens_new=1, rotary_dim=16), "token", "token", quantize="token"
+        )
+        yield Fp8Case(replace(cache, seqlens_q=90, seqlens_new=20), "batch", "token", "strided")
+        plain = replace(cache, page_size=None, leftpad=(10, 0, 37), softcap=5.0)
+        yield Fp8Case(replace(plain, seqlens_q=(3, 1, 70)), "number", "head", q_is_fp8=True)
+        yield Fp8Case(replace(plain, seqlens_q=4, seqlens_new=4), "head", "batch", "expanded")
 
 
 def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:

@@ -42,12 +42,21 @@ from flash_attn_cuda import (
     flash_attn_combine,
     flash_attn_varlen_func,
 )
+from flash_attn_cuda.explain import call_of_shapes, explain
 from flash_attn_cuda.masks.lists import TILE
 from tests.cases import bad_input, second_order
 from tests.cases.accumulate import SumCase
-from tests.cases.attention import AttentionCase, KvCacheCase, Layout, VarlenCase, arrange
+from tests.cases.attention import (
+    DTYPE_NAMES,
+    AttentionCase,
+    KvCacheCase,
+    Layout,
+    VarlenCase,
+    arrange,
+)
 from tests.cases.bands import BandCase
 from tests.cases.families import planned
+from tests.cases.fp8_cache import Fp8Case, check_fp8
 from tests.cases.harness import (
     DEVICE,
     ON_CPU,
@@ -75,6 +84,7 @@ from tests.sanitizer.cases import (
     bad_list_cases,
     band_cases,
     derivative_cases,
+    fp8_cases,
     long_cases,
     many_tile_cases,
     many_tile_masked_cases,
@@ -227,6 +237,33 @@ def run_derivatives(case: DerivativeCase, seed: int) -> list[str]:
         for x in compare_derivatives(problem, transform, transform(problem.attend, problem))
         if not x.passes
     ]
+
+
+def run_fp8(case: Fp8Case, seed: int) -> list[str]:
+    """A call over a cache of e4m3, and what it appended."""
+    try:
+        check_fp8(case, seed)
+    except AssertionError as error:
+        return [str(error)]
+    return flagged()
+
+
+def missing_for_fp8(cache: KvCacheCase) -> str | None:
+    """What the build or this GPU lacks for a call over a cache of e4m3, or None."""
+    if ON_CPU:
+        return None
+    sizes: dict[str, Any] = {"batch_size": cache.batch, "seqlen_k": 256, "causal": True}
+    sizes |= {"num_heads_q": cache.num_heads_q, "num_heads_k": cache.num_heads_k}
+    sizes |= {"head_dim": cache.head_dim, "head_dim_v": cache.value_dim}
+    sizes |= {"dtype": DTYPE_NAMES[cache.dtype], "lengths_on_device": True, "e4m3": True}
+    try:
+        for seqlen_q in (1, 100):
+            explain("forward", call_of_shapes(seqlen_q=seqlen_q, **sizes))
+    except RuntimeError as error:
+        if "no compiled" not in str(error):
+            raise
+        return str(error)
+    return None
 
 
 def run_combine(seed: int) -> list[str]:
@@ -459,6 +496,8 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
     for derivative in derivative_cases(DEVICE):
         lacking = missing_for(derivative.of, "forward", "backward", "jvp", "hvp")
         yield f"derivatives: {derivative}", partial(run_derivatives, derivative), lacking
+    for fp8 in fp8_cases(DEVICE):
+        yield f"fp8: {fp8}", partial(run_fp8, fp8), missing_for_fp8(fp8.cache)
     yield "combine", run_combine, None
     for merge in merge_cases(DEVICE):
         yield f"merge: {merge}", partial(run_merge, merge), None
