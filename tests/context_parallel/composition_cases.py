@@ -109,6 +109,38 @@ def with_fsdp(scheme: str, over_both: bool) -> None:
     assert_close(found, gradients_of_whole())
 
 
+def consistency_loss(model: nn.Sequential, passes: int, *path: Tensor) -> Tensor:
+    """A consistency model's: the output follows its own derivative along a path, x and its
+    direction. Of two passes the first gives that in forward mode, without gradients, and the blocks
+    of the other are computed again in the backward.
+    """
+    x, direction = path
+    with torch.set_grad_enabled(passes == 1):
+        out, slope = torch.func.jvp(model, (x,), (direction,))
+    y = out
+    if passes == 2:
+        y = x
+        for block in model:
+            y = checkpoint(block, y, use_reentrant=False)
+    return F.mse_loss(y, (x - 0.1 * slope).detach())
+
+
+def with_forward_mode_in_a_step(passes: int) -> None:
+    """Weights sharded over both ranks, and so batches."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, direction = whole_input()
+    whole = model_of(whole_attention)
+    consistency_loss(whole, passes, x, direction).backward()
+    model = model_of(whole_attention)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    own = (t.chunk(2)[dist.get_rank()].contiguous() for t in (x, direction))
+    consistency_loss(model, passes, *own).backward()
+    found = {name: weight.grad.full_tensor() for name, weight in model.named_parameters()}
+    assert_close(found, {name: weight.grad for name, weight in whole.named_parameters()})
+
+
 class Summed(torch.autograd.Function):
     """The sum over a group, whose gradient every rank already has."""
 

@@ -21,6 +21,11 @@ def test_fully_shard(four: Ranks, scheme: str, over_both: bool) -> None:
     four.run(cases.with_fsdp, scheme, over_both)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_forward_mode_in_a_step_of_sharded_weights(two: Ranks, passes: int) -> None:
+    two.run(cases.with_forward_mode_in_a_step, passes)
+
+
 @pytest.mark.parametrize("has_alibi", [False, True], ids=["plain", "alibi"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tensor_parallel(four: Ranks, scheme: str, has_alibi: bool) -> None:
