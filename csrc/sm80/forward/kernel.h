@@ -171,6 +171,38 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       head, sequence.row_q + query_begin, rows, columns, sO, thread);
 }
 
+// Keys and values of a block of e4m3, of v the columns from own_values on: their bytes.
+template <class Traits>
+CUTE_DEVICE void load_bytes(ForwardParams const& params, Sequence const& sequence, int head_k,
+                            TensorView const& own_values, int own_columns, int block,
+                            typename Traits::SharedStorage& smem, int thread) {
+  const int key = block * Traits::block_n;
+  const KeyRows rows = KeyRows::of(params.paged, sequence);
+  const auto place_at = [&](int row) {
+    return key + row < sequence.seqlen_k ? rows.find(key + row, params.errors) : KeyPlace{};
+  };
+  Traits::E4m3Keys::load(params.k, params.scales.k, head_k, params.shape.head_dim, smem.bytes.k,
+                         thread, place_at);
+  Traits::E4m3Values::load(own_values, params.scales.v, head_k, own_columns, smem.bytes.v, thread,
+                           place_at);
+  commit_loads();
+}
+
+// And their tiles of 16 bits, once all threads have the bytes.
+template <class Traits, class Keys, class Values>
+CUTE_DEVICE void convert_bytes(ForwardParams const& params, Sequence const& sequence, int head_k,
+                               typename Traits::SharedStorage const& smem, Keys& sK, Values& sV,
+                               int thread) {
+  ScaleParams const& scales = params.scales;
+  const auto of_head = [&](ScaleView const& view) {
+    return scale_of_head(view, sequence.index, head_k);
+  };
+  Traits::E4m3Keys::convert(smem.bytes.k, scales.k.per_token, of_head(scales.q) * of_head(scales.k),
+                            sK, thread);
+  Traits::E4m3Values::convert(smem.bytes.v, scales.v.per_token, of_head(scales.v), sV, thread);
+  __syncthreads();
+}
+
 // What this CTA does, for all its threads.
 template <class Traits>
 CUTE_DEVICE void find_tile(ForwardArguments const& args, int split, int block_id,
@@ -265,30 +297,6 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     commit_loads();
   };
 
-  // Both of a block of e4m3, and then in 16 bits.
-  [[maybe_unused]] auto load_bytes = [&](int block) {
-    const int key = block * block_n;
-    const KeyRows rows = KeyRows::of(params.paged, sequence);
-    auto place_at = [&](int row) {
-      return key + row < sequence.seqlen_k ? rows.find(key + row, params.errors) : KeyPlace{};
-    };
-    Traits::E4m3Keys::load(params.k, params.scales.k, head_k, shape.head_dim, smem.bytes.k, thread,
-                           place_at);
-    Traits::E4m3Values::load(own_values, params.scales.v, head_k, own_columns, smem.bytes.v, thread,
-                             place_at);
-    commit_loads();
-  };
-  [[maybe_unused]] auto convert_bytes = [&] {
-    const auto of_head = [&](ScaleView const& scales) {
-      return scale_of_head(scales, sequence.index, head_k);
-    };
-    ScaleParams const& scales = params.scales;
-    Traits::E4m3Keys::convert(smem.bytes.k, scales.k.per_token,
-                              of_head(scales.q) * of_head(scales.k), sK, thread);
-    Traits::E4m3Values::convert(smem.bytes.v, scales.v.per_token, of_head(scales.v), sV, thread);
-    __syncthreads();
-  };
-
   typename Traits::Mma mma;
   auto q = operand_a(LoadMatrix<Element>{}, mma, sQ, thread);
   auto k = operand_b(LoadMatrix<Element>{}, mma, sK, thread);
@@ -316,8 +324,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
     if constexpr (Traits::is_e4m3) {
-      convert_bytes();
-      if (position > range.begin) load_bytes(next_visit.block);
+      convert_bytes<Traits>(params, sequence, head_k, smem, sK, sV, thread);
+      if (position > range.begin)
+        load_bytes<Traits>(params, sequence, head_k, own_values, own_columns, next_visit.block,
+                           smem, thread);
     } else {
       load_keys(own_values, own_columns, first_v, sV, block);
     }
@@ -359,7 +369,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
                               sequence.seqlen_q - query_begin, shape.head_dim, sQ, thread);
     Visit visit = visit_at(range.end - 1);
     if constexpr (Traits::is_e4m3)
-      load_bytes(visit.block);
+      load_bytes<Traits>(params, sequence, head_k, own_values, own_columns, visit.block, smem,
+                         thread);
     else
       load_keys(params.k, shape.head_dim, first_k, sK, visit.block);
     if (args.negate_q) {
