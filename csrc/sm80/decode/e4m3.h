@@ -141,10 +141,10 @@ struct E4m3Values {
   }
 };
 
-// The scales of a tile's key head. Those of tokens are loaded with their keys; kScales of them, of
-// keys and then of values, lie behind a slice.
+// The scales of a tile's key head. Those of tokens are loaded with their keys: of a slice's keys,
+// and then of their values.
 struct E4m3Scales {
-  float scores;  // of a head
+  float scores;  // of the head, with the unit of Q
   float values;
   bool keys_have_own;  // scales per token
   bool values_have_own;
@@ -204,8 +204,7 @@ struct ValueUnit {
   }
 };
 
-// What O of a row's columns is multiplied with, and where a thread's four columns of a pair of
-// atoms lie: 4 * (lane % 4) on.
+// A thread's four columns of a pair of atoms, which are neighbours, of one row of O times a factor.
 template <class Output>
 CUTE_DEVICE float4 e4m3_columns(Output const& output, int row, int pair, float factor) {
   const int col = 4 * pair;
