@@ -103,6 +103,8 @@ def call_of_shapes(
         tiles_q, tiles_k = (-(-seqlen // TILE) for seqlen in (seqlen_q, seqlen_k))
         given["block_rows"] = integers(1, 1, tiles_q, 2 + tiles_k)
         given["block_columns"] = integers(1, 1, tiles_k, 2 + tiles_q)
+    if e4m3:
+        given["k_descale"] = given["v_descale"] = tensor(num_heads_k, dtype=torch.float32)
     if bias:
         given["bias"] = tensor(1, num_heads_q, seqlen_q, seqlen_k)
     of_keys = torch.float8_e4m3fn if e4m3 else DTYPES[dtype]

@@ -17,6 +17,7 @@ void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   refuse(has_masks(call) || call.block_columns.defined(),
          "attn_mask: must be None with k and v of Float8_e4m3fn");
   refuse(call.fp32_results, "fp32_results: must be False with k and v of Float8_e4m3fn, got True");
+  refuse(call.origin.defined(), "origin: must be None with k and v of Float8_e4m3fn, got a tensor");
 }
 
 // Kernels load 16 bytes at once.
@@ -43,6 +44,8 @@ void check_rows(const char* name, const at::Tensor& tensor) {
 void check_keys_and_values(const AttentionCall& call) {
   const char* const k_name = k_name_of(call);
   const char* const v_name = v_name_of(call);
+  TORCH_CHECK_TYPE(is_packed(call) || reads_in_place(call), k_name,
+                   ": must have the dtype of q without cu_seqlens_q, got Float8_e4m3fn");
   check_columns(k_name, "head_dim", call.k);
   check_columns(v_name, "head_dim_v", call.v);
   if (!reads_in_place(call)) return;
@@ -87,7 +90,6 @@ void check_scale(const char* name, const at::Tensor& scale, const AttentionCall&
 
 // Kernels write scales of new keys into it.
 void check_written(const char* name, const at::Tensor& scale) {
-  TORCH_CHECK_VALUE(scale.defined(), name, ": must be given with quantizes_tokens, got None");
   TORCH_CHECK_VALUE(is_per_token(scale), name,
                     ": must have a scale for each token with quantizes_tokens, got shape ",
                     scale.sizes());
@@ -124,6 +126,12 @@ void check_scales(const AttentionCall& call, std::int64_t batch, const char* dro
   } else {
     check_16_bits(call);
   }
+  const auto check_given = [&call](const char* name, const at::Tensor& scale, const char* of) {
+    TORCH_CHECK_VALUE(!has_e4m3(call) || scale.defined(), name, ": must be given where ", of,
+                      " is of Float8_e4m3fn, got None");
+  };
+  check_given("k_descale", call.k_descale, k_name_of(call));
+  check_given("v_descale", call.v_descale, v_name_of(call));
   check_scale("q_descale", call.q_descale, call, of_queries);
   check_scale("k_descale", call.k_descale, call, of_keys);
   check_scale("v_descale", call.v_descale, call, of_keys);

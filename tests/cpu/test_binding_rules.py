@@ -158,6 +158,10 @@ def scales(*shape: int) -> Tensor:
     return torch.ones(shape)
 
 
+def of_heads(*shape: int) -> dict[str, Any]:
+    return {name: scales(*shape or (2,)) for name in ("k_descale", "v_descale")}
+
+
 def of_tokens() -> dict[str, Any]:
     """Scales of each token, which an append writes."""
     return new_keys(1, seqlen_k=3, quantizes_tokens=True) | {
@@ -247,7 +251,8 @@ OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q_descale: must be None where k_cache is not of Float8_e4m3fn, got a tensor",
     ),
     "16 bits that are quantized": (
-        new_keys(1, k=zeros(2, 10, 2, 16), v=zeros(2, 10, 2, 16), quantizes_tokens=True),
+        new_keys(1, k=zeros(2, 10, 2, 16), v=zeros(2, 10, 2, 16), quantizes_tokens=True)
+        | {"k_descale": None, "v_descale": None},
         ValueError,
         "quantizes_tokens: must be False where k_cache is not of Float8_e4m3fn, got True",
     ),
@@ -259,7 +264,26 @@ OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nowhere to write": (
         of_tokens() | {"k_descale": None},
         ValueError,
-        "k_descale: must be given with quantizes_tokens, got None",
+        "k_descale: must be given where k_cache is of Float8_e4m3fn, got None",
+    ),
+    "no scale of values": (
+        {"v_descale": None},
+        ValueError,
+        "v_descale: must be given where v_cache is of Float8_e4m3fn, got None",
+    ),
+    "neither packed nor a cache": (
+        {"over_cache": False},
+        TypeError,
+        "k: must have the dtype of q without cu_seqlens_q, got Float8_e4m3fn",
+    ),
+    "shards": (
+        {
+            **{"over_cache": False, "q": zeros(3, 4, 16), "k": e4m3(7, 2, 16)},
+            **{"v": e4m3(7, 2, 16), "origin": integers(0, 0, 0, 0)[None]},
+            **{"cu_seqlens_q": integers(0, 3), "cu_seqlens_k": integers(0, 7)},
+        },
+        NotImplementedError,
+        "origin: must be None with k and v of Float8_e4m3fn, got a tensor",
     ),
     "one for all tokens": (
         of_tokens() | {"v_descale": scales(2)},
@@ -318,7 +342,7 @@ def test_refused(name: str) -> None:
 def test_over_a_cache_of_e4m3(name: str) -> None:
     given, error, text = OVER_E4M3[name]
     with pytest.raises(error) as raised:
-        explain(**{"over_cache": True} | e4m3_cache() | given)
+        explain(**{"over_cache": True} | e4m3_cache() | of_heads() | given)
     assert str(raised.value).startswith(text)
 
 
@@ -347,13 +371,12 @@ def test_flash_attention_2_has_no_scales() -> None:
 def test_scales_that_fit(shape: tuple[int, ...]) -> None:
     for scale in (scales(*shape), scales(1).expand(shape)):
         explain(**e4m3_cache(), over_cache=True, k_descale=scale, v_descale=scale)
-    explain(**e4m3_cache(), k_descale=scales(*shape))
     explain(**e4m3_cache(), over_cache=True, **of_tokens(), q_descale=scales(2, 2))
     pages = {"k": e4m3(5, 8, 2, 16), "v": e4m3(5, 8, 2, 32), "block_table": integers(0, 1)[:, None]}
     per_token = (5, 8, 2) if len(shape) == 3 else shape
-    explain(**e4m3_cache() | pages, over_cache=True, k_descale=scales(*per_token))
-    on_meta = {name: x.to("meta") for name, x in e4m3_cache().items()}
-    explain(**on_meta, over_cache=True, k_descale=scales(*shape).to("meta"))
+    explain(**e4m3_cache() | pages, over_cache=True, **of_heads(*per_token))
+    on_meta = {name: x.to("meta") for name, x in (e4m3_cache() | of_heads(*shape)).items()}
+    explain(**on_meta, over_cache=True)
 
 
 def test_what_fits() -> None:
