@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_cuda import flash_attn_with_kvcache
 from tests.cases.kvcache import KvCacheCase, KvCacheInputs
+from tests.cases.masked_operators import int32
 from tests.reference import AttentionResult
 from tests.reference.fp8 import (
     Fp8CacheResult,
@@ -129,6 +130,35 @@ class Fp8Case:
                 pages = given.block_table[entry].long()[at // given.k_cache.shape[1]]
                 rows[pages, at % given.k_cache.shape[1]] = True
         return rows
+
+
+def packed_inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Two sequences and a row behind, 4 heads of queries, 2 of keys."""
+    return {
+        "q": torch.randn(9, 4, 32, dtype=dtype),
+        "k": to_bytes(40.0 * torch.randn(12, 2, 32)).view(E4M3),
+        "v": to_bytes(40.0 * torch.randn(12, 2, 16)).view(E4M3),
+        "cu_seqlens_q": int32(0, 5, 8),
+        "cu_seqlens_k": int32(0, 5, 11),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 6,
+    }
+
+
+def dequantized(x: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (from_bytes(x.view(torch.uint8)) * scale).to(dtype)
+
+
+def a_cache(
+    new: int = 0, form: str = "head", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Arguments: 2 sequences of up to 9 keys, 4 heads of queries over 2, head dim 32."""
+    case = Fp8Case(
+        KvCacheCase(*((4, 6), 1, new or None, 9), head_dim=32, head_dim_v=16, device="cpu"),
+        *(form, form),
+    )
+    given = case.make_inputs().arguments()
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def attend(

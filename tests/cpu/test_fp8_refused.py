@@ -1,0 +1,258 @@
+"""What calls over keys and values of FP8 (e4m3) refuse, on the CPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import flash_attn_cuda as ours
+from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.cases.cpu_harness import one_thread  # noqa: F401
+from tests.cases.fp8_cache import (
+    E4M3,
+    a_cache,
+    packed_inputs,
+)
+from tests.cases.masked_operators import int32
+from tests.cases.operators import arguments
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_ops = torch.ops.flash_attn_cuda
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def bits(x: Tensor) -> Tensor:
+    """NaN are equal, too."""
+    return x.flatten().contiguous().view(torch.uint8)
+
+
+TOKEN_SCALES = {f"{name}_descale": torch.ones(2, 9, 2) for name in "kv"}
+QUANTIZE: dict[str, Any] = {**TOKEN_SCALES, "quantize": "token"}
+WIDE = torch.zeros(2, 9, 2, 32, dtype=torch.bfloat16)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no scales": ({"k_descale": None}, ValueError, "k_descale: must be given where k_cache is of"),
+    "no scales of v": ({"v_descale": None}, ValueError, "v_descale: must be given where v_cache"),
+    "shape": (
+        {"k_descale": torch.ones(3)},
+        ValueError,
+        r"k_descale: must have shape \(2,\) or \(2, 2\) or \(2, 9, 2\), got \(3,\)",
+    ),
+    "shape of v": (
+        {"v_descale": torch.ones(2, 8, 2)}, ValueError, r"v_descale: must have .* got \(2, 8, 2\)",
+    ),
+    "0-d": ({"k_descale": torch.ones(())}, ValueError, r"k_descale: must have shape .* got \(\)"),
+    "dtype": (
+        {"k_descale": torch.ones(2).bfloat16()},
+        TypeError,
+        r"k_descale: dtype must be torch.float32, got torch.bfloat16",
+    ),
+    "device": (
+        {"v_descale": torch.ones(2, device="meta")},
+        ValueError,
+        r"v_descale: must be on the device of q \(cpu\), got meta",
+    ),
+    "no number": ({"k_descale": "1"}, TypeError, "k_descale: must be a number .*, got str"),
+    "a bool": ({"k_descale": True}, TypeError, "k_descale: must be a number or a tensor, got bool"),
+    "scales of 16 bits": (
+        {"k_cache": WIDE, "v_cache": WIDE},
+        ValueError,
+        "k_descale: must be None where k_cache is not of torch.float8_e4m3fn but of torch.bfloat16",
+    ),
+    "scales of v of 16 bits": (
+        {"k_cache": WIDE, "v_cache": WIDE, "k_descale": None, "v_descale": 2.0},
+        ValueError,
+        "v_descale: must be None where v_cache is not .* got 2.0",
+    ),
+    "a scale of q": ({"q_descale": 1.0}, ValueError, "q_descale: must be None where q is not of"),
+    "mixed": (
+        {"v_cache": WIDE, "v_descale": None},
+        TypeError,
+        r"v_cache: must have the dtype of k_cache \(torch.float8_e4m3fn\), got torch.bfloat16",
+    ),
+    "mixed the other way": (
+        {"k_cache": WIDE, "k_descale": None},
+        TypeError,
+        r"v_cache: must have the dtype of k_cache \(torch.bfloat16\), got torch.float8_e4m3fn",
+    ),
+    "e5m2": (
+        {"k_cache": WIDE.to(torch.float8_e5m2), "k_descale": None},
+        TypeError,
+        "k_cache: dtype must be one of .*float8_e4m3fn on cpu, got torch.float8_e5m2",
+    ),
+    "q of e5m2": (
+        {"q": torch.zeros(2, 1, 4, 32).to(torch.float8_e5m2)},
+        TypeError,
+        "q: dtype must be one of .* got torch.float8_e5m2",
+    ),
+    "q without a scale": (
+        {"q": torch.zeros(2, 1, 4, 32).to(E4M3)},
+        ValueError,
+        "q_descale: must be given where q is of torch.float8_e4m3fn, got None",
+    ),
+    "q alone": (
+        {"q": torch.zeros(2, 1, 4, 32).to(E4M3), "k_cache": WIDE, "v_cache": WIDE,
+         "k_descale": None, "v_descale": None, "q_descale": 1.0},
+        TypeError,
+        "q: must be of torch.float8_e4m3fn only where k_cache is, got torch.bfloat16",
+    ),
+    "shape of q's": (
+        {"q": torch.zeros(2, 1, 4, 32).to(E4M3), "q_descale": torch.ones(2, 9, 2)},
+        ValueError,
+        r"q_descale: must have shape \(2,\) or \(2, 2\), got \(2, 9, 2\)",
+    ),
+    "head_dim": (
+        {"q": torch.zeros(2, 1, 4, 24).bfloat16(), "k_cache": torch.zeros(2, 9, 2, 24).to(E4M3)},
+        ValueError,
+        r"k_cache: last dimension \(head_dim\) must be a multiple of 16 .* got 24",
+    ),
+    "head_dim_v": (
+        {"v_cache": torch.zeros(2, 9, 2, 40).to(E4M3)},
+        ValueError,
+        r"v_cache: last dimension \(head_dim_v\) must be a multiple of 16 .* got 40",
+    ),
+    "quantize without k": (
+        QUANTIZE | {"k": None, "v": None}, ValueError, "quantize: must be None without k, got",
+    ),
+    "quantize of another kind": (
+        {"quantize": "head"}, ValueError, "quantize: must be None or 'token', got 'head'",
+    ),
+    "quantize into 16 bits": (
+        {"k_cache": WIDE, "v_cache": WIDE, "k_descale": None, "v_descale": None,
+         "quantize": "token"},
+        ValueError,
+        "quantize: must be None where k_cache is not of torch.float8_e4m3fn but of torch.bfloat16",
+    ),
+    "quantize into a number": (
+        QUANTIZE | {"k_descale": 1.0},
+        ValueError,
+        "k_descale: must be a tensor with a scale for every token .* got 1.0",
+    ),
+    "quantize into heads": (
+        QUANTIZE | {"v_descale": torch.ones(2, 2)},
+        ValueError,
+        r"v_descale: must have a scale for every token of k_cache, shape \(2, 9, 2\), .* \(2, 2\)",
+    ),
+    "quantize into what is expanded": (
+        QUANTIZE | {"k_descale": torch.ones(2, 1, 2).expand(2, 9, 2)},
+        ValueError,
+        r"k_descale: must not be expanded where quantize writes it, got strides \(2, 0, 1\)",
+    ),
+    "quantize into one": (
+        QUANTIZE | dict.fromkeys(TOKEN_SCALES, torch.ones(2, 9, 2)),
+        ValueError,
+        "v_descale: must be another tensor than k_descale",
+    ),
+    "new keys of another dtype": (
+        {"k": torch.zeros(2, 1, 2, 32).to(E4M3)},
+        TypeError,
+        r"k: must have the dtype of q \(torch.bfloat16\), got torch.float8_e4m3fn",
+    ),
+    "out of another dtype": (
+        {"out": torch.zeros(2, 1, 4, 16)}, TypeError, "out: dtype must be torch.bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    """Nothing is written."""
+    changes, kind, message = BAD[name]
+    given = {**a_cache(new=1), **changes}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and not x.is_meta}
+    before = {name: x.clone() for name, x in tensors.items()}
+    with pytest.raises(kind, match=f"^{message}"):
+        flash_attn_with_kvcache(**given)
+    for name, x in tensors.items():
+        assert torch.equal(bits(x), bits(before[name])), name
+
+
+PACKED_BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no scales": ({"k_descale": None}, ValueError, "k_descale: must be given where k is of"),
+    "per token": (
+        {"k_descale": torch.ones(12, 2)},
+        ValueError,
+        r"k_descale: must have shape \(2,\) or \(2, 2\), got \(12, 2\)",
+    ),
+    "dropout": (
+        {"dropout_p": 0.1}, NotImplementedError, "dropout_p: must be 0 where .* got 0.1",
+    ),
+    "a mask": (
+        {"attn_mask": torch.ones(5, 6, dtype=torch.bool)},
+        NotImplementedError,
+        "attn_mask: must be None where keys are of torch.float8_e4m3fn",
+    ),
+    "a bias": (
+        {"attn_mask": torch.ones(5, 6, dtype=torch.float64)},
+        NotImplementedError,
+        "attn_mask: must be None where keys are of torch.float8_e4m3fn",
+    ),
+    "mixed": (
+        {"v": torch.zeros(12, 2, 16).double(), "v_descale": None},
+        TypeError,
+        "v: must have the dtype of k",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED_BAD)
+def test_bad_arguments_of_packed_sequences(name: str) -> None:
+    changes, kind, message = PACKED_BAD[name]
+    with pytest.raises(kind, match=f"^{message}"):
+        flash_attn_varlen_func(**{**packed_inputs(), "k_descale": 1.0, "v_descale": 1.0, **changes})
+
+
+def test_other_functions_do_not_take_it() -> None:
+    q, k = torch.zeros(2, 5, 2, 16), torch.zeros(2, 5, 2, 16).to(E4M3)
+    with pytest.raises(TypeError, match=r"^k: dtype must be one of float16.* got .*float8_e4m3fn"):
+        ours.flash_attn_func(q, k, k)
+    kv = torch.zeros(10, 2, 2, 16).to(E4M3)
+    with pytest.raises(ValueError, match=r"^k_descale: must be given where kv\[:, 0\] is of"):
+        ours.flash_attn_varlen_kvpacked_func(
+            q.flatten(0, 1), kv, int32(0, 5, 10), int32(0, 5, 10), 5, 5
+        )
+    call = packed_inputs(torch.float32)
+    lengths = {name: call.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    origin = torch.zeros(2, 4, dtype=torch.int32)
+    most = {"max_seqlen_q": 5, "max_seqlen_k": 6}
+    scales = {"k_descale": torch.ones(2), "v_descale": torch.ones(2)}
+    for name, value in (("fp32_results", True), ("origin", origin)):
+        flat = arguments(
+            call["q"], call["k"], call["v"], **lengths, **most, **scales, **{name: value}
+        )
+        with pytest.raises(NotImplementedError, match=f"^{name}: must be"):
+            _ops.attention(*flat)
+
+
+@pytest.mark.parametrize("name", ["q", "k_descale", "v_descale", "sink", "k", "v_cache"])
+def test_gradients_over_a_cache_are_refused(name: str) -> None:
+    made = {**a_cache(new=1), "sink": torch.zeros(4)}
+    made[name] = made[name].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"^{name}: must not require grad"):
+        flash_attn_with_kvcache(**made)
+    with torch.no_grad():
+        flash_attn_with_kvcache(**made)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_descale", "v_descale", "sink"])
+def test_gradients_of_packed_sequences_are_refused(name: str) -> None:
+    scales = {f"{x}_descale": torch.ones(2) for x in "kv"}
+    made = {**packed_inputs(), **scales, "sink": torch.zeros(4)}
+    leaf = made[name].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"^{name}: must not require grad"):
+        flash_attn_varlen_func(**made | {name: leaf})
+    with torch.no_grad():
+        flash_attn_varlen_func(**made | {name: leaf})
+    if made[name].dtype == E4M3:
+        return
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=f"^{name}: must not carry a forward-mode"),
+    ):
+        dual = forward_ad.make_dual(made[name], torch.ones_like(made[name]))
+        flash_attn_varlen_func(**made | {name: dual})
