@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.cases.layouts import DTYPE_NAMES, Features, head_dims_text
+from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, head_dims_text
 
 
 @dataclass(frozen=True)
@@ -196,3 +197,49 @@ class KvCacheCase(Features):
         pool = torch.full_like(pages[:1], torch.nan).repeat(len(pages) + 1, 1, 1, 1)
         pool[block_table.flatten().long()] = pages
         return pool
+
+
+QUERIES: dict[str, dict[str, Any]] = {
+    "decode": {"seqlens_q": 1},
+    "append": {"seqlens_q": 1, "seqlens_new": 1},
+    "chunk": {"seqlens_q": 5, "seqlens_new": 5},
+    "more_keys": {"seqlens_q": 2, "seqlens_new": 6},
+    "packed": {"seqlens_q": (3, 0, 7)},
+    "packed_append": {"seqlens_q": (3, 1, 7), "seqlens_new": (3, 1, 7)},
+    "packed_other": {"seqlens_q": (3, 1, 2), "seqlens_new": (0, 5, 7)},
+}
+ROTARY: dict[str, dict[str, Any]] = {
+    "none": {},
+    "pairs": {"rotary_dim": 8},
+    "halves": {"rotary_dim": 16},
+}
+# What calls over a cache are drawn from, by names of cache_case's arguments.
+CACHE_AXES: dict[str, list[Any]] = {
+    "queries": list(QUERIES),
+    "rotary": list(ROTARY),
+    "page_size": [None, 1, 7, 16],
+    "leftpad": [None, (3, 0, 20)],
+    "batch_idx": [None, (4, 0, 2)],
+    "causal": [False, True],
+    "window": [(-1, -1), (6, -1), (9, 3)],
+    "features": [{}, {"softcap": 2.0}, {"alibi": Alibi.per_batch}],
+    "heads": [(4, 4), (6, 2), (4, 1)],
+    "sink": [None, torch.float32],
+}
+
+
+def cache_case(
+    queries: str, rotary: str, features: dict[str, Any], heads: tuple[int, int], **fields: Any
+) -> KvCacheCase:
+    return KvCacheCase(
+        cached=(30, 0, 25),
+        capacity=40,
+        rotary_interleaved=rotary == "pairs",
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        device="cpu",
+        **QUERIES[queries],
+        **ROTARY[rotary],
+        **features,
+        **{"head_dim": 16, **fields},
+    )

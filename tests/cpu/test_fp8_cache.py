@@ -24,6 +24,7 @@ from tests.cases.fp8_cache import (
     packed_inputs,
     reference_of,
 )
+from tests.cases.kvcache import CACHE_AXES, QUERIES, cache_case
 from tests.cases.masked_operators import int32
 from tests.cases.pairwise import pairwise
 from tests.reference.fp8 import from_bytes, to_bytes
@@ -32,31 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 _ops = torch.ops.flash_attn_cuda
 
-QUERIES: dict[str, dict[str, Any]] = {
-    "decode": {"seqlens_q": 1},
-    "append": {"seqlens_q": 1, "seqlens_new": 1},
-    "chunk": {"seqlens_q": 5, "seqlens_new": 5},
-    "more_keys": {"seqlens_q": 2, "seqlens_new": 6},
-    "packed": {"seqlens_q": (3, 0, 7)},
-    "packed_append": {"seqlens_q": (3, 1, 7), "seqlens_new": (3, 1, 7)},
-    "packed_other": {"seqlens_q": (3, 1, 2), "seqlens_new": (0, 5, 7)},
-}
-ROTARY: dict[str, dict[str, Any]] = {
-    "none": {},
-    "pairs": {"rotary_dim": 8},
-    "halves": {"rotary_dim": 16},
-}
 AXES: dict[str, list[Any]] = {
-    "queries": list(QUERIES),
-    "rotary": list(ROTARY),
-    "page_size": [None, 1, 7, 16],
-    "leftpad": [None, (3, 0, 20)],
-    "batch_idx": [None, (4, 0, 2)],
-    "causal": [False, True],
-    "window": [(-1, -1), (6, -1), (9, 3)],
-    "features": [{}, {"softcap": 2.0}, {"alibi": Alibi.per_batch}],
-    "heads": [(4, 4), (6, 2), (4, 1)],
-    "sink": [None, torch.float32],
+    **CACHE_AXES,
     "head_dims": [(16, 16), (32, 16), (48, 80)],
     "k_form": list(FORMS),
     "v_form": list(FORMS),
@@ -82,18 +60,13 @@ def make_case(
 ) -> Fp8Case:
     """quantize wants new keys and scales per token; a rotation wants new keys."""
     appends = "seqlens_new" in QUERIES[queries]
-    cache = KvCacheCase(
-        cached=(30, 0, 25),
-        capacity=40,
-        rotary_interleaved=rotary == "pairs",
-        num_heads_q=heads[0],
-        num_heads_k=heads[1],
+    cache = cache_case(
+        queries,
+        rotary if appends else "none",
+        features,
+        heads,
         head_dim=head_dims[0],
         head_dim_v=head_dims[1],
-        device="cpu",
-        **QUERIES[queries],
-        **(ROTARY[rotary] if appends else {}),
-        **features,
         **fields,
     )
     if quantize is not None and appends:

@@ -14,55 +14,14 @@ from hypothesis import strategies as st
 
 from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.cpu import combine, forward_on_cpu
-from tests.cases.attention import Alibi, KvCacheCase, KvCacheInputs
+from tests.cases.attention import KvCacheCase, KvCacheInputs
 from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401
+from tests.cases.kvcache import CACHE_AXES, cache_case
 from tests.cases.pairwise import pairwise
 from tests.reference import AttentionResult, KvCacheResult, attention, kvcache_reference
 from tests.reference.tolerance import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-QUERIES: dict[str, dict[str, Any]] = {
-    "decode": {"seqlens_q": 1},
-    "append": {"seqlens_q": 1, "seqlens_new": 1},
-    "chunk": {"seqlens_q": 5, "seqlens_new": 5},
-    "more_keys": {"seqlens_q": 2, "seqlens_new": 6},
-    "packed": {"seqlens_q": (3, 0, 7)},
-    "packed_append": {"seqlens_q": (3, 1, 7), "seqlens_new": (3, 1, 7)},
-    "packed_other": {"seqlens_q": (3, 1, 2), "seqlens_new": (0, 5, 7)},
-}
-ROTARY = {"none": {}, "pairs": {"rotary_dim": 8}, "halves": {"rotary_dim": 16}}
-
-AXES = {
-    "queries": list(QUERIES),
-    "rotary": list(ROTARY),
-    "page_size": [None, 1, 7, 16],
-    "leftpad": [None, (3, 0, 20)],
-    "batch_idx": [None, (4, 0, 2)],
-    "causal": [False, True],
-    "window": [(-1, -1), (6, -1), (9, 3)],
-    "features": [{}, {"softcap": 2.0}, {"alibi": Alibi.per_batch}],
-    "heads": [(4, 4), (6, 2), (4, 1)],
-    "sink": [None, torch.float32],
-}
-
-
-def cache_case(
-    queries: str, rotary: str, features: dict[str, Any], heads: tuple[int, int], **fields: Any
-) -> KvCacheCase:
-    return KvCacheCase(
-        cached=(30, 0, 25),
-        capacity=40,
-        rotary_interleaved=rotary == "pairs",
-        num_heads_q=heads[0],
-        num_heads_k=heads[1],
-        head_dim=16,
-        device="cpu",
-        **QUERIES[queries],
-        **ROTARY[rotary],
-        **features,
-        **fields,
-    )
 
 
 def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
@@ -85,7 +44,7 @@ def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
     return AttentionResult(out=out, lse=lse)
 
 
-@pytest.mark.parametrize("row", pairwise(AXES), ids=str)
+@pytest.mark.parametrize("row", pairwise(CACHE_AXES), ids=str)
 def test_equals_the_reference(row: dict[str, Any]) -> None:
     case = cache_case(**row, dtype=torch.float64)
     inputs = case.make_inputs()
@@ -102,7 +61,7 @@ def test_equals_the_reference(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", pairwise(AXES, 1)[::3], ids=str)
+@pytest.mark.parametrize("row", pairwise(CACHE_AXES, 1)[::3], ids=str)
 def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None:
     case = cache_case(**row, dtype=dtype)
     inputs = case.make_inputs()

@@ -23,7 +23,6 @@ template <int kRows, int kColumns>
 struct E4m3Tile {
   static constexpr int chunk = 16;
   static constexpr int atom_columns = kColumns < 128 ? kColumns : 128;
-  static constexpr int bytes = kRows * kColumns;
 
   CUTE_DEVICE static int swizzle(int row) {
     const int high = row >> 1 & 3;
