@@ -114,6 +114,8 @@ SM90_FORWARD = (
             tile({"cache_modifiers": CACHE_MODIFIERS}),
             tile({"sparse": LISTS}, alternates_probabilities=True),
             tile({"bias": BIAS}, stages_q=1, alternates_probabilities=True),
+            tile({"e4m3": OF_A_CACHE | Feature.e4m3_kv}, stages_q=1,
+                 producer_registers=72, consumer_registers=216),
         ),
     ),
     # Multi-head latent attention's: O has the registers of head dim 128.

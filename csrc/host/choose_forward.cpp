@@ -160,7 +160,9 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
     request.suits_sm90 = request.suits_sm90 && suits(tangents.q, extents.q) &&
                          suits(tangents.k, extents.k) && suits(tangents.v, extents.v);
   }
-  request.suits_sm90 = request.suits_sm90 && has_boxes(params.paged, params.sequences) &&
+  // Bytes of e4m3 are copied row by row, from pages of any size.
+  const bool has_places = params.e4m3_kv || has_boxes(params.paged, params.sequences);
+  request.suits_sm90 = request.suits_sm90 && has_places &&
                        tma_can_move(params.out, params.dtype, extents.out) &&
                        tma_can_load_bits(params.sparsity.bits, params.shape);
   return request;

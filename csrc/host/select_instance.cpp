@@ -66,7 +66,7 @@ bool suits(const Config& config, const KernelRequest& request) {
   const bool suits_width =
       !config.is_wide || std::max(request.head_dim, request.head_dim_v) > config.head_dim / 2;
   return suits_width && (request.features & needed) == needed &&
-         (of_a_cache == 0 || (request.features & of_a_cache) != 0) &&
+         (of_a_cache == 0 || (request.features & (of_a_cache | feature::e4m3_kv)) != 0) &&
          fills_boxes(config, config.head_dim, request.head_dim) && has_values(config, request);
 }
 

@@ -17,6 +17,7 @@
 #include "shared/kernel_order.h"
 #include "sm90/forward/consumer.h"
 #include "sm90/forward/dropout.h"
+#include "sm90/forward/e4m3_producer.h"
 #include "sm90/forward/producer.h"
 #include "sm90/forward/two_ctas.h"
 
@@ -33,11 +34,13 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const bool has_bits = Traits::is_sparse && args.params.sparsity.bits.data != nullptr;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
-    smem.k_ring.init(Traits::consumer_warps);
-    smem.v_ring.init(Traits::consumer_warps);
+    constexpr int writers = Traits::is_e4m3 ? 2 : 1;
+    smem.k_ring.init(Traits::consumer_warps, writers);
+    smem.v_ring.init(Traits::consumer_warps, writers);
     smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0) +
-                        (Traits::has_finder ? Traits::loaders : 0) + (has_bits ? 1 : 0));
+                        (Traits::has_finder || Traits::is_e4m3 ? Traits::loaders : 0) +
+                        (has_bits ? 1 : 0));
     FullBarrier::init(&smem.tile_wanted, 1);
     if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
     if constexpr (Traits::is_sparse) {
@@ -58,8 +61,11 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 1) {
-      clear_empty_tiles<Traits>(args);
+    if (warp == 1) clear_empty_tiles<Traits>(args);
+    if constexpr (Traits::is_e4m3) {
+      E4m3Producer<Traits>(args, smem, warp).run();
+    } else if (warp == 1) {
+      // has cleared
     } else if (Traits::has_finder && warp == 2) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
     } else if constexpr (Traits::is_paged) {

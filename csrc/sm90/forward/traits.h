@@ -90,8 +90,9 @@ struct ForwardTraits {
 
   // A thread of its own finds tiles for the producer where that takes long, with lists, where
   // tiles are short, or whole warps load.
-  static constexpr bool has_finder = is_sparse || is_paged || ctas_per_sm == 2;
-  static constexpr int loaders = is_paged ? 2 : 1;
+  static constexpr bool is_e4m3 = reads_e4m3(config.features);
+  static constexpr bool has_finder = !is_e4m3 && (is_sparse || is_paged || ctas_per_sm == 2);
+  static constexpr int loaders = is_e4m3 ? 4 : is_paged ? 2 : 1;  // warps
 
   // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
   // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
@@ -135,11 +136,18 @@ struct ForwardTraits {
       smem_limit - smem_reserved - (has_bias ? bias_stages * bias_bytes : 0);
   static constexpr int q_stages = own.stages_q;
   static constexpr int stages = own.stages_kv;
-  static_assert(q_stages * query_bytes + stages * stage_bytes <= smem_for_tiles);
+  static constexpr int tile_bytes = q_stages * query_bytes + stages * stage_bytes;
+  static_assert(tile_bytes <= smem_for_tiles);
+  // Of e4m3 the bytes of a block wait for their place in 16 bits, where there is room those of the
+  // next block too.
+  static constexpr int block_bytes = block_n * (head_dim + head_dim_v);
+  static constexpr int byte_buffers = !is_e4m3                                         ? 0
+                                      : tile_bytes + 2 * block_bytes <= smem_for_tiles ? 2
+                                                                                       : 1;
   // O goes through shared memory of its own where there is room.
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
   static constexpr bool stores_tiles =
-      q_stages * query_bytes + stages * stage_bytes + output_bytes <= smem_for_tiles;
+      tile_bytes + byte_buffers * block_bytes + output_bytes <= smem_for_tiles;
   // Rows that a thread stores: a warpgroup's, or a warp's, which then waits for nobody. Where tiles
   // are long the fewer stores are the cheaper ones.
   static constexpr int stored_rows = ctas_per_sm == 2 ? 16 : 64;
@@ -175,6 +183,7 @@ struct ForwardTraits {
     alignas(1024) Element v[stages * block_n * head_dim_v];
     alignas(1024) Element o[stores_tiles ? block_m * head_dim_v : 8];
     alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
+    alignas(16) uint4 bytes[is_e4m3 ? byte_buffers * block_bytes / 16 : 1];
     Ring<q_stages> q_ring;
     Ring<stages> k_ring;
     Ring<stages> v_ring;
