@@ -65,7 +65,7 @@ template <class Element, int kVector>
 __device__ void move_row(const AppendArguments& args, const Element* source, Element* target,
                          int columns, int position, int lane) {
   const AppendParams& params = args.params;
-  for (int column = lane * kVector; column < columns; column += args.lanes_per_row * kVector) {
+  for (int column = lane * kVector; column < columns; column += args.lanes_per_row() * kVector) {
     const bool rotates = position >= 0 && column < params.rotary_dim;
     *reinterpret_cast<Columns<Element, kVector>*>(target + column) =
         rotates ? rotated<Element, kVector>(params, source, column, position)
@@ -77,14 +77,13 @@ template <class Element, int kVector>
 __device__ void append_row(const AppendArguments& args, std::int64_t index, bool is_value,
                            int lane) {
   const AppendParams& params = args.params;
-  const auto row = static_cast<int>(index / params.shape.num_heads_k);
-  const auto head = static_cast<int>(index - std::int64_t{row} * params.shape.num_heads_k);
-  const RowPlace place = find_row(params.sequences.cu_seqlens_k_new, params.shape.batch_size,
-                                  params.sequences.seqlen_k_new, row);
+  const auto [row, head] = split_index(args.heads_k, index);
+  const RowPlace place =
+      find_row(params.sequences.cu_seqlens_k_new, params.shape.batch_size, args.seqlen_k_new, row);
   if (place.sequence < 0) return;
   const int used = used_keys(params, place.sequence);
   const int cache_row = used + place.position;
-  const KeyPlace target = find_cache_row(params, place.sequence, used, cache_row);
+  const KeyPlace target = find_cache_row(args, place.sequence, used, cache_row);
   if (!target.exists()) return;
   const TensorView& source_view = is_value ? params.v_new : params.k_new;
   const TensorView& target_view = is_value ? params.v_cache : params.k_cache;
@@ -99,7 +98,7 @@ __device__ void append_row(const AppendArguments& args, std::int64_t index, bool
 template <class Element, int kVector>
 __device__ void rotate_query(const AppendArguments& args, std::int64_t index, int lane) {
   const AppendParams& params = args.params;
-  const QueryRow query = find_query(params, index);
+  const QueryRow query = find_query(args, index);
   const RowPlace& place = query.place;
   move_row<Element, kVector>(args,
                              row_of<const Element>(params.q, place.batch, place.row, query.head),
@@ -109,10 +108,13 @@ __device__ void rotate_query(const AppendArguments& args, std::int64_t index, in
 
 // -- the kernel -----------------------------------------------------------------------------------
 
-// How rows are moved, and how many columns of one a lane moves at once.
+// How rows are moved, how many columns of one a lane moves at once, how many rows of the grid a
+// new key and its value are, and whether queries begin with a warp of their own.
 template <class Element, int kVector>
 struct To16Bits {
   static constexpr int columns = kVector;
+  static constexpr int rows_per_key = 2;
+  static constexpr bool fills_warps = false;
 
   // row: one of k_new, or of v_new after those.
   __device__ static void append(const AppendArguments& args, std::int64_t row, int lane) {
@@ -129,10 +131,11 @@ struct To16Bits {
 template <class Element, int kPairs>
 struct ToE4m3 {
   static constexpr int columns = 2 * kPairs;
+  static constexpr int rows_per_key = 1;  // with its value, which goes to the same place
+  static constexpr bool fills_warps = true;
 
   __device__ static void append(const AppendArguments& args, std::int64_t row, int lane) {
-    const bool is_value = row >= args.key_rows;
-    append_quantized<Element, kPairs>(args, is_value ? row - args.key_rows : row, is_value, lane);
+    append_quantized<Element, kPairs>(args, row, lane);
   }
   __device__ static void rotate(const AppendArguments& args, std::int64_t query, int lane) {
     rotate_query_pairs<Element, kPairs>(args, query, lane);
@@ -144,10 +147,10 @@ __global__ void __launch_bounds__(threads)
     append_kernel(const __grid_constant__ AppendArguments args) {
   let_next_kernel_start();  // launched by launch_kernel, after all before it
   const std::int64_t thread = std::int64_t{blockIdx.x} * threads + threadIdx.x;
-  const std::int64_t row = thread / args.lanes_per_row;
-  const auto lane = static_cast<int>(thread - row * args.lanes_per_row);
+  const std::int64_t row = thread >> args.lanes_shift;
+  const int lane = static_cast<int>(threadIdx.x) & (args.lanes_per_row() - 1);
   check_new_lengths(args.params, thread);
-  const std::int64_t query = row - 2 * args.key_rows;
+  const std::int64_t query = row - args.first_query_row;
   if (query >= args.query_rows) return;
   if (query >= 0)
     Move::rotate(args, query, lane);
@@ -199,15 +202,27 @@ void launch_append(const AppendParams& params, Stream stream) {
   const std::int64_t query_rows =
       params.sequences.cu_seqlens_q != nullptr ? params.total_q : sequences * shape.seqlen_q;
   const int columns = std::max(shape.head_dim, shape.head_dim_v);
-  int lanes = 1;
-  while (lanes < 32 && lanes * Move::columns < columns) lanes *= 2;
-  const AppendArguments arguments{
-      .params = params,
-      .key_rows = params.k_new.data == nullptr ? 0 : new_rows * shape.num_heads_k,
-      .query_rows = params.q.data == nullptr ? 0 : query_rows * shape.num_heads_q,
-      .lanes_per_row = lanes};
-  const std::int64_t rows = 2 * arguments.key_rows + arguments.query_rows;
-  std::int64_t work = rows * lanes;
+  int lanes_shift = 0;
+  while (lanes_shift < 5 && (Move::columns << lanes_shift) < columns) ++lanes_shift;
+  const std::int64_t key_rows = params.k_new.data == nullptr ? 0 : new_rows * shape.num_heads_k;
+  const std::int64_t rotated_rows = params.q.data == nullptr ? 0 : query_rows * shape.num_heads_q;
+  std::int64_t first_query_row = Move::rows_per_key * key_rows;
+  if (Move::fills_warps) {
+    const int rows_per_warp = 32 >> lanes_shift;
+    first_query_row = (first_query_row + rows_per_warp - 1) / rows_per_warp * rows_per_warp;
+  }
+  const AppendArguments arguments{.params = params,
+                                  .key_rows = key_rows,
+                                  .query_rows = rotated_rows,
+                                  .first_query_row = first_query_row,
+                                  .lanes_shift = lanes_shift,
+                                  .heads_k = HeadDivider::by(shape.num_heads_k, key_rows),
+                                  .heads_q = HeadDivider::by(shape.num_heads_q, rotated_rows),
+                                  .seqlen_k_new = Divider::by(params.sequences.seqlen_k_new),
+                                  .seqlen_q = Divider::by(shape.seqlen_q),
+                                  .page_size = Divider::by(params.paged.page_size)};
+  const std::int64_t rows = first_query_row + rotated_rows;
+  std::int64_t work = rows << lanes_shift;
   if (params.sequences.cu_seqlens_k_new != nullptr && work <= sequences) work = sequences + 1;
   launch_kernel<&append_kernel<Move>>((work + threads - 1) / threads, threads, 0, stream,
                                       arguments);

@@ -32,6 +32,7 @@ PROGRAMS = {
     "test_index_maths": (),
     "test_sequence": (),
     "test_block_lists": (),
+    "test_e4m3_quotient": (),
     "test_tile_order": (),
     "test_dropout": (),
     "test_select_instance": ("select_instance",),
