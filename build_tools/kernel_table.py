@@ -37,6 +37,7 @@ LISTS, BIAS = Feature.block_sparse, Feature.bias
 OF_A_CACHE = Feature.paged_kv | Feature.split_kv
 MODIFIERS = SOFTCAP | ALIBI
 CACHE_MODIFIERS = MODIFIERS | OF_A_CACHE
+E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
 # Lists of blocks, a bias, and whatever comes with them.
 MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 
@@ -80,6 +81,7 @@ SM90_FORWARD = (
             tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
             tile({"cache_modifiers": CACHE_MODIFIERS}),
             tile({"sparse": LISTS, "bias": BIAS}, alternates_probabilities=True),
+            tile({"e4m3": E4M3_CACHE}, producer_registers=88, consumer_registers=208),
         ),
     ),
     entry(
@@ -114,8 +116,8 @@ SM90_FORWARD = (
             tile({"cache_modifiers": CACHE_MODIFIERS}),
             tile({"sparse": LISTS}, alternates_probabilities=True),
             tile({"bias": BIAS}, stages_q=1, alternates_probabilities=True),
-            tile({"e4m3": OF_A_CACHE | Feature.e4m3_kv}, stages_q=1,
-                 producer_registers=72, consumer_registers=216),
+            tile({"e4m3": E4M3_CACHE}, stages_q=1,
+                 producer_registers=88, consumer_registers=208),
         ),
     ),
     # Multi-head latent attention's: O has the registers of head dim 128.
@@ -142,6 +144,7 @@ SM90_FORWARD = (
             tile({"": NO_FEATURES, "dropout": MODIFIERS | DROPOUT}),
             tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
             tile({"cache_modifiers": CACHE_MODIFIERS}),
+            tile({"e4m3": E4M3_CACHE}, producer_registers=56, consumer_registers=224),
         ),
     ),
     entry(

@@ -144,7 +144,7 @@ const ForwardInstance& select_plain(const ForwardParams& params, const KernelReq
 }
 
 KernelRequest request_of(const ForwardParams& params, const TensorExtents& extents) {
-  KernelRequest request = common_request(params, extents);
+  KernelRequest request = common_request(params, extents, !params.e4m3_kv);
   if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
   if (params.e4m3_kv) request.features |= feature::e4m3_kv;
   request.seqlen = typical_seqlen(params);
@@ -161,8 +161,8 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
                          suits(tangents.k, extents.k) && suits(tangents.v, extents.v);
   }
   // Bytes of e4m3 are copied row by row, from pages of any size.
-  const bool has_places = params.e4m3_kv || has_boxes(params.paged, params.sequences);
-  request.suits_sm90 = request.suits_sm90 && has_places &&
+  const bool finds_keys = params.e4m3_kv || has_boxes(params.paged, params.sequences);
+  request.suits_sm90 = request.suits_sm90 && finds_keys &&
                        tma_can_move(params.out, params.dtype, extents.out) &&
                        tma_can_load_bits(params.sparsity.bits, params.shape);
   return request;

@@ -54,9 +54,11 @@ bool has_even_tiles(const Params& params) {
          params.sparsity.lists.data == nullptr;
 }
 
-// What a call of either pass needs of a kernel; `params` have a normalised window.
+// What a call of either pass needs of a kernel; `params` have a normalised window. loads_keys: sm90
+// kernels load K and V by TMA.
 template <class Params>
-KernelRequest common_request(const Params& params, const TensorExtents& extents) {
+KernelRequest common_request(const Params& params, const TensorExtents& extents,
+                             bool loads_keys = true) {
   const ScoreParams& score = params.score;
   FeatureSet features = score.features();
   if (params.dropout.threshold > 0) features |= feature::dropout;
@@ -71,8 +73,8 @@ KernelRequest common_request(const Params& params, const TensorExtents& extents)
           .fp32_results = params.fp32_results,
           .suits_sm90 = score.softmax_scale >= 0.0f &&
                         tma_can_move(params.q, params.dtype, extents.q) &&
-                        tma_can_move(params.k, params.dtype, extents.k) &&
-                        tma_can_move(params.v, params.dtype, extents.v) &&
+                        (!loads_keys || (tma_can_move(params.k, params.dtype, extents.k) &&
+                                         tma_can_move(params.v, params.dtype, extents.v))) &&
                         tma_can_load_bias(score.bias, params.dtype, params.shape)};
 }
 

@@ -245,7 +245,8 @@ struct OnlineSoftmax {
       const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
       Denominator total{sum, offset};
       if (has_sink) total = total.with_sink(sink);
-      const float inverse = total.inverse() * o_scale;
+      float inverse = total.inverse();
+      if (inverse != 0.0f) inverse *= o_scale;  // which may be infinite
       lse[row] = total.lse();
       CUTE_UNROLL
       for (int col = 0; col < size<1>(o); ++col) o(row, col) *= inverse;

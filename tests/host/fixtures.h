@@ -227,6 +227,8 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd128_cache", 128, 128, 0, feature::paged_kv | feature::split_kv),
         sm90_instance("sm90_hd128_cache_modifiers", 128, 128, 0,
                       feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv),
+        e4m3_instance(
+            sm90_instance("sm90_hd128_e4m3", 128, 128, 0, feature::paged_kv | feature::split_kv)),
     };
     const std::vector<ForwardInstance> others = complete_forward_rows();
     rows.insert(rows.end(), others.begin(), others.end());

@@ -406,6 +406,7 @@ ForwardParams e4m3_call(AttentionShape shape, std::int64_t row_stride = 4096) {
   auto params = cached_call(shape);
   params.e4m3_kv = true;
   params.k = params.v = view_at(1 << 20, row_stride);
+  params.q = params.out = view_at(1 << 20, 4096);
   return params;
 }
 
@@ -418,16 +419,26 @@ AttentionShape with(AttentionShape shape, int seqlen_q, int head_dim) {
 }  // namespace
 
 TEST(rows_of_e4m3_take_such_calls_and_no_others) {
-  for (const DeviceInfo& device : {h200, a100}) {
+  const auto check_on = [](const DeviceInfo& device, const std::string& tiles) {
     const auto chosen = [&](const ForwardParams& params) {
       return std::string(plan_forward(params, device, sm90_forward_table()).instance->name);
     };
     CHECK_EQ(chosen(e4m3_call(decoding)), "hd128_decode_e4m3");
     CHECK_EQ(chosen(e4m3_call(with(decoding, 1, 48))), "hd64_decode_e4m3");
-    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 128))), "hd128_e4m3");
-    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 48))), "hd128_e4m3");
+    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 128))), tiles);
+    CHECK_EQ(chosen(e4m3_call(with(decoding, 100, 80))), tiles);
     CHECK_EQ(chosen(cached_call(decoding)), "hd128_decode");
-  }
+    auto paged = e4m3_call(with(decoding, 100, 128));
+    paged.paged.block_table = &some_int;
+    paged.paged.page_size = 3;
+    paged.paged.max_pages = paged.paged.num_pages = 3000;
+    CHECK_EQ(chosen(paged), tiles);  // pages of any size
+    auto capped = e4m3_call(with(decoding, 100, 128));
+    capped.score.softcap = 30.0f;
+    CHECK_EQ(chosen(capped), "hd128_e4m3");
+  };
+  check_on(h200, "sm90_hd128_e4m3");
+  check_on(a100, "hd128_e4m3");
 }
 
 TEST(e4m3_is_read_in_whole_16_bytes) {

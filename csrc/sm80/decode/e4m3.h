@@ -10,6 +10,7 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include "shared/e4m3_pairs.h"
+#include "shared/e4m3_units.h"
 #include "shared/schedule/tile_work.h"
 #include "sm80/isa/copy.h"
 #include "sm80/isa/gemm.h"
@@ -43,35 +44,6 @@ CUTE_DEVICE int e4m3_query_column(int column) {
   const int step = column / 16;
   const int lane = column % 8 / 2;
   return step / 4 * 64 + lane * 16 + step % 4 * 4 + column % 16 / 8 * 2 + column % 2;
-}
-
-// Q of bf16 as fp16, in units of a power of two that its largest number is 2^14 of, so that it has
-// all bits of numbers down to 2^-28 of that one. Returns the unit.
-template <Dtype kDtype, class Fragment>
-CUTE_DEVICE float queries_to_half(Fragment& fragment) {
-  if constexpr (kDtype == Dtype::fp16) return 1.0f;
-  constexpr std::uint32_t infinity = 0x7f80;
-  constexpr std::uint32_t least_exponent = 15;  // whose unit is a normal number
-  auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
-  constexpr int count = decltype(size(fragment))::value / 2;
-  std::uint32_t largest = 0;
-  CUTE_UNROLL
-  for (int i = 0; i < count; ++i) {
-    const std::uint32_t low = pairs[i] & 0x7fff;
-    const std::uint32_t high = pairs[i] >> 16 & 0x7fff;
-    if (low < infinity) largest = max(largest, low);
-    if (high < infinity) largest = max(largest, high);
-  }
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  const std::uint32_t exponent = max(largest >> 7, least_exponent);
-  const float per_unit = __uint_as_float((2 * 127 + 14 - exponent) << 23);
-  CUTE_UNROLL
-  for (int i = 0; i < count; ++i) {
-    const float low = __uint_as_float(pairs[i] << 16);
-    const float high = __uint_as_float(pairs[i] & 0xffff'0000u);
-    pairs[i] = pair_of<cutlass::half_t>({low * per_unit, high * per_unit});
-  }
-  return __uint_as_float((exponent - 14) << 23);
 }
 
 // The B operand of S: atoms of eight keys, steps of 16 columns.
@@ -169,39 +141,22 @@ struct E4m3Scales {
   }
 };
 
-// A warp's O where tokens have scales: P times a scale is fp16, which could neither hold very large
-// nor very small scales. So O counts in units of a power of two near the largest scale so far.
-struct ValueUnit {
-  float unit = 0.0f;  // 0: no key yet
-
-  static constexpr float headroom = 16.0f;  // of scales over the unit
-  static constexpr float least = 0x1p-100f;
-
-  // A slice's, by all lanes of a warp. O is rescaled where the unit changes.
-  template <int kKeys, class Probabilities, class Coords, class Accumulator>
-  CUTE_DEVICE void apply(Probabilities& probabilities, Coords const& coords, const float* of_values,
-                         Accumulator& output) {
-    const int lane = threadIdx.x % 32;
-    const float own = lane < kKeys ? fabsf(of_values[lane]) : 0.0f;
-    const bool is_finite = own < INFINITY;
-    const std::uint32_t largest =
-        __reduce_max_sync(0xffffffffu, is_finite ? __float_as_uint(own) : 0u);
-    if (__uint_as_float(largest) > headroom * unit || unit == 0.0f) {
-      const float next = fmaxf(__uint_as_float(largest & 0x7f80'0000u), least);
-      const float ratio = unit / next;
-      CUTE_UNROLL
-      for (int i = 0; i < size(output); ++i) output(i) *= ratio;
-      unit = next;
-    }
-    const float per_unit = 1.0f / unit;
+// P of a slice times the scales of its tokens' values.
+template <int kKeys, class Probabilities, class Coords, class Accumulator>
+CUTE_DEVICE void weigh_values(ValueUnit& unit, Probabilities& probabilities, Coords const& coords,
+                              const float* of_values, Accumulator& output) {
+  unit.raise<kKeys>(of_values, [&](float ratio) {
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(probabilities); ++col) {
-      const float factor = of_values[get<1>(coords(0, col))] * per_unit;
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(probabilities); ++row) probabilities(row, col) *= factor;
-    }
+    for (int i = 0; i < size(output); ++i) output(i) *= ratio;
+  });
+  const float per_unit = 1.0f / unit.unit;
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(probabilities); ++col) {
+    const float factor = of_values[get<1>(coords(0, col))] * per_unit;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(probabilities); ++row) probabilities(row, col) *= factor;
   }
-};
+}
 
 // A thread's four columns of a pair of atoms, which are neighbours, of one row of O times a factor.
 template <class Output>

@@ -222,7 +222,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   [[maybe_unused]] float query_unit = 1.0f;
   if (!Traits::shares_queries || group == 0) {
     load_queries<Traits>(args, sequence, rows, column_begin, cQ, tSrQ);
-    if constexpr (Traits::is_e4m3) query_unit = queries_to_half<Traits::config.dtype>(tSrQ);
+    if constexpr (Traits::is_e4m3 && Traits::config.dtype == Dtype::bf16)
+      query_unit = queries_to_half<decltype(size(tSrQ))::value / 2>(
+          reinterpret_cast<std::uint32_t*>(tSrQ.data()));
   }
   if constexpr (Traits::shares_queries) {
     if (group == 0) {
@@ -291,7 +293,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     softmax.softmax_rescale_o(scores, output);
     if constexpr (Traits::is_e4m3) {
       if (scales.values_have_own)
-        value_unit.template apply<slice>(scores, tScS, token_scales + slice, tOrO);
+        weigh_values<slice>(value_unit, scores, tScS, token_scales + slice, tOrO);
     }
 
     auto rP = convert_fragment<Factor>(tSrS);

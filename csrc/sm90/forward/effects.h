@@ -8,6 +8,7 @@
 #pragma once
 
 #include "shared/dropout/dropout.h"
+#include "shared/e4m3_units.h"
 #include "shared/scores/effect.h"
 #include "shared/sequence/paged_kv.h"
 #include "sm90/forward/dropout.h"
@@ -96,7 +97,8 @@ struct PagedKeys {
   bool misses_keys;
 
   CUTE_DEVICE void prefetch(typename Traits::SharedStorage const& smem, int stage) {
-    misses_keys = smem.misses_keys[stage];
+    misses_keys = false;
+    for (bool misses : smem.misses_keys[stage]) misses_keys = misses_keys || misses;
   }
   CUTE_DEVICE bool hides() const { return misses_keys; }
 
@@ -164,9 +166,68 @@ struct NoDropout {
                                    int, int) {}
 };
 
+// The scales of keys and values of e4m3, which the products leave out: one of the scores, and those
+// of tokens.
+template <class Traits>
+struct E4m3Scales {
+  static constexpr float least = 0x1p-120f, most = 0x1p120f;
+
+  bool scales_scores;  // by what the softmax does not
+  bool keys_have_own;
+  bool values_have_own;
+  float of_scores;
+  ValueUnit unit;
+
+  // For a tile, whose Q counts in query_unit. Returns what the softmax multiplies scores by.
+  CUTE_DEVICE float start(ForwardTile<Traits> const& tile, int head, float scale_log2,
+                          float query_unit) {
+    ScaleParams const& scales = tile.params.scales;
+    const int index = tile.sequence.index;
+    const int head_k = key_head(tile.params.shape, head);
+    of_scores = scale_of_head(scales.q, index, head_k) * scale_of_head(scales.k, index, head_k) *
+                query_unit;
+    keys_have_own = scales.k.per_token;
+    values_have_own = scales.v.per_token;
+    unit = {};
+    const float of_softmax = scale_log2 * of_scores;
+    const bool is_one = of_softmax >= least && of_softmax <= most;
+    scales_scores = keys_have_own || !is_one;
+    if (is_one) of_scores = 1.0f;
+    return is_one ? of_softmax : scale_log2;
+  }
+
+  // O's, whose unit of tokens is 1 for a head.
+  CUTE_DEVICE float of_output(ForwardTile<Traits> const& tile, int head) const {
+    if (values_have_own) return unit.unit * ValueUnit::most_per_unit;
+    return scale_of_head(tile.params.scales.v, tile.sequence.index,
+                         key_head(tile.params.shape, head));
+  }
+
+  // Before K's stage is released.
+  template <class Scores>
+  CUTE_DEVICE void apply(typename Traits::SharedStorage const& smem, int stage, int thread,
+                         Scores& scores) const {
+    if (!scales_scores) return;
+    const auto coords = score_coords<Traits>(thread);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      const float own = keys_have_own ? smem.key_scales[stage][get<1>(coords(0, col))] : 1.0f;
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) *= of_scores * own;
+    }
+    finish_reads();
+  }
+
+ private:
+  CUTE_DEVICE static int key_head(AttentionShape const& shape, int head) {
+    return head / (shape.num_heads_q / shape.num_heads_k);
+  }
+};
+
 template <class Traits>
 struct ForwardEffects {
   EffectIf<Traits::has_bias, BiasTiles<Traits>> bias;
+  EffectIf<Traits::is_e4m3, E4m3Scales<Traits>> e4m3;
   std::conditional_t<Traits::is_sparse, ListedBlocks<Traits>, EveryBlock<Traits>> lists;
   std::conditional_t<Traits::is_paged, PagedKeys<Traits>, AllKeys<Traits>> pages;
   std::conditional_t<

@@ -74,18 +74,21 @@ CUTE_DEVICE int first_row_of_warp(int thread) {
 }
 
 // Rows that are the sequence's but do not attend get out 0 and lse -inf, those beyond are left
-// alone. `output`: this thread's (rows, columns) of the 64 rows from query_begin on.
+// alone. tOrO: this thread's share of the 64 rows from query_begin on. value_scale: what O is to be
+// multiplied by.
 template <class Traits, class Mma, class Accumulator>
 CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence,
                               [[maybe_unused]] int split, int head, int query_begin, Mma const& mma,
                               Accumulator& tOrO, OnlineSoftmax<Traits::rows_per_thread>& softmax,
-                              typename Traits::SharedStorage& smem, int warpgroup, int thread) {
-  using Element = typename Traits::Element;
+                              typename Traits::SharedStorage& smem, int warpgroup, int thread,
+                              float value_scale = 1.0f) {
+  using Stored = typename Traits::Stored;
   ForwardParams const& params = args.params;
   auto output = rows_cols_view(tOrO);
   float lse[Traits::rows_per_thread];
-  const float o_scale =
-      Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
+  const float o_scale = Traits::has(feature::dropout)
+                            ? 1.0f / keep_probability(params.dropout.threshold)
+                            : value_scale;
   // One split has the sink, and so their combination.
   const bool has_sink = !Traits::can_split || split == 0;
   const int first_row = first_row_of_warp(thread);
@@ -130,7 +133,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     const auto sync = [&]() { is_own ? __syncwarp() : sync_output(warpgroup); };
     const bool stores = Traits::stores(thread);
     const int first_stored = query_begin + (is_own ? first_row : 0);
-    Element* tile = smem.o + (64 * warpgroup + first_stored - query_begin) * Traits::head_dim_v;
+    Stored* tile = smem.o + (64 * warpgroup + first_stored - query_begin) * Traits::head_dim_v;
     if (is_own && !has_rows) return;
     if (stores) wait_stores();
     sync();
@@ -144,7 +147,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
           args.last_v_box);
     }
   } else {
-    write_output_rows<Element>(params, sequence, head, query_begin, output, thread);
+    write_output_rows<Stored>(params, sequence, head, query_begin, output, thread);
   }
 }
 
@@ -155,7 +158,7 @@ CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const
   TileWork const& work = item.work;
   const bool is_fp32 = Traits::writes_fp32 && params.fp32_results;
   const int element_bytes =
-      static_cast<int>(is_fp32 ? sizeof(float) : sizeof(typename Traits::Element));
+      static_cast<int>(is_fp32 ? sizeof(float) : sizeof(typename Traits::Stored));
   const float sink = sink_of(params.score, work.head);
   const int columns = params.shape.head_dim_v;
   const int query_end = min((work.tile + 1) * Traits::block_m, work.sequence.rows_q);

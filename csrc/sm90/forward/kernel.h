@@ -1,15 +1,16 @@
 // Forward attention on Hopper: O = softmax(score(Q K^T)) V and LSE.
 //
-// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup
-// (producer.h), of which one thread finds the tiles and loads them by TMA, or two of its
-// warps load what lies in pages and another thread finds the tiles, one thread loads the bits of a
-// block-sparse mask, and one warp clears tiles without keys; and block_m / 64 consumer warpgroups
-// that multiply by wgmma (consumer.h, of two CTAs on an SM two_ctas.h); setmaxnreg
-// gives the producer's registers to them. Kernels with dropout have warps that draw its decisions
-// for the consumers (dropout.h). Shared memory: Q block_m x head_dim, twice where there is
-// room, so that the next tile's is there in time; K block_n x head_dim and V block_n x head_dim_v
-// in `stages` buffers each; O block_m x head_dim_v where there is room; two places for tiles of
-// work; for a bias two tiles block_m x block_n, for a mask the bits of one (traits.h).
+// A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup (producer.h), of
+// which one thread finds the tiles and loads them by TMA, or two of its warps load what lies in
+// pages and another thread finds the tiles, or all four warps make fp16 of e4m3 (e4m3_producer.h),
+// one thread loads the bits of a block-sparse mask, and one warp clears tiles without keys; and
+// block_m / 64 consumer warpgroups that multiply by wgmma (consumer.h, of two CTAs on an SM
+// two_ctas.h); setmaxnreg gives the producer's registers to them. Kernels with dropout have warps
+// that draw its decisions for the consumers (dropout.h). Shared memory: Q block_m x head_dim, twice
+// where there is room, so that the next tile's is there in time; K block_n x head_dim and V block_n
+// x head_dim_v in `stages` buffers each; O block_m x head_dim_v where there is room; two places for
+// tiles of work; for a bias two tiles block_m x block_n, for a mask the bits of one, for e4m3 the
+// bytes of a block (traits.h).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const bool has_bits = Traits::is_sparse && args.params.sparsity.bits.data != nullptr;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
-    constexpr int writers = Traits::is_e4m3 ? 2 : 1;
+    constexpr int writers = Traits::is_e4m3 ? Traits::e4m3_writers : 1;
     smem.k_ring.init(Traits::consumer_warps, writers);
     smem.v_ring.init(Traits::consumer_warps, writers);
     smem.bias_ring.init(Traits::consumer_warps);
@@ -48,8 +49,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     }
     cutlass::arch::fence_barrier_init();
     prefetch_tma_descriptor(&args.q_map);
-    prefetch_tma_descriptor(&args.k_map);
-    prefetch_tma_descriptor(&args.v_map);
+    if constexpr (!Traits::is_e4m3) {
+      prefetch_tma_descriptor(&args.k_map);
+      prefetch_tma_descriptor(&args.v_map);
+    }
   }
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
     if (warp == 1) clear_empty_tiles<Traits>(args);
     if constexpr (Traits::is_e4m3) {
-      E4m3Producer<Traits>(args, smem, warp).run();
+      produce_from_e4m3<Traits>(args, smem, warp);
     } else if (warp == 1) {
       // has cleared
     } else if (Traits::has_finder && warp == 2) {

@@ -24,12 +24,16 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
   // Without pages, whose size is 0 then, a box has all of the tile.
   const int key_rows =
       Traits::is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
+  const auto keys_map = [&](const TensorView& view, const TensorExtent& extent, int box_columns) {
+    if constexpr (Traits::is_e4m3) return CUtensorMap{};
+    return map(view, extent, {key_rows, box_columns});
+  };
   const bool scales_scores =
       (Traits::has_score_modifiers || Traits::has_bias) && modifies_scores(params.score);
   ForwardArguments arguments{
       .q_map = map(params.q, plan.extents.q, {64, columns}),
-      .k_map = map(params.k, plan.extents.k, {key_rows, columns}),
-      .v_map = map(params.v, plan.extents.v, {key_rows, columns_v}),
+      .k_map = keys_map(params.k, plan.extents.k, columns),
+      .v_map = keys_map(params.v, plan.extents.v, columns_v),
       .out_map = map(params.out, plan.extents.out, {Traits::stored_rows, columns_v}),
       .bias_map = {},
       .bits_map = {},

@@ -280,7 +280,7 @@ struct Producer {
     load_keys<head_dim>(args.k_map, smem.k_ring, k_state, smem.k, keys, head_dim, [&](int stage) {
       if constexpr (Traits::is_sparse) smem.sparse.visited[stage] = visited;
       if constexpr (Traits::is_paged) {
-        if (leads()) smem.misses_keys[stage] = keys.misses_keys;
+        if (leads()) smem.misses_keys[stage][0] = keys.misses_keys;
       }
     });
     if constexpr (Traits::has_bias) load_bias_tile(smem.work[tile].work, block);

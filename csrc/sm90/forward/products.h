@@ -5,6 +5,7 @@
 // instructions, or its P, have.
 #pragma once
 
+#include "shared/e4m3_units.h"
 #include "sm90/forward/traits.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -49,6 +50,31 @@ struct ForwardProducts {
     start_scores(scores_mma, tSrS);
   }
 
+  // Q as fp16 where it is of bf16 and keys of e4m3; what it counts in then (e4m3_units.h). Once all
+  // of Q is here.
+  CUTE_DEVICE float convert_queries() {
+    if constexpr (std::is_same_v<typename Traits::Stored, typename Traits::Element>) return 1.0f;
+    constexpr int box = 64;
+    constexpr int warp_rows = 16;
+    constexpr int boxes = Traits::head_dim / box;
+    constexpr int vectors = warp_rows * box * 2 / 16 / 32;  // of a lane, in each box
+    auto* tile = smem.q + (q_state.stage * Traits::consumers + warpgroup) * 64 * Traits::head_dim;
+    auto* own = reinterpret_cast<uint4*>(tile + thread / 32 * warp_rows * box) + thread % 32;
+    const auto place = [&](int i) -> uint4& {
+      return own[i / vectors * (64 * box * 2 / 16) + i % vectors * 32];
+    };
+    uint4 numbers[boxes * vectors];
+    CUTE_UNROLL
+    for (int i = 0; i < boxes * vectors; ++i) numbers[i] = place(i);
+    const float unit =
+        queries_to_half<boxes * vectors * 4>(reinterpret_cast<std::uint32_t*>(numbers));
+    CUTE_UNROLL
+    for (int i = 0; i < boxes * vectors; ++i) place(i) = numbers[i];
+    cutlass::arch::fence_view_async_shared();
+    sync_output(warpgroup);
+    return unit;
+  }
+
   // add: to what is in tOrO.
   template <class Operand, class Accumulator>
   CUTE_DEVICE void start_output(Operand& tOrP, Accumulator& tOrO, bool add) {
@@ -58,12 +84,18 @@ struct ForwardProducts {
     start_product(output_mma, tOrP, tOrV(_, _, _, v_state().stage), tOrO, add);
   }
 
-  // kLeft: products that have been started later.
-  template <int kLeft, class Accumulator>
-  CUTE_DEVICE void finish_scores(Accumulator& tSrS, bool last_of_tile) {
+  // kLeft: products that have been started later. read(): what lies beside K.
+  template <int kLeft, class Accumulator, class Read>
+  CUTE_DEVICE void finish_scores(Accumulator& tSrS, bool last_of_tile, Read read) {
     wait_products<kLeft>(tSrS);
+    read();
     release_keys();
     if (last_of_tile) consumer_release(smem.q_ring, q_state);
+  }
+
+  template <int kLeft, class Accumulator>
+  CUTE_DEVICE void finish_scores(Accumulator& tSrS, bool last_of_tile) {
+    finish_scores<kLeft>(tSrS, last_of_tile, [] {});
   }
 
   template <class Accumulator>

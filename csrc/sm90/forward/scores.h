@@ -77,16 +77,24 @@ struct ForwardScores {
     return left;
   }
 
+  // What keys of e4m3 in `stage` leave to be multiplied.
+  template <class Accumulator>
+  CUTE_DEVICE void scale(int stage, Accumulator& tSrS) const {
+    auto scores = rows_cols_view(tSrS);
+    effects.e4m3.apply(smem, stage, thread, scores);
+  }
+
   // Prefetches dropout's decisions about the pairs of a block.
   CUTE_DEVICE void decide_dropout(int block) const {
     effects.dropout.prefetch(tile, smem, block, warpgroup, thread);
   }
 
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
+  // value_stage: where the block's values lie, if their tokens have scales.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Left const& left,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
-                                 Rescale rescale) const {
+                                 Rescale rescale, [[maybe_unused]] int value_stage = 0) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
     if constexpr (Traits::has_dropout) {
@@ -105,6 +113,28 @@ struct ForwardScores {
         if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs)) return;
         is_too_large = true;
         ScoreModifiers::Curve::apply_to_scaled(scores, true);
+      }
+    }
+    if constexpr (Traits::is_e4m3) {
+      if (effects.e4m3.values_have_own) {
+        const float* of_values = smem.value_scales[value_stage];
+        ValueUnit& unit = effects.e4m3.unit;
+        unit.raise<block_n>(of_values, [&](float ratio) {
+          CUTE_UNROLL
+          for (int row = 0; row < Traits::rows_per_thread; ++row) rescale(row, ratio);
+        });
+        const float per_unit = 1.0f / (unit.unit * ValueUnit::most_per_unit);
+        const int lane_key = thread % 4 * 2;
+        auto weigh = [&](int sixteen, float (&p)[2][4]) {
+          CUTE_UNROLL
+          for (int col = 0; col < 4; ++col) {
+            const int key = 16 * sixteen + lane_key + col / 2 * 8 + col % 2;
+            CUTE_UNROLL
+            for (auto& of_row : p) of_row[col] *= of_values[key] * per_unit;
+          }
+        };
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, weigh);
+        return;
       }
     }
     auto keep_all = [](int, float (&)[2][4]) {};

@@ -115,7 +115,9 @@ struct ForwardTraits {
   static constexpr bool alternates_probabilities = own.alternates_probabilities;
   static_assert(overlaps_softmax || !alternates_probabilities);
 
-  using Element = ElementOf<config.dtype>;
+  // e4m3 becomes fp16, which its numbers need one instruction a pair for; Q as well (e4m3_units.h).
+  using Stored = ElementOf<config.dtype>;
+  using Element = std::conditional_t<is_e4m3, cutlass::half_t, Stored>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
   using NarrowScoresMma = SharedMma<Element, narrow_keys, head_dim>;
   using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
@@ -138,16 +140,12 @@ struct ForwardTraits {
   static constexpr int stages = own.stages_kv;
   static constexpr int tile_bytes = q_stages * query_bytes + stages * stage_bytes;
   static_assert(tile_bytes <= smem_for_tiles);
-  // Of e4m3 the bytes of a block wait for their place in 16 bits, where there is room those of the
-  // next block too.
-  static constexpr int block_bytes = block_n * (head_dim + head_dim_v);
-  static constexpr int byte_buffers = !is_e4m3                                         ? 0
-                                      : tile_bytes + 2 * block_bytes <= smem_for_tiles ? 2
-                                                                                       : 1;
+  // Of e4m3 the bytes of a block wait for their place in 16 bits (e4m3_producer.h).
+  static constexpr int waiting_bytes = is_e4m3 ? block_n * (head_dim + head_dim_v) : 0;
+  static constexpr int e4m3_writers = 2;  // warps of a tile of keys, and of one of values
   // O goes through shared memory of its own where there is room.
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
-  static constexpr bool stores_tiles =
-      tile_bytes + byte_buffers * block_bytes + output_bytes <= smem_for_tiles;
+  static constexpr bool stores_tiles = tile_bytes + waiting_bytes + output_bytes <= smem_for_tiles;
   // Rows that a thread stores: a warpgroup's, or a warp's, which then waits for nobody. Where tiles
   // are long the fewer stores are the cheaper ones.
   static constexpr int stored_rows = ctas_per_sm == 2 ? 16 : 64;
@@ -181,9 +179,9 @@ struct ForwardTraits {
     alignas(1024) Element q[q_stages * block_m * head_dim];
     alignas(1024) Element k[stages * block_n * head_dim];
     alignas(1024) Element v[stages * block_n * head_dim_v];
-    alignas(1024) Element o[stores_tiles ? block_m * head_dim_v : 8];
+    alignas(1024) Stored o[stores_tiles ? block_m * head_dim_v : 8];
     alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
-    alignas(16) uint4 bytes[is_e4m3 ? byte_buffers * block_bytes / 16 : 1];
+    alignas(16) uint4 bytes[is_e4m3 ? waiting_bytes / 16 : 1];
     Ring<q_stages> q_ring;
     Ring<stages> k_ring;
     Ring<stages> v_ring;
@@ -191,7 +189,11 @@ struct ForwardTraits {
     Ring<work_stages> work_ring;
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
-    bool misses_keys[is_paged ? stages : 1];  // of the blocks in k: pages are not in the table
+    // Of tokens, of the blocks in k and in v.
+    float key_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
+    float value_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
+    // Of the blocks in k, of each writer's keys: pages are not in the table.
+    bool misses_keys[is_paged ? stages : 1][is_e4m3 ? e4m3_writers : 1];
     std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };

@@ -34,6 +34,7 @@ struct WideForwardTraits {
   static constexpr bool leaves_curve = false;
   static constexpr bool is_sparse = false;
   static constexpr bool is_paged = false;
+  static constexpr bool is_e4m3 = false;
   static constexpr bool can_split = false;
   static constexpr bool has_bias = false;
   static constexpr bool has_dropout = false;
@@ -41,6 +42,7 @@ struct WideForwardTraits {
   static_assert((config.features & ~modifier_features) == 0);
 
   using Element = ElementOf<config.dtype>;
+  using Stored = Element;
   // A slot of a ring: keys of some columns, or fewer of them with a warpgroup's columns of values.
   static constexpr int key_columns = 128;
   static constexpr int value_rows = 32;
