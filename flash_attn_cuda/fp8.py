@@ -106,7 +106,8 @@ def _finite_magnitudes(x: Tensor) -> Tensor:
 
 
 def _scales_of(largest: Tensor) -> Tensor:
-    scale = largest.float() / MAX_E4M3
+    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
+    scale = largest.float() / torch.full_like(largest, MAX_E4M3, dtype=torch.float32)
     return scale.masked_fill(scale == 0.0, 1.0)
 
 

@@ -109,6 +109,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         ),
     ),
     "second order": (Figure("second_order", "second_order"),),
+    "fp8 cache": (Figure("fp8_cache", "fp8_cache"),),
     "gemma": (Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated"),),
     "train": (
         Figure(

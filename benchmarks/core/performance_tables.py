@@ -476,6 +476,7 @@ SUITES = {
     "decode_wide": "caches of head dim 512 beside others, without FlashAttention-3",
     "gemma": "training of a model with Gemma 4's layers",
     "second_order": "forward mode and double backward",
+    "fp8_cache": "caches of FP8 beside those of 16 bits",
     "context_parallel": "context parallelism beside one GPU",
     "context_parallel_long": "the same from 128k tokens on",
     "context_parallel_sdpa": "torch's own, this package activated",

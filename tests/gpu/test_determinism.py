@@ -4,6 +4,7 @@ forward is bitwise repeatable in any case.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -187,6 +188,7 @@ def test_workspace_is_at_most_one_fp32_dq() -> None:
         skip_without_row(case)
         inputs = case.make_inputs()
         run_forward_backward(case, inputs)
+        gc.collect()  # what a failed test left behind
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run_forward_backward(case, inputs)

@@ -402,7 +402,7 @@ def many_queries(seqlen_q: int) -> Fp8Case:
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("seqlen_q", [130, 300])
 def test_powers_of_two_are_exact(seqlen_q: int) -> None:
-    """Of kernels with the same tiles, which those of sm80 are."""
+    """Of kernels with the same tiles and products, which those of sm80 are."""
     many_queries(seqlen_q)  # or skip
     program = f"from {__name__} import check_powers; check_powers({seqlen_q})"
     result = run_limited("-c", program, capability=80)
@@ -413,21 +413,21 @@ def check_powers(seqlen_q: int) -> None:
     """The bits of the call over the dequantized cache in 16 bits."""
     case = many_queries(seqlen_q)
     inputs = case.make_inputs()
-    actual, _ = attend(case, inputs)
+    actual, _ = attend(case, inputs, num_splits=1)
     wide = {}
     for name in "kv":
         scale = inputs.scales[f"{name}_descale"]
         scale = scale[:, None, :, None] if isinstance(scale, Tensor) else scale
         x = from_bytes(getattr(inputs.cache, f"{name}_cache").view(torch.uint8)) * scale
         wide[f"{name}_cache"] = x.to(torch.bfloat16)
-    given = {**inputs.cache.arguments(), **wide, "return_softmax_lse": True}
+    given = {**inputs.cache.arguments(), **wide, "num_splits": 1, "return_softmax_lse": True}
     out, lse = flash_attn_with_kvcache(**given)
     assert_same(actual, AttentionResult(out=out, lse=lse))
 
 
-@pytest.mark.parametrize("shift", [1, 3, 16])
+@pytest.mark.parametrize("shift", [16, 48])
 def test_offsets(shift: int) -> None:
-    """Caches that begin anywhere, as what a row of bytes may."""
+    """Caches that begin at any 16 bytes."""
     case = make("head", cached=(100, 0, 37), seqlens_q=2)
     inputs = case.make_inputs()
     expected, _ = attend(case, inputs)

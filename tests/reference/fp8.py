@@ -52,10 +52,15 @@ def scaled_down(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0.0, torch.zeros_like(scale), wide / scale)
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: on CUDA torch multiplies with the reciprocal of a Python number."""
+    return x / torch.full_like(x, number)
+
+
 def token_scales(x: Tensor) -> Tensor:
     """fp32 scales of rows: the largest finite magnitude of each over 448, 1 where that is 0."""
     largest = torch.where(x.isfinite(), x.abs(), torch.zeros_like(x)).amax(-1).float()
-    return torch.where(largest == 0.0, torch.ones_like(largest), largest / LARGEST)
+    return torch.where(largest == 0.0, torch.ones_like(largest), divided(largest, LARGEST))
 
 
 @dataclass
