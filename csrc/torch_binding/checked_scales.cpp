@@ -11,7 +11,7 @@ namespace {
 
 // -- k and v --------------------------------------------------------------------------------------
 
-void check_refused(const AttentionCall& call, const char* dropout_p_name) {
+void check_refused_beside_e4m3(const AttentionCall& call, const char* dropout_p_name) {
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0, dropout_p_name,
                               ": must be 0 with k and v of Float8_e4m3fn, got ", call.dropout_p);
   refuse(has_masks(call) || call.block_columns.defined(),
@@ -121,7 +121,7 @@ void check_scales(const AttentionCall& call, std::int64_t batch, const char* dro
     TORCH_CHECK_TYPE(call.v.scalar_type() == at::kFloat8_e4m3fn, v_name_of(call),
                      ": must have the dtype of ", k_name_of(call), " (Float8_e4m3fn), got ",
                      call.v.scalar_type());
-    check_refused(call, dropout_p_name);
+    check_refused_beside_e4m3(call, dropout_p_name);
     check_keys_and_values(call);
   } else {
     check_16_bits(call);

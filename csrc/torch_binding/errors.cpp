@@ -16,7 +16,7 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-std::array<std::atomic<DeviceErrors*>, C10_COMPILE_TIME_MAX_GPUS> records{};
+std::array<std::atomic<DeviceErrors*>, C10_COMPILE_TIME_MAX_GPUS> records_of_devices{};
 
 // Not from torch's allocator, and zeroed on a stream of its own: the first call may be one that a
 // CUDA graph captures, whose memory and whose memset would belong to the graph.
@@ -106,7 +106,7 @@ const char* name_of(DeviceCheck check) {
 }  // namespace
 
 DeviceErrors* device_record(c10::DeviceIndex device) {
-  std::atomic<DeviceErrors*>& slot = records.at(static_cast<std::size_t>(device));
+  std::atomic<DeviceErrors*>& slot = records_of_devices.at(static_cast<std::size_t>(device));
   if (DeviceErrors* const record = slot.load(std::memory_order_acquire)) return record;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -132,7 +132,7 @@ std::optional<FoundError> device_errors(std::optional<std::int64_t> device) {
   const std::int64_t index = device.has_value() ? *device : c10::cuda::current_device();
   TORCH_CHECK_VALUE(index >= 0 && index < count, "device: must be from 0 to ", count - 1, ", got ",
                     index);
-  DeviceErrors* const record = records.at(static_cast<std::size_t>(index)).load();
+  DeviceErrors* const record = records_of_devices.at(static_cast<std::size_t>(index)).load();
   if (record == nullptr) return std::nullopt;  // no call of that device has read such contents
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
   const Stream stream = c10::cuda::getCurrentCUDAStream().stream();
