@@ -336,6 +336,14 @@ def derivative_cases(device: str) -> Iterator[DerivativeCase]:
         yield DerivativeCase(masked_dense(**common, bias=bias, seqlen_q=70, seqlen_k=90))
 
 
+def of_one_head(case: DerivativeCase) -> DerivativeCase:
+    """Of one batch entry too, where sequences have one length."""
+    of = replace(case.of.of, num_heads_q=1, num_heads_k=1)
+    if isinstance(of, AttentionCase):
+        of = replace(of, batch=1)
+    return replace(case, of=replace(case.of, of=of))
+
+
 def fp8_cases(device: str) -> Iterator[Fp8Case]:
     """Of the rows for keys and values of e4m3, and of both ways to append them."""
     for fields in each_head_dim([16] if ON_CPU else [64, 128, 256, 512, 80, 192]):

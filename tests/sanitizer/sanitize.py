@@ -90,6 +90,7 @@ from tests.sanitizer.cases import (
     many_tile_masked_cases,
     masked_cases,
     odd_cases,
+    of_one_head,
     outgrown_cases,
     part_cases,
     row_cases,
@@ -464,7 +465,7 @@ def masked_call(
 
 
 def calls(most_heads: int | None = None) -> Iterator[Call]:
-    """most_heads: of queries in calls of many tiles."""
+    """most_heads: of queries in calls of many tiles; given, those of derivatives have one."""
     for case in (*row_cases(), *odd_cases()):
         case = replace(case, device=DEVICE)
         yield str(case), partial(run_case, case), missing_row(case, backward=False)
@@ -494,6 +495,7 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
         masked = replace(masked, of=with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
     for derivative in derivative_cases(DEVICE):
+        derivative = of_one_head(derivative) if most_heads is not None else derivative
         lacking = missing_for(derivative.of, "forward", "backward", "jvp", "hvp")
         yield f"derivatives: {derivative}", partial(run_derivatives, derivative), lacking
     for fp8 in fp8_cases(DEVICE):

@@ -14,7 +14,7 @@ import pytest
 from tests.cases.attention import AttentionCase
 from tests.gpu import summary as gpu_summary
 from tests.sanitizer import sanitize_all
-from tests.sanitizer.cases import with_most_heads
+from tests.sanitizer.cases import derivative_cases, of_one_head, with_most_heads
 from tests.sanitizer.sanitize_all import Run
 
 CALLS = """
@@ -129,3 +129,11 @@ def test_fewer_heads_in_the_same_groups() -> None:
     shared = with_most_heads(AttentionCase(num_heads_q=40, num_heads_k=2), 12)
     assert (shared.num_heads_q, shared.num_heads_k) == (20, 1)
     assert with_most_heads(many, None) is with_most_heads(many, 280) is many
+
+
+def test_derivatives_of_one_head() -> None:
+    for case in derivative_cases("cpu"):
+        of = of_one_head(case).of
+        assert (of.of.num_heads_q, of.of.num_heads_k) == (1, 1)
+        assert not isinstance(of.of, AttentionCase) or of.of.batch == 1
+        assert (of.mask, of.bias, of.sink) == (case.of.mask, case.of.bias, case.of.sink)
