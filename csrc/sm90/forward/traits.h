@@ -90,6 +90,7 @@ struct ForwardTraits {
 
   // A thread of its own finds tiles for the producer where that takes long, with lists, where
   // tiles are short, or whole warps load.
+  // Of e4m3 all of the producer's warps load, and one of their threads finds the tiles.
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
   static constexpr bool has_finder = !is_e4m3 && (is_sparse || is_paged || ctas_per_sm == 2);
   static constexpr int loaders = is_e4m3 ? 4 : is_paged ? 2 : 1;  // warps

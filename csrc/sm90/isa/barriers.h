@@ -115,7 +115,7 @@ CUTE_DEVICE void sync_dq() {
   cutlass::arch::NamedBarrier::sync(128, static_cast<std::uint32_t>(NamedBarrier::dq));
 }
 
-// All threads of a consumer warpgroup, about its results.
+// All threads of a consumer warpgroup, about its results, and about its Q where it converts that.
 CUTE_DEVICE void sync_output(int warpgroup) {
   cutlass::arch::NamedBarrier::sync(
       128, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);
