@@ -28,7 +28,7 @@ MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
 CHOICE_NAME = "_install.json"  # in the installed package; flash_attn_cuda/build_info.py reads it
 # Sources that take long, by the unit that compiles them. binding_calls compiles the others.
-BEHIND_OTHER_HEADERS = {
+LONG_UNITS = {
     "binding_module": ("aten_operators", "module"),
     "binding_operators": ("autograd", "errors", "explain"),
 }
@@ -206,11 +206,11 @@ def _extension_folder(target: TargetPython, backend: Backend) -> Path:
 
 def _units() -> dict[str, str]:
     """What is compiled, by name: sources that include those of the binding. torch's headers are
-    most of a compile, so that few compiles of many sources cost a third of one for each.
+    most of a compile, so that few compiles of many sources cost less than half of one for each.
     """
     sources = {path.stem for path in (REPO / "csrc/torch_binding").glob("*.cpp")}
-    calls = sources.difference(*BEHIND_OTHER_HEADERS.values())
-    units = {**BEHIND_OTHER_HEADERS, "binding_calls": tuple(sorted(calls))}
+    calls = sources.difference(*LONG_UNITS.values())
+    units = {**LONG_UNITS, "binding_calls": tuple(sorted(calls))}
     return {
         name: "".join(f'#include "torch_binding/{source}.cpp"\n' for source in stems)
         for name, stems in units.items()

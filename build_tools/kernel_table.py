@@ -162,7 +162,7 @@ SM90_FORWARD = (
 # 512), where they are spilled. Masked tiles have sides that divide the 128 of a list's tiles. Bytes
 # of e4m3 wait beside the tile of 16 bits that is made of them.
 
-E4M3 = CACHE_MODIFIERS | Feature.e4m3_kv
+E4M3 = MODIFIERS | E4M3_CACHE
 PLAIN_AND_FEATURES = {"": NO_FEATURES, "modifiers": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT}
 
 # fmt: off

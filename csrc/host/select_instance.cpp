@@ -56,7 +56,7 @@ bool has_values(const BackwardConfig& config, const KernelRequest& request) {
 }
 
 // What only rows of sm90 tell apart: those with lists walk nothing else, those with a bias always
-// load one, those for a cache are for pages or splits, and all must find what they load.
+// load one, those for a cache are for pages, splits or e4m3, and all must find what they load.
 template <class Config>
 bool suits(const Config& config, const KernelRequest& request) {
   if (config.family != KernelFamily::sm90) return true;

@@ -218,6 +218,26 @@ struct E4m3Scales {
     finish_reads();
   }
 
+  // Multiplies P of 16 columns with the scales of the block's values, which O's unit holds then.
+  // rescale(row, factor): O.
+  template <class Rescale>
+  CUTE_DEVICE auto weigher(const float* of_values, int thread, Rescale& rescale) {
+    unit.raise<Traits::block_n>(of_values, [&](float ratio) {
+      CUTE_UNROLL
+      for (int row = 0; row < Traits::rows_per_thread; ++row) rescale(row, ratio);
+    });
+    const float per_unit = 1.0f / (unit.unit * ValueUnit::most_per_unit);
+    const int first_key = thread % 4 * 2;  // the lane's of 16
+    return [of_values, per_unit, first_key](int sixteen, float (&p)[2][4]) {
+      CUTE_UNROLL
+      for (int col = 0; col < 4; ++col) {
+        const int key = 16 * sixteen + first_key + col / 2 * 8 + col % 2;
+        CUTE_UNROLL
+        for (auto& of_row : p) of_row[col] *= of_values[key] * per_unit;
+      }
+    };
+  }
+
  private:
   CUTE_DEVICE static int key_head(AttentionShape const& shape, int head) {
     return head / (shape.num_heads_q / shape.num_heads_k);

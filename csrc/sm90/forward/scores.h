@@ -117,22 +117,7 @@ struct ForwardScores {
     }
     if constexpr (Traits::is_e4m3) {
       if (effects.e4m3.values_have_own) {
-        const float* of_values = smem.value_scales[value_stage];
-        ValueUnit& unit = effects.e4m3.unit;
-        unit.raise<block_n>(of_values, [&](float ratio) {
-          CUTE_UNROLL
-          for (int row = 0; row < Traits::rows_per_thread; ++row) rescale(row, ratio);
-        });
-        const float per_unit = 1.0f / (unit.unit * ValueUnit::most_per_unit);
-        const int lane_key = thread % 4 * 2;
-        auto weigh = [&](int sixteen, float (&p)[2][4]) {
-          CUTE_UNROLL
-          for (int col = 0; col < 4; ++col) {
-            const int key = 16 * sixteen + lane_key + col / 2 * 8 + col % 2;
-            CUTE_UNROLL
-            for (auto& of_row : p) of_row[col] *= of_values[key] * per_unit;
-          }
-        };
+        auto weigh = effects.e4m3.weigher(smem.value_scales[value_stage], thread, rescale);
         softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, weigh);
         return;
       }

@@ -88,12 +88,13 @@ struct ForwardTraits {
   // it is a narrow step, and a warp without queries leaves scores alone.
   static constexpr int narrow_keys = narrow_step_keys;
 
-  // A thread of its own finds tiles for the producer where that takes long, with lists, where
-  // tiles are short, or whole warps load.
-  // Of e4m3 all of the producer's warps load, and one of their threads finds the tiles.
+  // All of the producer's warps load e4m3, and one of their threads finds the tiles. Elsewhere a
+  // thread of its own finds them for the producer where that takes long, with lists, where tiles
+  // are short, or whole warps load.
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
+  static constexpr int e4m3_writers = 2;  // warps of a tile of keys, and of one of values
   static constexpr bool has_finder = !is_e4m3 && (is_sparse || is_paged || ctas_per_sm == 2);
-  static constexpr int loaders = is_e4m3 ? 4 : is_paged ? 2 : 1;  // warps
+  static constexpr int loaders = is_e4m3 ? 2 * e4m3_writers : is_paged ? 2 : 1;  // warps
 
   // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
   // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
@@ -131,8 +132,10 @@ struct ForwardTraits {
   static constexpr int stage_bytes = key_bytes + value_bytes;
   // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
   static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
-  static constexpr int smem_reserved = 2048;  // barriers and work; a mask's bits fit beside
-  static constexpr int least_stages = 2;      // of K and V: one fills while the other is read
+  // Barriers and work; a mask's bits fit beside. What tokens' scales take is not in it: the last
+  // assertion below counts them.
+  static constexpr int smem_reserved = 2048;
+  static constexpr int least_stages = 2;  // of K and V: one fills while the other is read
   static constexpr int bias_bytes = block_m * block_n * int(sizeof(Element));
   static constexpr int bias_stages = 2;
   static constexpr int smem_for_tiles =
@@ -143,7 +146,6 @@ struct ForwardTraits {
   static_assert(tile_bytes <= smem_for_tiles);
   // Of e4m3 the bytes of a block wait for their place in 16 bits (e4m3_producer.h).
   static constexpr int waiting_bytes = is_e4m3 ? block_n * (head_dim + head_dim_v) : 0;
-  static constexpr int e4m3_writers = 2;  // warps of a tile of keys, and of one of values
   // O goes through shared memory of its own where there is room.
   static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
   static constexpr bool stores_tiles = tile_bytes + waiting_bytes + output_bytes <= smem_for_tiles;
