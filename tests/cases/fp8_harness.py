@@ -1,0 +1,56 @@
+"""What tests of FP8 caches on the GPU share: their forms of scales, cases that the build has rows
+for, and bytes that are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info, check_device_errors
+from tests.cases.attention import DTYPE_NAMES
+from tests.cases.fp8_cache import Fp8Case
+from tests.cases.harness import ON_CPU, make_cache_case
+
+FORMS = {
+    "head": {"k_form": "head", "v_form": "head"},
+    "powers": {"k_form": "batch", "v_form": "number", "powers": True},
+    "token": {"k_form": "token", "v_form": "token"},
+    "mixed": {"k_form": "token", "v_form": "head", "strides": "strided"},
+    "expanded": {"k_form": "batch", "v_form": "token", "strides": "expanded"},
+}
+
+
+@pytest.fixture
+def no_device_errors() -> Any:
+    """Good calls leave no flag."""
+    yield
+    check_device_errors()
+
+
+def make(
+    form: str = "head", *, quantize: str | None = None, q_is_fp8: bool = False, **fields: Any
+) -> Fp8Case:
+    """A case, or a skipped test where the build has no row of e4m3 for its head dims: a row serves
+    every option.
+    """
+    cache = make_cache_case(**fields)
+    has_row = ON_CPU or any(
+        row.pass_name == "forward"
+        and row.dtype == DTYPE_NAMES[cache.dtype]
+        and row.head_dim >= cache.head_dim
+        and row.head_dim_v >= cache.value_dim
+        and "e4m3_kv" in row.config["features"]
+        for row in build_info.compiled_rows()
+    )
+    if not has_row:
+        head_dims = f"head dims {cache.head_dim} and {cache.value_dim}"
+        pytest.skip(f"no compiled forward row of e4m3 for {DTYPE_NAMES[cache.dtype]}, {head_dims}")
+    return Fp8Case(cache, **FORMS[form], quantize=quantize, q_is_fp8=q_is_fp8)
+
+
+def same_bytes(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))

@@ -1,0 +1,120 @@
+"""What an append leaves in a cache of FP8 (e4m3) on the GPU: every byte and every scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cuda import flash_attn_with_kvcache, quantize_kv
+from tests.cases.fp8_cache import E4M3, check_fp8
+from tests.cases.fp8_harness import make, no_device_errors, same_bytes  # noqa: F401
+from tests.cases.harness import DEVICE
+from tests.reference.fp8 import from_bytes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_device_errors")]
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+@pytest.mark.parametrize("rotary", [(0, True), (32, True), (64, False)], ids=str)
+@pytest.mark.parametrize("page_size", [None, 7])
+def test_appends(page_size: int | None, rotary: tuple[int, bool], quantize: str | None) -> None:
+    """Of a token and of many, with scales that are given, per head and per token, or made."""
+    for seqlen, forms in ((1, ("token", "head")), (40, ("mixed", "expanded"))):
+        for form in ("token",) if quantize else forms:
+            case = make(
+                form,
+                quantize=quantize,
+                cached=(100, 0, 37),
+                seqlens_q=seqlen,
+                seqlens_new=seqlen,
+                page_size=page_size,
+                rotary_dim=rotary[0],
+                rotary_interleaved=rotary[1],
+                causal=True,
+            )
+            check_fp8(case)
+            check_fp8(replace(case, strides="strided") if quantize else case, 1)
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+@pytest.mark.parametrize("head_dim", [16, 80, 192, 512])
+def test_append_head_dims(head_dim: int, quantize: str | None) -> None:
+    sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": 48 if head_dim == 80 else head_dim}
+    for batch_idx in (None, (3, 0, 2)):
+        case = make(
+            "token", quantize=quantize, cached=(100, 0, 37), seqlens_new=3, batch_idx=batch_idx,
+            dtype=torch.float16, **sizes,
+        )  # fmt: skip
+        check_fp8(case)
+
+
+SPECIAL = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 448.0, -449.0, 464.0, 466.0, 3e38]
+SPECIAL += [2.0**-9, 2.0**-10, 3 * 2.0**-11, 2.0**-11, -(2.0**-9) * 1.5, 17.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -0.5, 3.7, 1e-38, 1e30, torch.inf, torch.nan])
+def test_special_numbers(scale: float) -> None:
+    """The bytes of every kind of number, by every kind of scale, are the CPU backend's."""
+    make(cached=(1,))  # or skip
+    x = torch.tensor(SPECIAL, dtype=torch.bfloat16)
+    found = []
+    for device in ("cpu", DEVICE):
+        new = x.view(1, 1, 1, 16).to(device)
+        caches = [torch.zeros(1, 4, 1, 16, device=device).to(E4M3) for _ in "kv"]
+        scales = torch.full((1, 4, 1), scale, device=device)
+        given = {"k_descale": scales, "v_descale": scale}
+        flash_attn_with_kvcache(torch.zeros_like(new), *caches, new, new, cache_seqlens=2, **given)
+        found.append([from_bytes(x.view(torch.uint8)).cpu() for x in caches])
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_of_special_rows() -> None:
+    """Of zeros, of NaN, with infinities: the CPU backend's, to the bit."""
+    make(cached=(1,))  # or skip
+    rows = torch.randn(6, 16)
+    rows[0], rows[1], rows[2] = 0.0, torch.nan, torch.tensor(SPECIAL)
+    rows[3, 4], rows[4, 2] = torch.inf, torch.nan
+    found = []
+    for device in ("cpu", DEVICE):
+        new = rows.view(1, 6, 1, 16).to(device, torch.bfloat16)
+        caches = [torch.zeros(1, 8, 1, 16, device=device).to(E4M3) for _ in "kv"]
+        scales = [torch.zeros(1, 8, 1, device=device) for _ in "kv"]
+        flash_attn_with_kvcache(
+            torch.zeros_like(new), *caches, new, new, cache_seqlens=1,
+            k_descale=scales[0], v_descale=scales[1], quantize="token",
+        )  # fmt: skip
+        bytes_ = [from_bytes(x.view(torch.uint8)).cpu() for x in caches]
+        found.append([*bytes_, *(x.cpu() for x in scales)])
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("quantize", [None, "token"])
+def test_append_then_read(quantize: str | None) -> None:
+    """Steps of one token leave what one call of all leaves, and quantize_kv makes."""
+    steps, sizes = 9, (2, 9, 2, 64)
+    make(cached=(1,), head_dim=64)  # or skip
+    q, k, v = (
+        torch.randn(2, steps, heads, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
+    states = []
+    for step in (1, steps):
+        caches = [torch.full(sizes, torch.nan, device=DEVICE).to(E4M3) for _ in "kv"]
+        scales = [torch.full(sizes[:-1], 0.01, device=DEVICE) for _ in "kv"]
+        for t in range(0, steps, step):
+            at = slice(t, t + step)
+            out = flash_attn_with_kvcache(
+                q[:, at], *caches, k[:, at], v[:, at], cache_seqlens=t, causal=True,
+                k_descale=scales[0], v_descale=scales[1], quantize=quantize,
+            )  # fmt: skip
+        states.append((*caches, *scales))
+        if step == 1:
+            last = out
+    for x, y in zip(*states, strict=True):
+        assert same_bytes(x, y)
+    torch.testing.assert_close(last, out[:, -1:], rtol=0.02, atol=0.02)
+    if quantize is not None:
+        for x, y in zip(states[0], quantize_kv(k, v), strict=True):
+            assert same_bytes(x, y)
