@@ -43,6 +43,7 @@ struct ValueUnit {
 
   static constexpr float headroom = 16.0f;  // of scales over the unit
   static constexpr float least = 0x1p-100f;
+  static constexpr float greatest = 0x1p122f;  // of which most_per_unit are finite
   // No scale is that many units. Where P may be 2^15, it counts in these.
   static constexpr float most_per_unit = 2 * headroom;
 
@@ -61,7 +62,8 @@ struct ValueUnit {
     }
     largest = __reduce_max_sync(0xffffffffu, largest);
     if (__uint_as_float(largest) > headroom * unit || unit == 0.0f) {
-      const float next = fmaxf(__uint_as_float(largest & 0x7f80'0000u), least);
+      const float power = __uint_as_float(largest & 0x7f80'0000u);
+      const float next = fminf(fmaxf(power, least), greatest);
       multiply(unit / next);
       unit = next;
     }

@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 1) clear_empty_tiles<Traits>(args);
     if constexpr (Traits::is_e4m3) {
       produce_from_e4m3<Traits>(args, smem, warp);
+      if (warp == 1) clear_empty_tiles<Traits>(args);
     } else if (warp == 1) {
-      // has cleared
+      clear_empty_tiles<Traits>(args);
     } else if (Traits::has_finder && warp == 2) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
     } else if constexpr (Traits::is_paged) {
