@@ -91,7 +91,27 @@ SharedTiles last_tiles(std::int64_t tiles, int at_a_time, int steps, int q_tiles
   return shared;
 }
 
+// Fewest query heads for a CTA of a group whose tiles are evened out by splits: fewer steps of a
+// tile do not outweigh its fp32 partials (docs/backward_sm90.md).
+std::int64_t least_heads_per_split(const BackwardParams& params) {
+  constexpr int long_queries = 8192;
+  constexpr int row_columns = 512, long_row_columns = 256;  // of q, of a split's heads
+  constexpr int least_rows = 4096;                          // of q, of all its heads
+  const AttentionShape& shape = params.shape;
+  const int sequences = is_packed(params.sequences) ? std::max(1, shape.batch_size) : 1;
+  const int seqlen_q = std::max(1, shape.seqlen_q / sequences);
+  const int columns = seqlen_q < long_queries ? row_columns : long_row_columns;
+  return std::max(ceil_div(columns, shape.head_dim), ceil_div(least_rows, seqlen_q));
+}
+
 }  // namespace
+
+bool splits_even_out_tiles(const BackwardParams& params, const BackwardConfig& config) {
+  const Window& window = params.window;
+  return config.family == KernelFamily::sm90 && window.left == Window::unbounded &&
+         window.right != Window::unbounded && !params.deterministic &&
+         params.sparsity.lists.data == nullptr;
+}
 
 int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& config,
                        std::int64_t key_tiles, const DeviceInfo& device) {
@@ -103,8 +123,11 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
   const std::int64_t affordable = group * shape.seqlen_q / (2 * std::int64_t{shape.seqlen_k});
   const std::int64_t largest = std::min(group, affordable);
+  const std::int64_t evening =
+      splits_even_out_tiles(params, config) ? group / least_heads_per_split(params) : 1;
   std::int64_t splits = 1;
-  for (std::int64_t candidate = 2; candidate <= largest && ctas * splits < wanted; ++candidate) {
+  for (std::int64_t candidate = 2; candidate <= largest; ++candidate) {
+    if (ctas * splits >= wanted && candidate > evening) break;
     if (group % candidate == 0) splits = candidate;
   }
   return static_cast<int>(splits);

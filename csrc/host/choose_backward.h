@@ -6,10 +6,14 @@
 
 namespace flash_attn_cuda {
 
-// How many CTAs share the query heads of one key head. As few as give every SM two CTAs: each split
-// costs an fp32 partial of dK and dV, and all partials together stay within the size of dQ in fp32,
-// which most calls need as well. Partial sums cover whole sequences; rows of left padding belong to
-// none.
+// Whether more splits than the SMs ask for are faster: a causal mask has long and short tiles. On
+// Hopper, where no order of additions is promised; lists were not timed.
+bool splits_even_out_tiles(const BackwardParams& params, const BackwardConfig& config);
+
+// How many CTAs share the query heads of one key head: as few as give every SM two CTAs, or as even
+// out tiles. Each split costs an fp32 partial of dK and dV, and all partials together stay within
+// the size of dQ in fp32, which most calls need as well. Partial sums cover whole sequences; rows
+// of left padding belong to none.
 int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& config,
                        std::int64_t key_tiles, const DeviceInfo& device);
 

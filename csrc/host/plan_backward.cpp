@@ -139,15 +139,21 @@ void plan_tiles(const BackwardParams& params, const DeviceInfo& device, Backward
   const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
   // A sequence's queries stay in L2, not all of a packed call's (sm80: not timed).
   const int queries_at_once = is_sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
-  plan.schedule = make_schedule({.num_tiles = key_tiles,
-                                 .batch_size = batch_size,
-                                 .num_heads = shape.num_heads_k * plan.dkdv_splits,
-                                 .heads_per_group = plan.dkdv_splits,
-                                 .bytes_per_group = group * bytes_per_query * queries_at_once,
-                                 .min_tiles = section.tiles,
-                                 .longest_first = plan.tiles_descend && !packed,
-                                 .parts_of_l2 = section.parts_of_l2},
-                                device);
+  // What the heads of one split read and add to stays in L2 where all of a group's would not.
+  // Packed calls are 0 to 2 % faster with a group's splits side by side.
+  const bool splits_alone = !packed && splits_even_out_tiles(params, config);
+  const int splits_per_group = splits_alone ? 1 : plan.dkdv_splits;
+  const std::int64_t heads_per_group = group / plan.dkdv_splits * splits_per_group;
+  plan.schedule =
+      make_schedule({.num_tiles = key_tiles,
+                     .batch_size = batch_size,
+                     .num_heads = shape.num_heads_k * plan.dkdv_splits,
+                     .heads_per_group = splits_per_group,
+                     .bytes_per_group = heads_per_group * bytes_per_query * queries_at_once,
+                     .min_tiles = section.tiles,
+                     .longest_first = plan.tiles_descend && !packed,
+                     .parts_of_l2 = section.parts_of_l2},
+                    device);
   choose_sweeps(params, bytes_per_query, device, plan);
 }
 

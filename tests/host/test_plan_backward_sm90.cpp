@@ -96,6 +96,48 @@ TEST(two_ctas_draw_a_tile_of_wide_heads) {
   CHECK_EQ(plan(132).dkdv_splits, 4);  // 8 tiles * 8 heads * 2 CTAs * 4 > 264
 }
 
+// Splits of a group of heads, and heads of a section, under a causal mask.
+TEST(a_causal_mask_splits_groups_of_many_heads) {
+  struct Chosen {
+    int splits;
+    int heads_per_section;
+  };
+  const auto chosen = [](int group, int seqlen, int head_dim, auto change) {
+    const AttentionShape shape{.batch_size = 160,
+                               .seqlen_q = seqlen,
+                               .seqlen_k = seqlen,
+                               .num_heads_q = 2 * group,
+                               .num_heads_k = 2,
+                               .head_dim = head_dim,
+                               .head_dim_v = head_dim};
+    auto params = with_tensors(call<BackwardParams>(shape, causal));
+    change(params);
+    const BackwardPlan plan = sm90_plan(params);
+    return Chosen{plan.dkdv_splits, plan.schedule.heads_per_section};
+  };
+  const auto splits = [&](int group, int seqlen, int head_dim, auto change) {
+    return chosen(group, seqlen, head_dim, change).splits;
+  };
+  CHECK_EQ(splits(32, 4096, 128, nothing), 8);  // of four heads, 512 columns
+  CHECK_EQ(splits(16, 4096, 128, nothing), 4);
+  CHECK_EQ(splits(8, 4096, 128, nothing), 2);
+  CHECK_EQ(splits(4, 4096, 128, nothing), 1);
+  CHECK_EQ(splits(16, 4096, 64, nothing), 2);    // of eight heads
+  CHECK_EQ(splits(32, 8192, 128, nothing), 16);  // long ones of 256 columns
+  CHECK_EQ(splits(32, 512, 128, nothing), 4);    // short ones of 4,096 rows
+  CHECK_EQ(splits(32, 128, 128, nothing), 1);
+  CHECK_EQ(splits(12, 4096, 128, nothing), 3);
+  CHECK_EQ(splits(7, 4096, 128, nothing), 1);  // a divisor of the group, or none
+  // A split's heads are a section of their own: those of eight would not stay in L2.
+  CHECK_EQ(chosen(32, 16'384, 128, nothing).heads_per_section, 1);
+  const auto full = [](BackwardParams& params) { params.window = {}; };
+  CHECK_EQ(splits(32, 4096, 128, full), 1);
+  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.window.left = 512; }), 1);
+  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.deterministic = true; }), 1);
+  // Partials stay within the size of the sum of dQ.
+  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.shape.seqlen_k *= 4; }), 4);
+}
+
 TEST(tiles_are_those_of_the_sm90_row) {
   AttentionShape shape = training;
   const auto tiles_of = [&](int head_dim) {

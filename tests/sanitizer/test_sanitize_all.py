@@ -32,7 +32,9 @@ print(f"sanitize: 2 calls on cuda, 7 compiled rows, {int(wrong)} wrong, 1 s")
 sys.exit(1 if wrong else 0)
 """
 SANITIZER = """#!/bin/sh
-tool=$2; shift 4
+echo "options: $*"
+tool=$2
+while case $1 in --*) true;; *) false;; esac; do shift 2; done
 "$@"
 status=$?
 case $tool in
@@ -70,6 +72,18 @@ def test_shares_are_added_up(stand_ins: Path, tool, options, expected) -> None:
     found = (verdict.calls, verdict.wrong_results, verdict.findings, verdict.passed)
     assert found == expected
     assert verdict.unfinished_shares == 0
+
+
+def test_a_tool_may_look_at_some_kernels_alone(stand_ins: Path) -> None:
+    run = Run("memcheck", "sm80", {}, kernels_with="attention", kernels_without="decode")
+    text, ended = sanitize_all.run_share(run, 1, 1, stand_ins, seconds=60)
+    assert ended
+    assert "--kernel-name kernel_substring=attention" in text
+    assert "--kernel-name-exclude kernel_substring=decode" in text
+    assert (
+        "kernel-name"
+        not in sanitize_all.run_share(Run("memcheck", "sm80", {}), 1, 1, stand_ins, seconds=60)[0]
+    )
 
 
 def test_what_did_not_end_has_not_passed(stand_ins: Path) -> None:
