@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 
 def skip_without_rows_for_less_memory() -> None:
-    """A build for Hopper alone is without them (build_tools/hopper_rows.py)."""
-    if not any("smem" in row.name for row in build_info.compiled_rows()):
-        pytest.skip("this build has no rows for less shared memory")
+    """A build for Hopper alone has few of them, which it runs too (build_tools/hopper_rows.py)."""
+    if set(build_info.compiled_archs()) == {"90a"}:
+        pytest.skip("a build for Hopper alone has not all rows for less shared memory")
 
 
 @pytest.mark.parametrize(
