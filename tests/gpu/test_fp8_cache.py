@@ -424,6 +424,25 @@ def test_scales_that_nobody_wants(scale: float) -> None:
         check_fp8(case, inputs=Fp8Inputs(inputs.cache, bad))
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 300])
+@pytest.mark.parametrize("exponent", [-96, 120, 124])
+def test_scales_at_the_ends_of_the_range(seqlen_q: int, exponent: int) -> None:
+    """Of values, a token each: results are finite, and those of the scale 1 times as much."""
+    make(cached=(1,), head_dim=128)  # or skip
+    q = torch.randn(2, seqlen_q, 4, 128, device=DEVICE, dtype=torch.bfloat16)
+    k8 = torch.randn(2, 700, 2, 128, device=DEVICE).to(E4M3)
+    v8 = (torch.randn(2, 700, 2, 128, device=DEVICE) / 64.0).to(E4M3)  # sums of many stay finite
+    ones = torch.ones(2, 700, 2, device=DEVICE)
+    out, scaled_out = (
+        flash_attn_with_kvcache(
+            q, k8, v8, k_descale=ones, v_descale=ones * 2.0**of, causal=True
+        ).double()
+        for of in (0, exponent)
+    )
+    assert scaled_out.isfinite().all()
+    torch.testing.assert_close(scaled_out * 2.0**-exponent, out, rtol=2.0**-7, atol=2.0**-14)
+
+
 # -- everything together ---------------------------------------------------------------------------
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
