@@ -44,7 +44,7 @@ struct ValueUnit {
   static constexpr float headroom = 16.0f;  // of scales over the unit
   static constexpr float least = 0x1p-100f;
   static constexpr float greatest = 0x1p122f;  // of which most_per_unit are finite
-  // No scale is that many units. Where P may be 2^15, it counts in these.
+  // No scale below 2^127 is that many units. Where P may be 2^15, it counts in these.
   static constexpr float most_per_unit = 2 * headroom;
 
   // For the scales of so many keys, by all lanes of a warp. multiply(ratio): O, where the unit
