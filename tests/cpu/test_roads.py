@@ -3,77 +3,52 @@ private function, torch's own operators or another package's surface, the kernel
 made of the same settings.
 
 Without a GPU: what arrives at the extension, or at an operator's implementation, is recorded and
-described by the extension as kernels read it (explain_settings). Parameters are made of that alone
-(csrc/torch_binding/to_params.h). What torch's operators hand over, the extension says by the
-functions that their kernels call (call_of_torch).
+described by the extension as kernels read it (tests/cases/roads.py). The roads of torch's own
+operators are those of test_torchs_roads.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from inspect import signature
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import attend, build_info, private
-from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Results
+from flash_attn_cuda import build_info, private
+from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.context_parallel import ContextParallel
-from flash_attn_cuda.cpu.calls import forward_on_cpu
-from flash_attn_cuda.explain import call_of_torch
 from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.operators import attention as operators
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
+from tests.cases.roads import (
+    HEADS,
+    LONGEST,
+    NO_MASKS,
+    OPTIONS,
+    PACKED,
+    TOTAL,
+    Arrivals,
+    Options,
+    arrivals,
+    assert_arrived,
+    assert_same,
+    dense_inputs,
+    described,
+    eagerly,
+    integers,
+    packed_inputs,
+)
 from tests.context_parallel.ranks import alone
 
-__all__ = ["alone"]  # pytest finds it here
+__all__ = ["alone", "arrivals"]  # pytest finds them here
 
 pytestmark = pytest.mark.skipif(
     build_info.extension is None, reason="flash_attn_cuda._C is not built here"
 )
 
-Options = dict[str, Any]
-Described = dict[str, Any]
-
-HEADS, LONGEST, TOTAL = 2, 23, 40
-KEPT = [name for name, said in ARGUMENTS.items() if said.part == ""]
-
-
-def integers(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-OPTIONS: dict[str, Options] = {
-    "none": {},
-    "causal": {"causal": True},
-    "scale": {"softmax_scale": 0.3},
-    "window": {"window_size": (5, 3)},
-    "left_window": {"window_size": (5, -1)},
-    "causal_window": {"window_size": (7, 4), "causal": True},
-    "softcap": {"softcap": 2.5},
-    "alibi": {"alibi_slopes": torch.rand(HEADS)},
-    "dropout": {"dropout_p": 0.25},
-    "deterministic": {"deterministic": True},
-    "sink": {"sink": torch.randn(HEADS)},
-    "mask": {"attn_mask": torch.rand(LONGEST, LONGEST) > 0.3},
-    "bias": {"attn_mask": torch.randn(LONGEST, LONGEST)},
-    "all": {
-        **{"causal": True, "softmax_scale": 0.3, "window_size": (7, 0), "softcap": 2.5},
-        **{"alibi_slopes": torch.rand(HEADS), "deterministic": True, "sink": torch.randn(HEADS)},
-    },
-}
-PACKED: Options = {
-    "cu_seqlens_q": integers(0, 17, TOTAL),
-    "cu_seqlens_k": integers(0, 17, TOTAL),
-    "max_seqlen_q": LONGEST,
-    "max_seqlen_k": LONGEST,
-}
 LENGTHS: dict[str, Options] = {
     "none": {},
     "seqused_k": {"seqused_k": integers(11, 23)},
@@ -82,91 +57,7 @@ LENGTHS: dict[str, Options] = {
 }
 
 
-# -- what arrives ----------------------------------------------------------------------------------
-
-
-class Arrivals:
-    """The calls that forwards and backwards were told of, of one road."""
-
-    def __init__(self) -> None:
-        self.forward: list[AttentionCall] = []
-        self.backward: list[AttentionCall] = []
-
-
-class Extension:
-    """Stands where the extension does, for tensors on the CPU that are taken for a GPU's."""
-
-    def __init__(self, arrivals: Arrivals) -> None:
-        self.arrivals = arrivals
-
-    def forward(self, call: AttentionCall, returns_lse: bool = True) -> Results:
-        self.arrivals.forward.append(call)
-        return forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
-
-    def attention(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, softmax_scale, causal, _ = arguments
-        call = AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal)
-        results = self.forward(call)
-        return results.out, results.softmax_lse
-
-
-@pytest.fixture
-def arrivals(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
-    """Of the operators' implementations on the CPU."""
-    seen = Arrivals()
-    on_cpu, backward_on_cpu = operators.forward_on_cpu, operators.backward_on_cpu
-
-    def forward(call: AttentionCall, rng_state: Tensor) -> Any:
-        seen.forward.append(call)
-        return on_cpu(call, rng_state)
-
-    def backward(call: AttentionCall, incoming: Any) -> Any:
-        seen.backward.append(call)
-        return backward_on_cpu(call, incoming)
-
-    monkeypatch.setattr(operators, "forward_on_cpu", forward)
-    monkeypatch.setattr(operators, "backward_on_cpu", backward)
-    return seen
-
-
-def described(call: AttentionCall) -> tuple[Described, Described]:
-    """(what a pass that is told of this call reads, what autograd keeps of a forward of it)."""
-    extension: Any = build_info.extension
-    told, kept = extension.explain_settings(call)
-    return told, kept
-
-
-def assert_same(found: Described, wanted: Described, names: list[str] | None = None) -> None:
-    for name in list(wanted) if names is None else names:
-        x, y = found[name], wanted[name]
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            assert x.dtype == y.dtype and torch.equal(x, y), name
-        else:
-            assert x == y, f"{name}: {x} where an eager call says {y}"
-
-
-def eagerly(
-    road: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Described, Described]:
-    """(forward, backward) of the road that an eager CUDA call takes."""
-    seen = Arrivals()
-    real = build_info.extension
-    with monkeypatch.context() as patch:
-        patch.setattr(attend, "is_plain_cuda_call", lambda *tensors: True)
-        patch.setattr(build_info, "extension", Extension(seen))
-        with torch.no_grad():
-            road()
-    assert build_info.extension is real
-    (call,) = seen.forward
-    return described(call)
-
-
 # -- sequences of one length -----------------------------------------------------------------------
-
-
-def dense_inputs() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(2, LONGEST, HEADS, 16, dtype=torch.bfloat16) for _ in "qkv"]
 
 
 def privately(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -230,25 +121,7 @@ def test_sequences_of_one_length(
     assert_arrived(arrivals, forward, backward)
 
 
-def assert_arrived(arrivals: Arrivals, forward: Described, backward: Described) -> None:
-    """A sink whose gradient nobody wants is not told to an operator's backward, nor lists of rows,
-    which autograd keeps for derivatives in a direction.
-    """
-    (call,), (of_gradients,) = arrivals.forward, arrivals.backward
-    told, _ = described(call)
-    assert_same(told, forward)
-    told, kept = described(of_gradients)
-    names = [name for name in KEPT if name not in ("sink", "block_rows")]
-    assert_same(told, backward, names)
-    assert_same(kept, told, names)
-
-
 # -- packed sequences ------------------------------------------------------------------------------
-
-
-def packed_inputs() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(TOTAL, HEADS, 16, dtype=torch.bfloat16) for _ in "qkv"]
 
 
 def packed_by_fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -277,7 +150,6 @@ def check_packed(
     assert_arrived(arrivals, forward, backward)
 
 
-NO_MASKS = {"mask", "bias"}
 PACKED_ROADS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "operator": (ours.flash_attn_varlen_func, set()),
     "compiled": (packed_compiled, set()),
@@ -308,207 +180,6 @@ def test_lengths(road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.M
     if road == "fa3" and name == "leftpad":
         pytest.skip("it has no leftpad_k here")
     check_packed(road, PACKED | LENGTHS[name], arrivals, monkeypatch)
-
-
-# -- torch's own operators, which SDPA and varlen_attn call ----------------------------------------
-
-aten = torch.ops.aten
-FORWARDS = (
-    "_flash_attention_forward",
-    "_flash_attention_forward_no_dropout_inplace",
-    "_scaled_dot_product_flash_attention",
-)
-BACKWARDS = ("_flash_attention_backward", "_scaled_dot_product_flash_attention_backward")
-
-
-@pytest.fixture
-def torchs(arrivals: Arrivals) -> Iterator[None]:
-    """Has torch's operators run on the CPU, where torch has none, and their calls recorded."""
-
-    def forward(operator: str, *given: Any, **options: Any) -> Any:
-        call = call_of_torch(getattr(aten, operator).default, *given, **options)
-        assert call is not None
-        arrivals.forward.append(call)
-        out, lse, *_ = forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
-        if operator.endswith("inplace"):
-            return lse
-        rest = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
-        if operator.startswith("_scaled"):
-            lengths = (None, None, call.q.shape[1], call.k.shape[1])
-            return out.transpose(1, 2), lse, *lengths, *rest, out.new_empty(0)
-        return out, lse, *rest, out.new_empty(0)
-
-    def backward(operator: str, *given: Any, **options: Any) -> Any:
-        call = call_of_torch(getattr(aten, operator).default, *given, **options)
-        assert call is not None
-        arrivals.backward.append(call)
-        return tuple(torch.zeros_like(x) for x in given[1:4])
-
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        for names, function in ((FORWARDS, forward), (BACKWARDS, backward)):
-            for name in names:
-                if hasattr(aten, name):
-                    library.impl(name, partial(function, name), "CPU")
-        yield
-
-
-def in_words_of_torch(options: Options) -> Options:
-    left, right = options.pop("window_size", (-1, -1))
-    words = {"softmax_scale": "scale"}
-    named = {words.get(name, name): value for name, value in options.items()}
-    return {"window_size_left": left, "window_size_right": right, **named}
-
-
-def by_sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The operator of its flash backend, which has three options."""
-    given = (options.pop("dropout_p", 0.0), options.pop("causal", False), False)
-    scale = options.pop("softmax_scale", None)
-    assert not options
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(*heads_first, *given, scale=scale)[0]
-    return out.transpose(1, 2)
-
-
-def by_aten(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    lengths = [options.pop(name, None) for name in PACKED]
-    if lengths[0] is None:
-        lengths = [None, None, q.shape[1], k.shape[1]]
-    given = (options.pop("dropout_p", 0.0), options.pop("causal", False), False)
-    named = in_words_of_torch(options)
-    return aten._flash_attention_forward(q, k, v, *lengths, *given, **named)[0]
-
-
-def by_aten_inplace(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    lengths = [options.pop(name) for name in PACKED]
-    given = (0.0, options.pop("causal", False), False)
-    out = torch.empty_like(q)
-    named = in_words_of_torch(options)
-    aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, *lengths, *given, **named)
-    return out
-
-
-def by_varlen_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    lengths = [options.pop(name) for name in PACKED]
-    scale = options.pop("softmax_scale", None)
-    if options.pop("causal", False):
-        options["window_size"] = (-1, 0)
-    return varlen_attn(q, k, v, *lengths, scale=scale, **options)
-
-
-NO_SCORES = {"softcap", "sink", "all", *NO_MASKS}
-HAS_WINDOWS = "window_size" in signature(varlen_attn).parameters
-TORCHS: dict[str, tuple[Callable[..., Tensor], Options, set[str]]] = {
-    "sdpa": (by_sdpa, {}, {"window", "left_window", "causal_window", "alibi", *NO_SCORES}),
-    "aten": (by_aten, {}, NO_SCORES),
-    "packed": (by_aten, PACKED, NO_SCORES),
-    "varlen_attn": (
-        by_varlen_attn,
-        PACKED,
-        {
-            *("causal_window", "alibi", "dropout", *NO_SCORES),
-            *(() if HAS_WINDOWS else ("causal", "window", "left_window")),
-        },
-    ),
-}
-HAS_PAGES = "block_table" in str(aten._flash_attention_forward.default._schema)
-needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="this torch has no block_table")
-
-
-def check_torchs(
-    road: Callable[..., Tensor],
-    inputs: list[Tensor],
-    given: Options,
-    monkeypatch: pytest.MonkeyPatch,
-    arrivals: Arrivals,
-) -> None:
-    """Compares a forward, and a backward where an input requires grad."""
-    without = [x.detach() for x in inputs]
-    is_packed = "cu_seqlens_q" in given
-    function = ours.flash_attn_varlen_func if is_packed else ours.flash_attn_func
-    forward, backward = eagerly(lambda: function(*without, **given), monkeypatch)
-    options = dict(given)
-    torch.use_deterministic_algorithms(options.pop("deterministic", False))
-    try:
-        out = road(*inputs, **options)
-        if out.requires_grad:
-            out.float().sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    if out.requires_grad:
-        assert_arrived(arrivals, forward, backward)
-    else:
-        (call,) = arrivals.forward
-        assert_same(described(call)[0], forward, [name for name in forward if name != "out"])
-
-
-@pytest.mark.usefixtures("torchs")
-@pytest.mark.parametrize(
-    ("road", "name"),
-    [
-        (road, name)
-        for road, (_, _, lacks) in TORCHS.items()
-        for name in OPTIONS
-        if name not in lacks
-    ],
-)
-def test_torchs_operators(
-    road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's backward is not told of slopes."""
-    function, lengths, _ = TORCHS[road]
-    inputs = packed_inputs() if lengths else dense_inputs()
-    leaves = [x.requires_grad_(name != "alibi") for x in inputs]
-    check_torchs(function, leaves, lengths | OPTIONS[name], monkeypatch, arrivals)
-
-
-@pytest.mark.usefixtures("torchs")
-@pytest.mark.parametrize("name", ["none", "causal", "scale", "window", "alibi"])
-@pytest.mark.skipif(not hasattr(aten, FORWARDS[1]), reason="this torch lacks the operator")
-def test_torchs_operator_that_writes_into_a_tensor(
-    name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_torchs(by_aten_inplace, packed_inputs(), PACKED | OPTIONS[name], monkeypatch, arrivals)
-    assert isinstance(arrivals.forward[0].out, Tensor)
-
-
-@needs_pages
-@pytest.mark.usefixtures("torchs")
-@pytest.mark.parametrize("road", [by_aten, by_aten_inplace, by_varlen_attn])
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_torchs_operators_with_lengths(
-    road: Callable[..., Tensor],
-    paged: bool,
-    arrivals: Arrivals,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    inputs = packed_inputs()
-    given = PACKED | {"seqused_k": integers(11, 23)}
-    if paged:
-        inputs[1:] = torch.randn(2, 4, 16, HEADS, 16).bfloat16().unbind()
-        given |= {"block_table": integers(3, 1, 2, 0).view(2, 2), "num_splits": 3}
-        given |= {"cu_seqlens_k": None}
-    check_torchs(road, inputs, given, monkeypatch, arrivals)
-    assert arrivals.forward[0].seqused_k is not None
-
-
-def test_calls_that_are_left_to_torch() -> None:
-    """Lengths of sequences that are not packed, of which torch's kernel does not hear, and what no
-    kernel takes.
-    """
-    lengths = (None, None, LONGEST, LONGEST, 0.0, False, False)
-    operator = aten._flash_attention_forward.default
-
-    def explained(*qkv: Tensor, **options: Any) -> AttentionCall | None:
-        return call_of_torch(operator, *qkv, *lengths, **options)
-
-    q, k, v = dense_inputs()
-    assert explained(q, k, v) is not None
-    assert explained(q, k, v, seqused_k=integers(11, 23)) is None
-    assert explained(q.float(), k.float(), v.float()) is None
-    assert explained(q, k.half(), v) is None
-    assert explained(q, k, v[..., :8]) is None
-    assert explained(q[..., :12], k[..., :12], v[..., :12]) is None
-    assert explained(q.transpose(-1, -2).contiguous().transpose(-1, -2), k, v) is None
 
 
 # -- over a cache ----------------------------------------------------------------------------------
