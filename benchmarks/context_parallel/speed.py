@@ -52,6 +52,7 @@ from flash_attn_cuda.context_parallel import ContextParallel
 SCHEMA = 1
 BENCHMARK = "context parallel"
 SCHEMES = ("all_gather", "ring", "ulysses")
+AUTO = "auto"  # whichever of them ContextParallel takes
 ONE_GPU, TORCH, RING_FLASH_ATTENTION = "one GPU", "torch", "ring-flash-attention"
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -385,7 +386,7 @@ def row_of(
         "efficiency": single / ranks / milliseconds if single and milliseconds else None,
     }
     target = problem.target()
-    row["targets"] = [target.judge(row)] if target and scheme in SCHEMES else []
+    row["targets"] = [target.judge(row)] if target and scheme in (*SCHEMES, AUTO) else []
     return row
 
 
@@ -399,7 +400,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--means", nargs="*", type=int, default=[4096, 16_384])
     parser.add_argument("--tokens", type=int, default=131_072, help="of packed documents")
-    every = [ONE_GPU, *SCHEMES, TORCH, *([RING_FLASH_ATTENTION] if find_peer() else [])]
+    every = [ONE_GPU, *SCHEMES, AUTO, TORCH, *([RING_FLASH_ATTENTION] if find_peer() else [])]
     parser.add_argument("--contenders", nargs="+", choices=every, default=every)
     parser.add_argument(
         "--activate",

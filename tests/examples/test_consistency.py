@@ -79,6 +79,7 @@ def test_tokens_are_patches():
     [
         ("--image-size 9", "--image-size: must be a multiple of --patch-size 2, got 9"),
         ("--dtype fp32", "--dtype: must be bf16 for attention by flash on CUDA, got fp32"),
+        ("--cuda-graph", "--cuda-graph: must be with --device cuda, got cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
@@ -86,6 +87,7 @@ def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(SystemExit, match=message):
         consistency.choose_preset(found, CPU)
         consistency.choose_dtype(found, torch.device("cuda"))
+        consistency.trainer_class(found, CPU)
 
 
 def test_a_width_that_positions_do_not_fit_is_refused():
@@ -184,6 +186,25 @@ def test_both_attentions_agree_on_the_gpu(device):
     trainer = Trainer(model, preset, dtype)
     found = consistency.compare(trainer, batches(preset, torch.device(device), 1), 2)
     assert all(x.agrees for x in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_captured_step_is_the_step(attention):
+    device = torch.device("cuda")
+    preset = replace(consistency.PRESETS["tiny"], steps=8)
+    eager, captured = (
+        train(
+            trainer(new_model(preset, attention, device, 0), preset, torch.bfloat16),
+            batches(preset, device, 1),
+            title="t",
+            tokens_per_step=1,
+        ).losses
+        for trainer in (consistency.Trainer, consistency.CapturedTrainer)
+    )
+    assert captured == pytest.approx(eager, rel=1e-3)
+    assert len(set(captured)) == preset.steps
 
 
 # The objective
