@@ -3,12 +3,14 @@
 #include "auxiliary/auxiliary.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
+#include "shared/kernel_order.h"
 #include "shared/launch.h"
 
 namespace flash_attn_cuda {
 namespace {
 
 constexpr int threads = 256;
+constexpr int vector_floats = 4;  // a thread's
 
 struct ReduceArguments {
   AttentionShape shape;
@@ -22,26 +24,36 @@ struct ReduceArguments {
   bool accumulate;
 };
 
+__device__ void add(float4& sum, float4 const& x) {
+  sum.x += x.x;
+  sum.y += x.y;
+  sum.z += x.z;
+  sum.w += x.w;
+}
+
 template <class Element>
 __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ ReduceArguments args) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const AttentionShape& shape = args.shape;
   const std::int64_t rows = args.key_rows * shape.num_heads_k;
   const std::int64_t index = std::int64_t(blockIdx.x) * threads + threadIdx.x;
-  const std::int64_t first_of_dv = rows * (args.columns[0] / vector_elements);
+  const std::int64_t first_of_dv = rows * (args.columns[0] / vector_floats);
   const int which = index >= first_of_dv;
   const int columns = args.columns[which];
-  const int vectors_per_row = columns / vector_elements;
+  const int vectors_per_row = columns / vector_floats;
   const std::int64_t vector = index - which * first_of_dv;
   const std::int64_t row = vector / vectors_per_row;
-  const int column = static_cast<int>(vector - row * vectors_per_row) * vector_elements;
+  const int column = static_cast<int>(vector - row * vectors_per_row) * vector_floats;
   if (row >= rows || column >= args.head_dims[which]) return;
 
-  float sum[vector_elements] = {};
-  for (int split = 0; split < args.splits; ++split) {
-    const float* source = args.partials[which] + (split * rows + row) * columns + column;
-    for (int i = 0; i < vector_elements; ++i) sum[i] += source[i];
-  }
+  const auto* source =
+      reinterpret_cast<const float4*>(args.partials[which] + row * columns + column);
+  const std::int64_t split_vectors = rows * vectors_per_row;  // of one split's partials
+  float4 sum = {};
+#pragma unroll 8
+  for (int split = 0; split < args.splits; ++split) add(sum, source[split * split_vectors]);
   const TensorView& view = args.gradients[which];
   const std::int64_t batch_key = row / shape.num_heads_k;
   const std::int64_t head = row - batch_key * shape.num_heads_k;
@@ -50,18 +62,16 @@ __global__ void __launch_bounds__(threads)
   const std::int64_t target =
       batch * view.batch_stride + key * view.row_stride + head * view.head_stride + column;
   if (args.fp32_results) {
-    auto* halves = reinterpret_cast<float4*>(static_cast<float*>(view.data) + target);
-    for (int half = 0; half < 2; ++half) {
-      const float4 before = args.accumulate ? halves[half] : float4{};
-      const float* after = sum + 4 * half;
-      halves[half] = {before.x + after[0], before.y + after[1], before.z + after[2],
-                      before.w + after[3]};
-    }
+    auto* result = reinterpret_cast<float4*>(static_cast<float*>(view.data) + target);
+    if (args.accumulate) add(sum, *result);
+    *result = sum;
     return;
   }
   Vector<Element> result;
-  for (int i = 0; i < vector_elements / 2; ++i) result.set_pair(i, {sum[2 * i], sum[2 * i + 1]});
-  *reinterpret_cast<Vector<Element>*>(static_cast<Element*>(view.data) + target) = result;
+  result.set_pair(0, {sum.x, sum.y});
+  result.set_pair(1, {sum.z, sum.w});
+  *reinterpret_cast<uint2*>(static_cast<Element*>(view.data) + target) =
+      *reinterpret_cast<const uint2*>(&result);
 }
 
 }  // namespace
@@ -81,10 +91,10 @@ void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream s
       .fp32_results = params.fp32_results,
       .accumulate = params.accumulate};
   const std::int64_t vectors = arguments.key_rows * shape.num_heads_k *
-                               ((config.head_dim + config.head_dim_v) / vector_elements);
+                               ((config.head_dim + config.head_dim_v) / vector_floats);
   dispatch_dtype(params.dtype, [&](auto element) {
-    launch_kernel<&reduce_kernel<decltype(element)>>((vectors + threads - 1) / threads, threads, 0,
-                                                     stream, arguments);
+    launch_early<&reduce_kernel<decltype(element)>>((vectors + threads - 1) / threads, threads, 0,
+                                                    stream, arguments);
   });
 }
 
