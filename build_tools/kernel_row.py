@@ -48,6 +48,7 @@ class Kind(Enum):
     """How the warps of a forward CTA share the work."""
 
     tiles = "tiles"  # each its own queries
+    tall = "tall"  # likewise, for lengths that tiles of more queries fill better
     decode = "decode"  # each its own keys, for tiles of 16 rows
 
 

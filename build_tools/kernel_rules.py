@@ -83,7 +83,7 @@ def _sm80_hvp(row: Any) -> Rules:
 def _sm90_forward(row: Any) -> Rules:
     yield row.block_m % 64 == 0, "a warpgroup multiplies 64 queries: wgmma has no fewer rows"
     yield row.block_m == 16 * row.num_warps, "each of num_warps multiplies 16 queries"
-    yield row.num_warps in (8, 12), "two or three warpgroups multiply"
+    yield row.num_warps in (8, 12, 16), "two to four warpgroups multiply"
     yield row.block_n % 16 == 0 and row.block_n <= 256, "P V takes 16 keys at a time, S 256 at most"
     yield row.stages_kv >= 2, "one buffer fills while the other is read"
     yield row.ctas_per_sm in (1, 2), "one or two CTAs an SM"

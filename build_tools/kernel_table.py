@@ -69,6 +69,8 @@ SM90_FORWARD = (
             tile({"short": NO_FEATURES}, block_n=64, stages_kv=3, ctas_per_sm=2,
                  producer_registers=32, consumer_registers=104,
                  most_causal_seqlen=1088, most_full_seqlen=256),
+            tile({"tall": NO_FEATURES}, kind=Kind.tall, block_m=256, block_n=64, num_warps=16,
+                 producer_registers=32, consumer_registers=112),
             # Three consumer warpgroups leave the producer 32 registers.
             tile({"": NO_FEATURES}, block_m=192, num_warps=12,
                  producer_registers=32, consumer_registers=160),

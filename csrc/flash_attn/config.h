@@ -48,9 +48,10 @@ constexpr bool has_tangents(FeatureSet features) { return (features & feature::t
 // Whether a kernel reads k and v of e4m3, and so no others.
 constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m3_kv) != 0; }
 
-// tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
-// rows.
-enum class ForwardKind : std::uint8_t { tiles, decode };
+// tiles: a CTA's warps share the queries of a tile. tall: likewise, of more queries, for calls
+// whose lengths they fill better (host/choose_forward.cpp). decode: they share the keys, for tiles
+// of 16 rows.
+enum class ForwardKind : std::uint8_t { tiles, tall, decode };
 
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 

@@ -101,6 +101,31 @@ bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
   return rounds(lower) <= rounds(plain);
 }
 
+// Whether a row of tall tiles pads the queries no further than the plain one, in no longer rounds
+// of the device if those are few. Longer calls, and those of which a window hides most, are better
+// off with the plain row (docs/forward_sm90.md); lengths that the host does not know are not looked
+// at.
+bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
+                      const ForwardConfig& tall, const DeviceInfo& device) {
+  constexpr int longest = 4096;
+  constexpr std::int64_t even_rounds = 4;  // or more: the last one does not count
+  const AttentionShape& shape = params.shape;
+  const bool is_plain = plain.most_causal_seqlen == 0 && plain.most_full_seqlen == 0;
+  if (!is_plain || plain.head_dim != tall.head_dim || plain.head_dim_v != tall.head_dim_v ||
+      is_packed(params.sequences) || params.split.batch_invariant ||
+      params.window.left != Window::unbounded || std::max(shape.seqlen_q, shape.seqlen_k) > longest)
+    return false;
+  const auto padded_queries = [&](const ForwardConfig& row) {
+    return std::int64_t{ceil_div(shape.seqlen_q, row.block_m)} * row.block_m;
+  };
+  const auto rounds = [&](const ForwardConfig& row) {
+    return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+  };
+  return padded_queries(tall) <= padded_queries(plain) &&
+         (rounds(tall) >= even_rounds ||
+          rounds(tall) * tall.block_m <= rounds(plain) * plain.block_m);
+}
+
 // Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
 // the end of a sequence are a step of as many; 0: none are.
 std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, int narrow_keys) {
@@ -205,6 +230,10 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
   request.kind = ForwardKind::tiles;
   const ForwardInstance& plain = select_plain(params, request, device, instances);
   if (!stays_on_sm(plain.config)) return plain;
+  KernelRequest tall_request = request;
+  tall_request.kind = ForwardKind::tall;
+  const ForwardInstance* tall = find_instance(instances, tall_request, device);
+  if (tall != nullptr && wants_tall_tiles(params, plain.config, tall->config, device)) return *tall;
   KernelRequest short_request = request;
   short_request.seqlen = 1;  // whatever the length
   const ForwardInstance* short_row = find_instance(instances, short_request, device);

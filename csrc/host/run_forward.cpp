@@ -47,7 +47,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& given, Stream str
                        .workspace = params.workspace},
                       stream);
   plan.instance->launch(plan, params, stream);
-  if (plan.num_splits > 1 && plan.instance->config.kind == ForwardKind::tiles)
+  if (plan.num_splits > 1 && plan.instance->config.kind != ForwardKind::decode)
     run_combine(combine_params(plan, params), stream);
 }
 

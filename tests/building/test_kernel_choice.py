@@ -133,12 +133,13 @@ def test_lists_alone_have_sm90_rows(head_dim) -> None:
 
 @pytest.mark.parametrize("row", SM90_ROWS, ids=lambda row: row.name)
 def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
-    """Two or three warpgroups of 64 rows each; boxes of at most 256 rows; halves of 16 keys."""
-    assert row.mask is Mask.windowed and row.kind is Kind.tiles
+    """Two to four warpgroups of 64 rows each; boxes of at most 256 rows; halves of 16 keys."""
+    assert row.mask is Mask.windowed and row.kind is not Kind.decode
     if row.is_wide:  # two warpgroups share 64 rows
         assert (row.block_m, row.block_n, row.num_warps) == (64, 64, 8)
         return
-    assert row.block_m in (128, 192) and row.num_warps * 16 == row.block_m
+    assert row.block_m in (128, 192, 256) and row.num_warps * 16 == row.block_m
+    assert (row.kind is Kind.tall) == (row.block_m == 256)
     assert row.block_n <= 256 and row.block_n % 16 == 0
 
 

@@ -166,6 +166,40 @@ def test_the_ends_of_short_sequences(
 
 
 @DTYPES
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize(
+    ("seqlens", "causal"),
+    [
+        *(((512, 512), False), ((385, 300), False), ((449, 1), False), ((511, 1200), False)),
+        *(((577, 64), False), ((961, 65), False), ((1024, 127), False)),
+        *(((1250, 1250), True), ((500, 1300), True), ((1280, 600), True)),
+    ],
+    ids=str,
+)
+def test_tall_tiles(
+    seqlens: tuple[int, int], causal: bool, head_dim: int, dtype: torch.dtype, check: Check
+) -> None:
+    """Of four warpgroups, some of which have no queries, or see no keys."""
+    sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+    tiles = -(-seqlens[0] // 256)
+    heads = max(1, 3 * sms // (4 * tiles))  # a round of these tiles less than of others
+    case = make_case(
+        batch=2,
+        seqlen_q=seqlens[0],
+        seqlen_k=seqlens[1],
+        num_heads_q=2 * (heads // 2 + heads % 2),
+        num_heads_k=heads // 2 + heads % 2,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+    )
+    if not ON_CPU:
+        row = row_name(64, "tall", dtype=DTYPE_NAMES[dtype])
+        assert families.planned(case)["instance"] == row
+    check(case, backward=False)
+
+
+@DTYPES
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_ends_of_short_packed_sequences(causal: bool, dtype: torch.dtype, check: Check) -> None:
     """Of them a part is used: rows behind get out 0."""

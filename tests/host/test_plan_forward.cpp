@@ -86,6 +86,49 @@ TEST(sequences_whose_ends_fill_little_of_a_step_get_smaller_ones) {
   CHECK_EQ(chosen(577, 577, as_it_is), "plain");
 }
 
+TEST(tall_tiles_are_for_lengths_that_they_pad_no_further) {
+  ForwardInstance narrow = sm90_instance("short", 64, 128, 1088, 0, 256);
+  narrow.config.block_n = 64;
+  ForwardInstance tall = sm90_instance("tall", 64, 256);
+  tall.config.kind = ForwardKind::tall;
+  const InstanceList<ForwardInstance> rows(
+      {narrow, tall, sm90_instance("plain", 64, 192), sm90_instance("wide", 128)});
+  AttentionShape shape = training;
+  shape.batch_size = 32;
+  shape.head_dim = shape.head_dim_v = 64;
+  const auto chosen = [&](int seqlen_q, int seqlen_k, Window window = {}, bool invariant = false) {
+    shape.seqlen_q = seqlen_q;
+    shape.seqlen_k = seqlen_k;
+    ForwardParams params = with_tensors(call<ForwardParams>(shape));
+    params.window = window;
+    params.split.batch_invariant = invariant;
+    return std::string(plan_forward(params, h200, rows).instance->name);
+  };
+  for (const int seqlen : {385, 448, 512, 577, 640, 768, 961, 1024, 1280, 2048, 4096})
+    CHECK_EQ(chosen(seqlen, seqlen), "tall");
+  for (const int seqlen : {384, 576, 960, 1100, 4097, 16384})
+    CHECK_EQ(chosen(seqlen, seqlen), "plain");
+  for (const int seqlen : {256, 257, 769}) CHECK_EQ(chosen(seqlen, seqlen), "short");
+  CHECK_EQ(chosen(512, 4096), "tall");
+  CHECK_EQ(chosen(512, 4097), "plain");
+  CHECK_EQ(chosen(1088, 1088, causal), "short");
+  CHECK_EQ(chosen(2048, 2048, causal), "tall");
+  CHECK_EQ(chosen(2048, 2048, {.left = 100, .right = 0}), "plain");
+  CHECK_EQ(chosen(2048, 2048, {}, true), "plain");
+  shape.head_dim = shape.head_dim_v = 128;
+  CHECK_EQ(chosen(2048, 2048), "wide");
+
+  shape.head_dim = shape.head_dim_v = 64;
+  shape.num_heads_q = shape.num_heads_k = 11;
+  for (const auto& [batch_size, row] : {std::pair{4, "plain"},  // a round of each
+                                        {8, "plain"},           // two of each
+                                        {12, "tall"},           // two, not three
+                                        {24, "tall"}}) {
+    shape.batch_size = batch_size;
+    CHECK_EQ(chosen(512, 512), row);
+  }
+}
+
 TEST(low_last_tiles_of_short_steps_end_the_grid) {
   ForwardInstance narrow = sm90_instance("short", 64, 128, 1280, 0, 256);
   narrow.config.block_n = 64;

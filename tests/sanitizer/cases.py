@@ -172,11 +172,14 @@ def many_tile_cases() -> Iterator[Case]:
         yield replace(many, seqlen_q=longest_full + 10, num_heads_q=100, num_heads_k=100)
         # The plain row at head_dim 64 as well, of whose steps these leave nothing empty.
         yield replace(many, seqlen_q=380, seqlen_k=256, num_heads_q=100, num_heads_k=100)
+        sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+        if common["head_dim"] == 64:  # tall tiles, in two rounds instead of three
+            heads = 3 * sms // 4
+            yield replace(many, seqlen_q=450, seqlen_k=130, num_heads_q=heads, num_heads_k=heads)
         # Backward: idle warps finish dq, and CTAs share the last tiles.
         yield replace(many, seqlen_q=400, seqlen_k=800, num_heads_q=40, num_heads_k=20)
         # Backward: a CTA takes all key tiles of a head, and then of another.
-        heads = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
-        swept = replace(many, batch=2, num_heads_q=heads, num_heads_k=heads, seqlen_k=300)
+        swept = replace(many, batch=2, num_heads_q=sms, num_heads_k=sms, seqlen_k=300)
         yield swept
         yield replace(swept, window=(90, 0))
         # The same of packed sequences, beside longer ones of which it takes a tile.

@@ -104,7 +104,7 @@ struct ForwardTraits {
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups, 128 of four and 80 of two times three: not one more may be asked for than there
+  // warpgroups, 128 of four, 96 of five and 80 of two times three: not one more may be asked for than there
   // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
   // overlap.
   static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
@@ -201,7 +201,7 @@ struct ForwardTraits {
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };
 
-  static_assert(block_m == 64 * consumers && (consumers == 2 || consumers == 3));
+  static_assert(block_m == 64 * consumers && consumers >= 2 && consumers <= most_consumers);
   static_assert(instruction_columns<ScoresMma> == block_n, "instructions as wide as a step");
   static_assert(producer_registers + consumers * consumer_registers + drawing_registers <=
                 warpgroups * launch_registers);

@@ -71,11 +71,14 @@ CUTE_DEVICE void consumer_release(Ring<kStages>& ring, PipelineState<kStages> co
   if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&ring.empty[state.stage]);
 }
 
+// Warpgroups that multiply.
+inline constexpr int most_consumers = 4;
+
 // The CTA's named barriers, by the event they stand for.
 enum class NamedBarrier : std::uint32_t {
-  first_turn = 0,    // + w: warpgroup w may start its products
-  first_output = 3,  // + w: the buffer for warpgroup w's results is free; they are in there
-  dq = 6,            // whose turn it is to add dQ has come
+  first_turn = 0,                 // + w: warpgroup w may start its products
+  first_output = most_consumers,  // + w: the buffer for its results is free; they are in there
+  dq = 2 * most_consumers,        // whose turn it is to add dQ has come
 };
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
