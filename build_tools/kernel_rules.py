@@ -116,7 +116,12 @@ def _sm90_backward(row: Any) -> Rules:
     yield row.head_dim // row.ctas_per_tile % row.dq_columns == 0, "dq_columns divide a CTA's"
     registers = {"producer_registers": (row.producer_registers, 1)}
     registers["dq_registers"] = (row.dq_registers, 1)
-    registers["key_registers"] = (row.key_registers, row.num_warps // 4)
+    of_values = row.value_registers
+    yield row.separate_keys or not of_values, "a warpgroup holds dV alone with separate_keys"
+    yield row.separate_keys or not row.holds_keys, "dK and dV leave no registers for K"
+    registers["key_registers"] = (row.key_registers, 1 if of_values else row.num_warps // 4)
+    if of_values:
+        registers["value_registers"] = (of_values, 1)
     yield from _registers(registers, ctas_per_sm=1)
 
 

@@ -296,6 +296,8 @@ SM80_DECODE = (
 # they cost 2 %, beside lists they spill, and at 128 the dQ warpgroup has no registers for their
 # addresses.
 # stores_tiles: where there is room, which is up to head dim 128, not beside a bias or in pairs.
+# holds_keys: S of 64 queries reads as much of K as of Q from shared memory; K in registers is read
+# once a tile. Where a warpgroup has them: not at head dim 256, nor with dropout, nor for V.
 # keeps_probabilities: not where there are no registers for P, beside a softcap's weights unless the
 # head is narrow, and beside a bias at head dim 128. Beside the code for ALiBi alone, or for
 # dropout, ptxas serializes the products then (C7512).
@@ -370,7 +372,7 @@ SM90_BACKWARD = (
         block_m=64, block_n=128, num_warps=8, stages_q=2, stages_do=2, stages_kv=1,
         producer_registers=32, key_registers=200, dq_registers=80, dq_columns=96,
         ctas_per_tile=2, separate_keys=True,
-        tiles=(tile({"": ORDERED}, keeps_probabilities=True),),
+        tiles=(tile({"": ORDERED}, keeps_probabilities=True, holds_keys=True),),
     ),
     entry(
         Kernel.sm90_backward, 192,
@@ -378,7 +380,8 @@ SM90_BACKWARD = (
         producer_registers=32, key_registers=200, dq_registers=80, dq_columns=96,
         ctas_per_tile=2, separate_keys=True,
         tiles=(
-            tile({"": ORDERED}, keeps_probabilities=True),
+            tile({"": ORDERED}, keeps_probabilities=True, holds_keys=True,
+                 key_registers=176, value_registers=224),
             tile({"dropout": MODIFIERS | DROPOUT | ORDERED}),
         ),
     ),

@@ -183,12 +183,14 @@ struct Sm90BackwardConfig {
   int stages_kv;  // for the keys and values of tiles
   // What setmaxnreg leaves a thread of each warpgroup.
   int producer_registers;
-  int key_registers;  // of the warpgroups that hold dK and dV
-  int dq_registers;   // of the warpgroup that multiplies dQ
-  int dq_columns;     // of dQ, multiplied at a time
+  int key_registers;    // of the warpgroups that hold dK and dV
+  int value_registers;  // of the one that holds dV alone, if other than key_registers; 0: as many
+  int dq_registers;     // of the warpgroup that multiplies dQ
+  int dq_columns;       // of dQ, multiplied at a time
   // One warpgroup holds dV, another dK of the same keys, instead of each both of its own
   // (sm90/backward/separate_keys.h, and not sm90/backward/keys.h).
   bool separate_keys;
+  bool holds_keys;  // separate_keys: a tile's K lies in registers, as left operand of its S
   bool keeps_probabilities;  // P stays in registers for dV while dS is made
   bool rounds_differences;   // bf16: dP - D is rounded before P multiplies it
   bool stores_tiles;         // dK and dV leave through shared memory of their own

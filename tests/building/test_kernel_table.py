@@ -212,6 +212,7 @@ SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD
         *(Kernel.sm80_backward, Kernel.sm90_backward),
     )
 )
+SEPARATE_ROW = next(row for row in BACKWARD_ROWS if row.value_registers == 224)
 SM80_JVP_ROW, SM80_HVP_ROW, SM90_JVP_ROW = (
     next(row for row in ALL_ROWS if row.kernel is kernel and row.head_dim == 128)
     for kernel in (Kernel.sm80_jvp, Kernel.sm80_hvp, Kernel.sm90_jvp)
@@ -276,6 +277,9 @@ def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rul
         (SM90_BACKWARD_ROW, {"head_dim": 64}, "store dK and dV through two buffers of dS"),
         (SM90_BACKWARD_ROW, {"stores_tiles": True}, "dS's buffers, or their own"),
         (SM90_BACKWARD_ROW, {"dq_columns": 96}, "dq_columns divide"),
+        (SM90_BACKWARD_ROW, {"value_registers": 208}, "holds dV alone with separate_keys"),
+        (SM90_BACKWARD_ROW, {"holds_keys": True}, "dK and dV leave no registers for K"),
+        (SEPARATE_ROW, {"value_registers": 232}, "520 registers are asked for where"),
         (SM80_BACKWARD_ROW, {"warps_m_dq": 3}, "warps_m_dq divides num_warps"),
         (SM80_FORWARD_ROW, {"stages_q": 2}, "stages_q is of sm90 forward, a row of sm80 forward"),
         (

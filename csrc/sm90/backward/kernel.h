@@ -131,12 +131,14 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
     mma_dq<Traits>(args, smem);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
     if constexpr (!Traits::separate) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
       mma_dkdv<Traits>(args, smem, warpgroup - 2);
     } else if (warpgroup == 2) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::value_registers>();
       mma_dv<Traits>(args, smem);
     } else {
+      cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
       mma_dk<Traits>(args, smem);
     }
   }

@@ -16,6 +16,7 @@ struct KeyProducts {
   typename Traits::SharedStorage& smem;
   int thread;
   typename Traits::ScoresMma scores_mma{};
+  typename Traits::HeldScoresMma held_mma{};
   typename Traits::KeyGradientMma dk_mma{};
   typename Traits::ValueGradientMma dv_mma{};
   PipelineState<Traits::key_stages> key_state{};
@@ -35,7 +36,23 @@ struct KeyProducts {
   CUTE_DEVICE void wait_for_queries() const { consumer_wait(smem.q_ring, q_state); }
   CUTE_DEVICE void wait_for_dout() const { consumer_wait(smem.dout_ring, dout_state); }
 
+  // The tile's K, where registers hold it.
+  CUTE_DEVICE auto make_keys() const {
+    return make_held(held_mma, smem_tile<typename Traits::KeyLayout>(smem.k)(_, _, 0));
+  }
+  template <class Keys>
+  CUTE_DEVICE void read_keys(Keys& tSrK) const {
+    const int place = Traits::part_tile(key_state.stage, 0);
+    read_held(held_mma, smem_tile<typename Traits::KeyLayout>(smem.k)(_, _, place), tSrK, thread);
+  }
+
   // wait_for_queries() comes first.
+  template <class Keys, class Accumulator>
+  CUTE_DEVICE void start_scores(Keys& tSrK, Accumulator& tSrS) {
+    auto share = held_mma.get_thread_slice(thread);
+    auto tSrQ = share.partition_fragment_B(smem_tile<typename Traits::QueryLayout>(smem.q));
+    start_product(held_mma, tSrK, tSrQ(_, _, _, q_state.stage), tSrS, false);
+  }
   template <class Accumulator>
   CUTE_DEVICE void start_scores(Accumulator& tSrS) {
     auto share = scores_mma.get_thread_slice(thread);

@@ -49,9 +49,14 @@ CUTE_DEVICE void mma_dv(BackwardKernelArguments const& args, typename Traits::Sh
   auto tGrP = make_tensor_like<Element>(a_operand_view(tSrS));
   auto own_weights = make_tensor_like<Element>(tGrP);
   auto& weights = weights_beside<Traits>(tGrP, own_weights);
+  auto tSrK = products.make_keys();
   auto start_scores = [&]() {
     products.wait_for_queries();
-    products.start_scores(tSrS);
+    if constexpr (Traits::holds_keys) {
+      products.start_scores(tSrK, tSrS);
+    } else {
+      products.start_scores(tSrS);
+    }
   };
 
   for (;; work_state.advance()) {
@@ -62,6 +67,7 @@ CUTE_DEVICE void mma_dv(BackwardKernelArguments const& args, typename Traits::Sh
     const bool has_all_keys = key_begin + 64 <= item.work.sequence.seqlen_k;
 
     consumer_wait(smem.key_ring, products.key_state);
+    if constexpr (Traits::holds_keys) products.read_keys(tSrK);
     start_scores();
     Step step = Step::first(item);
     const int steps = item.steps();

@@ -165,9 +165,13 @@ struct BackwardTraits {
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int dq_registers = own.dq_registers;
   static constexpr int key_registers = own.key_registers;
+  static constexpr int value_registers =
+      own.value_registers > 0 ? own.value_registers : key_registers;
 
   using Element = ElementOf<config.dtype>;
   using ScoresMma = SharedMma<Element, block_m, head_dim>;  // S^T = K Q^T and dP^T = V dO^T
+  static constexpr bool holds_keys = own.holds_keys;
+  using HeldScoresMma = HeldMma<Element, block_m, head_dim>;
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
   static constexpr int accumulator_registers(int columns) { return 64 * columns / 128; }
@@ -275,8 +279,9 @@ struct BackwardTraits {
   static_assert(!stores_in_ds || (head_dim == ds_stages * block_m && head_dim_v == head_dim),
                 "dK and dV of a part in place of its dS");
   static_assert(!stores_in_ds || !stores_tiles, "one place for them");
-  static_assert(producer_registers + dq_registers + key_warpgroups * key_registers <=
+  static_assert(producer_registers + dq_registers + value_registers + key_registers <=
                 (2 + key_warpgroups) * launch_registers);
+  static_assert(!holds_keys || separate, "keys.h has no registers for K");
   static_assert(!shares_tiles || !separate, "keys.h joins the parts");
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");

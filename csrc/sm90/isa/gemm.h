@@ -28,6 +28,12 @@ using RegisterMma = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
                          GMMA::Major::MN>()));
 
+// (64, kK) in registers x (kN, kK) in shared memory, both with k innermost.
+template <class Element, int kN, int kK>
+using HeldMma = decltype(make_tiled_mma(
+    GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
+                         GMMA::Major::K>()));
+
 // (64, kK) x (kN, kK), both in shared memory with k outermost.
 template <class Element, int kN, int kK>
 using TransposedMma = decltype(make_tiled_mma(
@@ -57,6 +63,19 @@ CUTE_DEVICE auto with_new_addresses(Fragment const& fragment) {
   auto first = fragment.data();
   asm volatile("" : "+r"(first.desc_.reg32_[0]));
   return make_tensor(first, fragment.layout());
+}
+
+// A tile (64, k) of shared memory as a left operand in registers.
+template <class Mma, class Tile>
+CUTE_DEVICE auto make_held(Mma const& mma, Tile const& tile) {
+  return mma.get_thread_slice(0).partition_fragment_A(tile);
+}
+template <class Mma, class Tile, class Fragment>
+CUTE_DEVICE void read_held(Mma const& mma, Tile const& tile, Fragment& fragment, int thread) {
+  using Element = typename Fragment::value_type;
+  auto copy = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
+  auto share = copy.get_thread_slice(thread);
+  cute::copy(copy, share.partition_S(tile), share.retile_D(fragment));
 }
 
 // Starts accumulator = A B^T, or += where `add`; a, b: (atom, atoms, k), or (atom, k) of one atom.
