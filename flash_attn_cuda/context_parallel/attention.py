@@ -23,10 +23,12 @@ from torch.distributed import ProcessGroup
 from ..arguments import is_plain_cuda_call
 from ..call import AttentionCall, Incoming, Tangents
 from ..checks.tensors import lse_dtype
+from ..cpu.tiles import sink_gradient
 from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
 from .exchange import add_back, arrived, reordered, send, send_back
+from .head_exchange import Across
 from .load import HeadGroups, even_groups
 from .merge import add_sink_, merge_
 from .schedule import DeviceCall, Hop, Schedule
@@ -37,7 +39,8 @@ from .steps import Exchange
 class Work:
     """One attention of a rank. scheme: its name; settings: fields of all its AttentionCalls;
     first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
-    travel, of the forward and of the backward.
+    travel, of the forward and of the backward; across: ranks that share out the heads, which then
+    travel in the first of these groups either way; returns_lse: whether rows of it travel back.
     """
 
     scheme: str
@@ -46,6 +49,8 @@ class Work:
     group: ProcessGroup | None
     head_groups: tuple[HeadGroups, HeadGroups]
     first_head: int = 0
+    across: Across | None = None
+    returns_lse: bool = True
 
     def given(self, alibi_slopes: Tensor | None, rng_state: Tensor | None) -> Work:
         """With these among the settings."""
@@ -110,6 +115,29 @@ class OfWhole:
             self.softmax_lse[heads, rows].contiguous(),
             self.rng_state,
         )
+
+
+def attend_to_keys(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of q over the keys of all ranks that keys travel between."""
+    run = merged_forward if work.schedule.merges else gathered_forward
+    return run(work, q, k, v, sink)
+
+
+def gradients_of_rows(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, incoming: OfWhole
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink); sink: where its gradient is wanted."""
+    run = merged_backward if work.schedule.merges else gathered_backward
+    found = run(work, q, k, v, incoming)
+    if sink is None:
+        return *found, None
+    assert incoming.dout is not None
+    softmax_lse, dlse = incoming.softmax_lse, incoming.dlse
+    softmax_d = (incoming.dout.to(softmax_lse.dtype) * incoming.out).sum(-1).t()
+    softmax_d = softmax_d if dlse is None else softmax_d - dlse
+    return *found, sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
 
 
 def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:

@@ -7,31 +7,26 @@ its gradients, are of what all ranks have together: every rank calls with tangen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..call import AttentionCall, Tangents
-from ..cpu.tiles import sink_gradient
-from .attention import (
-    OfWhole,
-    Work,
-    gathered_backward,
-    gathered_forward,
-    gathered_jvp,
-    merged_backward,
-    merged_forward,
-)
+from ..call import Tangents
+from .attention import OfWhole, Work, attend_to_keys, gathered_jvp, gradients_of_rows
 from .transforms import in_forward_mode
+from .ulysses import Kept, exchanged_backward, exchanged_forward, exchanged_jvp
 
 _OPERANDS = 7  # of ContextAttention
 
 
 class ContextAttention(torch.autograd.Function):
     """(out, softmax_lse) of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work, whose
-    settings have no tensors: torch.func unwraps operands alone.
+    settings have no tensors: torch.func unwraps operands alone. Where ranks share out the heads,
+    softmax_lse is there if the work returns it, and behind it is what derivatives read of groups of
+    heads: nobody else does, so that it has no gradients.
     """
 
     @staticmethod
@@ -43,18 +38,22 @@ class ContextAttention(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         rng_state: Tensor | None,
         work: Work,
-    ) -> tuple[Tensor, Tensor]:
-        run = merged_forward if work.schedule.merges else gathered_forward
-        return run(work.given(alibi_slopes, rng_state), q, k, v, sink)
+    ) -> tuple[Tensor, ...]:
+        work = work.given(alibi_slopes, rng_state)
+        if work.across is None:
+            return attend_to_keys(work, q, k, v, sink)
+        return in_a_row(*exchanged_forward(work, q, k, v, sink))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *operands, ctx.work = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.work, ctx.count = inputs[-1], len(output)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands, *output)
+        ctx.save_for_backward(*read_by_derivatives(inputs, output))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
+        dout = of_results[0]
+        dlse = of_results[1] if results_of(ctx.work) == 2 else None
         if dout is None and dlse is None:
             return (None,) * _OPERANDS
         wants_dsink = ctx.needs_input_grad[3]
@@ -67,29 +66,62 @@ class DualContextAttention(ContextAttention):
     """ContextAttention with forward mode, which torch.compile does not trace."""
 
     @staticmethod
-    def forward(*operands: Any) -> tuple[Tensor, Tensor]:
+    def forward(*operands: Any) -> tuple[Tensor, ...]:
         # In forward mode operators are Functions too, which see what requires grad even in here.
         detached: Any = [x.detach() if isinstance(x, Tensor) else x for x in operands]
         return ContextAttention.forward(*detached)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ContextAttention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:-1], *output)
+        ctx.save_for_forward(*read_by_derivatives(inputs, output))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         direction = tangents[:4]  # of q, k, v and sink
         if all(x is None for x in direction):
-            return None, None
-        return ContextTangents.apply(*direction, *ctx.saved_tensors, ctx.work)
+            return (None,) * ctx.count
+        return ContextTangents.apply(*direction, ctx.work, *ctx.saved_tensors)
 
 
-def attend_in_context(*operands: Any) -> tuple[Tensor, Tensor]:
-    """ContextAttention, differentiable in the modes that are there."""
+def attend_in_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    work: Work,
+) -> tuple[Tensor, Tensor | None]:
+    """ContextAttention, differentiable in the modes that are there; softmax_lse is None unless the
+    work returns it.
+    """
     function = DualContextAttention if in_forward_mode() else ContextAttention
-    found: tuple[Tensor, Tensor] = function.apply(*operands)
-    return found
+    found = function.apply(q, k, v, sink, alibi_slopes, rng_state, work)
+    return found[0], found[1] if work.returns_lse else None
+
+
+def results_of(work: Work) -> int:
+    """How many of what ContextAttention returns is of this rank's rows."""
+    return 2 if work.across is None or work.returns_lse else 1
+
+
+def read_by_derivatives(
+    inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """(sink, alibi_slopes, rng_state), and behind them the fields of Kept for each group."""
+    q, k, v, sink, alibi_slopes, rng_state, work = inputs
+    kept = (q, k, v, *output) if work.across is None else output[results_of(work) :]
+    return sink, alibi_slopes, rng_state, *kept
+
+
+def in_a_row(results: Sequence[Tensor], kept: Sequence[Kept]) -> tuple[Tensor, ...]:
+    return *results, *(x for of_group in kept for x in of_group)
+
+
+def by_group(kept: Sequence[Tensor]) -> list[Kept]:
+    fields = len(Kept._fields)
+    return [Kept(*kept[x : x + fields]) for x in range(0, len(kept), fields)]
 
 
 class ContextGradients(torch.autograd.Function):
@@ -121,24 +153,23 @@ class ContextTangents(torch.autograd.Function):
         tk: Tensor | None,
         tv: Tensor | None,
         tsink: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        work: Work,
         sink: Tensor | None,
         alibi_slopes: Tensor | None,
         rng_state: Tensor | None,
-        out: Tensor,
-        softmax_lse: Tensor,
-        work: Work,
-    ) -> tuple[Tensor, Tensor]:
-        of_forward = OfWhole(None, None, out, softmax_lse, rng_state)
-        direction = Tangents(tq=tq, tk=tk, tv=tv, tsink=tsink)
+        *kept: Tensor,
+    ) -> tuple[Tensor, ...]:
         work = work.given(alibi_slopes, rng_state)
+        direction = Tangents(tq=tq, tk=tk, tv=tv, tsink=tsink)
+        if work.across is not None:
+            return in_a_row(*exchanged_jvp(work, by_group(kept), sink, direction))
+        q, k, v, out, softmax_lse = kept
+        of_forward = OfWhole(None, None, out, softmax_lse, rng_state)
         return gathered_jvp(work, q, k, v, sink, of_forward, direction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.scheme = inputs[-1].scheme
+        ctx.scheme = inputs[4].scheme
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -154,25 +185,20 @@ def gradients(
     wants_dsink: bool,
     dout: Tensor | None,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     sink: Tensor | None,
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None,
-    out: Tensor,
-    softmax_lse: Tensor,
+    *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dsink) of this rank's rows."""
+    work = work.given(alibi_slopes, rng_state)
+    sink = sink if wants_dsink else None
+    if work.across is not None:
+        return exchanged_backward(work, by_group(kept), sink, dout, dlse)
+    q, k, v, out, softmax_lse = kept
     dout = torch.zeros_like(out) if dout is None else dout
-    run = merged_backward if work.schedule.merges else gathered_backward
     incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)
-    found = run(work.given(alibi_slopes, rng_state), q, k, v, incoming)
-    if sink is None or not wants_dsink:
-        return *found, None
-    softmax_d = (dout.to(softmax_lse.dtype) * out).sum(-1).t()
-    softmax_d = softmax_d if dlse is None else softmax_d - dlse
-    return *found, sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
+    return gradients_of_rows(work, q, k, v, sink, incoming)
 
 
 def no_second_derivative(scheme: str) -> str:

@@ -38,7 +38,7 @@ def of_all_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """What `send` or `send_back` brings; kernels from here on wait for it, the host does not."""
+    """What a transfer brings; kernels from here on wait for it, the host does not."""
     return collectives.wait_tensor(x)
 
 
@@ -61,9 +61,9 @@ def add_back(exchange: Exchange, came: Tensor, total: Tensor, first_row: int = 0
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x (ranks, ...): entry r goes to rank r, and comes from there."""
+    """x (ranks, ...): entry r goes to rank r, and comes from there, once it has `arrived`."""
     sizes = [1] * x.shape[0]
-    return arrived(collectives.all_to_all_single(x.contiguous(), sizes, sizes, group))
+    return collectives.all_to_all_single(x.contiguous(), sizes, sizes, group)
 
 
 def reordered(x: Tensor, order: Tensor | None) -> Tensor:

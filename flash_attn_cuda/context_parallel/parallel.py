@@ -25,7 +25,8 @@ from .attention import Work
 from .derivatives import attend_in_context
 from .exchange import of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
-from .load import HeadGroups, Heads, Load, even_groups
+from .head_exchange import Across, check_heads
+from .load import HeadGroups, Heads, Load, even_groups, heads_of_rank
 from .plan import (
     Band,
     Plan,
@@ -37,7 +38,6 @@ from .plan import (
 )
 from .schedule import Schedule, Sight, gathering, order_on_device, ringing
 from .transforms import dual_names, outside_transforms, refuse_forward_mode
-from .ulysses import Across, check_heads, give_all_rows, give_own_rows
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -65,9 +65,10 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather, into how many equal groups the heads of keys are split for their
-            way, or how many heads each group has; all are asked for at once, and each is worked on
-            as it comes. None: chosen by the length, for either pass.
+        head_groups: of all_gather and ulysses, into how many equal groups the heads of keys, by
+            ulysses those of a rank, are split for their way, or how many heads each group has; all
+            are asked for at once, and each is worked on as it comes. None: chosen by the length, by
+            all_gather for either pass. "auto" heeds it where it takes all_gather.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -277,30 +278,26 @@ class ContextParallel:
         columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
-        across, first_head = prepared.across, 0
+        across = prepared.across
         if across is not None:
             check_heads(q.shape[1], k.shape[1], across.ranks)
             repeats = max(1, across.ranks // k.shape[1])
             if repeats > 1:
                 k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-            q, k, v = give_all_rows(across, q, k, v)
-            first_head = q.shape[1] * rank_of(across.group)
-            mine = slice(first_head, first_head + q.shape[1])
-            if "alibi_slopes" in settings:
-                settings["alibi_slopes"] = settings["alibi_slopes"][..., mine]
-            sink = None if sink is None else sink[mine]
         settings["sm_margin"] = self.sm_margin
         slopes = settings.pop("alibi_slopes", None)
         rng_state = self._draw(q) if prepared.sight.has_dropout else None
-        scheme, schedule, groups = prepared.scheme, prepared.schedule, prepared.head_groups
-        work = Work(scheme, schedule, settings, self._groups_for(scheme)[1], groups, first_head)
+        work = Work(
+            prepared.scheme,
+            prepared.schedule,
+            settings,
+            self._groups_for(prepared.scheme)[1],
+            prepared.head_groups,
+            across=across,
+            returns_lse=return_lse,
+        )
         out, softmax_lse = attend_in_context(q, k, v, sink, slopes, rng_state, work)
-        if across is not None:
-            (out,) = give_own_rows(across, out)
-            if return_lse:
-                (rows_of_lse,) = give_own_rows(across, softmax_lse.t()[..., None])
-                softmax_lse = rows_of_lse[..., 0].t()
-        return out[..., :columns], softmax_lse if return_lse else None
+        return out[..., :columns], softmax_lse
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
         if self.scheme != "auto":
@@ -331,28 +328,37 @@ class ContextParallel:
         return self._once(key, lambda: make(plan, rank, heads, sight, device))
 
     def _head_groups(
-        self, load: Load, schedule: Schedule, heads: Heads
+        self, load: Load, scheme: str, schedule: Schedule, heads: Heads
     ) -> tuple[HeadGroups, HeadGroups]:
-        """Of the forward and of the backward."""
+        """Of the forward and of the backward; of a rank's heads where ranks share them out."""
+        if scheme == "ulysses" and self.size > 1:
+            if self.head_groups is None or self.scheme == "auto":
+                groups = load.exchanged_groups(heads, self.size)
+            else:
+                groups = self._given_head_groups(heads_of_rank(heads.k, self.size))
+            return groups, groups
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
-            return (heads.k,), (heads.k,)
+            whole = (heads_of_rank(heads.k, size_of(self._groups_for(scheme)[0])),)
+            return whole, whole
         if self.head_groups is None:
             return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
+        groups = self._given_head_groups(heads.k)
+        return groups, groups
+
+    def _given_head_groups(self, heads_k: int) -> HeadGroups:
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
-            if min(groups, default=0) < 1 or sum(groups) != heads.k:
+            if min(groups, default=0) < 1 or sum(groups) != heads_k:
                 raise ValueError(
-                    f"head_groups: must be positive and add up to the {heads.k} heads of keys, got "
+                    f"head_groups: must be positive and add up to the {heads_k} heads of keys, got "
                     f"{list(groups)}"
                 )
-        else:
-            count = index(self.head_groups)
-            if count < 1 or heads.k % count:
-                raise ValueError(
-                    f"head_groups: must divide the {heads.k} heads of keys, got {count}"
-                )
-            groups = even_groups(heads.k, count)
-        return groups, groups
+            return groups
+        assert self.head_groups is not None
+        count = index(self.head_groups)
+        if count < 1 or heads_k % count:
+            raise ValueError(f"head_groups: must divide the {heads_k} heads of keys, got {count}")
+        return even_groups(heads_k, count)
 
     def _draw(self, q: Tensor) -> Tensor:
         """(seed, offset) of the first rank."""
@@ -395,7 +401,7 @@ class ContextParallel:
                 sight,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, sight.band), schedule, heads),
+                self._head_groups(Load.of(inside, sight.band), scheme, schedule, heads),
                 self._across(plan, inside, scheme, device),
             )
 

@@ -1,154 +1,210 @@
-"""Ulysses: a rank gets all rows of its share of the heads, and gives the others their rows of the
-results (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1). What goes the same way at the same
-time travels side by side, in one collective.
+"""Ulysses: attention of all rows of a rank's share of the heads, a group of heads at a time.
+
+All groups are asked for before any attention, and what one gives goes back before the next is
+attended to: transfers run beside the work on other groups, but for the first group's way here and
+the last one's way back. A group's heads are those of one or more key heads, neighbours in the
+whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.distributed import ProcessGroup
 
-from .exchange import all_to_all, reordered
-from .transforms import in_forward_mode
+from ..call import Tangents
+from .attention import (
+    OfWhole,
+    Work,
+    attend_to_keys,
+    gathered_jvp,
+    gradients_of_rows,
+    head_slices,
+)
+from .groups import rank_of
+from .head_exchange import (
+    Across,
+    InFlight,
+    all_rows,
+    of_each_rank,
+    own_rows,
+    send_heads,
+    send_rows,
+)
+
+
+class Kept(NamedTuple):
+    """What derivatives read of a group: all rows of its heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    softmax_lse: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Across:
-    """The ranks that share out the heads. order: of each row of their joined plan, its row where
-    their shards lie one behind the other; places: the way back; None: as they are.
+class HeadGroup:
+    """Heads that travel together. work: on this rank's; whole: those among all query heads; q, k:
+    the group among a rank's.
     """
 
-    group: ProcessGroup
-    ranks: int
-    order: Tensor | None
-    places: Tensor | None
+    across: Across
+    work: Work
+    whole: slice
+    q: slice
+    k: slice
+
+    def send_q(self, x: Tensor) -> InFlight:
+        """Of (rows, heads, dim) of all query heads."""
+        return send_heads([of_each_rank(x, self.across.ranks)[:, :, self.q]], self.across)
+
+    def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> InFlight:
+        heads_of = ((q, self.q), (k, self.k), (v, self.k))
+        by_rank = [of_each_rank(x, self.across.ranks)[:, :, heads] for x, heads in heads_of]
+        return send_heads(by_rank, self.across)
+
+    def send_lse(self, softmax_lse: Tensor) -> InFlight:
+        """Of (heads, rows) of all query heads."""
+        return self.send_q(by_row(softmax_lse))
+
+    def all_rows(self, coming: InFlight) -> tuple[Tensor, ...]:
+        return all_rows(coming, self.across)
+
+    def all_rows_of_lse(self, coming: InFlight) -> Tensor:
+        (rows,) = all_rows(coming, self.across)
+        return by_head(rows)
+
+    def send_back(self, *tensors: Tensor) -> InFlight:
+        return send_rows(tensors, self.across)
 
 
-def check_heads(heads_q: int, heads_k: int, ranks: int) -> None:
-    """Raises where ranks cannot share them out, each rank with one of keys at least."""
-    if heads_q % ranks or (heads_k % ranks and ranks % heads_k):
-        raise ValueError(
-            f"heads: ulysses over {ranks} ranks takes a multiple of them of query heads and a "
-            f"multiple or a divisor of key heads, got {heads_q} and {heads_k}"
+def by_row(softmax_lse: Tensor) -> Tensor:
+    """(heads, rows) as (rows, heads, 1)."""
+    return softmax_lse.t()[..., None]
+
+
+def by_head(rows: Tensor) -> Tensor:
+    return rows[..., 0].t()
+
+
+def head_groups_of(work: Work, heads_q: int) -> list[HeadGroup]:
+    """heads_q: of a rank."""
+    across, first = work.across, 0
+    assert across is not None
+    first = heads_q * rank_of(across.group)
+    groups = []
+    for of_q, of_k in head_slices(heads_q, work.head_groups[0]):
+        whole = slice(first + of_q.start, first + of_q.stop)
+        settings = dict(work.settings)
+        if settings["alibi_slopes"] is not None:
+            settings["alibi_slopes"] = settings["alibi_slopes"][..., whole]
+        of_group = replace(work, across=None, settings=settings, first_head=whole.start)
+        groups.append(HeadGroup(across, of_group, whole, of_q, of_k))
+    return groups
+
+
+def heads_of_rank(kept: Sequence[Kept]) -> int:
+    return sum(x.q.shape[1] for x in kept)
+
+
+def exchanged_forward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[list[Tensor], list[Kept]]:
+    """([out] or [out, softmax_lse] of this rank's rows, what is kept of each group)."""
+    assert work.across is not None
+    groups = head_groups_of(work, q.shape[1] // work.across.ranks)
+    coming = [group.send_qkv(q, k, v) for group in groups]
+    kept: list[Kept] = []
+    going: list[InFlight] = []
+    going_lse: list[InFlight] = []
+    for group in groups:
+        operands = group.all_rows(coming.pop(0))
+        of_sink = None if sink is None else sink[group.whole]
+        out, softmax_lse = attend_to_keys(group.work, *operands, of_sink)
+        kept.append(Kept(*operands, out, softmax_lse))
+        going.append(group.send_back(out))
+        if work.returns_lse:
+            going_lse.append(group.send_back(by_row(softmax_lse)))
+    return results_of(going, going_lse), kept
+
+
+def results_of(going: Sequence[InFlight], going_lse: Sequence[InFlight]) -> list[Tensor]:
+    """[out] or [out, softmax_lse], or their tangents, of this rank's rows."""
+    found = [*own_rows(going)]
+    if going_lse:
+        (rows_of_lse,) = own_rows(going_lse)
+        found.append(by_head(rows_of_lse))
+    return found
+
+
+def exchanged_backward(
+    work: Work,
+    kept: Sequence[Kept],
+    sink: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dsink) of this rank's rows; sink: where its gradient is wanted."""
+    groups = head_groups_of(work, heads_of_rank(kept))
+    if dout is None:
+        dout = zeros_of_own_rows(work, [x.out for x in kept])
+    coming = [group.send_q(dout) for group in groups]
+    coming_lse = [] if dlse is None else [group.send_lse(dlse) for group in groups]
+    dsink = None if sink is None else torch.zeros_like(sink)
+    going: list[InFlight] = []
+    for group, (q, k, v, out, softmax_lse) in zip(groups, kept, strict=True):
+        (dout_of_group,) = group.all_rows(coming.pop(0))
+        dlse_of_group = group.all_rows_of_lse(coming_lse.pop(0)) if coming_lse else None
+        rng_state = group.work.settings["rng_state"]
+        incoming = OfWhole(dout_of_group, dlse_of_group, out, softmax_lse, rng_state)
+        of_sink = None if sink is None else sink[group.whole]
+        dq, dk, dv, dsink_of_group = gradients_of_rows(group.work, q, k, v, of_sink, incoming)
+        going.append(group.send_back(dq, dk, dv))
+        if dsink is not None:
+            dsink[group.whole] = dsink_of_group
+    return *own_rows(going), dsink
+
+
+def exchanged_jvp(
+    work: Work, kept: Sequence[Kept], sink: Tensor | None, direction: Tangents
+) -> tuple[list[Tensor], list[Kept]]:
+    """([tout] or [tout, tlse] of this rank's rows, tangents of what is kept). Zeros travel where
+    the rank has no tangents: others may have some.
+    """
+    groups = head_groups_of(work, heads_of_rank(kept))
+    tangents = [
+        zeros_of_own_rows(work, [x[number] for x in kept]) if t is None else t
+        for number, t in enumerate((direction.tq, direction.tk, direction.tv))
+    ]
+    tsink = direction.tsink
+    coming = [group.send_qkv(*tangents) for group in groups]
+    of_kept: list[Kept] = []
+    going: list[InFlight] = []
+    going_lse: list[InFlight] = []
+    for group, (q, k, v, out, softmax_lse) in zip(groups, kept, strict=True):
+        tq, tk, tv = group.all_rows(coming.pop(0))
+        of_tsink = None if tsink is None else tsink[group.whole]
+        tout, tlse = gathered_jvp(
+            group.work,
+            *(q, k, v),
+            None if sink is None else sink[group.whole],
+            OfWhole(None, None, out, softmax_lse, group.work.settings["rng_state"]),
+            Tangents(tq=tq, tk=tk, tv=tv, tsink=of_tsink),
         )
+        of_kept.append(Kept(tq, tk, tv, tout, tlse))
+        going.append(group.send_back(tout))
+        if work.returns_lse:
+            going_lse.append(group.send_back(by_row(tlse)))
+    return results_of(going, going_lse), of_kept
 
 
-class AllRows(torch.autograd.Function):
-    """all_rows, a linear function, whose adjoint is own_rows."""
-
-    @staticmethod
-    def forward(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return all_rows(tensors, across)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.across = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if is_compiling():
-            return None, *own_rows(gradients, ctx.across)
-        return None, *give_own_rows(ctx.across, *gradients)
-
-
-class OwnRows(torch.autograd.Function):
-    """own_rows, a linear function, whose adjoint is all_rows."""
-
-    @staticmethod
-    def forward(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return own_rows(tensors, across)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.across = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if is_compiling():
-            return None, *all_rows(gradients, ctx.across)
-        return None, *give_all_rows(ctx.across, *gradients)
-
-
-class DualAllRows(AllRows):
-    """AllRows with forward mode, which torch.compile does not trace."""
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Any:
-        return give_all_rows(ctx.across, *tangents)
-
-
-class DualOwnRows(OwnRows):
-    """OwnRows likewise."""
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Any:
-        return give_own_rows(ctx.across, *tangents)
-
-
-def give_all_rows(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """all_rows, differentiable in the modes that are there."""
-    function = DualAllRows if in_forward_mode() else AllRows
-    found: tuple[Tensor, ...] = function.apply(across, *tensors)
-    return found
-
-
-def give_own_rows(across: Across, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """own_rows, likewise."""
-    function = DualOwnRows if in_forward_mode() else OwnRows
-    found: tuple[Tensor, ...] = function.apply(across, *tensors)
-    return found
-
-
-def all_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
-    """Of (rows, heads, dim) of each rank, all rows of this rank's heads, (ranks * rows, heads /
-    ranks, dim), in the order of the joined plan.
-    """
-    by_rank = [of_each_rank(x, across.ranks) for x in tensors]
-    shapes = [x.shape[2:] for x in by_rank]
-    widths = [heads * dim for heads, dim in shapes]
-    sent = by_rank[0].new_empty((*by_rank[0].shape[:2], sum(widths)))
-    for columns, x, shape in zip(sent.split(widths, -1), by_rank, shapes, strict=True):
-        copy(columns.unflatten(-1, shape), x)
-    rows = reordered(all_to_all(sent, across.group).flatten(0, 1), across.order)
-    columns_of = zip(rows.split(widths, -1), shapes, strict=True)
-    return tuple(columns.unflatten(-1, shape) for columns, shape in columns_of)
-
-
-def own_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
-    """The way back: this rank's rows of all heads."""
-    flat = [x.flatten(1) for x in tensors]
-    rows = reordered(flat[0] if len(flat) == 1 else torch.cat(flat, 1), across.places)
-    came = all_to_all(rows.unflatten(0, (across.ranks, -1)), across.group)
-    found = []
-    for columns, x in zip(came.split([x.shape[1] for x in flat], -1), tensors, strict=True):
-        _, heads, dim = x.shape
-        found.append(x.new_empty((came.shape[1], across.ranks * heads, dim)))
-        copy(of_each_rank(found[-1], across.ranks), columns.unflatten(-1, (heads, dim)))
-    return tuple(found)
-
-
-def of_each_rank(x: Tensor, ranks: int) -> Tensor:
-    """(rows, heads, dim) as (ranks, rows, heads / ranks, dim), a view."""
-    return x.unflatten(1, (ranks, -1)).transpose(0, 1)
-
-
-def copy(into: Tensor, x: Tensor) -> None:
-    """Eight bytes at a time where that can be: where rows are not side by side torch copies item by
-    item, on CUDA at half the speed.
-    """
-    if not is_compiling() and is_of_words(into) and is_of_words(x):
-        into, x = into.view(torch.int64), x.view(torch.int64)
-    into.copy_(x)
-
-
-def is_of_words(x: Tensor) -> bool:
-    """Whether it can be viewed as int64: all rows begin and end between words."""
-    steps = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    is_even = all(step * x.element_size() % 8 == 0 for step in steps)
-    return is_even and x.stride(-1) == 1 and x.data_ptr() % 8 == 0
+def zeros_of_own_rows(work: Work, of_groups: Sequence[Tensor]) -> Tensor:
+    """Of this rank's rows of all heads, where groups have all rows of its heads."""
+    assert work.across is not None
+    ranks, first = work.across.ranks, of_groups[0]
+    heads = ranks * sum(x.shape[1] for x in of_groups)
+    return first.new_zeros((first.shape[0] // ranks, heads, first.shape[2]))

@@ -17,7 +17,7 @@ from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, hea
 from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
 from flash_attn_cuda.context_parallel.plan import rows_of_joined
 from flash_attn_cuda.context_parallel.schedule import Sight, ringing
-from flash_attn_cuda.context_parallel.ulysses import check_heads, copy, is_of_words
+from flash_attn_cuda.context_parallel.head_exchange import check_heads, copy, is_of_words
 
 BANDS = st.builds(
     Band,
