@@ -1,20 +1,20 @@
 """What each rank does in one attention over a group, as programs of events.py.
 
 Rows that travel and pairs that are computed come from the package's plans and steps; the order of
-calls and transfers, and the copies between them, follow context_parallel/attention.py, exchange.py
-and ulysses.py line by line. The closed form at the end knows only shapes.
+calls and transfers, and the copies between them, follow context_parallel/attention.py, exchange.py,
+head_exchange.py and ulysses.py line by line. The closed form at the end knows only shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
 from benchmarks.context_parallel.events import Program, Start, Times, Wait, Work, simulate
 from flash_attn_cuda.context_parallel import Band, Plan, steps
-from flash_attn_cuda.context_parallel.load import HeadGroups, Load
+from flash_attn_cuda.context_parallel.load import HeadGroups, Load, heads_of_rank
 from flash_attn_cuda.context_parallel.load import Heads as KeyHeads
 from flash_attn_cuda.context_parallel.plan import equal_plan, sum_below
 
@@ -178,6 +178,15 @@ class Problem:
         operations = self.pairs * operations_of_pair(self.heads, which) / self.ranks
         return operations / constants.attention_rate(which)
 
+    def exchanged_groups(self, scheme: str, ulysses_size: int) -> HeadGroups:
+        """Of a rank's heads of keys, as ContextParallel chooses them."""
+        heads = self.heads
+        if scheme != "ulysses":
+            return (heads_of_rank(heads.k, ulysses_size),)
+        load = Load.of(self.exchanges(ulysses_size).plan, self.band)
+        key_heads = KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT)
+        return load.exchanged_groups(key_heads, ulysses_size)
+
     def takes_ulysses(self, ranks: int) -> bool:
         heads = self.heads
         return heads.q % ranks == 0 and (heads.k % ranks == 0 or ranks % heads.k == 0)
@@ -283,6 +292,12 @@ class Inner:
         """Bytes of keys and values together."""
         heads = heads or self.heads
         return rows * heads.k * 2 * heads.dim * size
+
+    def attend(self, scheme: str) -> None:
+        if scheme in ("ring", "ulysses+ring"):
+            self.merged()
+        else:
+            self.gathered()
 
     def finish_gradients(self) -> None:
         """Sums in fp32 to the dtype of q, k and v."""
@@ -423,6 +438,37 @@ class Inner:
             self.finish_gradients()
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Of heads that ranks share out, in bytes of a rank's row of q, k and v, and of out."""
+
+    builder: Builder
+    neighbours: range
+    rows: int
+
+    def all_to_all(self, of_row: int) -> int:
+        sides = {x: self.rows * of_row // len(self.neighbours) for x in self.neighbours}
+        return self.builder.start(sides, sides)
+
+    def send_heads(self, of_row: int, tensors: int) -> int:
+        self.builder.copy(2 * self.rows * of_row, tensors)
+        return self.all_to_all(of_row)
+
+    def all_rows(self, coming: int, of_row: int) -> None:
+        self.builder.wait(coming)
+        self.builder.copy(2 * self.rows * of_row)
+
+    def send_rows(self, of_row: int, tensors: int) -> int:
+        if tensors > 1:
+            self.builder.copy(2 * self.rows * of_row)
+        self.builder.copy(2 * self.rows * of_row)
+        return self.all_to_all(of_row)
+
+    def own_rows(self, coming: int, of_row: int, tensors: int) -> None:
+        self.builder.wait(coming)
+        self.builder.copy(2 * self.rows * of_row, tensors)
+
+
 def program_of(
     problem: Problem,
     scheme: str,
@@ -439,45 +485,36 @@ def program_of(
     k_heads = heads.k if heads.k % size == 0 else size
     own = Heads(heads.q // size, k_heads // size, heads.dim)
     inner = Inner(add, exchanges, own, rank // size, size, rank % size)
-    attend = inner.merged if scheme in ("ring", "ulysses+ring") else inner.gathered
     if size == 1:
-        attend()
+        inner.attend(scheme)
         return add
     first = rank // size * size
-    neighbours = range(first, first + size)
+    shares = Shares(add, range(first, first + size), rows)
+    groups = [inner.heads_of(x) for x in problem.exchanged_groups(scheme, size)]
+    is_forward = which == "forward"
 
-    def all_to_all(of_row: int) -> None:
-        one = rows * of_row // size
-        sides = {x: one for x in neighbours}
-        add.wait(add.start(sides, sides))
-
-    q_row, k_row = (x * heads.dim * ELEMENT for x in (heads.q, k_heads))
-    qkv_row = q_row + 2 * k_row
-
-    def all_rows(of_row: int, tensors: int) -> None:
-        add.copy(2 * rows * of_row, tensors)
-        all_to_all(of_row)
-        add.copy(2 * rows * of_row)
-
-    def own_rows(of_row: int, tensors: int) -> None:
-        if tensors > 1:
-            add.copy(2 * rows * of_row)
-        add.copy(2 * rows * of_row)
-        all_to_all(of_row)
-        add.copy(2 * rows * of_row, tensors)
-
-    if which == "forward":
+    def repeat_keys() -> None:
         if k_heads != heads.k:
-            add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
-        all_rows(qkv_row, 3)
-        attend()
-        own_rows(q_row, 1)
-    else:
-        all_rows(q_row, 1)
-        attend()
-        own_rows(qkv_row, 3)
-        if k_heads != heads.k:
-            add.copy(2 * rows * (k_row + heads.k * heads.dim * ELEMENT), 2)
+            add.copy(2 * rows * (k_heads + heads.k) * heads.dim * ELEMENT, 2)
+
+    def sizes(group: Heads) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(bytes of a row, tensors) of what comes and of what goes back."""
+        q_row, k_row = (size * x * heads.dim * ELEMENT for x in (group.q, group.k))
+        ways = (q_row + 2 * k_row, 3), (q_row, 1)
+        return ways if is_forward else ways[::-1]
+
+    if is_forward:
+        repeat_keys()
+    coming = [shares.send_heads(*sizes(group)[0]) for group in groups]
+    going = []
+    for number, group in zip(coming, groups, strict=True):
+        shares.all_rows(number, sizes(group)[0][0])
+        replace(inner, heads=group).attend(scheme)
+        going.append(shares.send_rows(*sizes(group)[1]))
+    for number, group in zip(going, groups, strict=True):
+        shares.own_rows(number, *sizes(group)[1])
+    if not is_forward:
+        repeat_keys()
     return add
 
 
@@ -548,14 +585,17 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
         latency = c.infiniband_us if leaves else c.nvlink_us
         return seconds * 1e-9 + (latency + c.peer_us * (peers - 1)) * 1e-6
 
-    around = 0.0
+    groups = problem.exchanged_groups(scheme, size) if size > 1 else ()
+    ways = [0.0, 0.0]
     if size > 1:
         outside = (size - min(size, c.gpus_per_node)) / (size - 1)
-        for heads_moved in (heads.q + 2 * k_heads, heads.q):
+        for number, heads_moved in enumerate((heads.q + 2 * k_heads, heads.q)):
             moved = rows * heads_moved * heads.dim * ELEMENT * (size - 1) / size
-            around += link(size, size - 1, moved, outside)
+            ways[number] = len(groups) * link(size, size - 1, moved / len(groups), outside)
+    around = sum(ways)
     if hops == 1:
-        return around + compute
+        there, back = ways if which == "forward" else ways[::-1]
+        return exchanged_seconds(there, compute, back, len(groups))
     span = problem.ranks
     if scheme == "all_gather":
         load = Load.of(problem.plan, problem.band)
@@ -585,3 +625,13 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
     half = compute / hops / 2  # of the work on a rank's own keys
     waits = max(0.0, fetch - half) + max(0.0, back - half)
     return around + max(compute + waits, through)
+
+
+def exchanged_seconds(there: float, compute: float, back: float, groups: int) -> float:
+    """Of ulysses in even groups of heads: all come, are attended to and go back, in turn."""
+    return max(
+        compute + (there + back) / groups,
+        there + (compute + back) / groups,
+        back + (compute + there) / groups,
+        there + back,
+    )

@@ -334,7 +334,11 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
     made: list[Passes] = []
     with contextlib.ExitStack() as stack:
         reasons = {}
-        names_wanted = [*options.contenders, *(f"all_gather {x}" for x in options.head_groups)]
+        names_wanted = [
+            *options.contenders,
+            *(f"all_gather {x}" for x in options.head_groups),
+            *(f"ulysses {x}" for x in options.ulysses_groups),
+        ]
         for name, make in contenders(problem, names_wanted, stack):
             try:
                 passes = make()
@@ -413,6 +417,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="N,N",
         help="also all_gather with groups of so many heads of keys each",
+    )
+    parser.add_argument(
+        "--ulysses-groups",
+        nargs="+",
+        default=[],
+        metavar="N,N",
+        help="also ulysses with groups of so many of a rank's heads of keys each",
     )
     parser.add_argument("--turn-ms", type=float, default=100.0)
     parser.add_argument("--trace", action="store_true", help="also show exposed transfers")

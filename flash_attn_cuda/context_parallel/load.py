@@ -14,9 +14,9 @@ from .plan import Band, Plan
 WORTH_GROUPS = 4e-3
 EXPOSED, SLOWER_LINK = 0.01, 4
 RATE, BANDWIDTH = 600e12, 300e9  # FLOP/s, and bytes/s to a GPU: of an H100 over NVLink
-# By ulysses a further group costs CALL seconds and half the work on a mean tile, of TILE_ROWS
-# queries of a head on one of MULTIPROCESSORS.
-MOST_GROUPS, CALL = 4, 50e-6
+# By ulysses a group costs CALL seconds and half the work on a mean tile, of TILE_ROWS queries of a
+# head on one of MULTIPROCESSORS; a host asks for less than LEAST_WORK seconds of it too late.
+MOST_GROUPS, CALL, LEAST_WORK = 4, 50e-6, 300e-6
 TILE_ROWS, MULTIPROCESSORS = 128, 132
 
 HeadGroups = tuple[int, ...]  # of so many heads of keys each
@@ -76,8 +76,9 @@ class Load:
         def seconds(count: int) -> float:
             return exchanged_seconds(there, work, back, count) + count * of_group
 
-        counts = range(1, min(share, MOST_GROUPS) + 1)
-        return even_groups(share, min((x for x in counts if share % x == 0), key=seconds))
+        most = max(1, min(share, MOST_GROUPS, int(work / LEAST_WORK)))
+        counts = (x for x in range(1, most + 1) if share % x == 0)
+        return even_groups(share, min(counts, key=seconds))
 
 
 def heads_of_rank(heads_k: int, ranks: int) -> int:

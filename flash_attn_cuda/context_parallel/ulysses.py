@@ -93,7 +93,7 @@ def by_head(rows: Tensor) -> Tensor:
 
 def head_groups_of(work: Work, heads_q: int) -> list[HeadGroup]:
     """heads_q: of a rank."""
-    across, first = work.across, 0
+    across = work.across
     assert across is not None
     first = heads_q * rank_of(across.group)
     groups = []
@@ -122,10 +122,10 @@ def exchanged_forward(
     going: list[InFlight] = []
     going_lse: list[InFlight] = []
     for group in groups:
-        operands = group.all_rows(coming.pop(0))
+        of_q, of_k, of_v = group.all_rows(coming.pop(0))
         of_sink = None if sink is None else sink[group.whole]
-        out, softmax_lse = attend_to_keys(group.work, *operands, of_sink)
-        kept.append(Kept(*operands, out, softmax_lse))
+        out, softmax_lse = attend_to_keys(group.work, of_q, of_k, of_v, of_sink)
+        kept.append(Kept(of_q, of_k, of_v, out, softmax_lse))
         going.append(group.send_back(out))
         if work.returns_lse:
             going_lse.append(group.send_back(by_row(softmax_lse)))
@@ -164,7 +164,7 @@ def exchanged_backward(
         of_sink = None if sink is None else sink[group.whole]
         dq, dk, dv, dsink_of_group = gradients_of_rows(group.work, q, k, v, of_sink, incoming)
         going.append(group.send_back(dq, dk, dv))
-        if dsink is not None:
+        if dsink is not None and dsink_of_group is not None:
             dsink[group.whole] = dsink_of_group
     return *own_rows(going), dsink
 

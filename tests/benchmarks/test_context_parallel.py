@@ -61,8 +61,9 @@ def test_errors_are_relative_to_the_root_mean_square() -> None:
 
 
 def test_groups_of_heads_as_contenders() -> None:
-    options = benchmark.parse_arguments(["--head-groups", "8", "1,7"])
-    assert options.head_groups == ["8", "1,7"]
+    arguments = ["--head-groups", "8", "1,7", "--ulysses-groups", "4", "2,2"]
+    options = benchmark.parse_arguments(arguments)
+    assert options.head_groups == ["8", "1,7"] and options.ulysses_groups == ["4", "2,2"]
     assert benchmark.groups_in("all_gather 1,7") == ("all_gather", [1, 7])
     assert benchmark.groups_in("all_gather 8") == ("all_gather", [8])
     assert benchmark.groups_in("ring") == ("ring", None)

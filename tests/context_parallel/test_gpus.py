@@ -41,6 +41,7 @@ SCHEMES = {
     "all_gather-in-groups": {"scheme": "all_gather", "head_groups": 2},
     "all_gather-in-uneven-groups": {"scheme": "all_gather", "head_groups": (1, 3)},
     "ulysses": {"scheme": "ulysses"},
+    "ulysses-in-groups": {"scheme": "ulysses", "head_groups": 2},
 }
 LAYOUTS = {
     "one": {},
