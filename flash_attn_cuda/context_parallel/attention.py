@@ -126,18 +126,35 @@ def attend_to_keys(
 
 
 def gradients_of_rows(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, incoming: OfWhole
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink); sink: where its gradient is wanted."""
-    run = merged_backward if work.schedule.merges else gathered_backward
-    found = run(work, q, k, v, incoming)
-    if sink is None:
-        return *found, None
+    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv)."""
+    if work.schedule.merges:
+        return merged_backward(work, q, k, v, incoming)
+    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gathered_backward(work, q, k, v, incoming, found)
+    return found
+
+
+def write_gradients_of_rows(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole, into: Sequence[Tensor]
+) -> None:
+    """The same into given tensors."""
+    if not work.schedule.merges:
+        gathered_backward(work, q, k, v, incoming, into)
+        return
+    for target, gradient in zip(into, merged_backward(work, q, k, v, incoming), strict=True):
+        target.copy_(gradient)
+
+
+def gradient_of_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, incoming: OfWhole) -> Tensor:
     assert incoming.dout is not None
     softmax_lse, dlse = incoming.softmax_lse, incoming.dlse
     softmax_d = (incoming.dout.to(softmax_lse.dtype) * incoming.out).sum(-1).t()
     softmax_d = softmax_d if dlse is None else softmax_d - dlse
-    return *found, sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
+    found = sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
+    assert found is not None
+    return found
 
 
 def rows_of(x: Tensor, rows: steps.Rows) -> Tensor:
@@ -237,10 +254,11 @@ def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
 
 
 def gathered_backward(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole
-) -> tuple[Tensor, Tensor, Tensor]:
+    work: Work, q: Tensor, k: Tensor, v: Tensor, incoming: OfWhole, into: Sequence[Tensor]
+) -> None:
+    """Writes dq, dk and dv."""
     dtype = incoming.softmax_lse.dtype
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = into
     for gradient in (dq, dk, dv):
         gradient[work.schedule.used_rows :] = 0.0
     going: list[tuple[Exchange, slice, Tensor]] = []
@@ -268,7 +286,6 @@ def gathered_backward(
         going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))
     if going:
         finish_cut_rows(work.schedule.cut_rows, going, dk, dv, dtype)
-    return dq, dk, dv
 
 
 def gradients_into(

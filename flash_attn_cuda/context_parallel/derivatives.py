@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..call import Tangents
-from .attention import OfWhole, Work, attend_to_keys, gathered_jvp, gradients_of_rows
+from .attention import (
+    OfWhole,
+    Work,
+    attend_to_keys,
+    gathered_jvp,
+    gradient_of_sink,
+    gradients_of_rows,
+)
 from .transforms import in_forward_mode
 from .ulysses import Kept, exchanged_backward, exchanged_forward, exchanged_jvp
 
@@ -198,7 +205,8 @@ def gradients(
     q, k, v, out, softmax_lse = kept
     dout = torch.zeros_like(out) if dout is None else dout
     incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)
-    return gradients_of_rows(work, q, k, v, sink, incoming)
+    found = gradients_of_rows(work, q, k, v, incoming)
+    return *found, None if sink is None else gradient_of_sink(q, k, v, sink, incoming)
 
 
 def no_second_derivative(scheme: str) -> str:

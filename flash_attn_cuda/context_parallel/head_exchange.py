@@ -75,12 +75,20 @@ def all_rows(coming: InFlight, across: Across) -> tuple[Tensor, ...]:
     return tuple(columns.unflatten(-1, shape) for columns, shape in columns_of)
 
 
-def send_rows(tensors: Sequence[Tensor], across: Across) -> InFlight:
-    """Sends each rank its rows of this rank's heads, (ranks * rows, heads, dim) of each tensor."""
-    flat = [x.flatten(1) for x in tensors]
-    rows = reordered(flat[0] if len(flat) == 1 else torch.cat(flat, 1), across.places)
-    came = all_to_all(rows.unflatten(0, (across.ranks, -1)), across.group)
-    return InFlight(came, tuple((x.shape[1], x.shape[2]) for x in tensors))
+def side_by_side(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Room for columns of all of these, (rows, width), and its views of the shape of each."""
+    widths = [x.shape[1] * x.shape[2] for x in tensors]
+    room = tensors[0].new_empty((tensors[0].shape[0], sum(widths)))
+    columns_of = zip(room.split(widths, 1), tensors, strict=True)
+    return room, tuple(columns.unflatten(1, x.shape[1:]) for columns, x in columns_of)
+
+
+def send_rows(x: Tensor, shapes: tuple[tuple[int, int], ...], across: Across) -> InFlight:
+    """Sends each rank its rows of this rank's heads, (ranks * rows, width), where tensors of these
+    (heads, dim) lie side by side.
+    """
+    rows = reordered(x, across.places).unflatten(0, (across.ranks, -1))
+    return InFlight(all_to_all(rows, across.group), shapes)
 
 
 def own_rows(coming: Sequence[InFlight]) -> tuple[Tensor, ...]:

@@ -109,7 +109,8 @@ class ContextParallel:
         window_size: WindowSize = UNLIMITED,
         multiple: int = 1,
     ) -> Plan:
-        """Which rank has which rows of a packed batch, (total, ...), of documents.
+        """Which rank has which rows of a packed batch, (total, ...), of documents: by scheme
+        "ulysses" as many of them in order, by others so that each has as many visible pairs.
 
         Args:
             cu_seqlens: (documents + 1,) integers of the whole batch, the same on every rank. A
@@ -126,6 +127,8 @@ class ContextParallel:
             )
         if multiple < 1:
             raise ValueError(f"multiple: must be positive, got {multiple}")
+        if self.scheme == "ulysses":
+            return Plan.in_order(lengths, self.size, multiple=multiple)
         band = Band.of(causal, window_bounds(window_size))
         return Plan.balanced(lengths, self.size, band, multiple=multiple)
 

@@ -101,6 +101,28 @@ class Plan:
         return cls._of_equal_parts(lengths, parts, 2 * ranks)
 
     @classmethod
+    def in_order(cls, lengths: Sequence[int], ranks: int, *, multiple: int = 1) -> Plan:
+        """Documents one behind the other, cut where a rank has its share of the rows: inside a
+        document at a multiple of this.
+        """
+        bounds = [0, *accumulate(lengths)]
+        rows = -(-bounds[-1] // ranks)
+
+        def cut(row: int, index: int) -> int:
+            """The token of the document that the row begins with."""
+            token = max(0, row - bounds[index])
+            return lengths[index] if token >= lengths[index] else token // multiple * multiple
+
+        pieces = [
+            [
+                Piece(index, cut(rank * rows, index), cut((rank + 1) * rows, index))
+                for index in range(len(lengths))
+            ]
+            for rank in range(ranks)
+        ]
+        return cls.of_pieces(lengths, pieces, rows)
+
+    @classmethod
     def _of_equal_parts(cls, lengths: Sequence[int], parts: list[list[int]], count: int) -> Plan:
         for index, length in enumerate(lengths):
             if length % count:

@@ -21,8 +21,9 @@ from .attention import (
     Work,
     attend_to_keys,
     gathered_jvp,
-    gradients_of_rows,
+    gradient_of_sink,
     head_slices,
+    write_gradients_of_rows,
 )
 from .groups import rank_of
 from .head_exchange import (
@@ -33,6 +34,7 @@ from .head_exchange import (
     own_rows,
     send_heads,
     send_rows,
+    side_by_side,
 )
 
 
@@ -78,8 +80,9 @@ class HeadGroup:
         (rows,) = all_rows(coming, self.across)
         return by_head(rows)
 
-    def send_back(self, *tensors: Tensor) -> InFlight:
-        return send_rows(tensors, self.across)
+    def send_back(self, x: Tensor) -> InFlight:
+        """Of (all rows, heads, dim)."""
+        return send_rows(x.flatten(1), ((x.shape[1], x.shape[2]),), self.across)
 
 
 def by_row(softmax_lse: Tensor) -> Tensor:
@@ -161,11 +164,12 @@ def exchanged_backward(
         dlse_of_group = group.all_rows_of_lse(coming_lse.pop(0)) if coming_lse else None
         rng_state = group.work.settings["rng_state"]
         incoming = OfWhole(dout_of_group, dlse_of_group, out, softmax_lse, rng_state)
-        of_sink = None if sink is None else sink[group.whole]
-        dq, dk, dv, dsink_of_group = gradients_of_rows(group.work, q, k, v, of_sink, incoming)
-        going.append(group.send_back(dq, dk, dv))
-        if dsink is not None and dsink_of_group is not None:
-            dsink[group.whole] = dsink_of_group
+        room, gradients = side_by_side((q, k, v))
+        write_gradients_of_rows(group.work, q, k, v, incoming, gradients)
+        shapes = tuple((x.shape[1], x.shape[2]) for x in gradients)
+        going.append(send_rows(room, shapes, group.across))
+        if sink is not None and dsink is not None:
+            dsink[group.whole] = gradient_of_sink(q, k, v, sink[group.whole], incoming)
     return *own_rows(going), dsink
 
 

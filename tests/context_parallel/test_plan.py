@@ -429,3 +429,22 @@ def test_groups_share_heads_in_order(heads_k: int, count: int, shared: int) -> N
         of_each = [range(number)[x[heads]] for x in slices]
         assert [x for one in of_each for x in one] == list(range(number))
     assert all(len(range(99)[q]) == shared * len(range(99)[k]) for q, k in slices)
+
+
+# Shards in order
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.sampled_from([1, 16]),
+)
+def test_shards_in_order(lengths: list[int], ranks: int, multiple: int) -> None:
+    plan = Plan.in_order(lengths, ranks, multiple=multiple)
+    rows = [row for rank in range(ranks) for row in plan.rows_of(rank) if row >= 0]
+    assert rows == list(range(sum(lengths)))
+    assert plan.multiple >= multiple
+    assert plan.rows <= -(-sum(lengths) // ranks) + multiple - 1
+    if multiple == 1:  # rows need no other order
+        every = list(range(ranks * plan.rows))
+        assert rows_of_joined(plan, plan.joined(ranks), 0) == (every, every)
