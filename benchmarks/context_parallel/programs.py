@@ -158,6 +158,12 @@ class Problem:
             return Plan.balanced(self.lengths, self.ranks, self.band)
         return equal_plan(self.lengths, self.ranks)
 
+    def rows_of(self, scheme: str) -> int:
+        """Of a shard."""
+        if self.documents and scheme == "ulysses":
+            return -(-sum(self.lengths) // self.ranks)
+        return self.plan.rows
+
     @cached_property
     def pairs(self) -> int:
         return sum(self.band.pairs(0, x, x) for x in self.lengths)
@@ -445,6 +451,7 @@ class Shares:
     builder: Builder
     neighbours: range
     rows: int
+    reorders: bool  # rows, between the order of the shards and that of the joined plan
 
     def all_to_all(self, of_row: int) -> int:
         sides = {x: self.rows * of_row // len(self.neighbours) for x in self.neighbours}
@@ -456,12 +463,14 @@ class Shares:
 
     def all_rows(self, coming: int, of_row: int) -> None:
         self.builder.wait(coming)
-        self.builder.copy(2 * self.rows * of_row)
+        self.reorder(of_row)
 
-    def send_rows(self, of_row: int, tensors: int) -> int:
-        if tensors > 1:
+    def reorder(self, of_row: int) -> None:
+        if self.reorders:
             self.builder.copy(2 * self.rows * of_row)
-        self.builder.copy(2 * self.rows * of_row)
+
+    def send_rows(self, of_row: int) -> int:
+        self.reorder(of_row)
         return self.all_to_all(of_row)
 
     def own_rows(self, coming: int, of_row: int, tensors: int) -> None:
@@ -480,7 +489,7 @@ def program_of(
 ) -> Builder:
     """exchanges: of the plan of the ranks that keys travel between, problem.plan.joined(...)."""
     add = Builder(constants, which, rank, folded)
-    size, rows = problem.ulysses_size(scheme, constants), problem.plan.rows
+    size, rows = problem.ulysses_size(scheme, constants), problem.rows_of(scheme)
     heads = problem.heads
     k_heads = heads.k if heads.k % size == 0 else size
     own = Heads(heads.q // size, k_heads // size, heads.dim)
@@ -489,7 +498,8 @@ def program_of(
         inner.attend(scheme)
         return add
     first = rank // size * size
-    shares = Shares(add, range(first, first + size), rows)
+    in_order = problem.documents and scheme == "ulysses"
+    shares = Shares(add, range(first, first + size), rows, reorders=not in_order)
     groups = [inner.heads_of(x) for x in problem.exchanged_groups(scheme, size)]
     is_forward = which == "forward"
 
@@ -510,7 +520,10 @@ def program_of(
     for number, group in zip(coming, groups, strict=True):
         shares.all_rows(number, sizes(group)[0][0])
         replace(inner, heads=group).attend(scheme)
-        going.append(shares.send_rows(*sizes(group)[1]))
+        back, tensors = sizes(group)[1]
+        if scheme == "ulysses+ring" and tensors > 1:
+            add.copy(2 * rows * back, tensors)  # side by side
+        going.append(shares.send_rows(back))
     for number, group in zip(going, groups, strict=True):
         shares.own_rows(number, *sizes(group)[1])
     if not is_forward:

@@ -2,8 +2,8 @@
 
 All groups are asked for before any attention, and what one gives goes back before the next is
 attended to: transfers run beside the work on other groups, but for the first group's way here and
-the last one's way back. A group's heads are those of one or more key heads, neighbours in the
-whole.
+the last one's way back. A group has one key head or more and their query heads, neighbours in the
+whole. What is sent is free again once its group has come.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_a_latency_is_the_floor_of_a_hop():
 
 @pytest.mark.parametrize("per_node", [8, 1])
 @pytest.mark.parametrize("rows", [512, 2048, 65536])
-@pytest.mark.parametrize("ranks", [4, 8, 32])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 def test_the_closed_form(ranks, rows, per_node):
     """Within 2 % where one of attention and transfers hides the other, within 10 % elsewhere."""
     constants = replace(BARE, gpus_per_node=per_node, nvlink_us=15.0, infiniband_us=25.0)
@@ -187,6 +187,19 @@ def test_the_closed_form(ranks, rows, per_node):
             one_hides = not 0.05 < found.exposed / found.end < 0.9
             tolerance = 0.02 if one_hides else 0.1
             assert found.end == pytest.approx(expected, rel=tolerance), (scheme, which)
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("groups", [(4,), (2, 2), (1, 1, 1, 1)])
+def test_ulysses_waits_for_one_group_either_way(groups, which, monkeypatch):
+    """Where each is worked on for longer than it travels."""
+    problem = Problem((4096,) * 64, 2, documents=True)
+    monkeypatch.setattr(Problem, "exchanged_groups", lambda *_: groups)
+    found = run(problem, "ulysses", which, BARE)
+    transfers = found.most_bytes / BARE.nvlink_gbps / 1e9
+    assert found.slowest.exposed == pytest.approx(transfers / len(groups), rel=0.01)
+    expected = closed_form(problem, "ulysses", which, BARE)
+    assert found.slowest.end == pytest.approx(expected, rel=0.01)
 
 
 def test_a_hop_is_hidden_from_as_many_rows_as_the_formula_says():
