@@ -38,6 +38,13 @@ SHAPES = (
     "--masks causal --shape 4,4096,4096,32,8,128 --shape 4,4096,4096,32,1,128 "
     "--shape 4,4096,4096,16,16,96 --shape 4,4096,4096,16,16,192 --shape 4,4096,4096,16,16,192x128"
 )
+# Heads that share keys, of 16,384 tokens: (query heads, key heads, head dim).
+SHARED_HEADS = ((32, 1, 128), (32, 2, 128), (32, 4, 128), (64, 1, 64), (64, 4, 64), (64, 8, 64))
+SHARED = " ".join(
+    f"--shape {16384 // s},{s},{s},{q},{k},{d}"
+    for q, k, d in SHARED_HEADS
+    for s in (1024, 2048, 4096, 8192, 16384)
+)
 WIDE = "--shape 1,8192,8192,8,2,512 --shape 1,8192,8192,8,8,512 --budget-ms 800"
 SM80 = {"FLASH_ATTN_CUDA_CAPABILITY_LIMIT": "80"}
 
@@ -63,6 +70,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "shapes": (
         Figure("forward_sm90_shapes", f"{GRID} --passes forward {SHAPES}"),
         Figure("backward_sm90_shapes", f"{GRID} --passes backward {SHAPES}"),
+    ),
+    "shared": (
+        Figure(
+            "backward_sm90_shared_heads",
+            "grid --backends ours fa3 --baseline fa3 --passes backward --masks causal " + SHARED,
+        ),
     ),
     "fp16": (
         Figure(

@@ -456,6 +456,7 @@ SUITES = {
     "fa3_sm90": "both grids beside FlashAttention-3 alone",
     "forward_sm90_shapes": "grouped heads and other head dims, forward",
     "backward_sm90_shapes": "the same, backward",
+    "backward_sm90_shared_heads": "heads that share keys beside FlashAttention-3, backward",
     "forward_sm90_short": "image models' lengths, forward",
     "backward_sm90_short": "the same, backward",
     "forward_sm90_fp16": "the forward in fp16, D = 128",

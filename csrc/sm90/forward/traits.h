@@ -104,9 +104,9 @@ struct ForwardTraits {
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
   // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups, 128 of four, 96 of five and 80 of two times three: not one more may be asked for than there
-  // are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand
-  // overlap.
+  // warpgroups, 128 of four, 96 of five and 80 of two times three: not one more may be asked for
+  // than there are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in
+  // hand overlap.
   static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int drawing_registers = own.drawing_registers;
