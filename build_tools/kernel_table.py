@@ -42,7 +42,7 @@ E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
 MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 
 # sm90 forward ------------------------------------------------------------------------------------
-# A warp multiplies 16 queries, of two warpgroups or three. Stages: as many as fit, up to 4; the
+# A warp multiplies 16 queries, of two to four warpgroups. Stages: as many as fit, up to 4; the
 # next tile's queries get a buffer before keys get a third, and a bias its two before either.
 #
 # drawing_registers: up to head dim 128 a warpgroup of its own draws dropout's decisions; above, the
@@ -55,6 +55,7 @@ MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 # alternates_probabilities: rows with modified scores gain nothing by it, or find no room (C7514 in
 # pages), nor do short sequences, whose tiles have few steps (with one P instead of two the code is
 # half as long), and at head dim 256 only those over pages gain.
+# "tall": where lengths fill tiles of 256 queries better than those of 192 (Kind.tall).
 # "cache": in pages whose size is a multiple of 8, or with keys split; at head dim 64 also for lower
 # tiles. With the code for modified scores plain calls take 2 to 9 % longer.
 

@@ -101,14 +101,14 @@ bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
   return rounds(lower) <= rounds(plain);
 }
 
-// Whether a row of tall tiles pads the queries no further than the plain one, in no longer rounds
-// of the device if those are few. Longer calls, and those of which a window hides most, are better
-// off with the plain row (docs/forward_sm90.md); lengths that the host does not know are not looked
-// at.
+// Whether a row of tall tiles pads the queries no further than the plain one, in rounds of the
+// device that take about as long or less. Longer calls, and those of which a window hides most, are
+// better off with the plain row (docs/forward_sm90.md); lengths that the host does not know are not
+// looked at. As with lower tiles, the bits of such a call may depend on the number of its heads.
 bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
                       const ForwardConfig& tall, const DeviceInfo& device) {
   constexpr int longest = 4096;
-  constexpr std::int64_t even_rounds = 4;  // or more: the last one does not count
+  constexpr double about_as_long = 1.02;
   const AttentionShape& shape = params.shape;
   const bool is_plain = plain.most_causal_seqlen == 0 && plain.most_full_seqlen == 0;
   if (!is_plain || plain.head_dim != tall.head_dim || plain.head_dim_v != tall.head_dim_v ||
@@ -118,12 +118,12 @@ bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
   const auto padded_queries = [&](const ForwardConfig& row) {
     return std::int64_t{ceil_div(shape.seqlen_q, row.block_m)} * row.block_m;
   };
-  const auto rounds = [&](const ForwardConfig& row) {
-    return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+  const auto length = [&](const ForwardConfig& row) {  // of the rounds
+    const std::int64_t rounds = ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+    return static_cast<double>(rounds * row.block_m);
   };
   return padded_queries(tall) <= padded_queries(plain) &&
-         (rounds(tall) >= even_rounds ||
-          rounds(tall) * tall.block_m <= rounds(plain) * plain.block_m);
+         length(tall) <= about_as_long * length(plain);
 }
 
 // Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
@@ -138,12 +138,14 @@ std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, in
 // A row for short sequences may have smaller steps, in which warps without queries do little. That
 // makes it the faster one for somewhat longer sequences too, where their ends would fill little of
 // the plain row's steps (docs/forward_sm90.md). As with lower tiles, the bits of such a call may
-// depend on the number of its heads.
+// depend on the number of its heads. usual: the plain row, or that of tall tiles.
 bool wants_smaller_steps(const ForwardParams& params, const ForwardConfig& plain,
-                         const ForwardConfig& short_row, const DeviceInfo& device) {
+                         const ForwardConfig& usual, const ForwardConfig& short_row,
+                         const DeviceInfo& device) {
   constexpr int longest = 1024;
   constexpr int warpgroup_rows = 64;
-  constexpr double share_that_pays = 0.78;  // 577 has 0.77, 800 0.805
+  // Of the plain row's pairs 577 has 0.77, 800 0.805; of tall tiles' 577 has 0.77, 640 0.83.
+  constexpr double share_that_pays = 0.78;
   const AttentionShape& shape = params.shape;
   if (short_row.block_n >= plain.block_n || !params.window.is_full() ||
       is_packed(params.sequences) || params.split.batch_invariant ||
@@ -151,7 +153,7 @@ bool wants_smaller_steps(const ForwardParams& params, const ForwardConfig& plain
       most_tiles(params, plain) < device.num_sms)
     return false;
   return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_step_keys) <=
-         share_that_pays * padded_pairs(shape, plain.block_m, plain.block_n, 0);
+         share_that_pays * padded_pairs(shape, usual.block_m, usual.block_n, 0);
 }
 
 // The row of a call that neither decodes nor splits. One for long calls has higher tiles; where
@@ -233,13 +235,16 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
   KernelRequest tall_request = request;
   tall_request.kind = ForwardKind::tall;
   const ForwardInstance* tall = find_instance(instances, tall_request, device);
-  if (tall != nullptr && wants_tall_tiles(params, plain.config, tall->config, device)) return *tall;
+  const bool prefers_tall =
+      tall != nullptr && wants_tall_tiles(params, plain.config, tall->config, device);
   KernelRequest short_request = request;
   short_request.seqlen = 1;  // whatever the length
   const ForwardInstance* short_row = find_instance(instances, short_request, device);
   if (short_row != nullptr && short_row != &plain &&
-      wants_smaller_steps(params, plain.config, short_row->config, device))
+      wants_smaller_steps(params, plain.config, prefers_tall ? tall->config : plain.config,
+                          short_row->config, device))
     return *short_row;
+  if (prefers_tall) return *tall;
   request.features |= feature::split_kv;
   const ForwardInstance* over_cache = find_instance(instances, request, device);
   const bool prefers_cache_row =

@@ -349,18 +349,18 @@ class ContextParallel:
         return groups, groups
 
     def _given_head_groups(self, heads_k: int) -> HeadGroups:
+        heads = f"{heads_k} heads of keys" + (" of a rank" if self.scheme == "ulysses" else "")
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
             if min(groups, default=0) < 1 or sum(groups) != heads_k:
                 raise ValueError(
-                    f"head_groups: must be positive and add up to the {heads_k} heads of keys, got "
-                    f"{list(groups)}"
+                    f"head_groups: must be positive and add up to the {heads}, got {list(groups)}"
                 )
             return groups
         assert self.head_groups is not None
         count = index(self.head_groups)
         if count < 1 or heads_k % count:
-            raise ValueError(f"head_groups: must divide the {heads_k} heads of keys, got {count}")
+            raise ValueError(f"head_groups: must divide the {heads}, got {count}")
         return even_groups(heads_k, count)
 
     def _draw(self, q: Tensor) -> Tensor:

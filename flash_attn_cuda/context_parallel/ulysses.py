@@ -140,7 +140,8 @@ def results_of(going: Sequence[InFlight], going_lse: Sequence[InFlight]) -> list
     found = [*own_rows(going)]
     if going_lse:
         (rows_of_lse,) = own_rows(going_lse)
-        found.append(by_head(rows_of_lse))
+        # A view that a Function returns could not be written in place.
+        found.append(by_head(rows_of_lse).clone(memory_format=torch.contiguous_format))
     return found
 
 
@@ -155,8 +156,11 @@ def exchanged_backward(
     groups = head_groups_of(work, heads_of_rank(kept))
     if dout is None:
         dout = zeros_of_own_rows(work, [x.out for x in kept])
-    coming = [group.send_q(dout) for group in groups]
-    coming_lse = [] if dlse is None else [group.send_lse(dlse) for group in groups]
+    coming, coming_lse = [], []
+    for group in groups:
+        coming.append(group.send_q(dout))
+        if dlse is not None:
+            coming_lse.append(group.send_lse(dlse))
     dsink = None if sink is None else torch.zeros_like(sink)
     going: list[InFlight] = []
     for group, (q, k, v, out, softmax_lse) in zip(groups, kept, strict=True):

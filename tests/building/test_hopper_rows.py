@@ -97,8 +97,8 @@ void check(std::span<const Instance* const> table, const std::vector<KernelReque
 }
 
 std::vector<KernelRequest> requests(bool of_forward) {
-  const auto kinds = of_forward ? std::vector{ForwardKind::tiles, ForwardKind::decode}
-                                : std::vector{ForwardKind::tiles};
+  std::vector kinds{ForwardKind::tiles};
+  if (of_forward) kinds.insert(kinds.end(), {ForwardKind::tall, ForwardKind::decode});
   const auto lengths = of_forward ? std::vector{1, 1 << 20} : std::vector{0};
   std::vector<KernelRequest> all;
   for (const int head_dim : {32, 40, 64, 96, 128, 192, 256, 512})

@@ -91,6 +91,22 @@ def transfers_are_beside_attention(case: Case) -> None:
     assert [x.split()[0] for x in events] == [x.split()[0] for x in IN_TURN * 2]
 
 
+def gradients_of_lse_travel_with_those_of_out(case: Case) -> None:
+    """Of one group after the other. The log-sum-exp may be written in place."""
+    parallel = group_of(case)
+    leaves = leaves_of(parallel, case)
+    out, softmax_lse = parallel.attend(*leaves, causal=True, return_lse=True)
+    loss = out.square().sum() + softmax_lse.mul_(2.0).sum()
+    with recorded() as events:
+        torch.autograd.grad(loss, leaves)
+    assert events == [
+        *(f"ask {n}" for n in range(2 * GROUPS)),
+        *("wait 0", "wait 1", "attend", "ask 4"),
+        *("wait 2", "wait 3", "attend", "ask 5"),
+        *("wait 4", "wait 5"),
+    ]
+
+
 def tangents_travel_beside_attention(case: Case) -> None:
     """Behind what they are tangents of; rows of the log-sum-exp go back behind those of out."""
     problem = Problem.of(case)

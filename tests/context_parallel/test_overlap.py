@@ -27,6 +27,10 @@ def test_transfers_are_beside_attention(two: Ranks) -> None:
     two.run(cases.transfers_are_beside_attention, CASE)
 
 
+def test_gradients_of_lse_travel_with_those_of_out(two: Ranks) -> None:
+    two.run(cases.gradients_of_lse_travel_with_those_of_out, CASE)
+
+
 def test_tangents_travel_beside_attention(two: Ranks) -> None:
     two.run(cases.tangents_travel_beside_attention, CASE)
 

@@ -170,8 +170,8 @@ def test_the_ends_of_short_sequences(
 @pytest.mark.parametrize(
     ("seqlens", "causal"),
     [
-        *(((512, 512), False), ((385, 300), False), ((449, 1), False), ((511, 1200), False)),
-        *(((577, 64), False), ((961, 65), False), ((1024, 127), False)),
+        *(((512, 512), False), ((385, 300), False), ((449, 128), False), ((511, 1200), False)),
+        *(((700, 64), False), ((961, 100), False), ((1024, 127), False)),
         *(((1250, 1250), True), ((500, 1300), True), ((1280, 600), True)),
     ],
     ids=str,

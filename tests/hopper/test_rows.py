@@ -129,6 +129,8 @@ def test_short_sequences_have_a_row() -> None:
     for seqlen, heads, variant in (
         (257, 64, "short"),
         (384, 64, ""),
+        (577, 64, "short"),
+        (640, 64, "tall"),
         (800, 64, ""),
         (577, 4, ""),
     ):

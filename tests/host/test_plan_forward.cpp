@@ -91,6 +91,7 @@ TEST(tall_tiles_are_for_lengths_that_they_pad_no_further) {
   narrow.config.block_n = 64;
   ForwardInstance tall = sm90_instance("tall", 64, 256);
   tall.config.kind = ForwardKind::tall;
+  tall.config.block_n = 64;
   const InstanceList<ForwardInstance> rows(
       {narrow, tall, sm90_instance("plain", 64, 192), sm90_instance("wide", 128)});
   AttentionShape shape = training;
@@ -104,11 +105,12 @@ TEST(tall_tiles_are_for_lengths_that_they_pad_no_further) {
     params.split.batch_invariant = invariant;
     return std::string(plan_forward(params, h200, rows).instance->name);
   };
-  for (const int seqlen : {385, 448, 512, 577, 640, 768, 961, 1024, 1280, 2048, 4096})
+  for (const int seqlen : {448, 512, 640, 768, 961, 1024, 1280, 2048, 4096})
     CHECK_EQ(chosen(seqlen, seqlen), "tall");
   for (const int seqlen : {384, 576, 960, 1100, 4097, 16384})
     CHECK_EQ(chosen(seqlen, seqlen), "plain");
-  for (const int seqlen : {256, 257, 769}) CHECK_EQ(chosen(seqlen, seqlen), "short");
+  // Of 577 tall tiles, too, pad much more.
+  for (const int seqlen : {256, 257, 577, 769}) CHECK_EQ(chosen(seqlen, seqlen), "short");
   CHECK_EQ(chosen(512, 4096), "tall");
   CHECK_EQ(chosen(512, 4097), "plain");
   CHECK_EQ(chosen(1088, 1088, causal), "short");
@@ -127,6 +129,11 @@ TEST(tall_tiles_are_for_lengths_that_they_pad_no_further) {
     shape.batch_size = batch_size;
     CHECK_EQ(chosen(512, 512), row);
   }
+  shape.batch_size = 1;
+  shape.num_heads_q = shape.num_heads_k = 25;
+  CHECK_EQ(chosen(4096, 4096), "plain");  // 4 * 256 rows, 5 * 192
+  shape.num_heads_q = shape.num_heads_k = 24;
+  CHECK_EQ(chosen(4096, 4096), "tall");  // 3 * 256 rows, 4 * 192
 }
 
 TEST(low_last_tiles_of_short_steps_end_the_grid) {

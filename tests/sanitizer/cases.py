@@ -175,7 +175,7 @@ def many_tile_cases() -> Iterator[Case]:
         sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
         if common["head_dim"] == 64:  # tall tiles, in two rounds instead of three
             heads = 3 * sms // 4
-            yield replace(many, seqlen_q=450, seqlen_k=130, num_heads_q=heads, num_heads_k=heads)
+            yield replace(many, seqlen_q=450, seqlen_k=190, num_heads_q=heads, num_heads_k=heads)
         # Backward: idle warps finish dq, and CTAs share the last tiles.
         yield replace(many, seqlen_q=400, seqlen_k=800, num_heads_q=40, num_heads_k=20)
         # Backward: a CTA takes all key tiles of a head, and then of another.

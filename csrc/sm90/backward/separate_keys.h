@@ -1,6 +1,6 @@
 // The key warpgroups of a backward CTA for wide heads, where the registers of one hold dV of 64
 // keys and those of another dK (keys.h has both in one). The first makes P of S, keeps it
-// for dV and hands it to the second, which makes dS of it and dP.
+// for dV and hands it to the second, which makes dS of it and dP. It may hold K in registers.
 #pragma once
 
 #include "sm90/backward/keys.h"

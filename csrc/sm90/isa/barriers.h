@@ -76,10 +76,13 @@ inline constexpr int most_consumers = 4;
 
 // The CTA's named barriers, by the event they stand for.
 enum class NamedBarrier : std::uint32_t {
-  first_turn = 0,                 // + w: warpgroup w may start its products
+  first_turn = 0,                 // forward, + w: warpgroup w may start its products
   first_output = most_consumers,  // + w: the buffer for its results is free; they are in there
-  dq = 2 * most_consumers,        // whose turn it is to add dQ has come
+  dq = 0,                         // backward: whose turn it is to add dQ has come
 };
+// Beside those that CUTLASS keeps for itself.
+static_assert(2 * most_consumers + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount <= 16,
+              "a CTA has 16");
 
 // Turns of the consumer warpgroups at the tensor cores: the barrier of a warpgroup opens when the
 // one before it has started its products. Where a call is better off without, none are taken.
