@@ -168,16 +168,21 @@ def test_the_ends_of_short_sequences(
 @DTYPES
 @pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize(
-    ("seqlens", "causal"),
+    ("seqlens", "features"),
     [
-        *(((512, 512), False), ((385, 300), False), ((449, 128), False), ((511, 1200), False)),
-        *(((700, 64), False), ((961, 100), False), ((1024, 127), False)),
-        *(((1250, 1250), True), ((500, 1300), True), ((1280, 600), True)),
+        *(((512, 512), {}), ((385, 300), {}), ((449, 128), {}), ((511, 1200), {})),
+        *(((700, 64), {"softmax_scale": 0.3}), ((961, 100), {}), ((1024, 127), {})),
+        *(((1250, 1250), {"causal": True}), ((500, 1300), {"causal": True})),
+        *(((1280, 600), {"causal": True}), ((1200, 1250), {"window": (-1, 70)})),
     ],
     ids=str,
 )
 def test_tall_tiles(
-    seqlens: tuple[int, int], causal: bool, head_dim: int, dtype: torch.dtype, check: Check
+    seqlens: tuple[int, int],
+    features: dict[str, Any],
+    head_dim: int,
+    dtype: torch.dtype,
+    check: Check,
 ) -> None:
     """Of four warpgroups, some of which have no queries, or see no keys."""
     sms = 4 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -191,7 +196,7 @@ def test_tall_tiles(
         num_heads_k=heads // 2 + heads % 2,
         head_dim=head_dim,
         dtype=dtype,
-        causal=causal,
+        **features,
     )
     if not ON_CPU:
         row = row_name(64, "tall", dtype=DTYPE_NAMES[dtype])
