@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel.speed --json context_parallel.json
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel.speed --seqlens 32768 --means
 
-Causal attention, head_dim 128, 32 query and 8 key heads, bf16. Long sequences have --seqlens tokens
-in all; packed documents have --tokens in all, with log-normal lengths of each mean. efficiency is
-the time of one GPU for the whole, over the ranks, over the time of the slowest rank: 1 where ranks
-lose nothing. Every rank times one GPU's call too, so that both find the same clocks. What is
-compared is timed in turns, A B C C B A, a turn of at least --turn-ms; a barrier begins a turn.
+Causal attention, head_dim 128, 32 query and 8 key heads (--heads-k), bf16. Long sequences have
+--seqlens tokens in all; packed documents have --tokens in all, with log-normal lengths of each
+mean. efficiency is the time of one GPU for the whole, over the ranks, over the time of the slowest
+rank: 1 where ranks lose nothing. Every rank times one GPU's call too, so that both find the same
+clocks. What is compared is timed in turns, A B C C B A, a turn of at least --turn-ms; a barrier
+begins a turn.
 
 Peers: `torch`, torch.distributed's context_parallel over scaled_dot_product_attention; and
 `ring-flash-attention`, if it is installed, whose exchanges then run over this package's kernels
@@ -84,9 +85,11 @@ class Problem:
 
     lengths: tuple[int, ...]
     mean: int | None = None  # None: one sequence
+    heads_k: int = HEADS_K
 
     def __str__(self) -> str:
-        return f"S{self.total}" + (f" documents of {self.mean}" if self.mean else "")
+        text = f"S{self.total}" + (f" documents of {self.mean}" if self.mean else "")
+        return text if self.heads_k == HEADS_K else f"{text}, heads {HEADS_Q}/{self.heads_k}"
 
     @property
     def total(self) -> int:
@@ -110,7 +113,8 @@ class Problem:
     def inputs(self) -> list[Tensor]:
         """q, k, v and dout of the whole, the same on every rank."""
         generator = torch.Generator("cuda").manual_seed(0)
-        shapes = [(self.total, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_K, HEADS_K, HEADS_Q)]
+        heads = (HEADS_Q, self.heads_k, self.heads_k, HEADS_Q)
+        shapes = [(self.total, n, HEAD_DIM) for n in heads]
         return [
             torch.randn(shape, generator=generator, dtype=DTYPE, device="cuda") for shape in shapes
         ]
@@ -152,15 +156,21 @@ def one_gpu(problem: Problem) -> Passes:
     return sharded_passes(attend, problem, lambda x: x)
 
 
-def groups_in(contender: str) -> tuple[str, list[int] | None]:
-    """(scheme, groups of heads of keys) of "all_gather 1,7", or of a scheme alone."""
-    scheme, _, groups = contender.partition(" ")
-    return scheme, [int(x) for x in groups.split(",")] if groups else None
+def numbers_in(contender: str) -> tuple[str, list[int] | None]:
+    """(scheme, groups of heads of keys) of "all_gather 1,7", or of a scheme alone; of "ulysses+ring
+    2" the ranks that share out heads.
+    """
+    scheme, _, numbers = contender.partition(" ")
+    return scheme, [int(x) for x in numbers.split(",")] if numbers else None
 
 
-def ours(problem: Problem, scheme: str) -> Passes:
-    scheme, head_groups = groups_in(scheme)
-    parallel = ContextParallel(None, scheme, head_groups=head_groups)
+def ours(problem: Problem, contender: str) -> Passes:
+    scheme, numbers = numbers_in(contender)
+    if scheme == "ulysses+ring":
+        assert numbers is not None
+        parallel = ContextParallel(None, scheme, ulysses_size=numbers[0])
+    else:
+        parallel = ContextParallel(None, scheme, head_groups=numbers)
     if problem.mean:
         plan = parallel.plan(problem.cu_seqlens)
         attend = partial(parallel.attend, plan=plan, causal=True)
@@ -338,6 +348,7 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
             *options.contenders,
             *(f"all_gather {x}" for x in options.head_groups),
             *(f"ulysses {x}" for x in options.ulysses_groups),
+            *(f"ulysses+ring {x}" for x in options.ulysses_sizes),
         ]
         for name, make in contenders(problem, names_wanted, stack):
             try:
@@ -378,6 +389,8 @@ def row_of(
         "name": f"{problem} {which} {scheme}",
         "group": str(problem),
         "tokens": problem.total,
+        "heads_q": HEADS_Q,
+        "heads_k": problem.heads_k,
         "mean_length": problem.mean,
         "pass": which,
         "scheme": scheme,
@@ -404,6 +417,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--means", nargs="*", type=int, default=[4096, 16_384])
     parser.add_argument("--tokens", type=int, default=131_072, help="of packed documents")
+    parser.add_argument("--heads-k", type=int, default=HEADS_K, help="of 32 heads of queries")
     every = [ONE_GPU, *SCHEMES, AUTO, TORCH, *([RING_FLASH_ATTENTION] if find_peer() else [])]
     parser.add_argument("--contenders", nargs="+", choices=every, default=every)
     parser.add_argument(
@@ -425,6 +439,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N,N",
         help="also ulysses with groups of so many of a rank's heads of keys each",
     )
+    parser.add_argument(
+        "--ulysses-sizes",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="also ulysses over so many neighbouring ranks, and a ring over those groups",
+    )
     parser.add_argument("--turn-ms", type=float, default=100.0)
     parser.add_argument("--trace", action="store_true", help="also show exposed transfers")
     return parser.parse_args(arguments)
@@ -436,9 +458,10 @@ def find_peer() -> bool:
 
 def problems(options: argparse.Namespace) -> list[Problem]:
     documents = [
-        Problem(log_normal_lengths(options.tokens // mean, mean), mean) for mean in options.means
+        Problem(log_normal_lengths(options.tokens // mean, mean), mean, options.heads_k)
+        for mean in options.means
     ]
-    return [*(Problem((seqlen,)) for seqlen in options.seqlens), *documents]
+    return [*(Problem((x,), None, options.heads_k) for x in options.seqlens), *documents]
 
 
 def join_ranks() -> None:

@@ -29,6 +29,16 @@ def test_problems_and_their_targets() -> None:
     assert problems[-1].cu_seqlens[-1] == 131_072
 
 
+def test_problems_of_other_heads() -> None:
+    options = benchmark.parse_arguments(["--heads-k", "4", "--seqlens", "1024", "--means", "512"])
+    one, documents = benchmark.problems(options)
+    assert str(one) == "S1024, heads 32/4"
+    assert str(documents) == "S131072 documents of 512, heads 32/4"
+    assert str(benchmark.Problem((1024,))) == "S1024"
+    row = benchmark.row_of(one, "forward", benchmark.ONE_GPU, None, None)
+    assert (row["heads_q"], row["heads_k"]) == (32, 4)
+
+
 def test_exact_results_are_those_of_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(12, heads, 4) for heads in (benchmark.HEADS_Q, *[benchmark.HEADS_K] * 2)]
     q, k, v = (torch.randn(x, dtype=torch.double, requires_grad=True) for x in shapes)
@@ -62,8 +72,11 @@ def test_errors_are_relative_to_the_root_mean_square() -> None:
 
 def test_groups_of_heads_as_contenders() -> None:
     arguments = ["--head-groups", "8", "1,7", "--ulysses-groups", "4", "2,2"]
+    arguments += ["--ulysses-sizes", "2", "4"]
     options = benchmark.parse_arguments(arguments)
     assert options.head_groups == ["8", "1,7"] and options.ulysses_groups == ["4", "2,2"]
-    assert benchmark.groups_in("all_gather 1,7") == ("all_gather", [1, 7])
-    assert benchmark.groups_in("all_gather 8") == ("all_gather", [8])
-    assert benchmark.groups_in("ring") == ("ring", None)
+    assert options.ulysses_sizes == [2, 4]
+    assert benchmark.numbers_in("ulysses+ring 2") == ("ulysses+ring", [2])
+    assert benchmark.numbers_in("all_gather 1,7") == ("all_gather", [1, 7])
+    assert benchmark.numbers_in("all_gather 8") == ("all_gather", [8])
+    assert benchmark.numbers_in("ring") == ("ring", None)

@@ -511,10 +511,11 @@ def on_gpus(cut: str, dropout_p: float, is_packed: bool) -> None:
     """Sharded calls of kernels give what replicated ones give, whose dropout has the same seed."""
     size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("tp",))
-    rows = (2 * 384,) if is_packed else (2, 384)
+    rows = (2 * 384,) if is_packed else (size, 384)
     at = Shard(0) if cut == "batch" else Shard(len(rows))
     torch.manual_seed(12)
-    plain = [torch.randn(*rows, n, 64, device="cuda").bfloat16() for n in (8, 2, 2, 8)]
+    heads = (4 * size, size, size, 4 * size)
+    plain = [torch.randn(*rows, n, 64, device="cuda").bfloat16() for n in heads]
     bounds = torch.tensor([0, 200, 768], dtype=torch.int32, device="cuda")
     found = []
     for place in (REPLICATED, at):

@@ -1,11 +1,12 @@
-"""Context parallelism over two GPUs, by NCCL: results as close to fp64 as those of one call on one
-GPU, bits that repeat, and CUDA graphs.
+"""Context parallelism by NCCL over two GPUs, four and eight, as many as there are: results as
+close to fp64 as those of one call on one GPU, bits that repeat, and CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2, "nccl")
+COUNTS = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()] or [2]
+
+
+@pytest.fixture(scope="module", params=COUNTS, ids=lambda count: f"{count}-gpus")
+def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param, "nccl")
     yield ranks
     ranks.stop()
 
@@ -35,6 +39,24 @@ def two() -> Iterator[Ranks]:
 BASE = Case(
     "ring", 2, lengths=(704,), head_dim=64, head_dim_v=64, dtype=torch.bfloat16, device="cuda"
 )
+
+
+def case_of(gpus: Ranks, **fields: Any) -> Case:
+    """Of two ranks, as it is; of more, with as many times the heads and, but in documents, the
+    rows: parts of either are cut at multiples of 16, as dropout wants them.
+    """
+    case = replace(BASE, **fields)
+    if case.ulysses_size is not None and gpus.size <= case.ulysses_size:
+        pytest.skip("a ring has two groups at least")
+    times = gpus.size // 2
+    case = replace(
+        case, ranks=gpus.size, heads_q=times * case.heads_q, heads_k=times * case.heads_k
+    )
+    if case.batch is not None:
+        case = replace(case, lengths=(times * case.lengths[0],))
+    return cases.with_groups_of_its_heads(case)
+
+
 SCHEMES = {
     "ring": {"scheme": "ring"},
     "all_gather": {"scheme": "all_gather"},
@@ -42,7 +64,9 @@ SCHEMES = {
     "all_gather-in-uneven-groups": {"scheme": "all_gather", "head_groups": (1, 3)},
     "ulysses": {"scheme": "ulysses"},
     "ulysses-in-groups": {"scheme": "ulysses", "head_groups": 2},
+    "ulysses+ring": {"scheme": "ulysses+ring", "ulysses_size": 2},
 }
+IN_FORWARD_MODE = [name for name in SCHEMES if name not in ("ring", "ulysses+ring")]
 LAYOUTS = {
     "one": {},
     "batch": {"lengths": (320,), "batch": 3},
@@ -67,36 +91,35 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_is_as_close_as_one_call(two: Ranks, scheme: str, layout: str, option: str) -> None:
-    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
-    two.run(cases.is_as_close_as_one_call, cases.with_groups_of_its_heads(case))
+def test_is_as_close_as_one_call(gpus: Ranks, scheme: str, layout: str, option: str) -> None:
+    case = case_of(gpus, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
+    gpus.run(cases.is_as_close_as_one_call, case)
 
 
 @pytest.mark.parametrize("option", ["full", "window", "sink", "dropout", "gqa", "d128"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "ring"])
+@pytest.mark.parametrize("scheme", IN_FORWARD_MODE)
 def test_tangents_are_as_close_as_one_call(
-    two: Ranks, scheme: str, layout: str, option: str
+    gpus: Ranks, scheme: str, layout: str, option: str
 ) -> None:
-    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
-    case = cases.with_groups_of_its_heads(case)
-    two.run(derivative_cases.tangents_are_as_close_as_one_call, case)
+    case = case_of(gpus, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
+    gpus.run(derivative_cases.tangents_are_as_close_as_one_call, case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_values_repeat_bit_by_bit(two: Ranks, scheme: str, layout: str) -> None:
-    case = replace(BASE, **SCHEMES[scheme], **LAYOUTS[layout], deterministic=True)
-    two.run(cases.repeats, case)
+def test_values_repeat_bit_by_bit(gpus: Ranks, scheme: str, layout: str) -> None:
+    case = case_of(gpus, **SCHEMES[scheme], **LAYOUTS[layout], deterministic=True)
+    gpus.run(cases.repeats, case)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_in_a_cuda_graph(two: Ranks, scheme: str) -> None:
-    two.run(cases.in_a_graph, replace(BASE, **SCHEMES[scheme], deterministic=True))
+def test_in_a_cuda_graph(gpus: Ranks, scheme: str) -> None:
+    gpus.run(cases.in_a_graph, case_of(gpus, **SCHEMES[scheme], deterministic=True))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("cut", ["heads", "batch", "packed-heads"])
-def test_dtensors(two: Ranks, cut: str, dropout_p: float) -> None:
+def test_dtensors(gpus: Ranks, cut: str, dropout_p: float) -> None:
     is_packed = cut.startswith("packed")
-    two.run(dtensor_cases.on_gpus, cut.removeprefix("packed-"), dropout_p, is_packed)
+    gpus.run(dtensor_cases.on_gpus, cut.removeprefix("packed-"), dropout_p, is_packed)
