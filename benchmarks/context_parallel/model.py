@@ -1,10 +1,10 @@
 """What context parallelism costs on machines that are not at hand: a simulation of every rank.
 
-python -m benchmarks.context_parallel_model                      # 2 to 4,096 ranks, 8 a node
-python -m benchmarks.context_parallel_model --ranks 8 --gpus-per-node 1    # over InfiniBand alone
-python -m benchmarks.context_parallel_model --ranks 8 64 --documents 4096 --rows 65536
-python -m benchmarks.context_parallel_model --ranks 1024 --group 64        # groups, data parallel
-python -m benchmarks.context_parallel_model --fit measured.json  # simulated beside measured
+python -m benchmarks.context_parallel.model                      # 2 to 4,096 ranks, 8 a node
+python -m benchmarks.context_parallel.model --ranks 8 --gpus-per-node 1    # over InfiniBand alone
+python -m benchmarks.context_parallel.model --ranks 8 64 --documents 4096 --rows 65536
+python -m benchmarks.context_parallel.model --ranks 1024 --group 64        # groups, data parallel
+python -m benchmarks.context_parallel.model --fit measured.json  # simulated beside measured
 
 Plans, rows that travel, parts and the order of calls are the package's own; constants of the
 machine are options. Efficiency is a rank's share of the visible pairs at the full rate, over the
@@ -27,6 +27,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.context_parallel.closed_form import closed_form
 from benchmarks.context_parallel.programs import (
     CAUSAL,
     PASSES,
@@ -34,7 +35,6 @@ from benchmarks.context_parallel.programs import (
     Constants,
     Heads,
     Problem,
-    closed_form,
     operations_of_pair,
     run,
 )
@@ -248,7 +248,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    command = ["python", "-m", "benchmarks.context_parallel_model", *(arguments or sys.argv[1:])]
+    command = ["python", "-m", "benchmarks.context_parallel.model", *(arguments or sys.argv[1:])]
     rows = list(simulated_rows(options) if options.fit is None else fitted_rows(options))
     document = {
         "schema": SCHEMA,

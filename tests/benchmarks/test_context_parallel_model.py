@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.context_parallel import model
+from benchmarks.context_parallel.closed_form import closed_form
 from benchmarks.context_parallel.events import Start, Wait, Work, simulate
 from benchmarks.context_parallel.programs import (
     CAUSAL,
@@ -20,7 +21,6 @@ from benchmarks.context_parallel.programs import (
     Heads,
     Outcome,
     Problem,
-    closed_form,
     operations_of_pair,
     run,
     visible_pairs,
