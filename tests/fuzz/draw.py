@@ -1,0 +1,288 @@
+"""Calls drawn at random: sizes, features and memory layouts that no list of tests has together.
+
+A call comes from (seed, number) alone, so that one that failed can be run again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from tests.cases.attention import (
+    BUCKET_HEAD_DIMS,
+    Alibi,
+    AttentionCase,
+    KvCacheCase,
+    Layout,
+    VarlenCase,
+)
+from tests.cases.fp8_cache import FORMS as SCALE_FORMS
+from tests.cases.fp8_cache import STRIDES, Fp8Case
+from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
+from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
+
+HEADS = ((1, 1), (3, 3), (8, 8), (4, 2), (6, 2), (9, 3), (8, 1), (16, 1), (32, 2), (40, 1))
+DTYPES = (torch.bfloat16, torch.float16)
+PAGE_SIZES = (None, 1, 7, 16, 64, 100, 256)
+MOST_HEAD_DIM = 512
+LONGEST = 4500  # tokens of a sequence
+MOST_PAIRS = 4e7  # of queries and keys, of all heads of a call
+
+
+@dataclass(frozen=True)
+class DerivativeCall:
+    """A DerivativeCase and the kind of derivative."""
+
+    case: DerivativeCase
+    transform: Transform
+
+    def __str__(self) -> str:
+        return f"{self.transform.__name__} of {self.case}"
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """A case over a cache, and how many parts its keys are split into, 0 for the plan's choice."""
+
+    case: KvCacheCase | Fp8Case
+    num_splits: int
+
+    def __str__(self) -> str:
+        return f"{self.case}-splits{self.num_splits}"
+
+
+RandomCall: TypeAlias = MaskedCase | CacheCall | DerivativeCall
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random choices for cases on `device` with up to `pairs` (query, key) pairs of all heads."""
+
+    rng: random.Random
+    device: str
+    pairs: float
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def length(self, longest: int = LONGEST) -> int:
+        """Any, with the edges of tiles more often than others, and 0 now and then."""
+        if self.chance(0.02):
+            return 0
+        if self.chance(0.4):
+            edge = self.rng.choice((16, 64, 80, 128, 176, 192, 256)) * self.rng.choice(
+                (1, 1, 2, 3, 5)
+            )
+            return max(1, min(longest, edge + self.rng.choice((-1, 0, 0, 1))))
+        return round(math.exp(self.rng.uniform(0.0, math.log(max(1, longest)))))
+
+    def lengths(self) -> tuple[int, int]:
+        """Of queries and of keys; both the same for every other case."""
+        queries = self.length()
+        return queries, queries if self.chance(0.5) else self.length()
+
+    def head_dims(self, step: int = 1) -> dict[str, Any]:
+        """head_dim and, seldom, another head_dim_v: multiples of `step`."""
+
+        def one() -> int:
+            if self.chance(0.7):
+                return self.rng.choice(BUCKET_HEAD_DIMS)
+            return self.rng.randrange(step, MOST_HEAD_DIM + 1, step)
+
+        if self.chance(0.08):
+            return {"head_dim": 192, "head_dim_v": 128}
+        return {"head_dim": one(), "head_dim_v": one() if self.chance(0.1) else None}
+
+    def features(self, *, with_dropout: bool = True) -> dict[str, Any]:
+        """Half of the cases have a window at most, as most calls have."""
+        fields: dict[str, Any] = {"dtype": self.rng.choice(DTYPES), "device": self.device}
+        fields["causal"] = self.chance(0.5)
+        if self.chance(0.25):
+            bounds = (-1, 0, self.length(), self.length())
+            fields["window"] = (self.rng.choice(bounds), self.rng.choice(bounds))
+        if self.chance(0.5):
+            return fields
+        if self.chance(0.25):
+            fields["softcap"] = self.rng.choice((0.8, 5.0, 50.0))
+        if self.chance(0.25):
+            fields["alibi"] = self.rng.choice(list(Alibi))
+        if with_dropout and self.chance(0.25):
+            fields["dropout_p"] = self.rng.choice((0.1, 0.17, 0.5, 0.9))
+        if self.chance(0.15):
+            fields["softmax_scale"] = self.rng.choice((0.0, -0.3, 0.02, 0.7))
+        return fields
+
+    def heads(self, queries: int, keys: int) -> tuple[int, dict[str, Any]]:
+        """(sequences, numbers of heads) that stay within `pairs`."""
+        of_head = max(1, queries * keys)
+        fitting = [heads for heads in HEADS if heads[0] * of_head <= self.pairs] or [HEADS[0]]
+        heads = self.rng.choice(fitting)
+        most = min(40.0, max(1.0, self.pairs / (heads[0] * of_head)))
+        batch = round(math.exp(self.rng.uniform(0.0, math.log(most))))
+        return batch, {"num_heads_q": heads[0], "num_heads_k": heads[1]}
+
+    def of_scores(self, of: AttentionCase | VarlenCase) -> MaskedCase:
+        """The case with a mask, a bias or a sink, or without, as most are."""
+        mask = bias = sink = None
+        is_small = of.batch * of.num_heads_q <= 24
+        if is_small and self.chance(0.12):
+            size, given = self.rng.choice(
+                ((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity"))
+            )
+            mask = RandomMask(
+                self.rng.choice((0.0, 0.05, 0.5, 1.0)), size, self.rng.choice(OWN), given
+            )
+        if is_small and self.chance(0.1) and (mask is None or mask.given != "attn_mask"):
+            hidden = self.rng.choice((0.0, 0.0, 0.3))
+            bias = RandomBias(
+                self.rng.choice(OWN),
+                self.chance(0.5),
+                hidden,
+                of.softcap == 0.0 and self.chance(0.7),
+            )
+        if self.chance(0.1):
+            sink = self.rng.choice((torch.float32, of.dtype))
+        return MaskedCase(of, mask, bias, sink)
+
+
+def dense(draw: Draw) -> RandomCall:
+    queries, keys = draw.lengths()
+    batch, heads = draw.heads(queries, keys)
+    layout = draw.rng.choice(list(Layout)) if draw.chance(0.3) else Layout.contiguous
+    case = AttentionCase(
+        batch=batch,
+        seqlen_q=queries,
+        seqlen_k=keys,
+        layout=layout,
+        deterministic=draw.chance(0.15),
+        **heads,
+        **draw.head_dims(),
+        **draw.features(),
+    )
+    return draw.of_scores(case)
+
+
+def packed(draw: Draw) -> RandomCall:
+    pairs = [draw.lengths() for _ in range(draw.rng.randint(1, 12))]
+    while sum(q * k for q, k in pairs) > draw.pairs and len(pairs) > 1:
+        pairs.remove(max(pairs))
+    _, heads = draw.heads(sum(q for q, _ in pairs), max(k for _, k in pairs))
+    fields: dict[str, Any] = {"lengths_q": tuple(q for q, _ in pairs)}
+    if draw.chance(0.5):
+        fields["lengths_k"] = tuple(k for _, k in pairs)
+    keys = fields.get("lengths_k", fields["lengths_q"])
+    if draw.chance(0.15):
+        fields["used_q"] = tuple(draw.rng.randint(0, n) for n in fields["lengths_q"])
+    if draw.chance(0.15):
+        fields["used_k"] = tuple(draw.rng.randint(0, n) for n in keys)
+    if draw.chance(0.1):
+        fields["leftpad"] = tuple(draw.rng.randint(0, n) for n in fields.get("used_k", keys))
+    case = VarlenCase(
+        **fields,
+        deterministic=draw.chance(0.15),
+        **heads,
+        **draw.head_dims(),
+        **draw.features(),
+    )
+    return draw.of_scores(case)
+
+
+def cache(draw: Draw) -> RandomCall:
+    return CacheCall(_over_cache(draw), _splits(draw))
+
+
+def fp8_cache(draw: Draw) -> RandomCall:
+    case = _over_cache(draw, step=16)
+    form = draw.rng.choice(SCALE_FORMS)
+    fp8 = Fp8Case(
+        case,
+        form,
+        form if draw.chance(0.6) else draw.rng.choice(SCALE_FORMS),
+        strides=draw.rng.choice(STRIDES),
+        powers=draw.chance(0.4),
+    )
+    return CacheCall(fp8, _splits(draw))
+
+
+def _splits(draw: Draw) -> int:
+    return draw.rng.choice((0, 0, 0, 1, 2, 5, 17))
+
+
+def _over_cache(draw: Draw, step: int = 1) -> KvCacheCase:
+    """Head dims are multiples of `step`."""
+    batch = draw.rng.randint(1, 6)
+    capacity = max(1, draw.length(3000))
+    most_new = min(capacity, 200)
+    new: int | tuple[int, ...] | None = None
+    queries: int | tuple[int, ...] = 1 if draw.chance(0.4) else draw.length(300)
+    if draw.chance(0.3):
+        queries = tuple(draw.length(150) for _ in range(batch))
+    if draw.chance(0.5):
+        new = draw.rng.randint(0, most_new)
+        if isinstance(queries, tuple):
+            new = tuple(draw.rng.randint(0, most_new) for _ in range(batch))
+    added = max(new, default=0) if isinstance(new, tuple) else (new or 0)
+    cached = tuple(draw.rng.randint(0, capacity - added) for _ in range(batch))
+    fields: dict[str, Any] = {"page_size": draw.rng.choice(PAGE_SIZES)}
+    if draw.chance(0.2):
+        fields["leftpad"] = tuple(draw.rng.randint(0, n) for n in cached)
+    if draw.chance(0.2):
+        entries = batch + 2
+        fields["entries"] = entries
+        fields["batch_idx"] = tuple(draw.rng.sample(range(entries), batch))
+    if draw.chance(0.15):
+        fields["sink"] = torch.float32
+    features = draw.features(with_dropout=False)
+    head_dims = draw.head_dims(step=step)
+    last = max(cached) + max(queries if isinstance(queries, tuple) else (queries,))
+    if (
+        new is not None
+        and last <= capacity  # where the table of angles ends
+        and head_dims["head_dim"] >= 16
+        and draw.chance(0.6)
+    ):
+        fields["rotary_dim"] = draw.rng.randrange(16, min(256, head_dims["head_dim"]) + 1, 16)
+        fields["rotary_interleaved"] = draw.chance(0.5)
+    heads = draw.rng.choice(HEADS)
+    return KvCacheCase(
+        cached,
+        queries,
+        new,
+        capacity,
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        **fields,
+        **head_dims,
+        **features,
+    )
+
+
+def derivatives(draw: Draw) -> RandomCall:
+    """Small ones, since the fp64 reference is differentiated several times."""
+    small = Draw(draw.rng, draw.device, min(draw.pairs, 3e5))
+    of = packed(small) if draw.chance(0.4) else dense(small)
+    moved = {
+        draw.rng.choice("qkv"),
+        *draw.rng.sample((*LEAVES, "dout", "dlse"), draw.rng.randint(0, 6)),
+    }
+    transform = jvp if draw.chance(0.4) else draw.rng.choice(SECOND_ORDER)
+    return DerivativeCall(DerivativeCase(of, tuple(sorted(moved))), transform)
+
+
+KINDS: dict[str, Callable[[Draw], RandomCall]] = {
+    f.__name__: f for f in (dense, packed, cache, fp8_cache, derivatives)
+}
+
+
+def draw_call(
+    kind: str, seed: int, number: int, device: str, most_pairs: float = MOST_PAIRS
+) -> RandomCall:
+    """The call of this number. Small ones are as likely as large ones."""
+    rng = random.Random(f"{kind} {seed} {number}")
+    pairs = math.exp(rng.uniform(math.log(100.0), math.log(most_pairs)))
+    return KINDS[kind](Draw(rng, device, pairs))
