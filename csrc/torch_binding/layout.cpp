@@ -1,6 +1,5 @@
 #include "torch_binding/layout.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -15,9 +14,8 @@ bool has_whole_vectors(const at::Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
 }
 
-// Kernels' own, which no gradient hangs on.
+// Where gradients are recorded, second derivatives hang on the tensor through it.
 at::Tensor contiguous_copy(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ PAGE_SIZES = (None, 1, 7, 16, 64, 100, 256)
 MOST_HEAD_DIM = 512
 LONGEST = 4500  # tokens of a sequence
 MOST_PAIRS = 4e7  # of queries and keys, of all heads of a call
+MOST_PAIRS_OF_DROPOUT = 1e6  # whose decisions the reference draws on the host
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,13 @@ class Draw:
         return round(math.exp(self.rng.uniform(0.0, math.log(max(1, longest)))))
 
     def lengths(self) -> tuple[int, int]:
-        """Of queries and of keys; both the same for every other case."""
-        queries = self.length()
-        return queries, queries if self.chance(0.5) else self.length()
+        """Of queries and of keys; both the same for every other case. Within `pairs`."""
+        queries = keys = self.length()
+        if self.chance(0.5):
+            keys = self.length()
+        while queries * keys > self.pairs:
+            queries, keys = max(1, queries // 2), max(1, keys // 2)
+        return queries, keys
 
     def head_dims(self, step: int = 1) -> dict[str, Any]:
         """head_dim and, seldom, another head_dim_v: multiples of `step`."""
@@ -129,7 +134,11 @@ class Draw:
     def of_scores(self, of: AttentionCase | VarlenCase) -> MaskedCase:
         """The case with a mask, a bias or a sink, or without, as most are."""
         mask = bias = sink = None
-        is_small = of.batch * of.num_heads_q <= 24
+        longest = MaskedCase(of).seqlens
+        pairs = of.batch * of.num_heads_q * longest[0] * longest[1]
+        if pairs > MOST_PAIRS_OF_DROPOUT:
+            of = replace(of, dropout_p=0.0)
+        is_small = of.batch * of.num_heads_q <= 24 and pairs <= MOST_PAIRS
         if is_small and self.chance(0.12):
             size, given = self.rng.choice(
                 ((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity"))
@@ -150,7 +159,7 @@ class Draw:
         return MaskedCase(of, mask, bias, sink)
 
 
-def dense(draw: Draw) -> RandomCall:
+def dense(draw: Draw) -> MaskedCase:
     queries, keys = draw.lengths()
     batch, heads = draw.heads(queries, keys)
     layout = draw.rng.choice(list(Layout)) if draw.chance(0.3) else Layout.contiguous
@@ -167,7 +176,7 @@ def dense(draw: Draw) -> RandomCall:
     return draw.of_scores(case)
 
 
-def packed(draw: Draw) -> RandomCall:
+def packed(draw: Draw) -> MaskedCase:
     pairs = [draw.lengths() for _ in range(draw.rng.randint(1, 12))]
     while sum(q * k for q, k in pairs) > draw.pairs and len(pairs) > 1:
         pairs.remove(max(pairs))
@@ -266,6 +275,8 @@ def derivatives(draw: Draw) -> RandomCall:
     """Small ones, since the fp64 reference is differentiated several times."""
     small = Draw(draw.rng, draw.device, min(draw.pairs, 3e5))
     of = packed(small) if draw.chance(0.4) else dense(small)
+    if isinstance(of.of, AttentionCase) and of.of.layout is Layout.expanded_batch:
+        of = replace(of, of=replace(of.of, layout=Layout.contiguous))  # torch has no duals of it
     moved = {
         draw.rng.choice("qkv"),
         *draw.rng.sample((*LEAVES, "dout", "dlse"), draw.rng.randint(0, 6)),

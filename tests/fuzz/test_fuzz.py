@@ -19,9 +19,8 @@ SEED = 7
 
 
 def tally_of(kind: str, calls: int, device: str, most_pairs: float) -> Tally:
-    numbers = iter(range(calls))
-    limits = {"deadline": time.time() + 300.0, "most_pairs": most_pairs}
-    return run_calls([kind], SEED, numbers, device=device, **limits)
+    given = f"--kinds {kind} --seed {SEED} --device {device} --most-pairs {most_pairs}"
+    return run_calls(run.parse(given.split()), iter(range(calls)), time.time() + 300.0)
 
 
 @pytest.mark.gpu
@@ -86,5 +85,19 @@ def test_a_wrong_result_is_named(
     printed = capsys.readouterr().out
     assert status == 1
     assert "WRONG" in printed
-    assert "--kinds dense --seed 0 --first" in printed
+    assert "--kinds dense --seed 0 --device cpu --most-pairs 4000 --first" in printed
     assert "not close to the reference" in printed
+
+
+def test_processes_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All calls run, and one that does not end is named."""
+    given = "--kinds packed cache --calls 20 --device cpu --most-pairs 4e3 --processes 2"
+    assert run.main(given.split()) == 0
+    assert "packed: 10 right" in capfd.readouterr().out
+    monkeypatch.setattr(run, "GRACE", -5.0)  # before a process has imported torch
+    assert run.main([*given.split(), "--seconds", "5"]) == 1
+    printed = capfd.readouterr().out
+    assert printed.count("DID NOT END") == 2
+    assert "--first 0 --calls 1" in printed

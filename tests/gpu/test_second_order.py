@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_cuda import flash_attn_func
 from tests.cases import second_order
+from tests.cases.attention import Layout
 from tests.cases.harness import DEVICE
 from tests.cases.masked import RandomMask, masked_dense, masked_varlen
 from tests.cases.pairwise import pairwise
@@ -78,6 +79,45 @@ def test_calls_of_hopper_rows(options: dict[str, Any], head_dim: int, dtype: tor
     packed = masked_varlen(lengths_q=(300, 0, 64, 129), lengths_k=(260, 40, 64, 500), **fields)
     for case in (dense, packed):
         check_derivatives(DerivativeCase(case), second_order.jvp)
+
+
+TRANSFORMS = [second_order.jvp, *second_order.SECOND_ORDER]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("head_dim", [64, 59])
+@pytest.mark.parametrize(
+    "layout", [x for x in Layout if x is not Layout.expanded_batch], ids=lambda x: x.value
+)
+def test_memory_layouts(layout: Layout, head_dim: int, transform: Transform) -> None:
+    """Second derivatives hang on what was given, also where kernels read a copy of it."""
+    fields = {**BASE, "seqlen_q": 70, "seqlen_k": 90, "head_dim": head_dim, "layout": layout}
+    for more in ({}, {"softcap": 3.0}):  # two roads into the extension
+        case = masked_dense(**fields, **more, dtype=torch.float16)
+        check_derivatives(DerivativeCase(case, (*LEAVES, "dout")), transform)
+
+
+def test_copies_of_what_kernels_cannot_read() -> None:
+    """A negative view, a bias whose columns lie apart, a sink of 16 bits, tokens of one expanded
+    row: their second derivatives are those of plain copies.
+    """
+    (q, k, v), weight = leaves_and_weight(64)
+    q = q[:, :1].detach()
+    bias = torch.randn(2, 4, 300, 300, device=DEVICE, dtype=q.dtype)
+    sink = torch.randn(4, device=DEVICE, dtype=q.dtype)
+
+    def seconds(as_given: Any) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, bias, sink)]
+        views = [leaves[0].expand(-1, 300, -1, -1), leaves[1], torch._neg_view(leaves[2])]
+        views += [leaves[3].transpose(2, 3), leaves[4]]
+        given = [as_given(x) for x in views]
+        out = flash_attn_func(*given[:3], attn_mask=given[3], sink=given[4])
+        first = torch.autograd.grad(out, leaves, weight, create_graph=True)
+        return torch.autograd.grad(first, leaves, [x.detach() for x in leaves])
+
+    plain = seconds(lambda x: x.contiguous().resolve_neg())
+    for x, y in zip(seconds(lambda x: x), plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
 
 
 def leaves_and_weight(head_dim: int) -> tuple[list[Tensor], Tensor]:
