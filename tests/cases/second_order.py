@@ -416,6 +416,7 @@ def _noise_of(problem: Problem) -> dict[str, float]:
 
     of_out = of_rows(out)
     of_scores, of_probs = _tangent_of_scores(exact)
+    of_probs += torch.finfo(torch.float32).eps * _largest(lse.abs())  # large where ALiBi is
     moves = tlse.abs().transpose(-1, -2)[..., None] * out.abs()
     of_values = of_scores * _largest(exact.leaves["v"].abs())
     of_values += _largest(tangents["v"].abs()) if "v" in tangents else 0.0
