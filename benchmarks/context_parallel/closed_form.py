@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from benchmarks.context_parallel.programs import ELEMENT, FP32, Constants, Problem
 from flash_attn_cuda.context_parallel.load import Heads as KeyHeads
-from flash_attn_cuda.context_parallel.load import Load, exchanged_seconds
+from flash_attn_cuda.context_parallel.load import Load
 
 
 def closed_form(problem: Problem, scheme: str, which: str, constants: Constants) -> float:
@@ -28,17 +28,14 @@ def closed_form(problem: Problem, scheme: str, which: str, constants: Constants)
         latency = c.infiniband_us if leaves else c.nvlink_us
         return seconds * 1e-9 + (latency + c.peer_us * (peers - 1)) * 1e-6
 
-    groups = problem.exchanged_groups(scheme, size) if size > 1 else ()
-    ways = [0.0, 0.0]
+    around = 0.0
     if size > 1:
         outside = (size - min(size, c.gpus_per_node)) / (size - 1)
-        for number, heads_moved in enumerate((heads.q + 2 * k_heads, heads.q)):
+        for heads_moved in (heads.q + 2 * k_heads, heads.q):
             moved = rows * heads_moved * heads.dim * ELEMENT * (size - 1) / size
-            ways[number] = len(groups) * link(size, size - 1, moved / len(groups), outside)
-    around = sum(ways)
+            around += link(size, size - 1, moved, outside)
     if hops == 1:
-        there, back = ways if which == "forward" else ways[::-1]
-        return exchanged_seconds(there, compute, back, len(groups))
+        return around + compute
     span = problem.ranks
     if scheme == "all_gather":
         load = Load.of(problem.plan, problem.band)

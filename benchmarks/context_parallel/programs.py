@@ -8,13 +8,13 @@ head_exchange.py and ulysses.py line by line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 from benchmarks.context_parallel.events import Program, Start, Times, Wait, Work, simulate
 from flash_attn_cuda.context_parallel import Band, Plan, steps
-from flash_attn_cuda.context_parallel.load import HeadGroups, Load, heads_of_rank
+from flash_attn_cuda.context_parallel.load import HeadGroups, Load
 from flash_attn_cuda.context_parallel.load import Heads as KeyHeads
 from flash_attn_cuda.context_parallel.plan import equal_plan, sum_below
 
@@ -183,15 +183,6 @@ class Problem:
         """One rank's share of the pairs at the full rate."""
         operations = self.pairs * operations_of_pair(self.heads, which) / self.ranks
         return operations / constants.attention_rate(which)
-
-    def exchanged_groups(self, scheme: str, ulysses_size: int) -> HeadGroups:
-        """Of a rank's heads of keys, as ContextParallel chooses them."""
-        heads = self.heads
-        if scheme != "ulysses":
-            return (heads_of_rank(heads.k, ulysses_size),)
-        load = Load.of(self.exchanges(ulysses_size).plan, self.band)
-        key_heads = KeyHeads(heads.q, heads.k, 2 * heads.dim, ELEMENT)
-        return load.exchanged_groups(key_heads, ulysses_size)
 
     def takes_ulysses(self, ranks: int) -> bool:
         heads = self.heads
@@ -446,35 +437,29 @@ class Inner:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of heads that ranks share out, in bytes of a rank's row of q, k and v, and of out."""
+    """Of heads that ranks share out. of_row: bytes of a rank's row, all heads."""
 
     builder: Builder
     neighbours: range
     rows: int
     reorders: bool  # rows, between the order of the shards and that of the joined plan
 
-    def all_to_all(self, of_row: int) -> int:
+    def all_to_all(self, of_row: int) -> None:
         sides = {x: self.rows * of_row // len(self.neighbours) for x in self.neighbours}
-        return self.builder.start(sides, sides)
+        self.builder.wait(self.builder.start(sides, sides))
 
-    def send_heads(self, of_row: int, tensors: int) -> int:
+    def all_rows(self, of_row: int, tensors: int) -> None:
         self.builder.copy(2 * self.rows * of_row, tensors)
-        return self.all_to_all(of_row)
-
-    def all_rows(self, coming: int, of_row: int) -> None:
-        self.builder.wait(coming)
+        self.all_to_all(of_row)
         self.reorder(of_row)
 
     def reorder(self, of_row: int) -> None:
         if self.reorders:
             self.builder.copy(2 * self.rows * of_row)
 
-    def send_rows(self, of_row: int) -> int:
+    def own_rows(self, of_row: int, tensors: int) -> None:
         self.reorder(of_row)
-        return self.all_to_all(of_row)
-
-    def own_rows(self, coming: int, of_row: int, tensors: int) -> None:
-        self.builder.wait(coming)
+        self.all_to_all(of_row)
         self.builder.copy(2 * self.rows * of_row, tensors)
 
 
@@ -500,33 +485,23 @@ def program_of(
     first = rank // size * size
     in_order = problem.documents and scheme == "ulysses"
     shares = Shares(add, range(first, first + size), rows, reorders=not in_order)
-    groups = [inner.heads_of(x) for x in problem.exchanged_groups(scheme, size)]
-    is_forward = which == "forward"
+    q_row, k_row = (x * heads.dim * ELEMENT for x in (heads.q, k_heads))
 
     def repeat_keys() -> None:
         if k_heads != heads.k:
             add.copy(2 * rows * (k_heads + heads.k) * heads.dim * ELEMENT, 2)
 
-    def sizes(group: Heads) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(bytes of a row, tensors) of what comes and of what goes back."""
-        q_row, k_row = (size * x * heads.dim * ELEMENT for x in (group.q, group.k))
-        ways = (q_row + 2 * k_row, 3), (q_row, 1)
-        return ways if is_forward else ways[::-1]
-
-    if is_forward:
+    if which == "forward":
         repeat_keys()
-    coming = [shares.send_heads(*sizes(group)[0]) for group in groups]
-    going = []
-    for number, group in zip(coming, groups, strict=True):
-        shares.all_rows(number, sizes(group)[0][0])
-        replace(inner, heads=group).attend(scheme)
-        back, tensors = sizes(group)[1]
-        if scheme == "ulysses+ring" and tensors > 1:
-            add.copy(2 * rows * back, tensors)  # side by side
-        going.append(shares.send_rows(back))
-    for number, group in zip(going, groups, strict=True):
-        shares.own_rows(number, *sizes(group)[1])
-    if not is_forward:
+        shares.all_rows(q_row + 2 * k_row, 3)
+        inner.attend(scheme)
+        shares.own_rows(q_row, 1)
+    else:
+        shares.all_rows(q_row, 1)
+        inner.attend(scheme)
+        if scheme == "ulysses+ring":
+            add.copy(2 * rows * (q_row + 2 * k_row), 3)  # side by side
+        shares.own_rows(q_row + 2 * k_row, 3)
         repeat_keys()
     return add
 

@@ -347,7 +347,6 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
         names_wanted = [
             *options.contenders,
             *(f"all_gather {x}" for x in options.head_groups),
-            *(f"ulysses {x}" for x in options.ulysses_groups),
             *(f"ulysses+ring {x}" for x in options.ulysses_sizes),
         ]
         for name, make in contenders(problem, names_wanted, stack):
@@ -431,13 +430,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="N,N",
         help="also all_gather with groups of so many heads of keys each",
-    )
-    parser.add_argument(
-        "--ulysses-groups",
-        nargs="+",
-        default=[],
-        metavar="N,N",
-        help="also ulysses with groups of so many of a rank's heads of keys each",
     )
     parser.add_argument(
         "--ulysses-sizes",

@@ -39,8 +39,8 @@ from .steps import Exchange
 class Work:
     """One attention of a rank. scheme: its name; settings: fields of all its AttentionCalls;
     first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
-    travel, of the forward and of the backward; across: ranks that share out the heads, which then
-    travel in the first of these groups either way; returns_lse: whether rows of it travel back.
+    travel between ranks that gather them, of the forward and of the backward; across: ranks that
+    share out the heads; returns_lse: whether rows of it travel back to them.
     """
 
     scheme: str

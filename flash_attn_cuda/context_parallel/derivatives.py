@@ -7,7 +7,6 @@ its gradients, are of what all ranks have together: every rank calls with tangen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ _OPERANDS = 7  # of ContextAttention
 class ContextAttention(torch.autograd.Function):
     """(out, softmax_lse) of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work, whose
     settings have no tensors: torch.func unwraps operands alone. Where ranks share out the heads,
-    softmax_lse is there if the work returns it, and behind it is what derivatives read of groups of
-    heads: nobody else does, so that it has no gradients.
+    softmax_lse is there if the work returns it, and behind it is what derivatives read: nobody else
+    does, so that it has no gradients.
     """
 
     @staticmethod
@@ -49,7 +48,8 @@ class ContextAttention(torch.autograd.Function):
         work = work.given(alibi_slopes, rng_state)
         if work.across is None:
             return attend_to_keys(work, q, k, v, sink)
-        return in_a_row(*exchanged_forward(work, q, k, v, sink))
+        results, kept = exchanged_forward(work, q, k, v, sink)
+        return *results, *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -116,19 +116,10 @@ def results_of(work: Work) -> int:
 def read_by_derivatives(
     inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """(sink, alibi_slopes, rng_state), and behind them the fields of Kept for each group."""
+    """(sink, alibi_slopes, rng_state), and behind them the fields of Kept."""
     q, k, v, sink, alibi_slopes, rng_state, work = inputs
     kept = (q, k, v, *output) if work.across is None else output[results_of(work) :]
     return sink, alibi_slopes, rng_state, *kept
-
-
-def in_a_row(results: Sequence[Tensor], kept: Sequence[Kept]) -> tuple[Tensor, ...]:
-    return *results, *(x for of_group in kept for x in of_group)
-
-
-def by_group(kept: Sequence[Tensor]) -> list[Kept]:
-    fields = len(Kept._fields)
-    return [Kept(*kept[x : x + fields]) for x in range(0, len(kept), fields)]
 
 
 class ContextGradients(torch.autograd.Function):
@@ -169,7 +160,8 @@ class ContextTangents(torch.autograd.Function):
         work = work.given(alibi_slopes, rng_state)
         direction = Tangents(tq=tq, tk=tk, tv=tv, tsink=tsink)
         if work.across is not None:
-            return in_a_row(*exchanged_jvp(work, by_group(kept), sink, direction))
+            results, of_kept = exchanged_jvp(work, Kept(*kept), sink, direction)
+            return *results, *of_kept
         q, k, v, out, softmax_lse = kept
         of_forward = OfWhole(None, None, out, softmax_lse, rng_state)
         return gathered_jvp(work, q, k, v, sink, of_forward, direction)
@@ -201,7 +193,7 @@ def gradients(
     work = work.given(alibi_slopes, rng_state)
     sink = sink if wants_dsink else None
     if work.across is not None:
-        return exchanged_backward(work, by_group(kept), sink, dout, dlse)
+        return exchanged_backward(work, Kept(*kept), sink, dout, dlse)
     q, k, v, out, softmax_lse = kept
     dout = torch.zeros_like(out) if dout is None else dout
     incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +28,6 @@ class Across:
     places: Tensor | None
 
 
-class InFlight(NamedTuple):
-    """What comes from every rank, (ranks, rows, width), and the (heads, dim) of each tensor that
-    lies side by side there.
-    """
-
-    came: Tensor
-    shapes: tuple[tuple[int, int], ...]
-
-    @property
-    def widths(self) -> list[int]:
-        return [heads * dim for heads, dim in self.shapes]
-
-
 def check_heads(heads_q: int, heads_k: int, ranks: int) -> None:
     """Raises where ranks cannot share them out, each rank with one of keys at least."""
     if heads_q % ranks or (heads_k % ranks and ranks % heads_k):
@@ -51,28 +37,19 @@ def check_heads(heads_q: int, heads_k: int, ranks: int) -> None:
         )
 
 
-def of_each_rank(x: Tensor, ranks: int) -> Tensor:
-    """(rows, heads, dim) as (ranks, rows, heads / ranks, dim), a view."""
-    return x.unflatten(1, (ranks, -1)).transpose(0, 1)
-
-
-def send_heads(by_rank: Sequence[Tensor], across: Across) -> InFlight:
-    """Sends each rank its heads of this rank's rows, (ranks, rows, heads, dim) of each tensor."""
-    shapes = tuple((x.shape[2], x.shape[3]) for x in by_rank)
+def all_rows(tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
+    """Of (rows, heads, dim) that each rank has, all rows of this rank's heads, (ranks * rows, heads
+    / ranks, dim), in the order of the joined plan.
+    """
+    by_rank = [of_each_rank(x, across.ranks) for x in tensors]
+    shapes = [x.shape[2:] for x in by_rank]
     widths = [heads * dim for heads, dim in shapes]
     sent = by_rank[0].new_empty((*by_rank[0].shape[:2], sum(widths)))
     for columns, x, shape in zip(sent.split(widths, -1), by_rank, shapes, strict=True):
         copy(columns.unflatten(-1, shape), x)
-    return InFlight(all_to_all(sent, across.group), shapes)
-
-
-def all_rows(coming: InFlight, across: Across) -> tuple[Tensor, ...]:
-    """What `send_heads` brings: (ranks * rows, heads, dim) of each tensor, in the order of the
-    joined plan.
-    """
-    rows = reordered(arrived(coming.came).flatten(0, 1), across.order)
-    columns_of = zip(rows.split(coming.widths, -1), coming.shapes, strict=True)
-    return tuple(columns.unflatten(-1, shape) for columns, shape in columns_of)
+    came = arrived(all_to_all(sent, across.group))
+    columns_of = reordered(came.flatten(0, 1), across.order).split(widths, -1)
+    return tuple(x.unflatten(-1, shape) for x, shape in zip(columns_of, shapes, strict=True))
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -83,30 +60,23 @@ def side_by_side(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]
     return room, tuple(columns.unflatten(1, x.shape[1:]) for columns, x in columns_of)
 
 
-def send_rows(x: Tensor, shapes: tuple[tuple[int, int], ...], across: Across) -> InFlight:
-    """Sends each rank its rows of this rank's heads, (ranks * rows, width), where tensors of these
-    (heads, dim) lie side by side.
+def own_rows(joined: Tensor, tensors: Sequence[Tensor], across: Across) -> tuple[Tensor, ...]:
+    """The way back: of these tensors, (ranks * rows, heads, dim), which lie side by side in
+    `joined`, this rank's rows of all heads, (rows, ranks * heads, dim).
     """
-    rows = reordered(x, across.places).unflatten(0, (across.ranks, -1))
-    return InFlight(all_to_all(rows, across.group), shapes)
-
-
-def own_rows(coming: Sequence[InFlight]) -> tuple[Tensor, ...]:
-    """What `send_rows` brings of one group of a rank's heads after the other: this rank's rows of
-    all heads, (rows, ranks * heads, dim) of each tensor.
-    """
-    ranks, rows, _ = coming[0].came.shape
+    rows = reordered(joined, across.places).unflatten(0, (across.ranks, -1))
+    came = arrived(all_to_all(rows, across.group))
     found = []
-    for shapes in zip(*(x.shapes for x in coming), strict=True):
-        heads = ranks * sum(x for x, _ in shapes)
-        found.append(coming[0].came.new_empty((rows, heads, shapes[0][1])))
-    heads_left = [of_each_rank(x, ranks) for x in found]
-    for group in coming:
-        columns_of = arrived(group.came).split(group.widths, -1)
-        for number, (columns, shape) in enumerate(zip(columns_of, group.shapes, strict=True)):
-            into, heads_left[number] = heads_left[number].tensor_split((shape[0],), 2)
-            copy(into, columns.unflatten(-1, shape))
+    for columns, x in zip(came.split([x[0].numel() for x in tensors], -1), tensors, strict=True):
+        _, heads, dim = x.shape
+        found.append(x.new_empty((came.shape[1], across.ranks * heads, dim)))
+        copy(of_each_rank(found[-1], across.ranks), columns.unflatten(-1, (heads, dim)))
     return tuple(found)
+
+
+def of_each_rank(x: Tensor, ranks: int) -> Tensor:
+    """(rows, heads, dim) as (ranks, rows, heads / ranks, dim), a view."""
+    return x.unflatten(1, (ranks, -1)).transpose(0, 1)
 
 
 def copy(into: Tensor, x: Tensor) -> None:

@@ -26,7 +26,7 @@ from .derivatives import attend_in_context
 from .exchange import of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
 from .head_exchange import Across, check_heads
-from .load import HeadGroups, Heads, Load, even_groups, heads_of_rank
+from .load import HeadGroups, Heads, Load, even_groups
 from .plan import (
     Band,
     Plan,
@@ -65,10 +65,9 @@ class ContextParallel:
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
-        head_groups: of all_gather and ulysses, into how many equal groups the heads of keys, by
-            ulysses those of a rank, are split for their way, or how many heads each group has; all
-            are asked for at once, and each is worked on as it comes. None: chosen by the length, by
-            all_gather for either pass. "auto" heeds it where it takes all_gather.
+        head_groups: of all_gather, into how many equal groups the heads of keys are split for their
+            way, or how many heads each group has; all are asked for at once, and each is worked on
+            as it comes. None: chosen by the length, for either pass.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -331,25 +330,18 @@ class ContextParallel:
         return self._once(key, lambda: make(plan, rank, heads, sight, device))
 
     def _head_groups(
-        self, load: Load, scheme: str, schedule: Schedule, heads: Heads
+        self, load: Load, schedule: Schedule, heads: Heads
     ) -> tuple[HeadGroups, HeadGroups]:
-        """Of the forward and of the backward; of a rank's heads where ranks share them out."""
-        if scheme == "ulysses" and self.size > 1:
-            if self.head_groups is None or self.scheme == "auto":
-                groups = load.exchanged_groups(heads, self.size)
-            else:
-                groups = self._given_head_groups(heads_of_rank(heads.k, self.size))
-            return groups, groups
+        """Of the forward and of the backward."""
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
-            whole = (heads_of_rank(heads.k, size_of(self._groups_for(scheme)[0])),)
-            return whole, whole
+            return (heads.k,), (heads.k,)
         if self.head_groups is None:
             return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
         groups = self._given_head_groups(heads.k)
         return groups, groups
 
     def _given_head_groups(self, heads_k: int) -> HeadGroups:
-        heads = f"{heads_k} heads of keys" + (" of a rank" if self.scheme == "ulysses" else "")
+        heads = f"{heads_k} heads of keys"
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
             if min(groups, default=0) < 1 or sum(groups) != heads_k:
@@ -404,7 +396,7 @@ class ContextParallel:
                 sight,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, sight.band), scheme, schedule, heads),
+                self._head_groups(Load.of(inside, sight.band), schedule, heads),
                 self._across(plan, inside, scheme, device),
             )
 

@@ -71,11 +71,9 @@ def test_errors_are_relative_to_the_root_mean_square() -> None:
 
 
 def test_groups_of_heads_as_contenders() -> None:
-    arguments = ["--head-groups", "8", "1,7", "--ulysses-groups", "4", "2,2"]
-    arguments += ["--ulysses-sizes", "2", "4"]
+    arguments = ["--head-groups", "8", "1,7", "--ulysses-sizes", "2", "4"]
     options = benchmark.parse_arguments(arguments)
-    assert options.head_groups == ["8", "1,7"] and options.ulysses_groups == ["4", "2,2"]
-    assert options.ulysses_sizes == [2, 4]
+    assert options.head_groups == ["8", "1,7"] and options.ulysses_sizes == [2, 4]
     assert benchmark.numbers_in("ulysses+ring 2") == ("ulysses+ring", [2])
     assert benchmark.numbers_in("all_gather 1,7") == ("all_gather", [1, 7])
     assert benchmark.numbers_in("all_gather 8") == ("all_gather", [8])

@@ -189,19 +189,6 @@ def test_the_closed_form(ranks, rows, per_node):
             assert found.end == pytest.approx(expected, rel=tolerance), (scheme, which)
 
 
-@pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("groups", [(4,), (2, 2), (1, 1, 1, 1)])
-def test_ulysses_waits_for_one_group_either_way(groups, which, monkeypatch):
-    """Where each is worked on for longer than it travels."""
-    problem = Problem((4096,) * 64, 2, documents=True)
-    monkeypatch.setattr(Problem, "exchanged_groups", lambda *_: groups)
-    found = run(problem, "ulysses", which, BARE)
-    transfers = found.most_bytes / BARE.nvlink_gbps / 1e9
-    assert found.slowest.exposed == pytest.approx(transfers / len(groups), rel=0.01)
-    expected = closed_form(problem, "ulysses", which, BARE)
-    assert found.slowest.end == pytest.approx(expected, rel=0.01)
-
-
 def test_a_hop_is_hidden_from_as_many_rows_as_the_formula_says():
     """Compute over transfer of a causal hop is (S / N) (Hq / Hk) bandwidth / rate / 2."""
     heads = Problem((8,), 8).heads

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan, attention
 from flash_attn_cuda.context_parallel.attention import head_slices
-from flash_attn_cuda.context_parallel.load import HeadGroups, Heads, Load, heads_of_rank
+from flash_attn_cuda.context_parallel.load import HeadGroups, Heads, Load
 from flash_attn_cuda.operators.derivatives import run_operator
 
 
@@ -254,8 +254,6 @@ def keep_draws(parallel: ContextParallel) -> list[Tensor]:
 def with_groups_of_its_heads(case: Case) -> Case:
     """The same number of groups, or one, where the case's do not fit its heads of keys."""
     groups, heads = case.head_groups, case.heads_k
-    if case.scheme == "ulysses":
-        heads = heads_of_rank(heads, case.ranks)
     if isinstance(groups, int) and heads % groups:
         groups = 1
     if isinstance(groups, tuple) and sum(groups) != heads:
@@ -441,9 +439,6 @@ def refuses() -> None:
     for groups in ([1, 2], [4, 0], [5, -1], []):
         with pytest.raises(ValueError, match=r"head_groups: must be positive and add up to the 4"):
             ContextParallel(None, "all_gather", head_groups=groups).attend(x, x, x)
-    share = 4 // size
-    with pytest.raises(ValueError, match=f"head_groups: must divide the {share} heads of keys"):
-        ContextParallel(None, "ulysses", head_groups=3).attend(x, x, x)
     with pytest.raises(ValueError, match="heads: ulysses over"):
         three = x[:, :, :3]
         ContextParallel(None, "ulysses").attend(three, three, three)

@@ -240,10 +240,10 @@ def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None
         assert_close(*results[::-1])
 
 
-def compiled_options(scheme: str, head_groups: int | None = None) -> None:
+def compiled_options(scheme: str) -> None:
     """Every option, documents, and the log-sum-exp."""
     torch._dynamo.reset()
-    parallel = ContextParallel(None, scheme, head_groups=head_groups)
+    parallel = ContextParallel(None, scheme)
     plan = parallel.plan([0, 5, 40, 40, 83, 96], window_size=(20, -1))
     generator = torch.Generator().manual_seed(6)
     q, k, v = (

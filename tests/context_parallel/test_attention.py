@@ -24,7 +24,6 @@ SCHEMES = {
     "all_gather-in-groups": Case("all_gather", 4, head_groups=2),
     "all_gather-in-uneven-groups": Case("all_gather", 4, head_groups=(1, 3)),
     "ulysses": Case("ulysses", 4),
-    "ulysses-in-groups": Case("ulysses", 4, heads_q=8, heads_k=8, head_groups=2),
     "ulysses+ring": Case("ulysses+ring", 4, ulysses_size=2),
     "auto": Case("auto", 4),
 }

@@ -46,15 +46,9 @@ def test_compile_ulysses_and_ring(four: Ranks) -> None:
     four.run(cases.compiled, "ulysses+ring", "aot_eager", 2)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "head_groups"),
-    [*((scheme, None) for scheme in SCHEMES), ("ulysses", 2)],
-    ids=[*SCHEMES, "ulysses-in-groups"],
-)
-def test_compile_takes_options_and_documents(
-    two: Ranks, scheme: str, head_groups: int | None
-) -> None:
-    two.run(cases.compiled_options, scheme, head_groups)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compile_takes_options_and_documents(two: Ranks, scheme: str) -> None:
+    two.run(cases.compiled_options, scheme)
 
 
 def test_compile_takes_dropout(two: Ranks) -> None:

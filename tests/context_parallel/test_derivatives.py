@@ -19,7 +19,6 @@ SCHEMES = {
     "all_gather": Case("all_gather", 2),
     "all_gather-in-uneven-groups": Case("all_gather", 2, head_groups=(1, 3)),
     "ulysses": Case("ulysses", 2),
-    "ulysses-in-groups": Case("ulysses", 2, head_groups=2),
 }
 LAYOUTS = {
     "batch": {"lengths": (64,), "batch": 2},

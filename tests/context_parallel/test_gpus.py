@@ -63,7 +63,6 @@ SCHEMES = {
     "all_gather-in-groups": {"scheme": "all_gather", "head_groups": 2},
     "all_gather-in-uneven-groups": {"scheme": "all_gather", "head_groups": (1, 3)},
     "ulysses": {"scheme": "ulysses"},
-    "ulysses-in-groups": {"scheme": "ulysses", "head_groups": 2},
     "ulysses+ring": {"scheme": "ulysses+ring", "ulysses_size": 2},
 }
 IN_FORWARD_MODE = [name for name in SCHEMES if name not in ("ring", "ulysses+ring")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flash_attn_cuda.context_parallel import Band, Piece, Plan, steps
 from flash_attn_cuda.context_parallel.attention import begins_with_all_rows, head_slices
 from flash_attn_cuda.context_parallel.head_exchange import check_heads, copy, is_of_words
-from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups, exchanged_seconds
+from flash_attn_cuda.context_parallel.load import Heads, Load, even_groups
 from flash_attn_cuda.context_parallel.plan import rows_of_joined
 from flash_attn_cuda.context_parallel.schedule import Sight, ringing
 
@@ -389,35 +389,6 @@ def test_groups_of_a_backward_are_even() -> None:
     assert groups_of(2, 1 << 16, True) == (8,)
     assert groups_of(2, 1 << 15, True, heads_k=1) == (1,)
     assert groups_of(8, 1 << 17, True) == (2, 2, 2, 2)
-
-
-def exchanged_groups(
-    ranks: int, seqlen: int, heads_k: int = 8, documents: int | None = None
-) -> tuple[int, ...]:
-    lengths = [documents or seqlen] * (seqlen // (documents or seqlen))
-    inside = Plan.zigzag(lengths, ranks).joined(ranks)
-    heads = Heads(32, heads_k, columns=256, itemsize=2)
-    return Load.of(inside, Band(None, 0)).exchanged_groups(heads, ranks)
-
-
-def test_groups_of_ulysses_are_worth_their_calls() -> None:
-    assert exchanged_groups(2, 1 << 13) == (4,)
-    assert exchanged_groups(2, 1 << 15) == (2, 2)
-    assert exchanged_groups(2, 1 << 17, documents=4096) == (1, 1, 1, 1)
-    assert exchanged_groups(2, 1 << 17, heads_k=4, documents=4096) == (1, 1)
-    assert exchanged_groups(2, 1 << 17, heads_k=32, documents=4096) == (4, 4, 4, 4)
-    assert exchanged_groups(2, 1 << 13, documents=4096) == (4,)  # less work than a host asks for
-    # A rank and a group have a head of keys at least:
-    assert exchanged_groups(8, 1 << 17) == exchanged_groups(16, 1 << 17) == (1,)
-
-
-@given(st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.integers(1, 6))
-def test_seconds_of_groups_in_turn(there: float, work: float, back: float, groups: int) -> None:
-    worked, returned = 0.0, there
-    for number in range(groups):
-        worked = max(worked, (number + 1) * there / groups) + work / groups
-        returned = max(returned, worked) + back / groups
-    assert exchanged_seconds(there, work, back, groups) == pytest.approx(returned)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))

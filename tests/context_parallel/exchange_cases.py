@@ -1,32 +1,25 @@
-"""What the ranks of a test do: the order in which transfers are asked for, waited for and worked
-beside.
-"""
+"""What the ranks of a test do: the collectives of ulysses, counted, and what each rank sends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn_cuda import flash_attn_func
 from flash_attn_cuda.context_parallel import ContextParallel, attention
-from tests.context_parallel.cases import Case, Whole, group_of, keep_draws, sharded_results
+from tests.context_parallel.cases import Case, Whole, group_of
 from tests.context_parallel.derivative_cases import Problem, jvp
 
-GROUPS = 2
-# Both groups are asked for before the first is waited for, and each goes back before the next.
-IN_TURN = [
-    *("ask 0", "ask 1"),
-    *("wait 0", "attend", "ask 2"),
-    *("wait 1", "attend", "ask 3"),
-    *("wait 2", "wait 3"),
-]
+# One collective before attention and one after it.
+IN_TURN = ["ask 0", "wait 0", "attend", "ask 1", "wait 1"]
 
 
 @contextmanager
@@ -76,7 +69,7 @@ def leaves_of(parallel: ContextParallel, case: Case) -> list[Tensor]:
     return [parallel.shard(x[None]).requires_grad_() for x in (whole.q, whole.k, whole.v)]
 
 
-def transfers_are_beside_attention(case: Case) -> None:
+def what_goes_the_same_way_travels_together(case: Case) -> None:
     parallel = group_of(case)
     leaves = leaves_of(parallel, case)
     parallel.attend(*leaves, causal=True)  # what is agreed on and prepared
@@ -91,31 +84,14 @@ def transfers_are_beside_attention(case: Case) -> None:
     assert [x.split()[0] for x in events] == [x.split()[0] for x in IN_TURN * 2]
 
 
-def gradients_of_lse_travel_with_those_of_out(case: Case) -> None:
-    """Of one group after the other. The log-sum-exp may be written in place."""
-    parallel = group_of(case)
-    leaves = leaves_of(parallel, case)
-    out, softmax_lse = parallel.attend(*leaves, causal=True, return_lse=True)
-    loss = out.square().sum() + softmax_lse.mul_(2.0).sum()
-    with recorded() as events:
-        torch.autograd.grad(loss, leaves)
-    assert events == [
-        *(f"ask {n}" for n in range(2 * GROUPS)),
-        *("wait 0", "wait 1", "attend", "ask 4"),
-        *("wait 2", "wait 3", "attend", "ask 5"),
-        *("wait 4", "wait 5"),
-    ]
-
-
-def tangents_travel_beside_attention(case: Case) -> None:
-    """Behind what they are tangents of; rows of the log-sum-exp go back behind those of out."""
+def tangents_travel_as_what_they_are_of(case: Case) -> None:
+    """Rows of the log-sum-exp go back behind those of out."""
     problem = Problem.of(case)
     mine, direction = problem.mine(problem.arguments()), problem.mine(problem.direction)
     jvp(problem.attend, mine, direction)  # what is agreed on and prepared
     with recorded() as events:
         jvp(problem.attend, mine, direction)
-    in_turn = [*("ask",) * GROUPS, *("wait", "attend", "ask", "ask") * GROUPS]
-    in_turn += ["wait"] * 2 * GROUPS
+    in_turn = ["ask", "wait", "attend", *("ask", "wait") * 2]
     assert [x.split()[0] for x in events] == in_turn * 2
 
 
@@ -127,20 +103,38 @@ def nothing_is_left_in_flight(case: Case) -> None:
         out = checkpoint(parallel.attend, *leaves, causal=True, use_reentrant=False)
         out.sum().backward()
     for event in ("ask", "wait"):
-        assert sum(x.startswith(event) for x in events) == 3 * 2 * GROUPS
+        assert sum(x.startswith(event) for x in events) == 3 * 2
 
 
-def groups_give_the_same_bits(case: Case, groups: tuple[int | tuple[int, ...], ...]) -> None:
-    """As all heads at once."""
-    found = []
-    for head_groups in (1, *groups):
-        of_groups = replace(case, head_groups=head_groups)
-        parallel = group_of(of_groups)
-        drawn = keep_draws(parallel)
-        torch.manual_seed(case.seed)
-        results, _ = sharded_results(of_groups, parallel, Whole.of(of_groups))
-        assert bool(drawn) == (case.dropout_p > 0)
-        found.append(results)
-    for results in found[1:]:
-        for name, x in found[0].items():
-            assert torch.equal(results[name], x), name
+def losses_leave_results_out(case: Case) -> None:
+    """Each rank's loss another one: gradients are those of the sum of all losses, and no rank waits
+    for what another does not send. By ulysses the log-sum-exp may be written in place.
+    """
+    whole, parallel = Whole.of(case), group_of(case)
+
+    def loss(out: Tensor, softmax_lse: Tensor, *, with_out: bool) -> Tensor:
+        if with_out:
+            return out.square().sum()
+        doubled = softmax_lse.mul_(2.0) if case.scheme == "ulysses" else 2.0 * softmax_lse
+        return doubled.square().sum()
+
+    leaves = leaves_of(parallel, case)
+    out, softmax_lse = parallel.attend(*leaves, causal=True, return_lse=True)
+    found = torch.autograd.grad(loss(out, softmax_lse, with_out=dist.get_rank() == 0), leaves)
+    of_whole = [x[None].detach().requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    out, softmax_lse, _ = flash_attn_func(*of_whole, causal=True, return_attn_probs=True)
+    total = 0.0
+    for rank in range(dist.get_world_size()):
+        rows = parallel_rows(parallel, out.shape[1], rank)
+        of_rank = out[:, rows], softmax_lse[:, :, rows]
+        total = total + loss(*(x.clone() for x in of_rank), with_out=rank == 0)
+    for x, y in zip(found, torch.autograd.grad(total, of_whole), strict=True):
+        torch.testing.assert_close(x, parallel.shard(y), rtol=1e-9, atol=1e-9)
+
+
+def parallel_rows(parallel: ContextParallel, seqlen: int, rank: int) -> list[int]:
+    """Positions of a sequence that the rank has."""
+    positions = parallel.shard(torch.arange(seqlen)[None])
+    every = [torch.empty_like(positions) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, positions)
+    return every[rank][0].tolist()
