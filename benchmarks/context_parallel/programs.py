@@ -437,7 +437,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of heads that ranks share out. of_row: bytes of a rank's row, all heads."""
+    """Heads that ranks share out. Sizes are those of a rank's row, of all heads, in bytes."""
 
     builder: Builder
     neighbours: range

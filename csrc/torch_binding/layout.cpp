@@ -14,7 +14,7 @@ bool has_whole_vectors(const at::Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) * tensor.element_size() % vector_bytes == 0;
 }
 
-// Where gradients are recorded, second derivatives hang on the tensor through it.
+// Autograd records the copy, so that second derivatives reach the tensor.
 at::Tensor contiguous_copy(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }

@@ -60,9 +60,8 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         dout = of_results[0]
-        dlse = of_results[1] if results_of(ctx.work) == 2 else None
-        if dout is None and dlse is None:
-            return (None,) * _OPERANDS
+        dlse = of_results[1] if count_of_results(ctx.work) == 2 else None
+        # Also where this rank's loss depends on neither: others wait for what it sends.
         wants_dsink = ctx.needs_input_grad[3]
         run = gradients if is_compiling() else ContextGradients.apply
         found = run(ctx.work, wants_dsink, dout, dlse, *ctx.saved_tensors)
@@ -108,7 +107,7 @@ def attend_in_context(
     return found[0], found[1] if work.returns_lse else None
 
 
-def results_of(work: Work) -> int:
+def count_of_results(work: Work) -> int:
     """How many of what ContextAttention returns is of this rank's rows."""
     return 2 if work.across is None or work.returns_lse else 1
 
@@ -118,7 +117,7 @@ def read_by_derivatives(
 ) -> tuple[Tensor | None, ...]:
     """(sink, alibi_slopes, rng_state), and behind them the fields of Kept."""
     q, k, v, sink, alibi_slopes, rng_state, work = inputs
-    kept = (q, k, v, *output) if work.across is None else output[results_of(work) :]
+    kept = (q, k, v, *output) if work.across is None else output[count_of_results(work) :]
     return sink, alibi_slopes, rng_state, *kept
 
 

@@ -1,6 +1,6 @@
 """Heads for rows: a rank gets all rows of its share of the heads, and gives the others their rows
-of the results (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1). What goes the same way at
-the same time travels side by side, in one collective.
+of the results (Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1). Tensors of one dtype that go
+the same way travel side by side, in one collective.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def own_rows(joined: Tensor, tensors: Sequence[Tensor], across: Across) -> tuple
     """
     rows = reordered(joined, across.places).unflatten(0, (across.ranks, -1))
     came = arrived(all_to_all(rows, across.group))
+    widths = [x.shape[1] * x.shape[2] for x in tensors]
     found = []
-    for columns, x in zip(came.split([x[0].numel() for x in tensors], -1), tensors, strict=True):
+    for columns, x in zip(came.split(widths, -1), tensors, strict=True):
         _, heads, dim = x.shape
         found.append(x.new_empty((came.shape[1], across.ranks * heads, dim)))
         copy(of_each_rank(found[-1], across.ranks), columns.unflatten(-1, (heads, dim)))

@@ -67,7 +67,8 @@ class ContextParallel:
         ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
         head_groups: of all_gather, into how many equal groups the heads of keys are split for their
             way, or how many heads each group has; all are asked for at once, and each is worked on
-            as it comes. None: chosen by the length, for either pass.
+            as it comes. None: chosen by the length, for either pass. "auto" heeds it where it takes
+            all_gather.
         sm_margin: multiprocessors that attention kernels on Hopper leave free for transfers, which
             otherwise may have to wait until a kernel that began earlier ends.
     """
@@ -87,6 +88,11 @@ class ContextParallel:
         if scheme != "ulysses+ring" and ulysses_size is not None:
             raise ValueError(
                 f"ulysses_size: must be None unless scheme is 'ulysses+ring', got {ulysses_size}"
+            )
+        if scheme not in ("auto", "all_gather") and head_groups is not None:
+            raise ValueError(
+                f"head_groups: must be None unless scheme is 'auto' or 'all_gather', got "
+                f"{head_groups}"
             )
         self.scheme = scheme
         self.head_groups = head_groups
@@ -230,11 +236,11 @@ class ContextParallel:
         settings.setdefault("softmax_scale", default_softmax_scale(index(q.shape[-1])))
         check_numbers(AttentionCall(q, k, v, **settings))
         left, right = window_bounds(window_size)
-        batch = None if plan is not None else q.shape[0]
+        batch_and_rows = None if plan is not None else (q.shape[0], q.shape[1])
         prepared = prepare(
             self,
             plan,
-            None if batch is None else (index(batch), index(q.shape[1])),
+            None if batch_and_rows is None else (index(q.shape[0]), index(q.shape[1])),
             (index(q.shape[-2]), index(k.shape[-2]), index(k.shape[-1]) + index(v.shape[-1])),
             k.dtype,
             q.device,
@@ -245,7 +251,7 @@ class ContextParallel:
         band = prepared.sight.band
         settings["window_size_left"] = -1 if band.left is None else band.left
         settings["window_size_right"] = -1 if band.right is None else band.right
-        if batch is not None:
+        if batch_and_rows is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         call = AttentionCall(q, k, v, sink=sink, **settings)
         dual = dual_names(q=q, k=k, v=v, sink=sink)
@@ -255,12 +261,12 @@ class ContextParallel:
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
         out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse)
-        if batch is not None:
-            out = out.unflatten(0, (batch, -1))
+        if batch_and_rows is not None:
+            out = out.unflatten(0, batch_and_rows)
         if softmax_lse is None:
             return out
-        if batch is not None:
-            softmax_lse = softmax_lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        if batch_and_rows is not None:
+            softmax_lse = softmax_lse.unflatten(1, batch_and_rows).transpose(0, 1)
         return out, softmax_lse
 
     if not IS_TRACED:
@@ -330,29 +336,30 @@ class ContextParallel:
         return self._once(key, lambda: make(plan, rank, heads, sight, device))
 
     def _head_groups(
-        self, load: Load, schedule: Schedule, heads: Heads
+        self, plan: Plan, band: Band, schedule: Schedule, heads: Heads
     ) -> tuple[HeadGroups, HeadGroups]:
         """Of the forward and of the backward."""
         if schedule.merges or all(hop.exchange is None for hop in schedule.hops):
             return (heads.k,), (heads.k,)
         if self.head_groups is None:
+            load = Load.of(plan, band)
             return load.head_groups(heads, backward=False), load.head_groups(heads, backward=True)
         groups = self._given_head_groups(heads.k)
         return groups, groups
 
     def _given_head_groups(self, heads_k: int) -> HeadGroups:
-        heads = f"{heads_k} heads of keys"
         if isinstance(self.head_groups, Sequence):
             groups = tuple(index(x) for x in self.head_groups)
             if min(groups, default=0) < 1 or sum(groups) != heads_k:
                 raise ValueError(
-                    f"head_groups: must be positive and add up to the {heads}, got {list(groups)}"
+                    f"head_groups: must be positive and add up to the {heads_k} heads of keys, got "
+                    f"{list(groups)}"
                 )
             return groups
         assert self.head_groups is not None
         count = index(self.head_groups)
         if count < 1 or heads_k % count:
-            raise ValueError(f"head_groups: must divide the {heads}, got {count}")
+            raise ValueError(f"head_groups: must divide the {heads_k} heads of keys, got {count}")
         return even_groups(heads_k, count)
 
     def _draw(self, q: Tensor) -> Tensor:
@@ -396,7 +403,7 @@ class ContextParallel:
                 sight,
                 scheme,
                 schedule,
-                self._head_groups(Load.of(inside, sight.band), schedule, heads),
+                self._head_groups(inside, sight.band, schedule, heads),
                 self._across(plan, inside, scheme, device),
             )
 

@@ -1,6 +1,6 @@
-"""Ulysses: attention of all rows of a rank's share of the heads, between a transfer of what it
-reads and one of what it gives. Nothing travels beside the attention: kernels of both want the same
-multiprocessors (docs/context_parallel.md).
+"""Ulysses: attention of all rows of a rank's share of the heads. What it reads has come before it
+begins, and what it gives goes back when it has ended: heads in groups, sent beside the attention to
+others, gave nothing (docs/context_parallel.md).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def exchanged_forward(
     across, own, heads = on_own_heads(work, q.shape[1] // work.across.ranks)
     q, k, v = all_rows((q, k, v), across)
     out, softmax_lse = attend_to_keys(own, q, k, v, None if sink is None else sink[heads])
-    return results_of(work, across, out, softmax_lse), Kept(q, k, v, out, softmax_lse)
+    return own_results(work, across, out, softmax_lse), Kept(q, k, v, out, softmax_lse)
 
 
-def results_of(work: Work, across: Across, out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, ...]:
+def own_results(work: Work, across: Across, out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, ...]:
     """(out,) or (out, softmax_lse), or their tangents, of this rank's rows."""
     results = own_rows(out.flatten(1), (out,), across)
     if not work.returns_lse:
@@ -128,7 +128,7 @@ def exchanged_jvp(
         OfWhole(None, None, out, softmax_lse, own.settings["rng_state"]),
         Tangents(tq=tq, tk=tk, tv=tv, tsink=None if tsink is None else tsink[heads]),
     )
-    return results_of(work, across, tout, tlse), Kept(tq, tk, tv, tout, tlse)
+    return own_results(work, across, tout, tlse), Kept(tq, tk, tv, tout, tlse)
 
 
 def zeros_of_own_rows(x: Tensor, across: Across) -> Tensor:

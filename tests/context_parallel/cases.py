@@ -72,7 +72,7 @@ class Whole:
     def of(cls, case: Case) -> Whole:
         """Packed, the same on every rank."""
         generator = torch.Generator().manual_seed(case.seed)
-        lengths = case.lengths * (case.batch or 1)
+        lengths = case.lengths * (1 if case.batch is None else case.batch)
         total = sum(lengths)
 
         def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -150,7 +150,7 @@ def sharded_results(
     def cut(x: Tensor) -> Tensor:
         if plan is not None:
             return parallel.shard(x, plan).contiguous()
-        return parallel.shard(x.unflatten(0, (case.batch, -1))).contiguous()
+        return parallel.shard(x.unflatten(0, (case.batch, *case.lengths))).contiguous()
 
     def join(x: Tensor) -> Tensor:
         joined = parallel.unshard(x, plan)
@@ -439,6 +439,8 @@ def refuses() -> None:
     for groups in ([1, 2], [4, 0], [5, -1], []):
         with pytest.raises(ValueError, match=r"head_groups: must be positive and add up to the 4"):
             ContextParallel(None, "all_gather", head_groups=groups).attend(x, x, x)
+    with pytest.raises(ValueError, match="head_groups: must be None unless scheme is 'auto' or"):
+        ContextParallel(None, "ulysses", head_groups=2)
     with pytest.raises(ValueError, match="heads: ulysses over"):
         three = x[:, :, :3]
         ContextParallel(None, "ulysses").attend(three, three, three)

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: the collectives of ulysses, counted, and what each rank sends."""
+"""What the ranks of a test do: which collectives they take part in, and in which order."""
 
 from __future__ import annotations
 
@@ -130,6 +130,34 @@ def losses_leave_results_out(case: Case) -> None:
         total = total + loss(*(x.clone() for x in of_rank), with_out=rank == 0)
     for x, y in zip(found, torch.autograd.grad(total, of_whole), strict=True):
         torch.testing.assert_close(x, parallel.shard(y), rtol=1e-9, atol=1e-9)
+
+
+class NoGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+def one_loss_depends_on_nothing(case: Case) -> None:
+    """Gradients are those of the other ranks' losses, which wait for nobody."""
+    parallel = group_of(case)
+
+    def gradients(out_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        leaves = leaves_of(parallel, case)
+        loss = out_of(parallel.attend(*leaves, causal=True)).square().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    is_first = dist.get_rank() == 0
+    found = gradients(NoGradient.apply if is_first else torch.clone)
+    expected = gradients(lambda out: 0.0 * out if is_first else out)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
 def parallel_rows(parallel: ContextParallel, seqlen: int, rank: int) -> list[int]:

@@ -5,6 +5,7 @@ call over the whole gives.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_equals_the_whole(four: Ranks, scheme: str, layout: str, option: str) ->
     if layout == "documents" or layout == "few":
         case = replace(case, lengths=LAYOUTS[layout]["lengths"])
     four.run(cases.equals_the_whole, case)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"lengths": (0, 0, 0), "batch": None},
+        {"lengths": (0,), "batch": 2},
+        {"lengths": (64,), "batch": 0},
+    ],
+    ids=["documents", "seqlen", "batch"],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_at_all(four: Ranks, scheme: str, layout: dict[str, Any]) -> None:
+    for options in ({}, {"has_alibi": True, "has_sink": True}):
+        four.run(cases.equals_the_whole, replace(SCHEMES[scheme], **layout, **options))
 
 
 def test_groups_of_heads_of_either_pass(four: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The collectives of ulysses, in two processes over gloo."""
+"""Collectives between two processes over gloo: ulysses' in order, and that none is left out."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def test_nothing_is_left_in_flight(two: Ranks) -> None:
 @pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
 def test_losses_leave_results_out(two: Ranks, scheme: str) -> None:
     two.run(cases.losses_leave_results_out, Case(scheme, 2, heads_q=8))
+
+
+@pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
+def test_one_loss_depends_on_nothing(two: Ranks, scheme: str) -> None:
+    two.run(cases.one_loss_depends_on_nothing, Case(scheme, 2, heads_q=8))

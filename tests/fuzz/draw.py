@@ -141,7 +141,10 @@ class Draw:
         is_small = of.batch * of.num_heads_q <= 24 and pairs <= MOST_PAIRS
         if is_small and self.chance(0.12):
             size, given = self.rng.choice(
-                ((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity"))
+                (
+                    *((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity")),
+                    *((64, "blocks"), (128, "blocks")),
+                )
             )
             mask = RandomMask(
                 self.rng.choice((0.0, 0.05, 0.5, 1.0)), size, self.rng.choice(OWN), given
@@ -208,12 +211,15 @@ def cache(draw: Draw) -> RandomCall:
 def fp8_cache(draw: Draw) -> RandomCall:
     case = _over_cache(draw, step=16)
     form = draw.rng.choice(SCALE_FORMS)
+    quantizes = case.seqlens_new is not None and draw.chance(0.3)
     fp8 = Fp8Case(
         case,
-        form,
-        form if draw.chance(0.6) else draw.rng.choice(SCALE_FORMS),
-        strides=draw.rng.choice(STRIDES),
+        "token" if quantizes else form,
+        "token" if quantizes else (form if draw.chance(0.6) else draw.rng.choice(SCALE_FORMS)),
+        strides=draw.rng.choice(("plain", "strided") if quantizes else STRIDES),
         powers=draw.chance(0.4),
+        quantize="token" if quantizes else None,
+        q_is_fp8=case.dtype == torch.bfloat16 and draw.chance(0.2),
     )
     return CacheCall(fp8, _splits(draw))
 

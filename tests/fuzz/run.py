@@ -3,8 +3,9 @@
     python -m tests.fuzz.run --seconds 300 --processes 8
 
 Every call but a derivative runs twice, and bits must repeat where they are promised to. What the
-package refuses by NotImplementedError is counted by its message. A failure, or a call that does not
-end, is printed with the command that runs it again. The exit status is 1 if there was one.
+package refuses by NotImplementedError is counted by its message. A call whose result is wrong, that
+crashes or that does not end is printed with the command that runs it again. The exit status is 1 if
+there was one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from multiprocessing.connection import Connection, wait
 
 import torch
 
@@ -29,178 +30,217 @@ from flash_attn_cuda import check_device_errors
 from tests.cases.fp8_cache import Fp8Case, assert_fp8_close
 from tests.cases.fp8_cache import attend as attend_fp8
 from tests.cases.harness import assert_cache_close, assert_same_bits, attend_over_cache
-from tests.cases.masked import MaskedCase, MaskedInputs
+from tests.cases.masked import MaskedCase
 from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.second_order import check_derivatives
 from tests.fuzz.draw import KINDS, MOST_PAIRS, CacheCall, DerivativeCall, RandomCall, draw_call
-from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 
-GRACE = 60.0  # seconds after the deadline for the call that runs then
+GRACE = 60.0  # seconds after the deadline for the calls that run then
+RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
+NO_MEMORY = "no memory for the call and its reference"
+
+# (call, seed of its tensors) -> what was refused of it, or None. Raises AssertionError where a
+# result is wrong, NotImplementedError where all of it is refused.
+Check = Callable[[RandomCall, int], str | None]
 
 
-@dataclass
-class Tally:
-    """Calls by kind, and texts of what was refused and of what failed."""
-
-    right: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        for name in ("right", "refused", "wrong", "refusals"):
-            getattr(self, name).update(getattr(other, name))
-        self.failures += other.failures
-
-    def __str__(self) -> str:
-        lines = [f"{count:6} refused: {text}" for text, count in self.refusals.most_common()]
-        lines += self.failures
-        for kind in KINDS:
-            counts = (self.right[kind], self.refused[kind], self.wrong[kind])
-            if any(counts):
-                lines.append("{}: {} right, {} refused, {} wrong".format(kind, *counts))
-        return "\n".join(lines)
+# -- one call --------------------------------------------------------------------------------------
 
 
-def check(call: RandomCall) -> None:
-    """Raise AssertionError where a result is wrong, NotImplementedError where it is refused."""
+def check(call: RandomCall, seed: int) -> str | None:
     if isinstance(call, DerivativeCall):
-        check_derivatives(call.case, call.transform)
-    elif isinstance(call, CacheCall):
-        _check_cache(call)
-    else:
-        _check_attention(call)
+        check_derivatives(call.case, call.transform, seed)
+        return None
+    if isinstance(call, CacheCall):
+        _check_cache(call, seed)
+        return None
+    return _check_attention(call, seed)
 
 
-def _check_cache(call: CacheCall) -> None:
+def _check_cache(call: CacheCall, seed: int) -> None:
     if isinstance(call.case, Fp8Case):
-        of_fp8 = call.case.make_inputs()
+        of_fp8 = call.case.make_inputs(seed)
         run = partial(attend_fp8, call.case, of_fp8, num_splits=call.num_splits)
         result, written = run()
         assert_same_bits(run()[0], result, "of the second run")
         assert_fp8_close(call.case, of_fp8, result, written)
     else:
-        inputs = call.case.make_inputs()
+        inputs = call.case.make_inputs(seed)
         run_cache = partial(attend_over_cache, call.case, inputs, num_splits=call.num_splits)
         result, *caches = run_cache()
         assert_same_bits(run_cache()[0], result, "of the second run")
         assert_cache_close(call.case, inputs, result, *caches)
 
 
-def _check_attention(case: MaskedCase) -> None:
-    inputs = case.make_inputs()
-    result, second = (_with_gradients_if_any(case, inputs) for _ in range(2))
-    second.dbias = None  # atomic adds sum what pairs share
-    assert_same_bits(second, result, "of the second run", deterministic=case.of.deterministic)
-    assert_close(result, *masked_reference(case, inputs))
-
-
-def _with_gradients_if_any(case: MaskedCase, inputs: MaskedInputs) -> AttentionResult:
-    """Without gradients where the call's are refused."""
+def _check_attention(case: MaskedCase, seed: int) -> str | None:
+    inputs = case.make_inputs(seed)
+    refused = None
     try:
-        return run_masked(case, inputs)
-    except NotImplementedError:
-        return run_masked(case, inputs, backward=False)
+        result = run_masked(case, inputs)
+    except NotImplementedError as refusal:
+        refused = f"gradients of it: {refusal}"
+        result = run_masked(case, inputs, backward=False)
+    again = run_masked(case, inputs, backward=refused is None)
+    again.dbias = None  # atomic adds sum what pairs share
+    assert_same_bits(again, result, "of the second run", deterministic=case.of.deterministic)
+    assert_close(result, *masked_reference(case, inputs))
+    return refused
 
 
-def run_calls(
-    options: argparse.Namespace,
-    numbers: Iterator[int],
-    deadline: float,
-    begin: Callable[[int], None] = lambda _: None,
-) -> Tally:
-    """The calls of these numbers until the deadline, by time.time. begin: told each number."""
-    tally = Tally()
-    for number in numbers:
-        if time.time() > deadline:
-            break
-        begin(number)
-        kind = options.kinds[number % len(options.kinds)]
-        call = None
-        try:
-            call = draw_call(kind, options.seed, number, options.device, options.most_pairs)
-            check(call)
-            if options.device == "cuda":
-                check_device_errors()
-            tally.right[kind] += 1
-        except NotImplementedError as refusal:
-            tally.refused[kind] += 1
-            tally.refusals[re.sub(r"\d+", "N", str(refusal))] += 1
-        except torch.cuda.OutOfMemoryError:
-            tally.refused[kind] += 1
-            tally.refusals["no memory for the call and its reference"] += 1
-            torch.cuda.empty_cache()
-        except Exception:  # whatever it is, it is a finding
-            text = traceback.format_exc(limit=-2)
-            tally.wrong[kind] += 1
-            tally.failures.append(f"WRONG {call}\n  {again(options, number)}\n{text}")
-            if "CUDA error" in text:  # nothing runs in this process any more
-                break
-    return tally
+@dataclass(frozen=True)
+class Outcome:
+    """Of one call. text: what was refused, or what is wrong and the command that runs it again."""
+
+    kind: str
+    what: str
+    text: str | None = None
+
+
+def outcome_of(options: argparse.Namespace, number: int, checked_by: Check = check) -> Outcome:
+    kind = options.kinds[number % len(options.kinds)]
+    call = None
+    try:
+        call = call_of(options, number)
+        refused = checked_by(call, number)
+        if options.device == "cuda":
+            check_device_errors()
+        return Outcome(kind, RIGHT, refused)
+    except NotImplementedError as refusal:
+        return Outcome(kind, REFUSED, str(refusal))
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return Outcome(kind, REFUSED, NO_MEMORY)
+    except Exception:  # whatever it is, it is a finding
+        text = traceback.format_exc(limit=-2)
+        return Outcome(kind, WRONG, f"WRONG {call}\n  {again(options, number)}\n{text}")
+
+
+def call_of(options: argparse.Namespace, number: int) -> RandomCall:
+    kind = options.kinds[number % len(options.kinds)]
+    return draw_call(kind, options.seed, number, options.device, options.most_pairs)
 
 
 def again(options: argparse.Namespace, number: int) -> str:
     """The command that runs the call of this number alone."""
     return (
         f"python -m tests.fuzz.run --kinds {' '.join(options.kinds)} --seed {options.seed} "
-        f"--device {options.device} --most-pairs {options.most_pairs:g} --first {number} --calls 1"
+        f"--device {options.device} --most-pairs {options.most_pairs!r} --first {number} --calls 1"
     )
 
 
-def numbers_of(options: argparse.Namespace, share: int) -> Iterator[int]:
-    """Those of one process."""
+# -- many calls ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """counts: calls by (kind, what became of them)."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.counts[outcome.kind, outcome.what] += 1
+        if outcome.text is None:
+            return
+        if outcome.what == WRONG:
+            print(outcome.text, flush=True)
+            self.failures.append(outcome.text)
+        else:
+            self.refusals[re.sub(r"\d+", "N", outcome.text)] += 1
+
+    def __str__(self) -> str:
+        lines = [f"{count:6} refused: {text}" for text, count in self.refusals.most_common()]
+        for kind in dict.fromkeys(kind for kind, _ in self.counts):
+            counts = (f"{self.counts[kind, what]} {what}" for what in (RIGHT, REFUSED, WRONG))
+            lines.append(f"{kind}: {', '.join(counts)}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Share:
+    """A process, what it tells, and the call that it is at: None before the first and between."""
+
+    process: multiprocessing.process.BaseProcess
+    reader: Connection
+    number: int | None = None
+
+
+def run_calls(options: argparse.Namespace, checked_by: Check = check) -> Tally:
+    """The calls in options.processes side by side until options.seconds are over. A process that
+    crashes, or does not end within GRACE of that, is a failure.
+    """
+    deadline = time.time() + options.seconds
+    context = multiprocessing.get_context("spawn")
+    shares = []
+    for number in range(options.processes):
+        reader, writer = context.Pipe(duplex=False)
+        arguments = (options, number, deadline, checked_by, writer)
+        process = context.Process(target=_run_share, args=arguments)
+        process.start()
+        writer.close()  # so that the reader sees the end of the process
+        shares.append(Share(process, reader))
+    tally = Tally()
+    telling = {share.reader: share for share in shares}
+    while telling and (left := deadline + GRACE - time.time()) > 0.0:
+        for reader in wait(list(telling), left):
+            share = telling[reader]
+            try:
+                told = share.reader.recv()
+            except EOFError:
+                del telling[reader]
+                continue
+            share.number = told if isinstance(told, int) else None
+            if isinstance(told, Outcome):
+                tally.add(told)
+    for share in shares:
+        if share.reader in telling:
+            tally.add(_unfinished(options, share, "DID NOT END"))
+            share.process.kill()
+        share.process.join()
+        if share.process.exitcode != 0 and share.reader not in telling:
+            tally.add(_unfinished(options, share, f"CRASHED ({share.process.exitcode})"))
+    return tally
+
+
+def _unfinished(options: argparse.Namespace, share: Share, what: str) -> Outcome:
+    if share.number is None:
+        return Outcome("no call", WRONG, f"{what}: a process outside a call")
+    kind = options.kinds[share.number % len(options.kinds)]
+    call = call_of(options, share.number)
+    return Outcome(kind, WRONG, f"{what} {call}\n  {again(options, share.number)}")
+
+
+def _run_share(
+    options: argparse.Namespace, share: int, deadline: float, checked_by: Check, writer: Connection
+) -> None:
+    # Where it is when it does not end, to stderr.
+    faulthandler.dump_traceback_later(max(1.0, deadline + GRACE - 5.0 - time.time()))
+    for number in _numbers_of(options, share):
+        if time.time() > deadline:
+            break
+        writer.send(number)
+        outcome = outcome_of(options, number, checked_by)
+        writer.send(outcome)
+        if outcome.what == WRONG and "CUDA error" in (outcome.text or ""):
+            break  # nothing runs in this process any more
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _numbers_of(options: argparse.Namespace, share: int) -> Iterator[int]:
     last = float("inf") if options.calls is None else options.first + options.calls
     every = itertools.count(options.first + share, options.processes)
     return itertools.takewhile(lambda number: number < last, every)
 
 
-def _run_share(
-    options: argparse.Namespace, share: int, deadline: float, running: Any, tallies: Any
-) -> None:
-    def begin(number: int) -> None:
-        running[share] = number
-
-    faulthandler.dump_traceback_later(deadline + GRACE - 5.0 - time.time())
-    tallies.put(run_calls(options, numbers_of(options, share), deadline, begin))
-
-
-def run_shares(options: argparse.Namespace, deadline: float) -> Tally:
-    """The calls in processes side by side. One that crashes, or does not end within GRACE of the
-    deadline, is a failure.
-    """
-    context = multiprocessing.get_context("spawn")
-    running = context.Array("q", [options.first] * options.processes)
-    tallies = context.SimpleQueue()
-    processes = [
-        context.Process(target=_run_share, args=(options, share, deadline, running, tallies))
-        for share in range(options.processes)
-    ]
-    for process in processes:
-        process.start()
-    tally = Tally()
-    ended: set[int] = set()
-    while len(ended) < len(processes) and time.time() < deadline + GRACE:
-        time.sleep(0.1)
-        # Before the queue is read: what has ended has put its tally there.
-        ended = {n for n, process in enumerate(processes) if process.exitcode is not None}
-        while not tallies.empty():
-            tally.add(tallies.get())
-    for share, process in enumerate(processes):
-        if process.exitcode != 0:
-            number = running[share]
-            what = "DID NOT END" if process.exitcode is None else f"CRASHED ({process.exitcode})"
-            kind = options.kinds[number % len(options.kinds)]
-            call = draw_call(kind, options.seed, number, options.device, options.most_pairs)
-            tally.wrong[kind] += 1
-            tally.failures.append(f"{what} {call}\n  {again(options, number)}")
-            process.kill()
-    return tally
+# -- the program -----------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
@@ -215,12 +255,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    deadline = time.time() + options.seconds
-    if options.processes == 1:
-        tally = run_calls(options, numbers_of(options, 0), deadline)
-    else:
-        tally = run_shares(options, deadline)
+    tally = run_calls(parse(arguments))
     print(tally)
     return 1 if tally.failures else 0
 

@@ -1,7 +1,8 @@
-"""Random calls, a few on the CPU and more on a GPU, and that a wrong result is named."""
+"""Random calls, a few on the CPU and more on a GPU, and that what is wrong is named."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,30 +13,33 @@ from tests.cases.harness import DEVICE, scaled
 from tests.cases.masked import MaskedCase
 from tests.cases.second_order import SECOND_ORDER, jvp
 from tests.fuzz import run
-from tests.fuzz.draw import KINDS, draw_call
-from tests.fuzz.run import Tally, run_calls
+from tests.fuzz.draw import KINDS, RandomCall, draw_call
+from tests.fuzz.run import REFUSED, RIGHT, WRONG, Tally, outcome_of
 
 SEED = 7
+ON_CPU = "--seed 7 --device cpu --most-pairs 4e3"
 
 
-def tally_of(kind: str, calls: int, device: str, most_pairs: float) -> Tally:
+def check_calls(kind: str, calls: int, device: str, most_pairs: float) -> None:
     given = f"--kinds {kind} --seed {SEED} --device {device} --most-pairs {most_pairs}"
-    return run_calls(run.parse(given.split()), iter(range(calls)), time.time() + 300.0)
+    options, tally = run.parse(given.split()), Tally()
+    for number in range(calls):
+        tally.add(outcome_of(options, number))
+    assert not tally.failures
+    counts = {what: tally.counts[kind, what] for what in (RIGHT, REFUSED)}
+    assert sum(counts.values()) == calls
+    assert counts[RIGHT] > 2 * counts[REFUSED], str(tally)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls(kind: str) -> None:
-    tally = tally_of(kind, scaled(100, 10), DEVICE, scaled(4_000_000, 4_000))
-    assert not tally.failures, str(tally)
-    assert tally.right[kind] > 2 * tally.refused[kind], str(tally)
+    check_calls(kind, scaled(100, 10), DEVICE, scaled(4_000_000, 4_000))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_on_the_cpu(kind: str) -> None:
-    tally = tally_of(kind, 10, "cpu", 4_000.0)
-    assert not tally.failures, str(tally)
-    assert tally.right[kind] + tally.refused[kind] == 10
+    check_calls(kind, 10, "cpu", 4_000.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,13 +58,19 @@ def test_draws_reach_every_feature() -> None:
         of = [x.of for x in cases]
         assert_some_have(of, "causal", "softcap", "alibi", "dropout_p", "softmax_scale")
         assert_some_have(of, "deterministic", "head_dim_v")
+        assert {x.mask.given for x in cases if x.mask} == {"attn_mask", "sparsity", "blocks"}
+        assert any(x.bias is not None and not x.bias.requires_grad for x in cases)
+        assert len({x.window for x in of}) > 10
+    assert len({x.of.layout for x in drawn["dense"]}) > 8
     assert_some_have([x.of for x in drawn["packed"]], "lengths_k", "used_q", "used_k", "leftpad")
-    caches = [x.case for x in drawn["cache"]]
-    for cases in (caches, [x.case.cache for x in drawn["fp8_cache"]]):
+    caches, fp8 = ([x.case for x in drawn[kind]] for kind in ("cache", "fp8_cache"))
+    for cases in (caches, [x.cache for x in fp8]):
         assert_some_have(cases, "page_size", "leftpad", "batch_idx", "seqlens_new", "rotary_dim")
         assert_some_have(cases, "sink", "causal", "softcap", "alibi")
-    transforms = {x.transform for x in drawn["derivatives"]}
-    assert transforms == {jvp, *SECOND_ORDER}
+    assert_some_have(fp8, "quantize", "q_is_fp8", "powers")
+    assert len({(x.k_form, x.v_form, x.strides) for x in fp8}) > 20
+    assert len({x.num_splits for x in drawn["cache"]}) > 3
+    assert {x.transform for x in drawn["derivatives"]} == {jvp, *SECOND_ORDER}
 
 
 def assert_some_have(cases: Sequence[Any], *names: str) -> None:
@@ -68,9 +78,7 @@ def assert_some_have(cases: Sequence[Any], *names: str) -> None:
         assert any(getattr(x, name) for x in cases), name
 
 
-def test_a_wrong_result_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = run.run_masked
 
     def off_by_one_percent(*args: object, **options: object) -> object:
@@ -79,25 +87,54 @@ def test_a_wrong_result_is_named(
         return result
 
     monkeypatch.setattr(run, "run_masked", off_by_one_percent)
-    status = run.main(
-        ["--kinds", "dense", "--calls", "8", "--device", "cpu", "--most-pairs", "4e3"]
-    )
-    printed = capsys.readouterr().out
-    assert status == 1
-    assert "WRONG" in printed
-    assert "--kinds dense --seed 0 --device cpu --most-pairs 4000 --first" in printed
-    assert "not close to the reference" in printed
+    options = run.parse(f"--kinds dense {ON_CPU}".split())
+    found = [outcome_of(options, number) for number in range(8)]
+    wrong = [(n, x.text or "") for n, x in enumerate(found) if x.what == WRONG]
+    assert wrong
+    for number, text in wrong:
+        assert "not close to the reference" in text
+        assert f"{ON_CPU.replace('4e3', '4000.0')} --first {number} --calls 1" in text
 
 
-def test_processes_side_by_side(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """All calls run, and one that does not end is named."""
-    given = "--kinds packed cache --calls 20 --device cpu --most-pairs 4e3 --processes 2"
-    assert run.main(given.split()) == 0
-    assert "packed: 10 right" in capfd.readouterr().out
-    monkeypatch.setattr(run, "GRACE", -5.0)  # before a process has imported torch
-    assert run.main([*given.split(), "--seconds", "5"]) == 1
-    printed = capfd.readouterr().out
-    assert printed.count("DID NOT END") == 2
-    assert "--first 0 --calls 1" in printed
+def refuse_some(call: RandomCall, seed: int) -> str | None:
+    if seed == 1:
+        raise NotImplementedError("this one")
+    return "some of it" if seed == 2 else None
+
+
+def fail_and_crash(call: RandomCall, seed: int) -> str | None:
+    assert seed != 1, "the second call"
+    if seed == 3:
+        os._exit(5)
+    return None
+
+
+def sleep_on_the_third(call: RandomCall, seed: int) -> str | None:
+    if seed == 2:
+        time.sleep(600.0)
+    return None
+
+
+def test_processes_side_by_side() -> None:
+    options = run.parse(f"--kinds packed cache --calls 8 --processes 2 {ON_CPU}".split())
+    tally = run.run_calls(options, refuse_some)
+    assert tally.counts == {("packed", RIGHT): 4, ("cache", RIGHT): 3, ("cache", REFUSED): 1}
+    assert tally.refusals == {"this one": 1, "some of it": 1}
+    assert not tally.failures
+
+
+def test_a_crash_is_named_and_nothing_before_it_is_lost() -> None:
+    options = run.parse(f"--kinds dense --calls 9 {ON_CPU}".split())
+    tally = run.run_calls(options, fail_and_crash)
+    assert tally.counts == {("dense", RIGHT): 2, ("dense", WRONG): 2}
+    wrong, crashed = tally.failures
+    assert "the second call" in wrong and "--first 1 --calls 1" in wrong
+    assert "CRASHED (5)" in crashed and "--first 3 --calls 1" in crashed
+
+
+def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "GRACE", 1.0)
+    options = run.parse(f"--kinds dense --seconds 10 {ON_CPU}".split())
+    tally = run.run_calls(options, sleep_on_the_third)
+    assert tally.counts == {("dense", RIGHT): 2, ("dense", WRONG): 1}
+    assert "DID NOT END" in tally.failures[0] and "--first 2 --calls 1" in tally.failures[0]

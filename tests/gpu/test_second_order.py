@@ -98,8 +98,8 @@ def test_memory_layouts(layout: Layout, head_dim: int, transform: Transform) -> 
 
 
 def test_copies_of_what_kernels_cannot_read() -> None:
-    """A negative view, a bias whose columns lie apart, a sink of 16 bits, tokens of one expanded
-    row: their second derivatives are those of plain copies.
+    """A negative view and a bias whose columns lie apart, beside an expanded q and a sink of 16
+    bits: second derivatives are those of contiguous tensors.
     """
     (q, k, v), weight = leaves_and_weight(64)
     q = q[:, :1].detach()

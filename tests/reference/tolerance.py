@@ -43,7 +43,7 @@ from tests.reference import AttentionResult
 
 MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.0
-FEW_ROWS = 4.0  # both factors grow by this over the square root of the number of rows
+FEW_ROWS = 4.0  # over the square root of the number of rows: what factors grow by
 LSE_RELATIVE_ERROR = 2.0**-19
 LSE_MEAN_FACTOR = 0.5
 
