@@ -11,6 +11,7 @@ from tests.context_parallel.ranks import Ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 CASE = Case("ulysses", 2, heads_q=8)
+SCHEMES = pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
 
 
 def test_what_goes_the_same_way_travels_together(two: Ranks) -> None:
@@ -25,11 +26,16 @@ def test_nothing_is_left_in_flight(two: Ranks) -> None:
     two.run(cases.nothing_is_left_in_flight, CASE)
 
 
-@pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
+@SCHEMES
 def test_losses_leave_results_out(two: Ranks, scheme: str) -> None:
     two.run(cases.losses_leave_results_out, Case(scheme, 2, heads_q=8))
 
 
-@pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
+@SCHEMES
 def test_one_loss_depends_on_nothing(two: Ranks, scheme: str) -> None:
     two.run(cases.one_loss_depends_on_nothing, Case(scheme, 2, heads_q=8))
+
+
+@SCHEMES
+def test_nothing_at_all(two: Ranks, scheme: str) -> None:
+    two.run(cases.nothing_at_all, Case(scheme, 2, heads_q=8))

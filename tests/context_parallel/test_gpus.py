@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cases.harness import ON_CPU
-from tests.context_parallel import cases, derivative_cases, dtensor_cases
+from tests.context_parallel import cases, derivative_cases, dtensor_cases, exchange_cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
@@ -115,6 +115,14 @@ def test_values_repeat_bit_by_bit(gpus: Ranks, scheme: str, layout: str) -> None
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_a_cuda_graph(gpus: Ranks, scheme: str) -> None:
     gpus.run(cases.in_a_graph, case_of(gpus, **SCHEMES[scheme], deterministic=True))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_rank_sends_what_others_wait_for(gpus: Ranks, scheme: str) -> None:
+    case = case_of(gpus, **SCHEMES[scheme])
+    gpus.run(exchange_cases.losses_leave_results_out, case)
+    gpus.run(exchange_cases.one_loss_depends_on_nothing, case)
+    gpus.run(exchange_cases.nothing_at_all, case)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
