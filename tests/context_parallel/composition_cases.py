@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,22 @@ from flash_attn_cuda.context_parallel.parallel import IS_TRACED
 
 WIDTH, HEADS, SEQLEN, BATCH = 32, 4, 32, 4
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is, and in which dtype."""
+
+    device: str
+    dtype: torch.dtype
+
+    def put(self, x: Any) -> Any:
+        """A tensor or a module."""
+        return x.to(self.device, self.dtype)
+
+
+CPU = Place("cpu", torch.float64)
+CUDA = Place("cuda", torch.bfloat16)
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,31 +69,35 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def model_of(attention: Attention, layers: int = 2) -> nn.Sequential:
+def model_of(attention: Attention, layers: int = 2, place: Place = CPU) -> nn.Sequential:
     """The same weights at every call and on every rank."""
     torch.manual_seed(3)
-    return nn.Sequential(*(Block(attention) for _ in range(layers))).double()
+    return place.put(nn.Sequential(*(Block(attention) for _ in range(layers))))
 
 
-def whole_input() -> tuple[Tensor, Tensor]:
+def whole_input(place: Place = CPU) -> tuple[Tensor, Tensor]:
     """(x, target), each (BATCH, SEQLEN, WIDTH)."""
     generator = torch.Generator().manual_seed(4)
     x, target = torch.randn(2, BATCH, SEQLEN, WIDTH, generator=generator, dtype=torch.float64)
-    return x, target
+    return place.put(x), place.put(target)
 
 
-def gradients_of_whole(layers: int = 2) -> dict[str, Tensor]:
-    model = model_of(whole_attention, layers)
-    x, target = whole_input()
+def gradients_of_whole(layers: int = 2, place: Place = CPU) -> dict[str, Tensor]:
+    model = model_of(whole_attention, layers, place)
+    x, target = whole_input(place)
     F.mse_loss(model(x), target).backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """In low precision to some roundings of a tensor's largest value."""
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
+        rtol, atol = 1e-9, 1e-11
+        if x.dtype != torch.float64:
+            rtol, atol = 0.0, 8.0 * torch.finfo(x.dtype).eps * x.abs().max().item()
         torch.testing.assert_close(
-            found[name], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+            found[name], x, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -84,19 +105,20 @@ def causal(parallel: ContextParallel) -> Attention:
     return lambda q, k, v: parallel.attend(q, k, v, causal=True)
 
 
-def with_fsdp(scheme: str, over_both: bool) -> None:
+def with_fsdp(scheme: str, over_both: bool, place: Place = CPU) -> None:
     """Weights sharded over "fsdp", or over all ranks; batches over "fsdp", sequences over
     "context".
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "context"))
+    mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=("fsdp", "context"))
     parallel = ContextParallel(mesh["context"], scheme)
-    model = model_of(causal(parallel))
+    model = model_of(causal(parallel), place=place)
     weights = mesh._flatten("all") if over_both else mesh["fsdp"]
     for block in model:
         fully_shard(block, mesh=weights)
     fully_shard(model, mesh=weights)
     x, target = (
-        parallel.shard(t.chunk(2)[mesh.get_local_rank("fsdp")]).contiguous() for t in whole_input()
+        parallel.shard(t.chunk(2)[mesh.get_local_rank("fsdp")]).contiguous()
+        for t in whole_input(place)
     )
     F.mse_loss(model(x), target).backward()
     found = {}
@@ -106,7 +128,7 @@ def with_fsdp(scheme: str, over_both: bool) -> None:
         if not over_both:  # of "fsdp" alone: the mean over "context" is left to the caller
             dist.all_reduce(found[name], group=mesh.get_group("context"))
             found[name] /= 2
-    assert_close(found, gradients_of_whole())
+    assert_close(found, gradients_of_whole(place=place))
 
 
 def consistency_loss(model: nn.Sequential, passes: int, *path: Tensor) -> Tensor:
@@ -170,23 +192,26 @@ class SummedBack(torch.autograd.Function):
         return gradient, None
 
 
-def with_tensor_parallel(scheme: str, has_alibi: bool) -> None:
+def with_tensor_parallel(scheme: str, has_alibi: bool, place: Place = CPU) -> None:
     """Heads over "tensor" (Megatron-LM, Shoeybi et al., 2019, section 3), sequences over
     "context".
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    mesh = init_device_mesh(place.device, (2, 2), mesh_dim_names=("tensor", "context"))
     tensor = mesh.get_group("tensor")
     heads = HEADS // 2
     first = heads * mesh.get_local_rank("tensor")
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None
+    slopes = None
+    if has_alibi:
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=place.device)
     mine = None if slopes is None else slopes[first : first + heads]
     parallel = ContextParallel(mesh["context"], scheme)
 
     whole = Block(lambda q, k, v: flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes))
     part = Block(lambda q, k, v: parallel.attend(q, k, v, causal=True, alibi_slopes=mine), heads)
     torch.manual_seed(5)
-    for weight in whole.double().parameters():
+    for weight in whole.parameters():
         nn.init.normal_(weight, std=0.2)
+    whole = place.put(whole)
     rows = slice(first * WIDTH // HEADS, (first + heads) * WIDTH // HEADS)
 
     def cut(name: str, x: Tensor) -> Tensor:
@@ -195,9 +220,9 @@ def with_tensor_parallel(scheme: str, has_alibi: bool) -> None:
         return x[:, rows] if name == "out.weight" else x
 
     weights = {name: cut(name, x).clone() for name, x in whole.state_dict().items()}
-    part.double().load_state_dict(weights)
+    place.put(part).load_state_dict(weights)
 
-    x, target = whole_input()
+    x, target = whole_input(place)
     x_of_whole = x.clone().requires_grad_()
     F.mse_loss(whole(x_of_whole), target).backward()
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from tests.cases.harness import ON_CPU
-from tests.context_parallel import cases, derivative_cases, dtensor_cases, exchange_cases
+from tests.context_parallel import (
+    cases,
+    composition_cases,
+    derivative_cases,
+    dtensor_cases,
+    exchange_cases,
+)
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
@@ -115,6 +121,17 @@ def test_values_repeat_bit_by_bit(gpus: Ranks, scheme: str, layout: str) -> None
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_a_cuda_graph(gpus: Ranks, scheme: str) -> None:
     gpus.run(cases.in_a_graph, case_of(gpus, **SCHEMES[scheme], deterministic=True))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_in_a_mesh_of_two_dimensions(gpus: Ranks, scheme: str) -> None:
+    """Weights sharded by FSDP2, or heads by tensor parallelism, along the other one."""
+    if gpus.size != 4:
+        pytest.skip("a mesh of two by two ranks")
+    for over_both in (False, True):
+        gpus.run(composition_cases.with_fsdp, scheme, over_both, composition_cases.CUDA)
+    for has_alibi in (False, True):
+        gpus.run(composition_cases.with_tensor_parallel, scheme, has_alibi, composition_cases.CUDA)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
