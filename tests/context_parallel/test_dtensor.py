@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.context_parallel import dtensor_cases as cases
 from tests.context_parallel.dtensor_cases import Case
@@ -79,6 +80,7 @@ def test_compile(two: Ranks) -> None:
     two.run(cases.compiled)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="no view of this torch's sharded gradient")
 def test_the_demo_trains_as_one_process(two: Ranks) -> None:
     two.run(cases.trains_as_one)
 
