@@ -27,11 +27,15 @@ from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
 
 HEADS = ((1, 1), (3, 3), (8, 8), (4, 2), (6, 2), (9, 3), (8, 1), (16, 1), (32, 2), (40, 1))
+HEADS_OF_LARGE = ((8, 8), (12, 4), (16, 4), (32, 32))
 DTYPES = (torch.bfloat16, torch.float16)
 PAGE_SIZES = (None, 1, 7, 16, 64, 100, 256)
 MOST_HEAD_DIM = 512
 LONGEST = 4500  # tokens of a sequence
 MOST_PAIRS = 4e7  # of queries and keys, of all heads of a call
+# Of large calls, with many tiles for every multiprocessor, for which some kernels are. They are
+# few, as one takes as long as ten others.
+PAIRS_OF_LARGE, SHARE_OF_LARGE = 2.5e8, 0.08
 MOST_PAIRS_OF_DROPOUT = 1e6  # whose decisions the reference draws on the host
 
 
@@ -68,6 +72,10 @@ class Draw:
     device: str
     pairs: float
 
+    @property
+    def is_large(self) -> bool:
+        return self.pairs > MOST_PAIRS
+
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
@@ -84,9 +92,11 @@ class Draw:
 
     def lengths(self) -> tuple[int, int]:
         """Of queries and of keys; both the same for every other case. Within `pairs`."""
-        queries = keys = self.length()
-        if self.chance(0.5):
-            keys = self.length()
+        queries = keys = self.rng.randint(400, LONGEST) if self.is_large else self.length()
+        if self.is_large and self.chance(0.3):  # tiles of 256 queries that are nearly full
+            queries = keys = 256 * self.rng.randint(2, 8) - self.rng.choice((0, 0, 1, 64))
+        elif self.chance(0.5):
+            keys = self.rng.randint(400, 2 * LONGEST) if self.is_large else self.length()
         while queries * keys > self.pairs:
             queries, keys = max(1, queries // 2), max(1, keys // 2)
         return queries, keys
@@ -99,6 +109,8 @@ class Draw:
                 return self.rng.choice(BUCKET_HEAD_DIMS)
             return self.rng.randrange(step, MOST_HEAD_DIM + 1, step)
 
+        if self.is_large:
+            return {"head_dim": self.rng.choice((64, 64, 96, 128, 192, 256))}
         if self.chance(0.08):
             return {"head_dim": 192, "head_dim_v": 128}
         return {"head_dim": one(), "head_dim_v": one() if self.chance(0.1) else None}
@@ -125,7 +137,8 @@ class Draw:
     def heads(self, queries: int, keys: int) -> tuple[int, dict[str, Any]]:
         """(sequences, numbers of heads) that stay within `pairs`."""
         of_head = max(1, queries * keys)
-        fitting = [heads for heads in HEADS if heads[0] * of_head <= self.pairs] or [HEADS[0]]
+        every = HEADS_OF_LARGE if self.is_large else HEADS
+        fitting = [heads for heads in every if heads[0] * of_head <= self.pairs] or [every[0]]
         heads = self.rng.choice(fitting)
         most = min(40.0, max(1.0, self.pairs / (heads[0] * of_head)))
         batch = round(math.exp(self.rng.uniform(0.0, math.log(most))))
@@ -299,7 +312,11 @@ KINDS: dict[str, Callable[[Draw], RandomCall]] = {
 def draw_call(
     kind: str, seed: int, number: int, device: str, most_pairs: float = MOST_PAIRS
 ) -> RandomCall:
-    """The call of this number. Small ones are as likely as large ones."""
+    """The call of this number. Few pairs are as likely as many; with the usual `most_pairs` a
+    SHARE_OF_LARGE are large.
+    """
     rng = random.Random(f"{kind} {seed} {number}")
     pairs = math.exp(rng.uniform(math.log(100.0), math.log(most_pairs)))
+    if most_pairs == MOST_PAIRS and rng.random() < SHARE_OF_LARGE:
+        pairs = PAIRS_OF_LARGE
     return KINDS[kind](Draw(rng, device, pairs))
