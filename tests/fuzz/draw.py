@@ -194,7 +194,8 @@ def dense(draw: Draw) -> MaskedCase:
 
 def packed(draw: Draw) -> MaskedCase:
     pairs = [draw.lengths() for _ in range(draw.rng.randint(1, 12))]
-    while sum(q * k for q, k in pairs) > draw.pairs and len(pairs) > 1:
+    most = draw.pairs / (HEADS_OF_LARGE[0][0] if draw.is_large else 1)
+    while sum(q * k for q, k in pairs) > most and len(pairs) > 1:
         pairs.remove(max(pairs))
     _, heads = draw.heads(sum(q for q, _ in pairs), max(k for _, k in pairs))
     fields: dict[str, Any] = {"lengths_q": tuple(q for q, _ in pairs)}
