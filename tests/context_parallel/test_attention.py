@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.context_parallel import cases
 from tests.context_parallel.cases import Case
+from tests.context_parallel.drawn_cases import any_case
 from tests.context_parallel.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -87,35 +87,8 @@ def test_fewer_heads_of_keys(four: Ranks, scheme: str, heads: tuple[int, int]) -
     four.run(cases.equals_the_whole, cases.with_groups_of_its_heads(case))
 
 
-@st.composite
-def any_case(draw: st.DrawFn) -> Case:
-    """Of four ranks."""
-    scheme = draw(st.sampled_from(["ring", "all_gather", "ulysses", "ulysses+ring", "auto"]))
-    fields: dict[str, Any] = {"heads_k": draw(st.sampled_from([4, 8]))}
-    fields["heads_q"] = fields["heads_k"] * draw(st.integers(1, 3))
-    fields["head_dim"], fields["head_dim_v"] = draw(st.sampled_from([(8, 8), (12, 4), (4, 12)]))
-    if scheme == "ulysses+ring":
-        fields["ulysses_size"] = draw(st.sampled_from([1, 2, 4]))
-    if scheme == "all_gather":
-        fields["head_groups"] = draw(st.sampled_from([None, 2, 4]))
-    fields["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.0, 0.3]))
-    if draw(st.booleans()):
-        fields["lengths"] = tuple(draw(st.lists(st.integers(0, 120), min_size=1, max_size=9)))
-        fields["batch"] = None
-    else:
-        part = 2 * 4 * (16 if fields["dropout_p"] else 1)
-        fields["lengths"] = (part * draw(st.integers(0, 4)),)
-        fields["batch"] = draw(st.integers(0, 3))
-    bound = st.sampled_from([-1, -1, 0, 3, 17, 60])
-    fields["window_size"] = draw(bound), draw(bound)
-    fields["softcap"] = draw(st.sampled_from([0.0, 0.0, 2.0]))
-    for name in ("causal", "has_alibi", "has_sink"):
-        fields[name] = draw(st.booleans())
-    return Case(scheme, 4, **fields)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(any_case())
+@given(any_case(4))
 def test_any_call(four: Ranks, case: Case) -> None:
     four.run(cases.equals_the_whole, case)
 

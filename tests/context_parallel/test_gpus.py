@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.cases.harness import ON_CPU
 from tests.context_parallel import (
@@ -20,6 +22,7 @@ from tests.context_parallel import (
     exchange_cases,
 )
 from tests.context_parallel.cases import Case
+from tests.context_parallel.drawn_cases import any_case
 from tests.context_parallel.ranks import Ranks
 
 pytestmark = [
@@ -99,6 +102,19 @@ OPTIONS = {
 def test_is_as_close_as_one_call(gpus: Ranks, scheme: str, layout: str, option: str) -> None:
     case = case_of(gpus, **SCHEMES[scheme], **LAYOUTS[layout], **OPTIONS[option])
     gpus.run(cases.is_as_close_as_one_call, case)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_call(gpus: Ranks, data: st.DataObject) -> None:
+    head_dims = ((64, 64), (128, 128), (192, 128), (96, 40))
+    case = data.draw(
+        any_case(gpus.size, head_dims, 500, dtype=torch.bfloat16, device="cuda"), label="case"
+    )
+    if sum(case.lengths) * (1 if case.batch is None else case.batch) > 0:
+        gpus.run(cases.is_as_close_as_one_call, case)
+    else:
+        gpus.run(exchange_cases.nothing_at_all, case)
 
 
 @pytest.mark.parametrize("option", ["full", "window", "sink", "dropout", "gqa", "d128"])
