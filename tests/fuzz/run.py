@@ -3,7 +3,9 @@
     python -m tests.fuzz.run --seconds 300 --processes 8
 
 Every call but a derivative runs twice, and bits must repeat where they are promised to. What the
-package refuses by NotImplementedError is counted by its message. A call whose result is wrong, that
+package refuses by NotImplementedError, or has no kernel for, is counted by its message. The kernels
+of other GPUs run with FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80 in the environment, and
+FLASH_ATTN_CUDA_SMEM_LIMIT=101376 those with less shared memory. A call whose result is wrong, that
 crashes or that does not end is printed with the command that runs it again. The exit status is 1 if
 there was one.
 """
@@ -39,9 +41,10 @@ from tests.reference.tolerance import assert_close
 GRACE = 60.0  # seconds after the deadline for the calls that run then
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 NO_MEMORY = "no memory for the call and its reference"
+NO_KERNEL = "no compiled"  # begins what is said where the build, or the GPU, has none for a call
 
 # (call, seed of its tensors) -> what was refused of it, or None. Raises AssertionError where a
-# result is wrong, NotImplementedError where all of it is refused.
+# result is wrong, and what is_refusal() knows where all of it is refused.
 Check = Callable[[RandomCall, int], str | None]
 
 
@@ -73,13 +76,19 @@ def _check_cache(call: CacheCall, seed: int) -> None:
         assert_cache_close(call.case, inputs, result, *caches)
 
 
+def is_refusal(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or str(error).startswith(NO_KERNEL)
+
+
 def _check_attention(case: MaskedCase, seed: int) -> str | None:
     inputs = case.make_inputs(seed)
     refused = None
     try:
         result = run_masked(case, inputs)
-    except NotImplementedError as refusal:
-        refused = f"gradients of it: {refusal}"
+    except RuntimeError as error:  # of which NotImplementedError is one
+        if not is_refusal(error):
+            raise
+        refused = f"gradients of it: {error}"
         result = run_masked(case, inputs, backward=False)
     again = run_masked(case, inputs, backward=refused is None)
     again.dbias = None  # atomic adds sum what pairs share
@@ -106,12 +115,12 @@ def outcome_of(options: argparse.Namespace, number: int, checked_by: Check = che
         if options.device == "cuda":
             check_device_errors()
         return Outcome(kind, RIGHT, refused)
-    except NotImplementedError as refusal:
-        return Outcome(kind, REFUSED, str(refusal))
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return Outcome(kind, REFUSED, NO_MEMORY)
-    except Exception:  # whatever it is, it is a finding
+    except Exception as error:
+        if is_refusal(error):
+            return Outcome(kind, REFUSED, str(error))
         text = traceback.format_exc(limit=-2)
         return Outcome(kind, WRONG, f"WRONG {call}\n  {again(options, number)}\n{text}")
 
