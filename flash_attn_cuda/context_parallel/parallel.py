@@ -236,11 +236,11 @@ class ContextParallel:
         settings.setdefault("softmax_scale", default_softmax_scale(index(q.shape[-1])))
         check_numbers(AttentionCall(q, k, v, **settings))
         left, right = window_bounds(window_size)
-        batch_and_rows = None if plan is not None else (q.shape[0], q.shape[1])
+        batch_and_rows = None if plan is not None else (index(q.shape[0]), index(q.shape[1]))
         prepared = prepare(
             self,
             plan,
-            None if batch_and_rows is None else (index(q.shape[0]), index(q.shape[1])),
+            batch_and_rows,
             (index(q.shape[-2]), index(k.shape[-2]), index(k.shape[-1]) + index(v.shape[-1])),
             k.dtype,
             q.device,

@@ -91,11 +91,10 @@ def exchanged_backward(
     """
     q, k, v, out, softmax_lse = kept
     across, own, heads = on_own_heads(work, q.shape[1])
-    (dout,) = all_rows((zeros_of_own_rows(out, across) if dout is None else dout,), across)
+    (dout,) = all_rows((or_zeros(dout, out, across),), across)
     if work.returns_lse:
-        rows = by_row(softmax_lse)
-        rows = zeros_of_own_rows(rows, across) if dlse is None else by_row(dlse)
-        dlse = by_head(*all_rows((rows,), across))
+        of_rows = or_zeros(None if dlse is None else by_row(dlse), by_row(softmax_lse), across)
+        dlse = by_head(*all_rows((of_rows,), across))
     incoming = OfWhole(dout, dlse, out, softmax_lse, own.settings["rng_state"])
     room, gradients = side_by_side((q, k, v))
     write_gradients_of_rows(own, q, k, v, incoming, gradients)
@@ -114,12 +113,8 @@ def exchanged_jvp(
     """
     q, k, v, out, softmax_lse = kept
     across, own, heads = on_own_heads(work, q.shape[1])
-    given = (direction.tq, direction.tk, direction.tv)
-    tangents = [
-        zeros_of_own_rows(x, across) if t is None else t
-        for x, t in zip((q, k, v), given, strict=True)
-    ]
-    tq, tk, tv = all_rows(tangents, across)
+    given = ((direction.tq, q), (direction.tk, k), (direction.tv, v))
+    tq, tk, tv = all_rows([or_zeros(t, x, across) for t, x in given], across)
     tsink = direction.tsink
     tout, tlse = gathered_jvp(
         own,
@@ -131,6 +126,9 @@ def exchanged_jvp(
     return own_results(work, across, tout, tlse), Kept(tq, tk, tv, tout, tlse)
 
 
-def zeros_of_own_rows(x: Tensor, across: Across) -> Tensor:
-    """Of this rank's rows of all heads, where x has all rows of its heads."""
-    return x.new_zeros((x.shape[0] // across.ranks, across.ranks * x.shape[1], x.shape[2]))
+def or_zeros(x: Tensor | None, like: Tensor, across: Across) -> Tensor:
+    """x, of this rank's rows of all heads, or zeros; `like` has all rows of this rank's heads."""
+    if x is not None:
+        return x
+    rows, heads, dim = like.shape
+    return like.new_zeros((rows // across.ranks, across.ranks * heads, dim))

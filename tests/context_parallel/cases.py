@@ -47,6 +47,11 @@ class Case:
     device: str = "cpu"
     seed: int = 0
 
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Lengths of all of them."""
+        return self.lengths * (1 if self.batch is None else self.batch)
+
     def options(self) -> dict[str, Any]:
         return {
             "causal": self.causal,
@@ -72,7 +77,7 @@ class Whole:
     def of(cls, case: Case) -> Whole:
         """Packed, the same on every rank."""
         generator = torch.Generator().manual_seed(case.seed)
-        lengths = case.lengths * (1 if case.batch is None else case.batch)
+        lengths = case.sequences
         total = sum(lengths)
 
         def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:

@@ -224,15 +224,18 @@ def cache(draw: Draw) -> RandomCall:
 
 def fp8_cache(draw: Draw) -> RandomCall:
     case = _over_cache(draw, step=16)
-    form = draw.rng.choice(SCALE_FORMS)
-    quantizes = case.seqlens_new is not None and draw.chance(0.3)
+    forms = [draw.rng.choice(SCALE_FORMS)] * 2
+    if draw.chance(0.4):
+        forms[1] = draw.rng.choice(SCALE_FORMS)
+    strides, quantize = STRIDES, None
+    if case.seqlens_new is not None and draw.chance(0.3):  # which writes scales of every token
+        forms, strides, quantize = ["token"] * 2, ("plain", "strided"), "token"
     fp8 = Fp8Case(
         case,
-        "token" if quantizes else form,
-        "token" if quantizes else (form if draw.chance(0.6) else draw.rng.choice(SCALE_FORMS)),
-        strides=draw.rng.choice(("plain", "strided") if quantizes else STRIDES),
+        *forms,
+        strides=draw.rng.choice(strides),
         powers=draw.chance(0.4),
-        quantize="token" if quantizes else None,
+        quantize=quantize,
         q_is_fp8=case.dtype == torch.bfloat16 and draw.chance(0.2),
     )
     return CacheCall(fp8, _splits(draw))

@@ -106,8 +106,18 @@ class Outcome:
     text: str | None = None
 
 
+def kind_of(options: argparse.Namespace, number: int) -> str:
+    kind: str = options.kinds[number % len(options.kinds)]
+    return kind
+
+
+def call_of(options: argparse.Namespace, number: int) -> RandomCall:
+    kind = kind_of(options, number)
+    return draw_call(kind, options.seed, number, options.device, options.most_pairs)
+
+
 def outcome_of(options: argparse.Namespace, number: int, checked_by: Check = check) -> Outcome:
-    kind = options.kinds[number % len(options.kinds)]
+    kind = kind_of(options, number)
     call = None
     try:
         call = call_of(options, number)
@@ -123,11 +133,6 @@ def outcome_of(options: argparse.Namespace, number: int, checked_by: Check = che
             return Outcome(kind, REFUSED, str(error))
         text = traceback.format_exc(limit=-2)
         return Outcome(kind, WRONG, f"WRONG {call}\n  {again(options, number)}\n{text}")
-
-
-def call_of(options: argparse.Namespace, number: int) -> RandomCall:
-    kind = options.kinds[number % len(options.kinds)]
-    return draw_call(kind, options.seed, number, options.device, options.most_pairs)
 
 
 def again(options: argparse.Namespace, number: int) -> str:
@@ -216,9 +221,8 @@ def run_calls(options: argparse.Namespace, checked_by: Check = check) -> Tally:
 def _unfinished(options: argparse.Namespace, share: Share, what: str) -> Outcome:
     if share.number is None:
         return Outcome("no call", WRONG, f"{what}: a process outside a call")
-    kind = options.kinds[share.number % len(options.kinds)]
-    call = call_of(options, share.number)
-    return Outcome(kind, WRONG, f"{what} {call}\n  {again(options, share.number)}")
+    text = f"{what} {call_of(options, share.number)}\n  {again(options, share.number)}"
+    return Outcome(kind_of(options, share.number), WRONG, text)
 
 
 def _run_share(
