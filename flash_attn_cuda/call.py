@@ -342,6 +342,8 @@ READ = tuple(name for name in FIELDS if name not in APPENDED)
 TENSORS = tuple(
     x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
 )
+# What only a call over a cache may have.
+OVER_CACHE = ("cache_batch_idx", "seqlen_k", *(name for name in APPENDED if name in TENSORS))
 # What a backward's operators take: their random numbers are those that the forward had (Incoming).
 OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = _names(lambda said: said.has_gradient)

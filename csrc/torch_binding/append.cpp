@@ -29,6 +29,12 @@ void check_packed_new_keys(const AttentionCall& call, std::int64_t batch) {
                     call.q.size(0), ") without cu_seqlens_k_new, got ", call.k_new.size(0));
 }
 
+// Kernels number the rows of all sequences, and add those of packed keys to what the cache holds.
+void check_rows(const char* name, std::int64_t rows, std::int64_t most) {
+  TORCH_CHECK_VALUE(rows <= most, name, ": must have at most ", most,
+                    " rows of all sequences, got ", rows);
+}
+
 // (batch, length, heads_k, head_dim), or packed (total, heads_k, head_dim).
 void check_new_keys(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& q = call.q;
@@ -54,6 +60,7 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
     check_packed_new_keys(call, batch);
   }
   check_like("v", v, with_columns(k.sizes(), call.v.size(3)), q.scalar_type(), q);
+  check_rows("k", are_packed ? k.size(0) : batch * k.size(1), are_packed ? max_keys : max_size);
   if (k.numel() == 0) return;
   check_may_be_written("k_cache", call.k);
   check_may_be_written("v_cache", call.v);
@@ -86,6 +93,7 @@ void check_rotary(const AttentionCall& call) {
   require(sin.defined() || !cos.defined(),
           "rotary_sin: must be given where rotary_cos is, got None");
   if (!cos.defined()) return;
+  if (!is_packed(call)) check_rows("q", q.size(0) * q.size(1), max_size);
   const std::int64_t head_dim = q.size(q.dim() - 1);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && cos.size(1) <= head_dim / 2,
                     "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a ",

@@ -14,6 +14,9 @@ namespace flash_attn_cuda::binding {
 // Kernels count a dimension in 32 bits.
 constexpr std::int64_t max_size = std::numeric_limits<int>::max();
 
+// Keys of a sequence, and new ones: kernels add two such numbers in 32 bits.
+constexpr std::int64_t max_keys = 1'000'000'000;
+
 // These raise ValueError for arguments that do not go together, and NotImplementedError for what no
 // kernel does.
 inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }

@@ -97,15 +97,15 @@ void check_block_table(const AttentionCall& call, std::int64_t batch) {
 
 // A cache, or the pages of a sequence, have no more rows than kernels count.
 void check_capacity(const AttentionCall& call) {
-  constexpr std::int64_t largest = 1'000'000'000;  // that the kernel library takes
   const std::int64_t rows = call.k.size(1);
   if (!is_paged(call)) {
-    TORCH_CHECK_VALUE(rows <= largest, "k_cache: must have at most ", largest, " rows, got ", rows);
+    TORCH_CHECK_VALUE(rows <= max_keys, "k_cache: must have at most ", max_keys, " rows, got ",
+                      rows);
     return;
   }
   const std::int64_t pages = call.block_table.size(1);
-  TORCH_CHECK_VALUE(rows == 0 || pages <= largest / rows,
-                    "block_table: pages * page_size must be at most ", largest, ", got ", pages,
+  TORCH_CHECK_VALUE(rows == 0 || pages <= max_keys / rows,
+                    "block_table: pages * page_size must be at most ", max_keys, ", got ", pages,
                     " * ", rows);
 }
 
@@ -124,6 +124,13 @@ void check_origin(const AttentionCall& call) {
 
 // -- what does not go together --------------------------------------------------------------------
 
+bool is_given_for_cache(const AttentionCall& call) {
+  const auto are = {&call.k_new,      &call.v_new,      &call.cu_seqlens_k_new,
+                    &call.rotary_cos, &call.rotary_sin, &call.cache_batch_idx};
+  return call.seqlen_k.has_value() ||
+         std::ranges::any_of(are, [](const at::Tensor* x) { return x->defined(); });
+}
+
 void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   const bool in_place = reads_in_place(call);
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0 || !in_place, dropout_p_name,
@@ -132,9 +139,11 @@ void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   refuse(in_place && call.fp32_results, "fp32_results: must be False with a block_table, got True");
   refuse(call.fp32_results && has_masks(call),
          "fp32_results: must be False with a mask or a bias, got True");
-  require(call.over_cache || !(call.k_new.defined() || call.rotary_cos.defined() ||
-                               call.cache_batch_idx.defined()),
-          "over_cache: must be set where keys are appended or entries chosen");
+  refuse(call.return_softmax && drops(call) &&
+             std::max(call.max_seqlen_q, call.max_seqlen_k) > max_size,
+         "return_softmax: must be False where max_seqlen_q or max_seqlen_k is above 2^31 - 1");
+  require(call.over_cache || !is_given_for_cache(call),
+          "over_cache: must be set where keys are appended, entries chosen or seqlen_k given");
 }
 
 // -- scores and numbers ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 #include "torch_binding/errors.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -18,6 +19,12 @@ namespace {
 
 std::array<std::atomic<DeviceErrors*>, C10_COMPILE_TIME_MAX_GPUS> records_of_devices{};
 
+bool is_captured(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Not from torch's allocator, and zeroed on a stream of its own: the first call may be one that a
 // CUDA graph captures, whose memory and whose memset would belong to the graph.
 DeviceErrors* create_record(c10::DeviceIndex device) {
@@ -25,7 +32,13 @@ DeviceErrors* create_record(c10::DeviceIndex device) {
   const c10::cuda::CUDAStreamCaptureModeGuard allow_allocation(cudaStreamCaptureModeRelaxed);
   void* record = nullptr;
   cudaStream_t stream = nullptr;
-  C10_CUDA_CHECK(cudaMalloc(&record, sizeof(DeviceErrors)));
+  cudaError_t status = cudaMalloc(&record, sizeof(DeviceErrors));
+  if (status == cudaErrorMemoryAllocation && !is_captured(c10::cuda::getCurrentCUDAStream())) {
+    static_cast<void>(cudaGetLastError());
+    c10::cuda::CUDACachingAllocator::emptyCache();  // what torch keeps and does not use
+    status = cudaMalloc(&record, sizeof(DeviceErrors));
+  }
+  C10_CUDA_CHECK(status);
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   C10_CUDA_CHECK(cudaMemsetAsync(record, 0, sizeof(DeviceErrors), stream));
   C10_CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -33,16 +46,11 @@ DeviceErrors* create_record(c10::DeviceIndex device) {
   return static_cast<DeviceErrors*>(record);
 }
 
-bool is_captured(Stream stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
-bool is_checking() {
+// Read when the extension is loaded: calls hold no lock that keeps others from changing it.
+const bool is_checking = [] {
   const char* const value = std::getenv("FLASH_ATTN_CUDA_CHECK");
   return value != nullptr && std::string_view(value) == "1";
-}
+}();
 
 // Waits for the stream.
 DeviceErrors take_record(DeviceErrors* record, Stream stream) {
@@ -119,7 +127,7 @@ DeviceErrors* device_record(c10::DeviceIndex device) {
 }
 
 void raise_if_checking(c10::DeviceIndex device, Stream stream, const ArgumentNames& names) {
-  if (!is_checking() || is_captured(stream)) return;
+  if (!is_checking || is_captured(stream)) return;
   const DeviceErrors found = take_record(device_record(device), stream);
   if (found.check == 0) return;
   const Rule rule = rule_of(static_cast<DeviceCheck>(found.check), names);

@@ -104,10 +104,14 @@ struct named_tuple_caster {
 
  private:
   static PyTypeObject* python_type() {
-    static const auto* const type = new object(  // lives as long as the interpreter
-        module_::import("flash_attn_cuda.call")
-            .attr(python_name(static_cast<Described*>(nullptr))));
-    return reinterpret_cast<PyTypeObject*>(type->ptr());
+    // A static of its own would be waited for with the GIL held, which an import may hand on.
+    PYBIND11_CONSTINIT static gil_safe_call_once_and_store<object> type;
+    type.call_once_and_store_result([] {
+      return module_::import("flash_attn_cuda.call")
+          .attr(python_name(static_cast<Described*>(nullptr)))
+          .template cast<object>();
+    });
+    return reinterpret_cast<PyTypeObject*>(type.get_stored().ptr());
   }
   static const char* python_name(flash_attn_cuda::binding::Results*) { return "Results"; }
   static const char* python_name(flash_attn_cuda::binding::Gradients*) { return "Gradients"; }

@@ -16,6 +16,7 @@ from ..call import (
     CACHE_NAMES,
     INCOMING_ARRAYS,
     NAMES,
+    OVER_CACHE,
     TANGENTS,
     AttentionCall,
     Incoming,
@@ -48,6 +49,8 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
         _check_new_keys(call)
         _check_rotary(call)
         _check_length_of_all(call)
+    else:
+        _check_without_cache(call)
     extent = extent_of(call)
     masks.check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
     masks.check_bias("bias", call.bias, extent, call.q)
@@ -212,6 +215,12 @@ def _check_length_of_all(call: AttentionCall) -> None:
         )
 
 
+def _check_without_cache(call: AttentionCall) -> None:
+    for name in OVER_CACHE:
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name}: must be None without over_cache, got a value")
+
+
 def _check_new_keys(call: AttentionCall) -> None:
     q, k, v, bounds = call.q, call.k_new, call.v_new, call.cu_seqlens_k_new
     tensors.check_pair("k", k, "v", v)
@@ -276,6 +285,13 @@ def check_out(call: AttentionCall) -> None:
     )
     if out.shape[-1] > 1:
         tensors.check_contiguous_rows("out", out)
+    if torch.compiler.is_compiling():  # which cannot ask
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "out: must not be made in inference mode where that is off, as torch lets nobody write "
+            "such a tensor there, got one"
+        )
 
 
 def extent_of(call: AttentionCall) -> masks.PairExtent:

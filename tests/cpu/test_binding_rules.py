@@ -45,6 +45,13 @@ def tables(rows: int, columns: int = 8) -> dict[str, Any]:
     return {name: zeros(rows, columns) for name in ("rotary_cos", "rotary_sin")}
 
 
+def many_sequences(queries: int, rows: int) -> dict[str, Any]:
+    """2^30 over one page, with so many queries and new keys each."""
+    q, new = zeros(1, queries, 4, 16), zeros(1, rows, 2, 16)
+    given = {"q": q, "k_new": new, "v_new": new, "block_table": zeros(1, 1, dtype=torch.int32)}
+    return {name: x.expand(2**30, *x.shape[1:]) for name, x in given.items()} | {"seqlen_k": 3}
+
+
 # What is added to a call over a cache of ten rows for each of two sequences, and the error.
 OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "values alone": ({"v_new": zeros(2, 1, 2, 16)}, "k: must be given where v is, got None"),
@@ -68,6 +75,19 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "bounds": (
         PACKED_KEYS | {"cu_seqlens_k_new": integers(0, 1)},
         "cu_seqlens_k_new: must have 3 entries, got 2",
+    ),
+    "packed rows that kernels cannot number": (
+        {name: zeros(1, 2, 16).expand(10**9 + 1, -1, -1) for name in ("k_new", "v_new")}
+        | {"cu_seqlens_k_new": integers(0, 1, 2), "seqlen_k": 3},
+        "k: must have at most 1000000000 rows of all sequences, got 1000000001",
+    ),
+    "rows that kernels cannot number": (
+        many_sequences(queries=1, rows=3),
+        "k: must have at most 2147483647 rows of all sequences, got 3221225472",
+    ),
+    "queries that kernels cannot number": (
+        many_sequences(queries=3, rows=1) | tables(9),
+        "q: must have at most 2147483647 rows of all sequences, got 3221225472",
     ),
     "two lengths": (
         {"seqlen_k": 3, "seqused_k": integers(1, 1)},
@@ -107,6 +127,7 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"seqused_k": integers(1)}, "cache_seqlens: must have shape [2], got [1]"),
     "table": ({"block_table": integers(1)}, "block_table: must have 2 dimensions"),
 }
+OF_A_CACHE = "over_cache: must be set where keys are appended, entries chosen or seqlen_k given"
 OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
     "bits alone": (
         {"mask_bits": zeros(1, 1, 3, 4, dtype=torch.int32)},
@@ -136,7 +157,12 @@ OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seqlens_k": integers(0, 1)},
         "cu_seqlens_q: must be given where cu_seqlens_k is, got None",
     ),
-    "new keys": (new_keys(1), "over_cache: must be set where keys are appended or entries chosen"),
+    "new keys": (new_keys(1), OF_A_CACHE),
+    "new values": ({"v_new": zeros(2, 1, 2, 16)}, OF_A_CACHE),
+    "a cache's length": ({"seqlen_k": 1 << 20}, OF_A_CACHE),
+    "bounds of new keys": ({"cu_seqlens_k_new": integers(0, 1, 2)}, OF_A_CACHE),
+    "sines": ({"rotary_sin": zeros(9, 8)}, OF_A_CACHE),
+    "entries": ({"cache_batch_idx": integers(0, 1)}, OF_A_CACHE),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p: must be 0 with a block_table, got 0.1"),

@@ -113,6 +113,24 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@CALLS
+def test_a_tensor_of_inference_mode(
+    function: Callable[..., Any], make: Callable[..., dict[str, Any]], device: str
+) -> None:
+    """Is refused outside of it before a key is appended."""
+    given = make(device)
+    with torch.inference_mode():
+        out = torch.full_like(given["q"], 7.0)
+    before = {name: x.clone() for name, x in given.items() if name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"^out: must not be made in inference mode"):
+        function(**given, out=out)
+    assert (out == 7.0).all() and all(torch.equal(given[name], x) for name, x in before.items())
+    with torch.inference_mode():
+        assert function(**given, out=out) is out
+        assert torch.equal(out, function(**given))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
 @pytest.mark.parametrize("make", [packed, in_pages])
 def test_gradients_are_refused(make: Callable[..., dict[str, Any]], name: str, device: str) -> None:
