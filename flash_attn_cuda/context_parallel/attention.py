@@ -27,7 +27,7 @@ from ..cpu.tiles import sink_gradient
 from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
-from .exchange import add_back, arrived, reordered, send, send_back
+from .exchange import Turn, add_back, arrived, reordered, send, send_back
 from .head_exchange import Across
 from .load import HeadGroups, even_groups
 from .merge import add_sink_, merge_
@@ -105,6 +105,10 @@ class OfWhole:
     out: Tensor
     softmax_lse: Tensor
     rng_state: Tensor | None
+
+    def of_results(self) -> list[Tensor]:
+        """The gradients that a backward is given, one at least."""
+        return [x for x in (self.dout, self.dlse) if x is not None]
 
     def of_rows(self, rows: slice, heads: slice) -> Incoming:
         """The same for a call over some of them."""
@@ -187,16 +191,17 @@ def arrivals(
     tk: Tensor | None = None,
     tv: Tensor | None = None,
     *,
-    backward: bool,
+    of_results: Sequence[Tensor] = (),
 ) -> Iterator[Arrival]:
     """The rank's own keys, first, or in a backward last, and those of all ranks, a group of heads
-    at a time. Tangents travel where they are given.
+    at a time. Tangents travel where they are given. of_results: in a backward, their gradients.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.
     """
     here = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
+    backward = len(of_results) > 0
     groups = list(head_slices(heads_q, work.head_groups[backward])) if others else []
     sent = [x for x in (k, v, tk, tv) if x is not None]
     widths = [x.shape[-1] for x in sent]
@@ -204,7 +209,8 @@ def arrivals(
     for hop in others:
         assert hop.exchange is not None and work.group is not None
         for heads in groups:
-            came = send(hop.exchange, [x[:, heads[1]] for x in sent], work.group)
+            turn = Turn(len(coming), of_results)
+            came = send(hop.exchange, [x[:, heads[1]] for x in sent], work.group, turn)
             coming.append((hop, heads, came))
 
     def owned() -> Iterator[Arrival]:
@@ -230,7 +236,7 @@ def gathered_forward(
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
     out[used:] = 0.0
     softmax_lse[:, used:] = -torch.inf
-    for keys in arrivals(work, q.shape[1], k, v, backward=False):
+    for keys in arrivals(work, q.shape[1], k, v):
         heads = keys.heads_q
         sink_of_heads = None if sink is None else sink[heads]
         for call in keys.hop.calls:
@@ -263,7 +269,8 @@ def gathered_backward(
         gradient[work.schedule.used_rows :] = 0.0
     going: list[tuple[Exchange, slice, Tensor]] = []
     # The rank's own keys last: meanwhile gradients of the others go back.
-    for keys in arrivals(work, q.shape[1], k, v, backward=True):
+    of_results = incoming.of_results()
+    for keys in arrivals(work, q.shape[1], k, v, of_results=of_results):
         hop, heads = keys.hop, keys.heads_q
         # What others see of the keys they add to, in fp32, before it is rounded.
         dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, dtype)
@@ -283,7 +290,9 @@ def gathered_backward(
         back = reordered(dkv, hop.departure)
         for rows, places in hop.again:
             rows_of(back, rows).add_(rows_of(dkv, places))
-        going.append((hop.exchange, keys.heads_k, send_back(hop.exchange, back, work.group)))
+        turn = Turn(len(going), of_results)
+        came = send_back(hop.exchange, back, work.group, turn)
+        going.append((hop.exchange, keys.heads_k, came))
     if going:
         finish_cut_rows(work.schedule.cut_rows, going, dk, dv, dtype)
 
@@ -360,7 +369,7 @@ def gathered_jvp(
     if any(hop.exchange is not None for hop in work.schedule.hops):
         # Other ranks may have tangents where this one has none.
         tk, tv = (torch.zeros_like(x) if t is None else t for x, t in ((k, tk), (v, tv)))
-    for keys in arrivals(work, q.shape[1], k, v, tk, tv, backward=False):
+    for keys in arrivals(work, q.shape[1], k, v, tk, tv):
         heads = keys.heads_q
         for call in keys.hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
@@ -382,21 +391,26 @@ def gathered_jvp(
 # -- hop by hop ------------------------------------------------------------------------------------
 
 
-def hops_with_keys(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-    """Each hop and its keys, the rank's own first, those of the next on their way."""
+def hops_with_keys(
+    work: Work, k: Tensor, v: Tensor, of_results: Sequence[Tensor] = ()
+) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+    """Each hop and its keys, the rank's own first, those of the next on their way. of_results: in a
+    backward, their gradients.
+    """
     own, *hops = work.schedule.hops
     coming: list[Tensor] = []
 
-    def ask(hop: Hop) -> None:
-        assert hop.exchange is not None and work.group is not None
-        coming.append(send(hop.exchange, (k, v), work.group))
+    def ask(number: int) -> None:
+        exchange = hops[number].exchange
+        assert exchange is not None and work.group is not None
+        coming.append(send(exchange, (k, v), work.group, Turn(number, of_results)))
 
     if hops:
-        ask(hops[0])
+        ask(0)
     yield own, k, v
     for number, hop in enumerate(hops):
         if number + 1 < len(hops):
-            ask(hops[number + 1])
+            ask(number + 1)
         yield hop, *split_like(arrived(coming.pop(0)), k, v)
 
 
@@ -482,14 +496,16 @@ def merged_backward(
         dq[:, of_q] = 0.0
         dkv[:, of_k] = 0.0
     going: list[tuple[Exchange, Tensor]] = []
-    for hop, keys, values in hops_with_keys(work, k, v):
+    of_results = incoming.of_results()
+    for hop, keys, values in hops_with_keys(work, k, v, of_results):
         if hop.exchange is None:
             add_gradients(work, hop, first, q, keys, values, incoming, dq, dkv, writes=writes)
             continue
         assert work.group is not None
         given = side_by_side(keys, values, dtype).zero_()
         add_gradients(work, hop, every, q, keys, values, incoming, dq, given)
-        going.append((hop.exchange, send_back(hop.exchange, given, work.group)))
+        turn = Turn(len(going), of_results)
+        going.append((hop.exchange, send_back(hop.exchange, given, work.group, turn)))
     for heads in last:
         add_gradients(work, own, heads, q, k, v, incoming, dq, dkv)
     for exchange, came in going:

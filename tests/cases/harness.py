@@ -348,8 +348,11 @@ def assert_same_up_to_one_rounding(x: Tensor, y: Tensor, context: str = "") -> N
     x32, y32 = x.float(), y.float()
     if x.numel() == 0:
         return
-    allowed = torch.finfo(x.dtype).eps * y32.abs() + 2.0**-20 * y32.abs().max()
-    worst = ((x32 - y32).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)).max().item()
+    limits = torch.finfo(x.dtype)
+    of_subnormals = max(limits.smallest_normal * limits.eps, torch.finfo(torch.float32).tiny)
+    last_place = (limits.eps * y32.abs()).clamp_min(of_subnormals)
+    allowed = last_place + 2.0**-20 * y32.abs().max()
+    worst = ((x32 - y32).abs() / allowed).max().item()
     assert worst <= 1.0, f"{context}: {worst:.2f} times one rounding apart"
 
 

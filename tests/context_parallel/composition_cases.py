@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda import flash_attn_func
-from flash_attn_cuda.context_parallel import ContextParallel
+from flash_attn_cuda.context_parallel import ContextParallel, Plan
 from flash_attn_cuda.context_parallel.parallel import IS_TRACED
 
 WIDTH, HEADS, SEQLEN, BATCH = 32, 4, 32, 4
@@ -297,6 +297,39 @@ def compiled_options(scheme: str) -> None:
         grads = {n: x.grad for n, x in zip(("q", "k", "v", "sink"), leaves, strict=True)}
         results.append({"out": out.detach(), "softmax_lse": softmax_lse.detach(), **grads})
     assert_close(*results[::-1])
+
+
+def compiled_where_ranks_send_nothing(scheme: str, name: str) -> None:
+    """In hops of a window, or of rows in order, some ranks send no row and some receive none. Then rank
+    0's loss leaves out what others' losses have.
+    """
+    torch._dynamo.reset()
+    parallel = ContextParallel(None, scheme)
+    ranks, rows = dist.get_world_size(), 16 * dist.get_world_size()
+    plans = {"window": parallel.plan([0, rows]), "in order": Plan.contiguous([rows], ranks)}
+    plan, window = plans[name], (5 if name == "window" else -1, -1)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        parallel.shard(torch.randn(rows, HEADS, 8, generator=generator, dtype=torch.float64), plan)
+        for _ in range(3)
+    )
+
+    def loss_of(q: Tensor, k: Tensor, v: Tensor, leaves_out: bool) -> Tensor:
+        given: dict[str, Any] = {"causal": True, "window_size": window, "return_lse": True}
+        out, softmax_lse = parallel.attend(q, k, v, plan, **given)
+        loss = softmax_lse.square().sum()
+        return loss if leaves_out else loss + out.square().sum()
+
+    compiled_loss = torch.compile(loss_of, backend="aot_eager", fullgraph=IS_TRACED)
+    for leaves_out in (False, dist.get_rank() == 0):
+        results = []
+        for function in (loss_of, compiled_loss):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            loss = function(*leaves, leaves_out)
+            loss.backward()
+            grads = {n: x.grad for n, x in zip("qkv", leaves, strict=True)}
+            results.append({"loss": loss.detach(), **grads})
+        assert_close(*results[::-1])
 
 
 def compiled_dropout() -> None:

@@ -53,6 +53,14 @@ def test_compile_takes_options_and_documents(two: Ranks, scheme: str) -> None:
     two.run(cases.compiled_options, scheme)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [("ring", "window"), ("ring", "in order"), ("all_gather", "window")],
+)
+def test_compile_where_ranks_send_nothing(four: Ranks, scheme: str, name: str) -> None:
+    four.run(cases.compiled_where_ranks_send_nothing, scheme, name)
+
+
 def test_compile_takes_dropout(two: Ranks) -> None:
     two.run(cases.compiled_dropout)
 
