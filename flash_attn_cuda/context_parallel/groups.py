@@ -22,6 +22,7 @@ def groups_of(
                     "scheme: must be 'auto' or 'ulysses+ring' over a mesh of two dimensions, "
                     f"got {scheme!r}"
                 )
+            check_order(group)
             return group.get_group(0), group.get_group(1)
         group = group.get_group()
     whole = dist.group.WORLD if group is None else group
@@ -42,6 +43,15 @@ def groups_of(
     )
     assert isinstance(across, ProcessGroup) and isinstance(ring, ProcessGroup)
     return ring, across
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Torch sorts the ranks of each group: of others two ranks would have the same shard."""
+    if not all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in (0, 1)):
+        raise ValueError(
+            "group: ranks of a mesh of two dimensions must ascend along both, "
+            f"got {mesh.mesh.tolist()}"
+        )
 
 
 def size_of(group: ProcessGroup | None) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda.call import AttentionCall
@@ -378,6 +378,18 @@ def over_a_mesh() -> None:
         whole,
     )
     torch.testing.assert_close(found["dk"], whole.results(case, None)["dk"])
+
+
+def over_a_permuted_mesh() -> None:
+    """Ranks of one dimension are sorted; of two they could not be, which every rank refuses."""
+    over_four = ContextParallel(DeviceMesh("cpu", [2, 0, 3, 1]))
+    x = torch.arange(48).view(1, 48)
+    assert torch.equal(over_four.unshard(over_four.shard(x)), x)
+    for ranks in ([[0, 3], [2, 1]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
+        with pytest.raises(ValueError, match="group: ranks of a mesh of two dimensions must"):
+            ContextParallel(DeviceMesh("cpu", ranks))
+    by_columns = ContextParallel(DeviceMesh("cpu", [[0, 2], [1, 3]]))
+    assert torch.equal(by_columns.unshard(by_columns.shard(x)), x)
 
 
 def under_a_checkpoint(dropout_p: float) -> None:

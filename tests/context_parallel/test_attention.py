@@ -139,6 +139,10 @@ def test_over_a_mesh(four: Ranks) -> None:
     four.run(cases.over_a_mesh)
 
 
+def test_over_a_permuted_mesh(four: Ranks) -> None:
+    four.run(cases.over_a_permuted_mesh)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_under_a_checkpoint(two: Ranks, dropout_p: float) -> None:
     two.run(cases.under_a_checkpoint, dropout_p)
