@@ -387,7 +387,8 @@ class ContextParallel:
 
     def _once(self, key: Any, make: Any) -> Any:
         if key not in self._prepared:
-            keep(self._prepared, key, outside_transforms(make))
+            with torch.inference_mode(False):  # training may use what validation has made
+                keep(self._prepared, key, outside_transforms(make))
         if is_captured():  # a graph reads it for as long as it lives
             self._captured[key] = self._prepared[key]
         return self._prepared[key]

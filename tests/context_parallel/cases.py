@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda.call import AttentionCall
@@ -354,6 +355,29 @@ def round_trips() -> None:
     assert torch.equal(parallel.unshard(mine, plan), packed)
     positions = torch.cat([torch.arange(n) for n in plan.lengths])
     assert torch.equal(parallel.shard(positions, plan), parallel.position_ids(plan=plan))
+
+
+def trains_after_inference(scheme: str) -> None:
+    """What validation in inference mode has made serves training: gradients are those without."""
+
+    def forward(parallel: ContextParallel) -> tuple[Tensor, Tensor]:
+        plan = parallel.plan([0, 5, 48, 64])
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(64, 4 * 8, generator=generator, dtype=torch.float64)
+        places = embedding(parallel.position_ids(64), weight.requires_grad_())
+        x = (places + embedding(parallel.position_ids(plan=plan), weight)).unflatten(-1, (4, 8))
+        out = parallel.attend(x[None], x[None], x[None], causal=True)
+        return out + parallel.attend(x, x, x, plan, causal=True), weight
+
+    gradients = []
+    for validates_first in (False, True):
+        parallel = ContextParallel(None, scheme)
+        if validates_first:
+            with torch.inference_mode():
+                forward(parallel)
+        out, weight = forward(parallel)
+        gradients += torch.autograd.grad(out.square().sum(), weight)
+    assert torch.equal(*gradients)
 
 
 def chooses_by_what_travels() -> None:

@@ -131,6 +131,11 @@ def test_shard_and_unshard(four: Ranks) -> None:
     four.run(cases.round_trips)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_training_after_inference(two: Ranks, scheme: str) -> None:
+    two.run(cases.trains_after_inference, scheme)
+
+
 def test_auto_chooses_by_what_travels(four: Ranks) -> None:
     four.run(cases.chooses_by_what_travels)
 
