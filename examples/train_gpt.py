@@ -146,6 +146,12 @@ def check_ranks(options: argparse.Namespace, preset: Preset, ranks: int) -> None
         )
 
 
+def compared_tokens(seqlen: int, context: int) -> int:
+    """Of a sequence: COMPARED_TOKENS at most, and as many as so many ranks can share."""
+    multiple = 2 * context
+    return min(seqlen, max(1, COMPARED_TOKENS // multiple) * multiple)
+
+
 def new_model(preset: Preset, attention: str, device: torch.device, seed: int) -> GPT:
     """The same weights for the same seed, on every device and for every attention."""
     torch.manual_seed(seed)
@@ -261,7 +267,8 @@ def run(options: argparse.Namespace, device: torch.device, ranks: Ranks | None) 
 
     tokens, targets = next(corpus.whole_batches("train", seed=options.seed + 2))
     sequences = COMPARED_SEQUENCES * (1 if ranks is None else ranks.data_ranks)
-    compared = slice(sequences), slice(COMPARED_TOKENS)
+    length = compared_tokens(preset.model.seqlen, options.context_parallel)
+    compared = slice(sequences), slice(length)
     agreements: list[StepAgreement | CurveAgreement] = [
         compare_step(model, tokens[compared], targets[compared], ranks)
     ]

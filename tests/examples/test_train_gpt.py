@@ -227,6 +227,14 @@ def test_context_ranks_divide_the_processes():
         train_gpt.check_ranks(options, TINY, 8)
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "context", "tokens"),
+    [(3072, 3, 2046), (4096, 4, 2048), (48, 3, 48), (33, 1, 33), (6144, 1536, 3072)],
+)
+def test_context_ranks_share_the_compared_tokens(seqlen, context, tokens):
+    assert train_gpt.compared_tokens(seqlen, context) == tokens
+
+
 # Agreement of one step and of curves
 
 
