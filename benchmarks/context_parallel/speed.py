@@ -7,8 +7,9 @@ Causal attention, head_dim 128, 32 query and 8 key heads (--heads-k), bf16. Long
 --seqlens tokens in all; packed documents have --tokens in all, with log-normal lengths of each
 mean. efficiency is the time of one GPU for the whole, over the ranks, over the time of the slowest
 rank: 1 where ranks lose nothing. Every rank times one GPU's call too, so that both find the same
-clocks. What is compared is timed in turns, A B C C B A, a turn of at least --turn-ms; a barrier
-begins a turn.
+clocks. What is compared is timed in turns, A B C C B A, a turn of at least --turn-ms in each of
+--rounds (2 for a million tokens, of which one GPU takes a minute); a barrier begins a turn. The
+file is written after each pass of each problem.
 
 Peers: `torch`, torch.distributed's context_parallel over scaled_dot_product_attention; and
 `ring-flash-attention`, if it is installed, whose exchanges then run over this package's kernels
@@ -57,7 +58,9 @@ AUTO = "auto"  # whichever of them ContextParallel takes
 ONE_GPU, TORCH, RING_FLASH_ATTENTION = "one GPU", "torch", "ring-flash-attention"
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
+PASSES = ("forward", "backward")
 ROUNDS = 4
+LONG_MS = 1000.0  # of a call whose first is all its warm-up
 TRACED_ITERATIONS = 3
 
 COLUMNS = (
@@ -274,27 +277,50 @@ def time_calls(call: Callable[[], object], count: int) -> float:
     return slowest(first.elapsed_time(last) / count)
 
 
-def measure(calls: Sequence[Callable[[], object]], turn_ms: float) -> list[float]:
-    estimates = []
-    for call in calls:
-        time_calls(call, 1)
-        estimates.append(time_calls(call, 1))
+def measure(
+    calls: Sequence[Callable[[], object]],
+    first_ms: Sequence[float],
+    turn_ms: float,
+    rounds: int,
+) -> list[float]:
+    """Milliseconds of each call; first_ms: of the first of each, made before."""
+    estimates = [estimate(*x) for x in zip(calls, first_ms, strict=True)]
     taken: list[list[float]] = [[] for _ in calls]
-    for index in order_of_turns(len(calls), ROUNDS):
-        count = max(1, math.ceil(turn_ms / estimates[index]))
-        taken[index].append(time_calls(calls[index], count))
+    for index in order_of_turns(len(calls), rounds):
+        taken[index].append(take_turn(calls[index], estimates[index], turn_ms))
     return [median(x) for x in taken]
 
 
-def check_squares(name: str, passes: Passes, single: Passes) -> None:
-    """Whether the ranks' results are those of one GPU, which is made first: a peer that does not
-    exchange keys is faster.
+def estimate(call: Callable[[], object], first_ms: float) -> float:
+    """Milliseconds of a call, for which a long one is not made again."""
+    if first_ms > LONG_MS:
+        return first_ms
+    time_calls(call, 1)
+    return time_calls(call, 1)
+
+
+def take_turn(call: Callable[[], object], estimate_ms: float, turn_ms: float) -> float:
+    """Again where the first call alone was long, and so the turn is short."""
+    count = math.ceil(turn_ms / estimate_ms)
+    milliseconds = time_calls(call, count)
+    if count * milliseconds < turn_ms / 2:
+        return time_calls(call, math.ceil(turn_ms / milliseconds))
+    return milliseconds
+
+
+def summed(value: float) -> float:
+    """Over all ranks."""
+    total = torch.tensor(value, device="cuda", dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def check_squares(passes: Passes, single: Passes) -> None:
+    """Whether the ranks' results are those of one GPU: a peer that does not exchange keys is
+    faster.
     """
-    total = torch.tensor(passes.squares, device="cuda", dtype=torch.float64)
-    if name != ONE_GPU:
-        dist.all_reduce(total)
-    error = abs(total.item() / single.squares - 1)
-    if name != ONE_GPU and error > 1e-2:
+    error = abs(summed(passes.squares) / single.squares - 1)
+    if error > 1e-2:
         raise AssertionError(f"results differ from one GPU's, squares by {error:.2g}")
 
 
@@ -339,9 +365,11 @@ def transfer_times(spans: Sequence[tuple[float, float, bool]]) -> tuple[float, f
     return transfers, alone
 
 
-def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Of each pass. What comes after one GPU in the order of contenders is held against it."""
     names: list[str] = []
     made: list[Passes] = []
+    firsts: list[dict[str, float]] = []  # milliseconds of the first call
     with contextlib.ExitStack() as stack:
         reasons = {}
         names_wanted = [
@@ -352,32 +380,40 @@ def rows_of(problem: Problem, options: argparse.Namespace) -> Iterator[Row]:
         for name, make in contenders(problem, names_wanted, stack):
             try:
                 passes = make()
-                passes.forward()
-                passes.backward()
-                torch.cuda.synchronize()
-                check_squares(name, passes, made[0] if made else passes)
+                first = {which: time_calls(getattr(passes, which), 1) for which in PASSES}
+                if ONE_GPU in names and name != ONE_GPU:
+                    check_squares(passes, made[names.index(ONE_GPU)])
             except Exception as error:
                 reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 continue
             names.append(name)
             made.append(passes)
-        for which in ("forward", "backward"):
+            firsts.append(first)
+        for which in PASSES:
             calls = [getattr(passes, which) for passes in made]
-            times = measure(calls, options.turn_ms)
+            first_ms = [first[which] for first in firsts]
+            times = measure(calls, first_ms, options.turn_ms, options.rounds)
             single = dict(zip(names, times, strict=True)).get(ONE_GPU)
-            for name, call, milliseconds in zip(names, calls, times, strict=True):
-                yield row_of(problem, which, name, milliseconds, single) | (
+            rows = [
+                row_of(problem, which, name, milliseconds, single)
+                | (
                     exposed(call)
                     if options.trace and name != ONE_GPU
                     else {"transfer_ms": None, "exposed_ms": None}
                 )
-            for name, reason in reasons.items():
-                yield row_of(problem, which, name, None, single) | {
+                for name, call, milliseconds in zip(names, calls, times, strict=True)
+            ]
+            rows += [
+                row_of(problem, which, name, None, single)
+                | {
                     "status": "failed",
                     "reason": reason,
                     "transfer_ms": None,
                     "exposed_ms": None,
                 }
+                for name, reason in reasons.items()
+            ]
+            yield rows
 
 
 def row_of(
@@ -440,8 +476,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="also ulysses over so many neighbouring ranks, and a ring over those groups",
     )
     parser.add_argument("--turn-ms", type=float, default=100.0)
+    parser.add_argument(
+        "--rounds",
+        type=even_number,
+        default=ROUNDS,
+        help="turns of each, an even number (default: %(default)d)",
+    )
     parser.add_argument("--trace", action="store_true", help="also show exposed transfers")
     return parser.parse_args(arguments)
+
+
+def even_number(text: str) -> int:
+    value = int(text)
+    if value < 2 or value % 2:
+        raise argparse.ArgumentTypeError(f"must be an even number of at least 2, got {value}")
+    return value
 
 
 def find_peer() -> bool:
@@ -477,7 +526,12 @@ def main(arguments: list[str] | None = None) -> int:
         "schema": SCHEMA,
         "benchmark": BENCHMARK,
         "command": shlex.join(command),
-        "protocol": {"name": PROTOCOL, "order": "A B B A", "turn_ms": options.turn_ms},
+        "protocol": {
+            "name": PROTOCOL,
+            "order": "A B B A",
+            "turn_ms": options.turn_ms,
+            "rounds": options.rounds,
+        },
         "ranks": dist.get_world_size(),
         "environment": environment("cuda"),
         "results": rows,
@@ -485,11 +539,12 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in problems(options):
         if is_first:
             print(problem, file=sys.stderr, flush=True)
-        rows += rows_of(problem, options)
+        for found in rows_of(problem, options):
+            rows += found
+            if is_first and options.out:
+                write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
         gc.collect()
         torch.cuda.empty_cache()
-        if is_first and options.out:
-            write_outputs(document, json_path=options.out, csv_path=None, plot_path=None)
     if is_first:
         print_document(document, COLUMNS)
     dist.destroy_process_group()

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -78,3 +85,125 @@ def test_groups_of_heads_as_contenders() -> None:
     assert benchmark.numbers_in("all_gather 1,7") == ("all_gather", [1, 7])
     assert benchmark.numbers_in("all_gather 8") == ("all_gather", [8])
     assert benchmark.numbers_in("ring") == ("ring", None)
+
+
+class Clock:
+    """Stands in for time_calls: whom is called how often, in what time. milliseconds: of a call by
+    name; first_ms: of the first one, where it is another.
+    """
+
+    def __init__(self, milliseconds: dict[str, float], first_ms: dict[str, float] | None = None):
+        self.milliseconds = milliseconds
+        self.first_ms = first_ms or {}
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self, call: Callable[[], str], count: int) -> float:
+        self.calls.append((call(), count))
+        return self.first_ms.pop(call(), self.milliseconds[call()])
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, clock: Clock, rounds: int) -> list[float]:
+    monkeypatch.setattr(benchmark, "time_calls", clock)
+    calls = [lambda name=name: name for name in clock.milliseconds]
+    first_ms = [clock(call, 1) for call in calls]
+    clock.calls.clear()
+    return benchmark.measure(calls, first_ms, 100.0, rounds)
+
+
+def test_turns_go_forth_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"a": 10.0, "b": 40.0})
+    assert measured(monkeypatch, clock, 4) == [10.0, 40.0]
+    estimates = [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
+    a, b = ("a", 10), ("b", 3)
+    assert clock.calls == [*estimates, a, b, b, a, a, b, b, a]
+
+
+def test_long_calls_are_made_in_turns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"a": 12_000.0, "b": 37_000.0})
+    assert measured(monkeypatch, clock, 2) == [12_000.0, 37_000.0]
+    assert clock.calls == [("a", 1), ("b", 1), ("b", 1), ("a", 1)]
+
+
+def test_turns_are_long_where_the_first_call_alone_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"a": 10.0}, {"a": 3000.0})
+    assert measured(monkeypatch, clock, 2) == [10.0]
+    assert clock.calls == [("a", 1), ("a", 10)] * 2
+
+
+@pytest.mark.parametrize("rounds", ["0", "-2", "3", "two"])
+def test_rounds_are_even(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--rounds", rounds])
+    assert "argument --rounds: " in capsys.readouterr().err
+    assert benchmark.parse_arguments(["--rounds", "2"]).rounds == 2
+    assert benchmark.parse_arguments([]).rounds == 4
+
+
+def statuses(
+    monkeypatch: pytest.MonkeyPatch, squares: dict[str, float | None]
+) -> dict[str, dict[str, str | None]]:
+    """Of each pass, why a contender failed or None; squares: of its results on each of two ranks;
+    None: it raises an error.
+    """
+
+    def made(value: float | None) -> benchmark.Passes:
+        if value is None:
+            raise RuntimeError("no memory")
+        return benchmark.Passes(str, str, value, None)
+
+    def contenders(*_: Any) -> Iterator[tuple[str, Callable[[], benchmark.Passes]]]:
+        for name, value in squares.items():
+            yield name, partial(made, value)
+
+    monkeypatch.setattr(benchmark, "contenders", contenders)
+    monkeypatch.setattr(benchmark, "time_calls", lambda call, count: 50.0)
+    monkeypatch.setattr(benchmark, "summed", lambda value: 2 * value)
+    monkeypatch.setattr(benchmark.dist, "get_world_size", lambda: 2)
+    options = benchmark.parse_arguments(["--contenders", "ring"])
+    found = {}
+    for rows in benchmark.rows_of(benchmark.Problem((64,)), options):
+        (which,) = {row["pass"] for row in rows}
+        found[which] = {row["scheme"]: row["reason"] for row in rows}
+        assert all((row["status"] == "failed") == bool(row["reason"]) for row in rows)
+    assert list(found) == ["forward", "backward"]
+    return found
+
+
+def test_results_are_held_against_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    squares = {benchmark.ONE_GPU: 2.0, "ring": 1.0, "torch": 3.0, "ulysses": None}
+    for reasons in statuses(monkeypatch, squares).values():
+        assert reasons == {
+            benchmark.ONE_GPU: None,
+            "ring": None,
+            "torch": "AssertionError: results differ from one GPU's, squares by 2",
+            "ulysses": "RuntimeError: no memory",
+        }
+
+
+def test_results_are_held_against_nothing_without_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reasons in statuses(monkeypatch, {"ring": 1.0, "torch": 3.0}).values():
+        assert reasons == {"ring": None, "torch": None}
+    failed = {benchmark.ONE_GPU: None, "ring": 1.0, "torch": 3.0}
+    for reasons in statuses(monkeypatch, failed).values():
+        assert reasons.pop(benchmark.ONE_GPU) == "RuntimeError: no memory"
+        assert reasons == {"ring": None, "torch": None}
+
+
+def test_what_is_measured_is_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(problem: benchmark.Problem, _: Any) -> Iterator[list[dict[str, str]]]:
+        yield [{"name": f"{problem} forward"}]
+        raise KeyboardInterrupt
+
+    ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2)
+    monkeypatch.setattr(benchmark, "dist", ranks)
+    monkeypatch.setattr(benchmark, "join_ranks", lambda: None)
+    monkeypatch.setattr(benchmark, "environment", lambda device: {})
+    monkeypatch.setattr(benchmark, "rows_of", interrupted)
+    path = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["--seqlens", "64", "--rounds", "2", "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert document["results"] == [{"name": "S64 forward"}]
+    assert document["protocol"]["rounds"] == 2
