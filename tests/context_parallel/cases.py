@@ -267,6 +267,23 @@ def with_groups_of_its_heads(case: Case) -> Case:
     return replace(case, head_groups=groups)
 
 
+def of_ranks(case: Case, ranks: int) -> Case:
+    """A case of two ranks with so many, as large as all schemes need it: a head of keys for each
+    rank, unless there is one for all, and of a batch's length two parts for each, which dropout
+    takes at multiples of 16.
+    """
+
+    def up_to(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    heads_k = case.heads_k if case.heads_k == 1 else up_to(case.heads_k, ranks)
+    heads_q = case.heads_q // case.heads_k * heads_k
+    lengths = case.lengths
+    if case.batch is not None:
+        lengths = (up_to(lengths[0], 2 * ranks * 16),)
+    return replace(case, ranks=ranks, heads_q=heads_q, heads_k=heads_k, lengths=lengths)
+
+
 _parallels: dict[Any, ContextParallel] = {}
 
 

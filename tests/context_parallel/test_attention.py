@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from flash_attn_cuda.context_parallel.head_exchange import check_heads
+from flash_attn_cuda.context_parallel.plan import equal_plan
 from tests.context_parallel import cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.drawn_cases import any_case
@@ -85,6 +87,21 @@ def test_groups_of_heads_of_either_pass(four: Ranks) -> None:
 def test_fewer_heads_of_keys(four: Ranks, scheme: str, heads: tuple[int, int]) -> None:
     case = replace(SCHEMES[scheme], heads_q=heads[0], heads_k=heads[1])
     four.run(cases.equals_the_whole, cases.with_groups_of_its_heads(case))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
+def test_cases_grow_no_more_than_ranks_need(heads: tuple[int, int]) -> None:
+    heads_q, heads_k = heads
+    case = Case("ulysses", 2, lengths=(704,), heads_q=heads_q, heads_k=heads_k)
+    assert cases.of_ranks(case, 2) == case
+    for ranks, length in ((4, 768), (8, 768)):
+        found = cases.of_ranks(case, ranks)
+        check_heads(found.heads_q, found.heads_k, ranks)
+        assert found.heads_k == (1 if heads_k == 1 else max(heads_k, ranks))
+        assert found.heads_q == heads_q // heads_k * found.heads_k
+        assert found.lengths == (length,)
+        assert equal_plan(found.lengths, ranks).multiple == 16
+    assert cases.of_ranks(replace(case, batch=None, lengths=(3, 2)), 8).lengths == (3, 2)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

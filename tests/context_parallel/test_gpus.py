@@ -51,19 +51,10 @@ BASE = Case(
 
 
 def case_of(gpus: Ranks, **fields: Any) -> Case:
-    """Of two ranks, as it is; of more, with as many times the heads and, but in documents, the
-    rows: parts of either are cut at multiples of 16, as dropout wants them.
-    """
     case = replace(BASE, **fields)
     if case.ulysses_size is not None and gpus.size <= case.ulysses_size:
         pytest.skip("a ring has two groups at least")
-    times = gpus.size // 2
-    case = replace(
-        case, ranks=gpus.size, heads_q=times * case.heads_q, heads_k=times * case.heads_k
-    )
-    if case.batch is not None:
-        case = replace(case, lengths=(times * case.lengths[0],))
-    return cases.with_groups_of_its_heads(case)
+    return cases.with_groups_of_its_heads(cases.of_ranks(case, gpus.size))
 
 
 SCHEMES = {
@@ -90,6 +81,7 @@ OPTIONS = {
     "sink": {"has_sink": True},
     "dropout": {"dropout_p": 0.3},
     "gqa": {"heads_q": 8, "heads_k": 2},
+    "shared": {"heads_q": 8, "heads_k": 1},  # ranks of ulysses share the head of keys
     "d128": {"head_dim": 128, "head_dim_v": 128, "dtype": torch.float16},
     "head-dims": {"head_dim": 192, "head_dim_v": 128},
     "all-at-once": {"window_size": (129, -1), "softcap": 2.0, "has_alibi": True, "has_sink": True},
