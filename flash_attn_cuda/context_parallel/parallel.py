@@ -64,7 +64,10 @@ class ContextParallel:
             "ulysses+ring": ulysses in groups of ulysses_size neighbouring ranks, a ring over them;
             "auto": of all_gather and ulysses the one that moves fewer bytes, by the heads and by
             what of the plan's documents is cut.
-        ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions.
+        ulysses_size: for "ulysses+ring" of a group that is no mesh of two dimensions. It makes new
+            groups. By NCCL after init_process_group(device_id=...) all ranks of the world make them
+            together, and a part of the world would wait for the others: it takes two dimensions of
+            a mesh that all ranks have made, mesh["ring", "ulysses"].
         head_groups: of all_gather, into how many equal groups the heads of keys are split for their
             way, or how many heads each group has; all are asked for at once, and each is worked on
             as it comes. None: chosen by the length, for either pass. "auto" heeds it where it takes
@@ -427,7 +430,8 @@ class ContextParallel:
         self, prepared: Prepared, call: AttentionCall, return_lse: bool, *, forward_mode: bool
     ) -> None:
         """Raises on every rank if they do not call with the same plan, options, shapes and dtypes;
-        asks the others once of each.
+        asks the others once of each. A rank that has agreed on its own combination before asks
+        nobody, and no difference is found.
         """
         if (
             self.size == 1
