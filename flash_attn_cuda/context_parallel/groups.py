@@ -36,6 +36,8 @@ def groups_of(
             f"ulysses_size: must divide the {size} ranks of the group, got {ulysses_size}"
         )
     ranks = dist.get_process_group_ranks(whole)
+    if ranks != sorted(ranks):  # as groups of theirs would be
+        raise ValueError(f"group: ranks must ascend for scheme {scheme!r}, got {ranks}")
     first = whole.rank() // ulysses_size * ulysses_size
     across = dist.new_group(ranks[first : first + ulysses_size], use_local_synchronization=True)
     ring = dist.new_group(

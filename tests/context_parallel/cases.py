@@ -433,6 +433,15 @@ def over_a_permuted_mesh() -> None:
     assert torch.equal(by_columns.unshard(by_columns.shard(x)), x)
 
 
+def over_an_unsorted_group() -> None:
+    group = dist.new_group([0, 3, 2, 1], sort_ranks=False)
+    parallel = ContextParallel(group, "ring")
+    x = torch.arange(48).view(1, 48)
+    assert torch.equal(parallel.unshard(parallel.shard(x)), x)
+    with pytest.raises(ValueError, match=r"group: ranks must ascend for .* got \[0, 3, 2, 1\]"):
+        ContextParallel(group, "ulysses+ring", ulysses_size=2)
+
+
 def under_a_checkpoint(dropout_p: float) -> None:
     """What is computed again has the same random numbers."""
     parallel = ContextParallel(None, "ring")

@@ -165,6 +165,11 @@ def test_over_a_permuted_mesh(four: Ranks) -> None:
     four.run(cases.over_a_permuted_mesh)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="this torch sorts the ranks of a group")
+def test_over_an_unsorted_group(four: Ranks) -> None:
+    four.run(cases.over_an_unsorted_group)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_under_a_checkpoint(two: Ranks, dropout_p: float) -> None:
     two.run(cases.under_a_checkpoint, dropout_p)
