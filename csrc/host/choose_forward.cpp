@@ -102,9 +102,10 @@ bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
 }
 
 // Whether a row of tall tiles pads the queries no further than the plain one, in rounds of the
-// device that take about as long or less. Longer calls, and those of which a window hides most, are
-// better off with the plain row (docs/forward_sm90.md); lengths that the host does not know are not
-// looked at. As with lower tiles, the bits of such a call may depend on the number of its heads.
+// device over padded keys that take about as long or less. Longer calls, and those of which a
+// window hides most, are better off with the plain row (docs/forward_sm90.md); lengths that the
+// host does not know are not looked at. As with lower tiles, the bits of such a call may depend on
+// the number of its heads.
 bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
                       const ForwardConfig& tall, const DeviceInfo& device) {
   constexpr int longest = 4096;
@@ -120,7 +121,8 @@ bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
   };
   const auto length = [&](const ForwardConfig& row) {  // of the rounds
     const std::int64_t rounds = ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
-    return static_cast<double>(rounds * row.block_m);
+    const int steps = ceil_div(shape.seqlen_k, row.block_n);
+    return static_cast<double>(rounds * row.block_m) * (steps * row.block_n);
   };
   return padded_queries(tall) <= padded_queries(plain) &&
          length(tall) <= about_as_long * length(plain);

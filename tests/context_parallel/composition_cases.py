@@ -300,8 +300,8 @@ def compiled_options(scheme: str) -> None:
 
 
 def compiled_where_ranks_send_nothing(scheme: str, name: str) -> None:
-    """In hops of a window, or of rows in order, some ranks send no row and some receive none. Then rank
-    0's loss leaves out what others' losses have.
+    """In hops of a window, or of rows in order, some ranks send no row and some receive none. At
+    last rank 0's loss leaves out what others' losses have.
     """
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme)

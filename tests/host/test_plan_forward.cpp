@@ -129,6 +129,11 @@ TEST(tall_tiles_are_for_lengths_that_they_pad_no_further) {
     shape.batch_size = batch_size;
     CHECK_EQ(chosen(512, 512), row);
   }
+  shape.num_heads_q = shape.num_heads_k = 12;  // both 4 * 256 rows, 5 * 192
+  shape.batch_size = 18;
+  CHECK_EQ(chosen(440, 440), "tall");  // over 448 keys, 512
+  shape.batch_size = 13;
+  CHECK_EQ(chosen(600, 600), "plain");  // over 640
   shape.batch_size = 1;
   shape.num_heads_q = shape.num_heads_k = 25;
   CHECK_EQ(chosen(4096, 4096), "plain");  // 4 * 256 rows, 5 * 192
