@@ -23,6 +23,7 @@ from benchmarks.core.turns import (
     estimate,
     rounds_for,
     take_turns,
+    time_alike,
     warm_up,
 )
 from benchmarks.peers.backends import Backend, Unsupported, is_cuda
@@ -138,6 +139,7 @@ def time_all(
     contenders: Sequence[Contender], on_cuda: bool, protocol: Protocol
 ) -> list[Measurement]:
     """One per contender."""
+    time_alike(contenders)
     with Monitor(current_gauge() if on_cuda else None) as monitor:
         if on_cuda:
             warm_up(contenders, protocol, on_cuda)

@@ -12,7 +12,8 @@ What a turn gives is its time over its calls; a contender's figure is the median
 
 Calls that take less device time than the host needs to issue them cannot fill a turn: they are
 timed in short stretches, each issued while the device is kept busy by a sleep, and summed. So their
-figure holds no wait for the host, nor is it one at the power limit; nor would a program's be.
+figure holds no wait for the host, nor is it one at the power limit; nor would a program's be. What
+is compared with such calls is timed in the same way: while the device sleeps its clock rises.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 
 Call = Callable[[], object]
 
-PROTOCOL, VERSION = "long turns", 3
+PROTOCOL, VERSION = "long turns", 4
 
 TURN_MS = 100.0
 LEAD_IN = 0.25  # of a turn's length, and not counted
@@ -156,6 +157,13 @@ def estimate(contender: Contender, turn_ms: float, on_cuda: bool) -> None:
         contender.estimate_ms = max(estimate_ms, MIN_ESTIMATE_MS)
         count = min(MAX_CALLS_PER_STRETCH, contender.calls_in(turn_ms * LEAD_IN))
     contender.is_short = contender.estimate_ms < HOST_MARGIN * contender.host_ms
+
+
+def time_alike(contenders: Sequence[Contender]) -> None:
+    """All are short where one is."""
+    any_is_short = any(each.is_short for each in contenders)
+    for each in contenders:
+        each.is_short = any_is_short
 
 
 def time_here(contender: Contender, count: int) -> tuple[float, float]:

@@ -366,7 +366,7 @@ def test_each_benchmark_runs_saves_and_prints(name, tiny, tmp_path, capsys):
     assert (document["schema"], document["benchmark"]) == (1, name)
     assert document["command"].startswith(f"python -m benchmarks.suites.features {name}")
     assert {"device", "torch", "commit", "cuda", "driver"} <= document["environment"].keys()
-    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (3, 0.2)
+    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (4, 0.2)
     rows = document["results"]
     assert len({frozenset(row) for row in rows}) == 1
     assert len({row["name"] for row in rows}) == len(rows)

@@ -257,7 +257,7 @@ def test_all_parts_run_save_and_print(tiny, flex, tmp_path, capsys):
     assert (document["schema"], document["benchmark"]) == (1, "masks")
     assert document["command"].startswith("python -m benchmarks.suites.masks --device cpu")
     assert {"device", "torch", "commit", "cuda", "driver"} <= document["environment"].keys()
-    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (3, 0.2)
+    assert (document["protocol"]["version"], document["protocol"]["turn_ms"]) == (4, 0.2)
     rows = document["results"]
     assert {row["part"] for row in rows} == set(PARTS)
     assert len({frozenset(row) for row in rows}) == 1

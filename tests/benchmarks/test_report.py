@@ -66,7 +66,7 @@ def test_json_has_everything_a_reader_needs(outputs):
     assert facts["torch"] == torch.__version__
     assert {"device", "driver", "commit", "cuda", "date", "flash_attn_cuda"} <= facts.keys()
     protocol = document["protocol"]
-    assert (protocol["name"], protocol["version"]) == ("long turns", 3)
+    assert (protocol["name"], protocol["version"]) == ("long turns", 4)
     assert (protocol["turn_ms"], protocol["joules_turn_ms"]) == (0.2, None)
 
     rows = document["results"]

@@ -263,6 +263,19 @@ def test_calls_that_the_host_may_not_keep_up_with_are_short(device, device_ms, i
     assert turn.is_continuous is not is_short
 
 
+def test_what_is_compared_with_short_calls_is_timed_as_they_are(device):
+    those = [contender_of([device.call_of(ms, 0.009)]) for ms in (0.014, 0.011)]
+    for each in those:
+        turns.estimate(each, turn_ms=100.0, on_cuda=True)
+    assert [each.is_short for each in those] == [False, True]
+    turns.time_alike(those[:1])
+    assert not those[0].is_short
+    turns.time_alike(those)
+    taken = turns.take_turns(those, 4, 10.0, on_cuda=True)
+    assert [[x.is_continuous for x in each] for each in taken] == [[False] * 4] * 2
+    assert taken[0][0].milliseconds == pytest.approx(0.014)
+
+
 def test_short_calls_are_issued_while_the_device_sleeps(device):
     """Few at a time: a launch queue that is full would stop the host before the last."""
     contender = contender_of([device.call_of(0.01, 0.05)])
