@@ -107,8 +107,8 @@ class OfWhole:
     rng_state: Tensor | None
 
     def of_results(self) -> list[Tensor]:
-        """The gradients that a backward is given, one at least."""
-        return [x for x in (self.dout, self.dlse) if x is not None]
+        """Results, by which attentions differ, and the gradients that a backward is given."""
+        return [x for x in (self.out, self.dout, self.dlse) if x is not None]
 
     def of_rows(self, rows: slice, heads: slice) -> Incoming:
         """The same for a call over some of them."""
@@ -194,7 +194,7 @@ def arrivals(
     of_results: Sequence[Tensor] = (),
 ) -> Iterator[Arrival]:
     """The rank's own keys, first, or in a backward last, and those of all ranks, a group of heads
-    at a time. Tangents travel where they are given. of_results: in a backward, their gradients.
+    at a time. Tangents travel where they are given. of_results: OfWhole.of_results() in a backward.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.
@@ -395,7 +395,7 @@ def hops_with_keys(
     work: Work, k: Tensor, v: Tensor, of_results: Sequence[Tensor] = ()
 ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
     """Each hop and its keys, the rank's own first, those of the next on their way. of_results: in a
-    backward, their gradients.
+    backward, OfWhole.of_results().
     """
     own, *hops = work.schedule.hops
     coming: list[Tensor] = []

@@ -27,7 +27,7 @@ _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Which exchange of a pass it is. after: in a backward, gradients of the results."""
+    """Which exchange of a pass it is. after: in a backward, results and their gradients."""
 
     number: int
     after: Sequence[Tensor] = ()
