@@ -153,9 +153,6 @@ def flash_attn_varlen_func(
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
-        if block_table is None:  # keys are not split, which is batch-invariant
-            check_splits(num_splits)
-            call.num_splits, call.batch_invariant = 0, False
     if out is not None:
         check_tensor("v", v)
         call.out = out

@@ -55,13 +55,6 @@ CUTE_DEVICE std::uint32_t pair_of_e4m3(std::uint16_t pair) {
   }
 }
 
-// Two of Element, times a scale, rounded once.
-template <class Element>
-CUTE_DEVICE std::uint32_t scaled_pair_of_e4m3(std::uint16_t pair, float scale) {
-  const float2 values = __half22float2(half2_of_e4m3(pair));
-  return pair_of<Element>({values.x * scale, values.y * scale});
-}
-
 // The scale of a sequence and key head. Of scales per token: 1.
 CUTE_DEVICE float scale_of_head(ScaleView const& scales, int sequence, int head) {
   if (scales.data == nullptr || scales.per_token) return 1.0f;

@@ -1,5 +1,6 @@
-// Powers of two that keep what is multiplied with numbers of e4m3 within fp16: of Q, and of values
-// whose tokens have scales.
+// The scales of keys and values of e4m3, whose products are of the numbers as they are stored, and
+// powers of two that keep what is multiplied with these within fp16: of Q, and of P where tokens
+// have scales.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,61 @@ CUTE_DEVICE float queries_to_half(std::uint32_t* pairs) {
   return __uint_as_float((exponent - 14) << 23);
 }
 
+// A block's scores or P (rows, columns), each column times the scale of its token and a factor.
+// coords: (rows, columns) -> (query, token); neighbouring columns are of neighbouring tokens.
+template <class Block, class Coords>
+CUTE_DEVICE void multiply_columns(Block& block, Coords const& coords, const float* scales,
+                                  float factor) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(block); col += 2) {
+    const auto pair = *reinterpret_cast<const float2*>(scales + get<1>(coords(0, col)));
+    const float of_columns[2] = {pair.x * factor, pair.y * factor};
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(block); ++row) {
+      block(row, col) *= of_columns[0];
+      block(row, col + 1) *= of_columns[1];
+    }
+  }
+}
+
+// The scales of Q and of a key head, which are left to be multiplied with scores.
+struct ScoreScales {
+  static constexpr float least = 0x1p-120f, most = 0x1p120f;
+
+  float of_head;
+  bool keys_have_own;  // scales per token
+
+  // query_unit: what Q counts in.
+  CUTE_DEVICE static ScoreScales of(ScaleParams const& scales, int sequence, int head_k,
+                                    float query_unit) {
+    return {scale_of_head(scales.q, sequence, head_k) * scale_of_head(scales.k, sequence, head_k) *
+                query_unit,
+            scales.k.per_token};
+  }
+
+  // Hands the head's to the softmax, which multiplies scores by the result, if it can have it.
+  CUTE_DEVICE float leave_to_softmax(float scale_log2) {
+    const float of_softmax = scale_log2 * of_head;
+    if (!(of_softmax >= least && of_softmax <= most)) return scale_log2;
+    of_head = 1.0f;
+    return of_softmax;
+  }
+
+  CUTE_DEVICE bool are_one() const { return of_head == 1.0f && !keys_have_own; }
+
+  template <class Scores, class Coords>
+  CUTE_DEVICE void apply(Scores& scores, Coords const& coords, const float* of_keys) const {
+    if (keys_have_own) {
+      multiply_columns(scores, coords, of_keys, of_head);
+    } else {
+      using namespace cute;
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) *= of_head;
+    }
+  }
+};
+
 // A warp's O where tokens have scales: P times a scale is fp16, which could neither hold very large
 // nor very small scales. So O counts in units of a power of two near the largest scale so far.
 struct ValueUnit {
@@ -67,6 +123,18 @@ struct ValueUnit {
       multiply(unit / next);
       unit = next;
     }
+  }
+
+  // P of a block times the scales of its values, in the unit of O, which follows.
+  template <int kKeys, class Probabilities, class Coords, class Accumulator>
+  CUTE_DEVICE void weigh(const float* of_values, Probabilities& probabilities, Coords const& coords,
+                         Accumulator& output) {
+    using namespace cute;
+    raise<kKeys>(of_values, [&](float ratio) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(output); ++i) output(i) *= ratio;
+    });
+    multiply_columns(probabilities, coords, of_values, 1.0f / unit);
   }
 };
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_attn_cuda import check_device_errors, flash_attn_varlen_func
 from tests.cases.attention import VarlenCase
+from tests.cases.fp8_harness import make
 from tests.cases.harness import (
     DEVICE,
     ON_CPU,
@@ -23,6 +24,8 @@ from tests.cases.harness import (
     run_reference,
     skip_without_row,
 )
+from tests.cases.masked import MaskedCase, RandomBias
+from tests.cases.masked_harness import skip_without_masked_row
 from tests.reference import AttentionResult, dense_keys
 from tests.reference.tolerance import assert_close
 
@@ -133,6 +136,58 @@ def test_batch_invariant_pages() -> None:
     together = attend(None)
     alone = torch.cat([attend(b) for b in range(3)])
     assert torch.equal(bits(together), bits(alone))
+
+
+COMPANIES: tuple[tuple[Any, ...], ...] = (  # lengths of queries, of keys, heads, options
+    ((130, 1), (28, 1), (16, 1), {"softcap": 5.0}),
+    ((1, 1, 1), (1, 633, 1200), (7, 1), {"causal": True, "alibi_slopes": 7}),
+    ((0, 2, 0), (1130, 508, 1177), (4, 2), {}),
+    ((1, 64), (0, 1200), (4, 4), {"window_size": (300, 5)}),
+)
+
+
+@pytest.mark.parametrize(
+    ("is_e4m3", "given"), [(False, ""), (False, "sink"), (False, "attn_mask"), (True, "sink")]
+)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_batch_invariance_without_pages(
+    dtype: torch.dtype, head_dim: int, is_e4m3: bool, given: str
+) -> None:
+    """The same bits in company and alone, with a sink, which no part of the keys is of, too."""
+    if is_e4m3:
+        make(cached=(1,), head_dim=head_dim, dtype=dtype)  # or skip
+    bias = RandomBias() if given == "attn_mask" else None
+    case = MaskedCase(make_case(head_dim=head_dim, dtype=dtype), None, bias)
+    skip_without_masked_row(case, backward=False)
+    for lengths_q, lengths_k, heads, options in COMPANIES:
+        sizes = ((sum(lengths_q), heads[0]), (sum(lengths_k), heads[1]), (sum(lengths_k), heads[1]))
+        q, k, v = (torch.randn(*x, head_dim, device=DEVICE, dtype=dtype) for x in sizes)
+        more: dict[str, Any] = dict(options)
+        if "alibi_slopes" in more:
+            more["alibi_slopes"] = torch.rand(more["alibi_slopes"], device=DEVICE)
+        if is_e4m3:
+            k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+            more |= {"k_descale": 0.7, "v_descale": 1.3}
+        if given == "sink":
+            more["sink"] = torch.randn(heads[0], device=DEVICE)
+        bounds = [torch.tensor([0, *x]).cumsum(0).int().to(DEVICE) for x in (lengths_q, lengths_k)]
+        most = (max(lengths_q), max(lengths_k))
+        if given == "attn_mask":
+            more["attn_mask"] = torch.randn(1, 1, *most, device=DEVICE, dtype=dtype)
+
+        def attend(*rows: Any, most: Any = most, more: Any = more) -> list[Tensor]:
+            found = flash_attn_varlen_func(
+                *(*rows, *most), batch_invariant=True, return_attn_probs=True, **more
+            )
+            return [bits(found[0]), bits(found[1].mT)]
+
+        together = attend(q, k, v, *bounds)
+        for b, (of_q, of_k) in enumerate(zip(*(x.unfold(0, 2, 1) for x in bounds), strict=True)):
+            at_q, at_k = (slice(*x.tolist()) for x in (of_q, of_k))
+            alone = attend(q[at_q], k[at_k], v[at_k], of_q - of_q[0], of_k - of_k[0])
+            for name, x, y in zip(("out", "lse"), alone, together, strict=True):
+                assert torch.equal(x, y[at_q]), (name, b, lengths_q, lengths_k)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

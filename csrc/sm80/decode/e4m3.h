@@ -1,5 +1,5 @@
-// Keys and values of e4m3 in a decode kernel: where they lie in shared memory, how they become
-// fragments, and what their scales multiply.
+// Keys and values of e4m3 in a decode kernel: where they lie in shared memory, and how they become
+// fragments.
 //
 // A product does not ask in which order its operands' common mode runs, nor V's columns among
 // themselves. So a lane takes 16 neighbouring bytes of a key at a time, for four steps of 16
@@ -111,52 +111,6 @@ struct E4m3Values {
     }
   }
 };
-
-// The scales of a tile's key head. Those of tokens are loaded with their keys: of a slice's keys,
-// and then of their values.
-struct E4m3Scales {
-  float scores;  // of the head, with the unit of Q
-  float values;
-  bool keys_have_own;  // scales per token
-  bool values_have_own;
-
-  CUTE_DEVICE static E4m3Scales of(ScaleParams const& scales, TileWork const& work,
-                                   float query_unit) {
-    const auto of_head = [&](ScaleView const& view) {
-      return scale_of_head(view, work.sequence.index, work.head);
-    };
-    return {of_head(scales.q) * of_head(scales.k) * query_unit, of_head(scales.v),
-            scales.k.per_token, scales.v.per_token};
-  }
-
-  template <class Scores, class Coords>
-  CUTE_DEVICE void scale_scores(Scores& scores, Coords const& coords, const float* of_keys) const {
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      float factor = this->scores;
-      if (keys_have_own) factor *= of_keys[get<1>(coords(0, col))];
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) *= factor;
-    }
-  }
-};
-
-// P of a slice times the scales of its tokens' values.
-template <int kKeys, class Probabilities, class Coords, class Accumulator>
-CUTE_DEVICE void weigh_values(ValueUnit& unit, Probabilities& probabilities, Coords const& coords,
-                              const float* of_values, Accumulator& output) {
-  unit.raise<kKeys>(of_values, [&](float ratio) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(output); ++i) output(i) *= ratio;
-  });
-  const float per_unit = 1.0f / unit.unit;
-  CUTE_UNROLL
-  for (int col = 0; col < size<1>(probabilities); ++col) {
-    const float factor = of_values[get<1>(coords(0, col))] * per_unit;
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(probabilities); ++row) probabilities(row, col) *= factor;
-  }
-}
 
 // A thread's four columns of a pair of atoms, which are neighbours, of one row of O times a factor.
 template <class Output>

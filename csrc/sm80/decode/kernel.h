@@ -239,9 +239,11 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_warp>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
-  [[maybe_unused]] E4m3Scales scales;
+  [[maybe_unused]] ScoreScales score_scales;
   [[maybe_unused]] ValueUnit value_unit;
-  if constexpr (Traits::is_e4m3) scales = E4m3Scales::of(params.scales, work, query_unit);
+  [[maybe_unused]] const bool values_have_own = Traits::is_e4m3 && params.scales.v.per_token;
+  if constexpr (Traits::is_e4m3)
+    score_scales = ScoreScales::of(params.scales, sequence.index, work.head, query_unit);
 
   const int interior_begin = max(visible.interior_begin, span.begin);
   const int interior_end = min(visible.interior_end, span.end);
@@ -276,7 +278,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     else
       gemm_registers_a(mma, tSrS, tSrQ, k);
     auto scores = rows_cols_view(tSrS);
-    if constexpr (Traits::is_e4m3) scales.scale_scores(scores, tScS, token_scales);
+    if constexpr (Traits::is_e4m3) score_scales.apply(scores, tScS, token_scales);
     if constexpr (Traits::warps_per_group > 1)
       add_scores_of_group<Traits>(smem, warp, lane, current, tSrS);
 
@@ -292,8 +294,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output);
     if constexpr (Traits::is_e4m3) {
-      if (scales.values_have_own)
-        weigh_values<slice>(value_unit, scores, tScS, token_scales + slice, tOrO);
+      if (values_have_own) value_unit.weigh<slice>(token_scales + slice, scores, tScS, tOrO);
     }
 
     auto rP = convert_fragment<Factor>(tSrS);
@@ -309,7 +310,9 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   }
 
   float factor = 1.0f;
-  if constexpr (Traits::is_e4m3) factor = scales.values_have_own ? value_unit.unit : scales.values;
+  if constexpr (Traits::is_e4m3)
+    factor = values_have_own ? value_unit.unit
+                             : scale_of_head(params.scales.v, sequence.index, work.head);
   leave_output<Traits>(smem, tOrO, factor, softmax, warp, lane);
   __syncthreads();
   write_merged<Traits>(args, work, split, item.splits == 1, smem);

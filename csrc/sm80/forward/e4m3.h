@@ -1,12 +1,11 @@
 // Keys and values of e4m3 in a forward kernel: their bytes come by cp.async, as tiles of 16 bits
-// do, and every thread makes what it loaded itself into 16 bits of such a tile. Scales are
-// multiplied there, so the products are those of a cache of 16 bits that holds the numbers which
-// these stand for.
+// do, and every thread makes what it loaded itself into 16 bits of such a tile. These hold the
+// numbers of e4m3 exactly, whatever the scales are, which multiply scores, P and O in fp32.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "shared/e4m3_pairs.h"
+#include "shared/e4m3_units.h"
 #include "shared/sequence/paged_kv.h"
 #include "sm80/isa/copy.h"
 
@@ -48,24 +47,22 @@ struct E4m3Loader {
     }
   }
 
-  // Once the bytes are there, and everybody's scales where tokens have their own. scale: of all
-  // rows.
+  // Once the bytes are there: the tile, and the scales of its tokens, where they have their own.
   template <class SmemTensor>
-  CUTE_DEVICE static void convert(Bytes const& bytes, bool has_scales, float scale,
-                                  SmemTensor& tile, int thread) {
+  CUTE_DEVICE static void convert(Bytes const& bytes, bool has_scales, SmemTensor& tile,
+                                  float (&scales)[kRows], int thread) {
     const int column = thread % chunks_per_row * chunk;
     CUTE_NO_UNROLL
     for (int row = thread / chunks_per_row; row < kRows; row += rows_per_pass) {
       const int index = row * chunks_per_row + column / chunk;
-      const float factor = has_scales ? scale * bytes.scales[row] : scale;
+      if (has_scales && column == 0) scales[row] = bytes.scales[row];
       const uint4 own = bytes.chunks[index];
       const std::uint32_t words[] = {own.x, own.y, own.z, own.w};
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         const auto pair = [&](int i) {
           const std::uint32_t word = words[2 * half + i / 2];
-          return scaled_pair_of_e4m3<Element>(static_cast<std::uint16_t>(word >> i % 2 * 16),
-                                              factor);
+          return pair_of_e4m3<Element>(static_cast<std::uint16_t>(word >> i % 2 * 16));
         };
         *reinterpret_cast<uint4*>(&tile(row, column + 8 * half)) = {pair(0), pair(1), pair(2),
                                                                     pair(3)};

@@ -108,12 +108,13 @@ CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& seq
   }
 }
 
-// O and LSE of the tile: registers -> shared memory (Q's buffer) -> global memory.
+// O and LSE of the tile: registers -> shared memory (Q's buffer) -> global memory. value_scale:
+// what O is to be multiplied by.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence, int split,
                               int head, int query_begin, int column_begin, Accumulator& tOrO,
                               OnlineSoftmax<Traits::rows_per_thread>& softmax,
-                              typename Traits::SharedStorage& smem, int thread) {
+                              typename Traits::SharedStorage& smem, int thread, float value_scale) {
   using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
   const int rows = sequence.rows_q - query_begin;
@@ -121,8 +122,9 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
 
   float lse[Traits::rows_per_thread];
   auto output = rows_cols_view(tOrO);
-  const float o_scale =
-      Traits::has(feature::dropout) ? 1.0f / keep_probability(params.dropout.threshold) : 1.0f;
+  const float o_scale = Traits::has(feature::dropout)
+                            ? 1.0f / keep_probability(params.dropout.threshold)
+                            : value_scale;
   // One split has it, and so their combination.
   const float sink = split == 0 ? sink_of(params.score, head) : -INFINITY;
   softmax.normalize_softmax_lse(output, lse, sink, o_scale);
@@ -190,16 +192,11 @@ CUTE_DEVICE void load_bytes(ForwardParams const& params, Sequence const& sequenc
 
 // And their tiles of 16 bits, once all threads have the bytes.
 template <class Traits, class Keys, class Values>
-CUTE_DEVICE void convert_bytes(ForwardParams const& params, Sequence const& sequence, int head_k,
-                               typename Traits::SharedStorage const& smem, Keys& sK, Values& sV,
-                               int thread) {
-  ScaleParams const& scales = params.scales;
-  const auto of_head = [&](ScaleView const& view) {
-    return scale_of_head(view, sequence.index, head_k);
-  };
-  Traits::E4m3Keys::convert(smem.bytes.k, scales.k.per_token, of_head(scales.q) * of_head(scales.k),
-                            sK, thread);
-  Traits::E4m3Values::convert(smem.bytes.v, scales.v.per_token, of_head(scales.v), sV, thread);
+CUTE_DEVICE void convert_bytes(ScaleParams const& scales, typename Traits::SharedStorage& smem,
+                               Keys& sK, Values& sV, int thread) {
+  auto& bytes = smem.bytes;
+  Traits::E4m3Keys::convert(bytes.k, scales.k.per_token, sK, bytes.key_scales, thread);
+  Traits::E4m3Values::convert(bytes.v, scales.v.per_token, sV, bytes.value_scales, thread);
   __syncthreads();
 }
 
@@ -308,6 +305,13 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_cta>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+  [[maybe_unused]] ScoreScales score_scales;  // of keys of e4m3
+  [[maybe_unused]] ValueUnit value_unit;
+  if constexpr (Traits::is_e4m3) {
+    score_scales = ScoreScales::of(params.scales, sequence.index, head_k, 1.0f);
+    if (!modifies_scores(params.score))
+      softmax.scale_log2 = score_scales.leave_to_softmax(args.scale_log2);
+  }
   ScoreModifiers modifiers{};
   if (Traits::modifies_scores)
     modifiers = ScoreModifiers::of(params.score, sequence.index, work.head, sequence.shift);
@@ -324,7 +328,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     const int block = visit.block;
     wait_for_loads();  // K(block) is here; V's buffer is free
     if constexpr (Traits::is_e4m3) {
-      convert_bytes<Traits>(params, sequence, head_k, smem, sK, sV, thread);
+      convert_bytes<Traits>(params.scales, smem, sK, sV, thread);
       if (position > range.begin)
         load_bytes<Traits>(params, sequence, head_k, own_values, own_columns, next_visit.block,
                            smem, thread);
@@ -343,6 +347,9 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
     }
 
     auto scores = rows_cols_view(tSrS);
+    if constexpr (Traits::is_e4m3) {
+      if (!score_scales.are_one()) score_scales.apply(scores, tScS, smem.bytes.key_scales);
+    }
     const ScoreTile tile{sequence, work.head, query_begin, key_begin};
     if (Traits::modifies_scores && modifies_scores(params.score))
       modifiers.apply(scores, tScS, query_begin, key_begin);
@@ -359,6 +366,10 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       for_each_decision(dropout, scores, tScS, sequence.first_q + query_begin,
                         sequence.first_k + key_begin,
                         [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+    }
+    if constexpr (Traits::is_e4m3) {
+      if (params.scales.v.per_token)
+        value_unit.weigh<block_n>(smem.bytes.value_scales, scores, tScS, tOrO);
     }
     auto rP = convert_fragment<Element>(tSrS);
     gemm_registers_a(mma, tOrO, a_operand_view(rP), v);
@@ -383,8 +394,14 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       visit = next_visit;
     }
   }
+  float value_scale = 1.0f;
+  if constexpr (Traits::is_e4m3) {
+    value_scale = params.scales.v.per_token
+                      ? value_unit.unit
+                      : scale_of_head(params.scales.v, sequence.index, head_k);
+  }
   write_output<Traits>(args, sequence, split, work.head, query_begin, column_begin, tOrO, softmax,
-                       smem, thread);
+                       smem, thread, value_scale);
 }
 
 }  // namespace flash_attn_cuda::sm80

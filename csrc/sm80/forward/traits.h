@@ -66,6 +66,9 @@ struct ForwardTraits {
   struct E4m3Bytes {
     typename E4m3Keys::Bytes k;
     typename E4m3Values::Bytes v;
+    // Of the tokens of the tiles; the next block's arrive with its bytes.
+    alignas(16) float key_scales[block_n];
+    alignas(16) float value_scales[block_n];
   };
   struct NoBytes {};
 

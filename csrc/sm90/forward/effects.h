@@ -170,30 +170,19 @@ struct NoDropout {
 // of tokens.
 template <class Traits>
 struct E4m3Scales {
-  static constexpr float least = 0x1p-120f, most = 0x1p120f;
-
-  bool scales_scores;  // by what the softmax does not
-  bool keys_have_own;
+  ScoreScales of_scores;
   bool values_have_own;
-  float of_scores;
   ValueUnit unit;
 
   // For a tile, whose Q counts in query_unit. Returns what the softmax multiplies scores by.
   CUTE_DEVICE float start(ForwardTile<Traits> const& tile, int head, float scale_log2,
                           float query_unit) {
     ScaleParams const& scales = tile.params.scales;
-    const int index = tile.sequence.index;
-    const int head_k = key_head(tile.params.shape, head);
-    of_scores = scale_of_head(scales.q, index, head_k) * scale_of_head(scales.k, index, head_k) *
-                query_unit;
-    keys_have_own = scales.k.per_token;
+    of_scores =
+        ScoreScales::of(scales, tile.sequence.index, key_head(tile.params.shape, head), query_unit);
     values_have_own = scales.v.per_token;
     unit = {};
-    const float of_softmax = scale_log2 * of_scores;
-    const bool is_one = of_softmax >= least && of_softmax <= most;
-    scales_scores = keys_have_own || !is_one;
-    if (is_one) of_scores = 1.0f;
-    return is_one ? of_softmax : scale_log2;
+    return of_scores.leave_to_softmax(scale_log2);
   }
 
   // O's, whose unit of tokens is 1 for a head.
@@ -207,14 +196,8 @@ struct E4m3Scales {
   template <class Scores>
   CUTE_DEVICE void apply(typename Traits::SharedStorage const& smem, int stage, int thread,
                          Scores& scores) const {
-    if (!scales_scores) return;
-    const auto coords = score_coords<Traits>(thread);
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      const float own = keys_have_own ? smem.key_scales[stage][get<1>(coords(0, col))] : 1.0f;
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) *= of_scores * own;
-    }
+    if (of_scores.are_one()) return;
+    of_scores.apply(scores, score_coords<Traits>(thread), smem.key_scales[stage]);
     finish_reads();
   }
 

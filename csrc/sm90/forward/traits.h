@@ -193,8 +193,8 @@ struct ForwardTraits {
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     // Of tokens, of the blocks in k and in v.
-    float key_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
-    float value_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
+    alignas(is_e4m3 ? 8 : 4) float key_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
+    alignas(is_e4m3 ? 8 : 4) float value_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
     // Of the blocks in k, of each writer's keys: pages are not in the table.
     bool misses_keys[is_paged ? stages : 1][is_e4m3 ? e4m3_writers : 1];
     std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
