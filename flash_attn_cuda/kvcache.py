@@ -11,7 +11,13 @@ from .arguments import of_lse_dtype, seqlen_bound
 from .attend import results_of
 from .call import CACHE_NAMES, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import E4M3, as_index, check_tensor, refuse_gradients
+from .checks.tensors import (
+    E4M3,
+    as_index,
+    check_tensor,
+    refuse_forward_gradients,
+    refuse_gradients,
+)
 from .chunks import attend_over_cache_in_chunks, check_chunk
 from .fp8 import add_scales
 from .operators.combine import run_combine, run_combine_out
@@ -120,7 +126,7 @@ def flash_attn_with_kvcache(
         carries a forward-mode gradient.
     """
     tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
-    _refuse_gradients(*tensors, q_descale, k_descale, v_descale)
+    _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_splits(num_splits, batch_invariant)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
@@ -161,7 +167,7 @@ def flash_attn_with_kvcache(
     ):
         add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
     if sink is not None:
-        call.sink = of_lse_dtype("sink", sink, call.q, is_differentiable=False)
+        call.sink = of_lse_dtype("sink", sink, call.q)
     if out is not None:
         call.out = out
     if attention_chunk != 0:
@@ -220,10 +226,15 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
     return None, as_index("cache_seqlens", cache_seqlens, "an integer or a tensor")
 
 
-def _refuse_gradients(*tensors: Any) -> None:
+def _refuse_gradients(appends: bool, *tensors: Any) -> None:
+    """Of what is read alone, the backward refuses."""
     names = (
         *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink"),
         *("q_descale", "k_descale", "v_descale"),
     )
-    reason = "as attention over a cache has no backward (torch.no_grad() says that none is wanted)"
-    refuse_gradients(reason, **dict(zip(names, tensors, strict=True)))
+    given = dict(zip(names, tensors, strict=True))
+    if not appends:
+        refuse_forward_gradients(**given)
+        return
+    reason = "as an append to a cache has no backward (torch.no_grad() says that none is wanted)"
+    refuse_gradients(reason, **given)

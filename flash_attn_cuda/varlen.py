@@ -10,9 +10,9 @@ from .arguments import Result, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .call import NAMES, Names, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import E4M3, check_packed, check_tensor, refuse_gradients
+from .checks.tensors import E4M3, check_packed, check_tensor, refuse_forward_gradients
 from .chunks import attend_in_chunks, check_chunk
-from .fp8 import NO_BACKWARD, add_scales
+from .fp8 import add_scales
 from .masks.given import Masks, add_masks
 from .window import UNLIMITED, WindowSize
 
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     ):
         check_tensor("v", v)
         add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
-        refuse_gradients(NO_BACKWARD, sink=sink)
+        refuse_forward_gradients(sink=sink)
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
         call.sink = of_lse_dtype("sink", sink, call.q)
         masks = Masks(attn_mask, block_mask, block_size)
