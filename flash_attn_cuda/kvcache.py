@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
-    For inference: without gradients. Options that are not listed are those of flash_attn_func,
+    For inference: there is no backward. Options that are not listed are those of flash_attn_func,
     where seqlen_k is the number of keys of a sequence, appended ones included and left padding
     excluded, and key 0 the first one behind the padding. Nothing waits for the device. All tensors
     have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32. Both
@@ -73,7 +73,9 @@ def flash_attn_with_kvcache(
             page_size, heads_k, head_dim), of any page_size. Written in place if k is given.
         v_cache: as k_cache, with head_dim_v.
         k: (batch, seqlen_new, heads_k, head_dim): appended at row cache_seqlens of each sequence.
-            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim).
+            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim). k and v of
+            float8_e4m3fn are numbers of caches of that, whose scales they are times: they are
+            appended as they are, without rotary_cos and quantize.
         v: as k, with head_dim_v.
         rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
             positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
@@ -104,10 +106,11 @@ def flash_attn_with_kvcache(
         out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
             into; it must not overlap an input. None for a new tensor.
         k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
-            have: a number, or fp32 (heads_k,), (batch, heads_k), or a scale for every token,
-            (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with any strides.
-            New keys, once rotated, are divided by it, rounded to the nearest even and saturated at
-            +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold anything.
+            have: a number, or fp32 of one element, (heads_k,), (batch, heads_k), or a scale for
+            every token, (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with
+            any strides. New keys, once rotated, are divided by it, rounded to the nearest even and
+            saturated at +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold
+            anything.
         v_descale: the same of v_cache.
         q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
             are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
@@ -122,8 +125,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
-        not written. NotImplementedError: a tensor requires grad while gradients are enabled, or
-        carries a forward-mode gradient.
+        not written. NotImplementedError: a tensor carries a forward-mode gradient, or with k
+        requires grad while gradients are enabled; from the backward, without k.
     """
     tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
     _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)

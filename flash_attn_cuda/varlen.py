@@ -101,8 +101,8 @@ def flash_attn_varlen_func(
             inference. None for a new tensor.
         k_descale: k and v may both be of float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep
             Learning", 2022), with head dims that are multiples of 16, for inference. Then this is
-            given, and k is times it: a number, fp32 (heads_k,), (batch, heads_k) or, with a
-            block_table, (num_pages, page_size, heads_k), with any strides.
+            given, and k is times it: a number, fp32 of one element, (heads_k,), (batch, heads_k)
+            or, with a block_table, (num_pages, page_size, heads_k), with any strides.
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
 
@@ -117,10 +117,10 @@ def flash_attn_varlen_func(
         On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
-            block_mask; from the backward, there was a block_table; there is an out, and it or an
-            input requires grad while gradients are enabled; k is of float8_e4m3fn, and an input
-            requires grad while gradients are enabled or has a forward-mode gradient, or there is
-            dropout, an attn_mask or a block_mask.
+            block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
+            is an out, and it or an input requires grad while gradients are enabled; k is of
+            float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
+            attn_mask or a block_mask.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic

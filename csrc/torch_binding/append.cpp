@@ -15,8 +15,8 @@ bool appends_e4m3(const AttentionCall& call) {
   return has_e4m3(call) && call.k_new.defined() && call.k_new.scalar_type() == at::kFloat8_e4m3fn;
 }
 
-// Such numbers are copied two at a time, as words of 16 bits: rows have a multiple of 16 of them and
-// begin at multiples of 16 bytes.
+// Such numbers are copied two at a time, as words of 16 bits: rows have a multiple of 16 of them
+// and begin at multiples of 16 bytes.
 void copy_as_words(AppendParams& params) {
   params.e4m3_cache = false;
   params.shape.head_dim /= 2;

@@ -11,8 +11,9 @@ name. What all of them share:
   are accepted; num_splits counts where this package splits keys, over pages and caches.
 - k and v may be of float8_e4m3fn, and with them q, for inference, with head dims that are multiples
   of 16. q_descale, k_descale and v_descale are fp32 (batch, heads_k), with any strides, (heads_k,),
-  one number for all in a tensor or not, and of a cache one for every token; None is 1, as there. q may be of fp16 or bf16,
-  and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is a ValueError.
+  one number, in a tensor or not, and of a cache one for every token; None is 1, as there. q may be
+  of fp16 or bf16, and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is
+  a ValueError.
 - NotImplementedError, by name: other dtypes of FP8; qv.
 - return_attn_probs and return_softmax_lse return softmax_lse, through which gradients flow as they
   do not in FlashAttention-3, and no probabilities.
@@ -32,6 +33,7 @@ from ..kvcache import flash_attn_with_kvcache as _with_kvcache
 from ..names import refused_names
 from ..rotary import apply_rotary_emb
 from ..window import UNLIMITED, WindowSize, window_bounds
+from .flash_attention_3_private import _flash_attn_backward, _flash_attn_forward
 from .sequences import (
     REFUSALS,
     attend_sequences,
@@ -43,9 +45,12 @@ from .sequences import (
     renamed,
     scales_of,
     splits_of,
+    with_no_partials,
 )
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -54,15 +59,12 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_LSE = "which returns softmax_lse with return_attn_probs"
 __getattr__ = refused_names(
     "flash_attn_interface",
     {
         "FlashAttnFunc": "call flash_attn_func",
         "FlashAttnQKVPackedFunc": "call flash_attn_qkvpacked_func",
         "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
-        "_flash_attn_forward": f"call flash_attn_func or flash_attn_varlen_func, {_LSE}",
-        "_flash_attn_backward": "call torch.autograd.grad on the outputs of flash_attn_func",
         "flash_attn_3_gpu": "call this module's functions",
     },
 )
@@ -301,10 +303,7 @@ def flash_attn_with_kvcache(
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from error
-    if not return_softmax_lse:
-        return out
-    nothing = out.new_empty((0,), dtype=torch.float32)
-    return out, softmax_lse, nothing, nothing.clone()
+    return with_no_partials(out, softmax_lse) if return_softmax_lse else out
 
 
 def get_scheduler_metadata(

@@ -51,7 +51,7 @@ def scales_of(
 ) -> dict[str, Any]:
     """Arguments of this package for q, k and v that may be of e4m3 and the scales that
     FlashAttention-3 and vLLM have for them. None is 1 of what is of e4m3. `ignores_others`: scales
-    of other dtypes are dropped, not a ValueError; of bytes they go on, for the call to refuse those.
+    of other dtypes are dropped, not a ValueError. Those of bytes stay: the call refuses the bytes.
     """
     made: dict[str, Any] = {}
     for name, x, scale in zip(SCALES, tensors, descales, strict=True):
@@ -74,6 +74,12 @@ def no_scheduler_metadata(cache_seqlens: Tensor) -> Tensor:
     """
     check_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty((0,), dtype=torch.int32)
+
+
+def with_no_partials(out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With two empty tensors where FlashAttention-3 has partial results of keys that were split."""
+    nothing = out.new_empty((0,), dtype=torch.float32)
+    return out, softmax_lse, nothing, nothing.clone()
 
 
 def splits_of(num_splits: int) -> int:
@@ -143,7 +149,8 @@ def attend_sequences(
         seqlen_q), or None where it is not wanted.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if out is None and all(x is None for x in lengths) and options.keys().isdisjoint(SCALES):
+    has_scales = any(name in options for name in SCALES)
+    if out is None and all(x is None for x in lengths) and not has_scales:
         try:
             if hidden == NOTHING:
                 return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))

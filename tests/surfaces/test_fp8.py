@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_attn_cuda as ours
 from flash_attn_cuda.integrations import vllm
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
+from tests.cases.harness import DEVICE, no_host_sync
 from tests.reference.fp8 import from_bytes, to_bytes
 from tests.surfaces.calls import ON_EVERY_DEVICE, assert_compiles, assert_same, int32, normal
 
@@ -95,7 +96,9 @@ def test_appended_keys_are_quantized(are_numbers: bool, device: str) -> None:
     assert_same(*found)
     assert found[0][1][:, 3].any() and not found[0][1][:, 4:].any()
     if are_numbers:
-        assert_same(tuple(x[:, 3:4] for x in found[0][1:]), (k.view(torch.uint8), v.view(torch.uint8)))
+        assert_same(
+            tuple(x[:, 3:4] for x in found[0][1:]), (k.view(torch.uint8), v.view(torch.uint8))
+        )
 
 
 def test_positions_of_their_own() -> None:
@@ -167,6 +170,13 @@ def test_a_step_of_serving(form: str, q_is_fp8: bool, device: str) -> None:
     for scale in {"none": (1.0,), "(1,)": (made, 0.02), "0-d": (made, 0.02)}.get(form, (made,)):
         given: dict[str, Any] = dict.fromkeys(names[0 if q_is_fp8 else 1 :], scale)
         assert_same(ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, **given), out)
+
+
+@pytest.mark.gpu
+def test_scales_of_checkpoints_are_not_waited_for() -> None:
+    call, scale = a_step(DEVICE), torch.tensor(0.02, device=DEVICE)
+    with no_host_sync():
+        ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, k_descale=scale, v_descale=scale)
 
 
 def test_under_compile() -> None:
