@@ -96,8 +96,10 @@ def attend_plainly(
 
 
 def needs_gradient(call: AttentionCall) -> bool:
+    if not torch.is_grad_enabled():
+        return False
     inputs = arguments_of(call, DIFFERENTIABLE if call.k_descale is None else WITH_SCALES)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check_out(call: AttentionCall, names: Names | None) -> None:

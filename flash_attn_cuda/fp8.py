@@ -86,10 +86,9 @@ def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     # torch's own conversion makes NaN of what is too large.
     quotient = (wide / scale).masked_fill(scale == 0.0, 0.0).clamp(-MAX_E4M3, MAX_E4M3)
     if quotient.dtype == torch.float64:  # which torch rounds to fp32 before it rounds to e4m3
-        step = (
-            torch.frexp(quotient).exponent.clamp(min=-5) - 4
-        )  # of 2^step, 3 bits behind the first
-        quotient = torch.ldexp(torch.ldexp(quotient, -step).round(), step)
+        exponent = quotient.view(torch.int64) & 0x7FF0000000000000  # alone: a power of two
+        step = exponent.view(torch.float64).clamp(min=2.0**-6) / 8.0
+        quotient = (quotient / step).round() * step
     return quotient.to(E4M3)
 
 
