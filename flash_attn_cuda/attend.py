@@ -24,13 +24,14 @@ from .arguments import (
     needs_padding,
     pad_head_dim,
 )
-from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Names, Results
+from .call import DIFFERENTIABLE, TENSORS, WITH_SCALES, AttentionCall, Names, Results
 from .checks.calls import (
     check_call,
     check_contents,
     check_gradients,
     check_out,
     check_return_attn_probs,
+    missing_backward,
     names_of,
 )
 from .checks.tensors import refuse_forward_gradients
@@ -95,8 +96,10 @@ def attend_plainly(
 
 
 def needs_gradient(call: AttentionCall) -> bool:
-    inputs = arguments_of(call, DIFFERENTIABLE)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if not torch.is_grad_enabled():
+        return False
+    inputs = arguments_of(call, DIFFERENTIABLE if call.k_descale is None else WITH_SCALES)
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check_out(call: AttentionCall, names: Names | None) -> None:
@@ -119,8 +122,11 @@ def _is_plain(call: AttentionCall) -> bool:
     return (
         is_plain_cuda_call(call.q, call.k, call.v)
         and _PLAIN.issuperset(map(type, vars(call).values()))
-        # Such a call has a backward, which refuses.
-        and not (call.block_table is not None and not call.over_cache and needs_gradient(call))
+        # The backward of others refuses.
+        and (
+            (call.block_table is call.k_descale is None and not call.over_cache)
+            or not needs_gradient(call)
+        )
     )
 
 
@@ -172,7 +178,7 @@ def _by_operator(call: AttentionCall, names: Names | None) -> Results:
 def _check(call: AttentionCall, names: Names | None) -> None:
     """Raises for what no backend runs, or has no backward where one is needed."""
     check_call(call, names, is_padded=False)
-    if needs_gradient(call):
+    if needs_gradient(call) and missing_backward(call) is None:
         check_gradients(call, call.bias is not None and call.bias.requires_grad)
     if call.reads_in_place():
         refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})

@@ -347,6 +347,8 @@ OVER_CACHE = ("cache_batch_idx", "seqlen_k", *(name for name in APPENDED if name
 # What a backward's operators take: their random numbers are those that the forward had (Incoming).
 OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = _names(lambda said: said.has_gradient)
+# Of a call over e4m3, what its backward refuses the gradients of.
+WITH_SCALES = (*DIFFERENTIABLE, "q_descale", "k_descale", "v_descale")
 OVER_PAIRS = _names(lambda said: said.over_pairs)
 # (name, sizes, dtype) of what is checked by its declaration alone.
 ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)

@@ -14,8 +14,9 @@ each argument does. A name of theirs that is not here is an AttributeError that 
 instead, and so an ImportError of an import statement. Any other module of flash_attn is not found,
 which code that tries the import can handle; code that asks for flash_attn alone and then imports
 such a module fails, as it does in an installation that lacks it.
-torch.ops.flash_attn has our operators under FlashAttention-2's names, so that a policy of selective
-checkpointing that lists them works. Packaging metadata (importlib.metadata) knows a distribution
+torch.ops.flash_attn and, once flash_attn_interface is imported, torch.ops.flash_attn_3 have our
+operators under FlashAttention-2's and 3's names, so that a policy of selective checkpointing that
+lists them works. Packaging metadata (importlib.metadata) knows a distribution
 flash-attn of version VERSION, because libraries decide by it whether flash_attn is there. There is
 none of FlashAttention-3 and 4: libraries that choose by it stay with FlashAttention-2's functions,
 which have more features here.
@@ -109,11 +110,18 @@ class _Operator:
         return self._function(*args, **kwargs)
 
 
-_ops = torch.ops.flash_attn_cuda
-_OPERATORS = {
-    name: _Operator(function, _ops.attention_backward if "backward" in name else _ops.attention)
-    for name, function in _PRIVATE_FUNCTIONS.items()
-}
+_OPERATORS: list[tuple[Any, str, _Operator]] = []  # the namespace of torch.ops, the name there
+
+
+def _serve_operators(namespace: Any, functions: dict[str, Any]) -> None:
+    """Under those of the functions' names that no operator has."""
+    ours = torch.ops.flash_attn_cuda
+    for name, function in functions.items():
+        if not hasattr(namespace, name):
+            runs = ours.attention_backward if "backward" in name else ours.attention
+            _OPERATORS.append((namespace, name, _Operator(function, runs)))
+            setattr(namespace, name, _OPERATORS[-1][-1])
+
 
 _PROVIDED: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": VERSION, **_FUNCTIONS},
@@ -191,9 +199,7 @@ def install() -> None:
         importlib.import_module(name)
     if build_info.extension is not None:
         sys.modules[_EXTENSION] = build_info.extension
-    for name, operator in _OPERATORS.items():
-        if not hasattr(torch.ops.flash_attn, name):
-            setattr(torch.ops.flash_attn, name, operator)
+    _serve_operators(torch.ops.flash_attn, _PRIVATE_FUNCTIONS)
     _forget_availability()
 
 
@@ -207,9 +213,10 @@ def uninstall() -> None:
             del sys.modules[name]
     if sys.modules.get(_EXTENSION) is build_info.extension:
         sys.modules.pop(_EXTENSION, None)
-    for name, operator in _OPERATORS.items():
-        if vars(torch.ops.flash_attn).get(name) is operator:
-            delattr(torch.ops.flash_attn, name)
+    while _OPERATORS:
+        namespace, name, operator = _OPERATORS.pop()
+        if vars(namespace).get(name) is operator:
+            delattr(namespace, name)
     importlib.invalidate_caches()
     _forget_availability()
 
@@ -231,6 +238,9 @@ class _Loader(Loader):
         module.__dict__.update(provided)
         if module.__name__ == "flash_attn.bert_padding":
             module.__dict__.update(_einops())
+        if module.__name__ == "flash_attn_interface":
+            private_functions = {name: provided[name] for name in provided if name.startswith("_")}
+            _serve_operators(torch.ops.flash_attn_3, private_functions)
         module.__dict__["__all__"] = [name for name in provided if not name.startswith("_")]
         if module.__name__ in _VERSIONS:
             module.__dict__["__version__"] = _VERSIONS[module.__name__]

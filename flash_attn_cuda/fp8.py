@@ -22,15 +22,13 @@ from .checks.tensors import (
     check_fp8_head_dim,
     check_tensor,
     check_values_like,
+    refuse_forward_gradients,
     refuse_gradients,
 )
 
 MAX_E4M3 = 448.0
 TOKEN = "token"
 _MODES = (TOKEN, "head")
-NO_BACKWARD = (
-    "as attention over float8_e4m3fn has no backward (torch.no_grad() says that none is wanted)"
-)
 
 
 def quantize_kv(k: Tensor, v: Tensor, mode: str = TOKEN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,7 +84,12 @@ def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, rounded to the nearest even and saturated; 0 where the scale is 0."""
     wide = x if x.dtype == torch.float64 else x.float()
     # torch's own conversion makes NaN of what is too large.
-    return (wide / scale).masked_fill(scale == 0.0, 0.0).clamp(-MAX_E4M3, MAX_E4M3).to(E4M3)
+    quotient = (wide / scale).masked_fill(scale == 0.0, 0.0).clamp(-MAX_E4M3, MAX_E4M3)
+    if quotient.dtype == torch.float64:  # which torch rounds to fp32 before it rounds to e4m3
+        exponent = quotient.view(torch.int64) & 0x7FF0000000000000  # alone: a power of two
+        step = exponent.view(torch.float64).clamp(min=2.0**-6) / 8.0
+        quotient = (quotient / step).round() * step
+    return quotient.to(E4M3)
 
 
 def token_scales(x: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ def add_scales(
         raise ValueError(f"quantize: must be None or 'token', got {quantize!r}")
     tensors = {names.q: call.q, names.k: call.k, names.v: call.v}
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse_gradients(NO_BACKWARD, **tensors, **scales)
+    refuse_forward_gradients(**tensors, **scales)
     _check_given(call, names, scales, quantize)
     if call.q.dtype is E4M3:
         dtype = getattr(out, "dtype", None)
@@ -151,6 +154,11 @@ def _check_given(
     for name, (of, tensor) in given.items():
         scale = scales[name]
         check_tensor(of, tensor)
+        if scale is not None and tensor.dtype is torch.uint8:
+            raise TypeError(
+                f"{of}: must be of {E4M3} where {name} is given, as .view({E4M3}) is, "
+                f"got {tensor.dtype}"
+            )
         if scale is not None and tensor.dtype is not E4M3:
             raise ValueError(
                 f"{name}: must be None where {of} is not of {E4M3} but of {tensor.dtype}, "
@@ -175,12 +183,20 @@ def _check_given(
             )
 
 
+def _is_of_all(scale: Tensor) -> bool:
+    """Whether it is one number, as checkpoints hold it; a scale for every token is no such."""
+    return scale.dim() < 3 and scale.numel() == 1
+
+
 def _shown(scale: Any) -> str:
     return "a tensor" if isinstance(scale, Tensor) else repr(scale)
 
 
 def _as_tensor(name: str, scale: Any, heads_k: int, q: Tensor) -> Tensor:
     if isinstance(scale, Tensor):
-        return scale.detach() if isinstance(scale, torch.nn.Parameter) else scale
+        is_wanted = scale.requires_grad and torch.is_grad_enabled()
+        if isinstance(scale, torch.nn.Parameter) and not is_wanted:
+            scale = scale.detach()
+        return scale.reshape(1).expand(heads_k) if _is_of_all(scale) else scale
     number = as_number(name, scale, "a number or a tensor")
     return torch.full((1,), number, dtype=torch.float32, device=q.device).expand(heads_k)

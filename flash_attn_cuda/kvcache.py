@@ -11,7 +11,13 @@ from .arguments import of_lse_dtype, seqlen_bound
 from .attend import results_of
 from .call import CACHE_NAMES, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import E4M3, as_index, check_tensor, refuse_gradients
+from .checks.tensors import (
+    E4M3,
+    as_index,
+    check_tensor,
+    refuse_forward_gradients,
+    refuse_gradients,
+)
 from .chunks import attend_over_cache_in_chunks, check_chunk
 from .fp8 import add_scales
 from .operators.combine import run_combine, run_combine_out
@@ -53,7 +59,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
-    For inference: without gradients. Options that are not listed are those of flash_attn_func,
+    For inference: there is no backward. Options that are not listed are those of flash_attn_func,
     where seqlen_k is the number of keys of a sequence, appended ones included and left padding
     excluded, and key 0 the first one behind the padding. Nothing waits for the device. All tensors
     have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32. Both
@@ -67,7 +73,9 @@ def flash_attn_with_kvcache(
             page_size, heads_k, head_dim), of any page_size. Written in place if k is given.
         v_cache: as k_cache, with head_dim_v.
         k: (batch, seqlen_new, heads_k, head_dim): appended at row cache_seqlens of each sequence.
-            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim).
+            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim). k and v of
+            float8_e4m3fn are numbers of caches of that, whose scales they are times: they are
+            appended as they are, without rotary_cos and quantize.
         v: as k, with head_dim_v.
         rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
             positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
@@ -98,10 +106,11 @@ def flash_attn_with_kvcache(
         out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
             into; it must not overlap an input. None for a new tensor.
         k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
-            have: a number, or fp32 (heads_k,), (batch, heads_k), or a scale for every token,
-            (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with any strides.
-            New keys, once rotated, are divided by it, rounded to the nearest even and saturated at
-            +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold anything.
+            have: a number, or fp32 of one element, (heads_k,), (batch, heads_k), or a scale for
+            every token, (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with
+            any strides. New keys, once rotated, are divided by it, rounded to the nearest even and
+            saturated at +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold
+            anything.
         v_descale: the same of v_cache.
         q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
             are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
@@ -116,11 +125,11 @@ def flash_attn_with_kvcache(
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
-        not written. NotImplementedError: a tensor requires grad while gradients are enabled, or
-        carries a forward-mode gradient.
+        not written. NotImplementedError: a tensor carries a forward-mode gradient, or with k
+        requires grad while gradients are enabled; from the backward, without k.
     """
     tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
-    _refuse_gradients(*tensors, q_descale, k_descale, v_descale)
+    _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_splits(num_splits, batch_invariant)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
@@ -161,7 +170,7 @@ def flash_attn_with_kvcache(
     ):
         add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
     if sink is not None:
-        call.sink = of_lse_dtype("sink", sink, call.q, is_differentiable=False)
+        call.sink = of_lse_dtype("sink", sink, call.q)
     if out is not None:
         call.out = out
     if attention_chunk != 0:
@@ -220,10 +229,15 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
     return None, as_index("cache_seqlens", cache_seqlens, "an integer or a tensor")
 
 
-def _refuse_gradients(*tensors: Any) -> None:
+def _refuse_gradients(appends: bool, *tensors: Any) -> None:
+    """Of what is read alone, the backward refuses."""
     names = (
         *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink"),
         *("q_descale", "k_descale", "v_descale"),
     )
-    reason = "as attention over a cache has no backward (torch.no_grad() says that none is wanted)"
-    refuse_gradients(reason, **dict(zip(names, tensors, strict=True)))
+    given = dict(zip(names, tensors, strict=True))
+    if not appends:
+        refuse_forward_gradients(**given)
+        return
+    reason = "as an append to a cache has no backward (torch.no_grad() says that none is wanted)"
+    refuse_gradients(reason, **given)

@@ -10,9 +10,9 @@ from .arguments import Result, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .call import NAMES, Names, describe, options_of
 from .checks.lengths import check_splits
-from .checks.tensors import E4M3, check_packed, check_tensor, refuse_gradients
+from .checks.tensors import E4M3, check_packed, check_tensor, refuse_forward_gradients
 from .chunks import attend_in_chunks, check_chunk
-from .fp8 import NO_BACKWARD, add_scales
+from .fp8 import add_scales
 from .masks.given import Masks, add_masks
 from .window import UNLIMITED, WindowSize
 
@@ -101,8 +101,8 @@ def flash_attn_varlen_func(
             inference. None for a new tensor.
         k_descale: k and v may both be of float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep
             Learning", 2022), with head dims that are multiples of 16, for inference. Then this is
-            given, and k is times it: a number, fp32 (heads_k,), (batch, heads_k) or, with a
-            block_table, (num_pages, page_size, heads_k), with any strides.
+            given, and k is times it: a number, fp32 of one element, (heads_k,), (batch, heads_k)
+            or, with a block_table, (num_pages, page_size, heads_k), with any strides.
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
 
@@ -117,10 +117,10 @@ def flash_attn_varlen_func(
         On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
-            block_mask; from the backward, there was a block_table; there is an out, and it or an
-            input requires grad while gradients are enabled; k is of float8_e4m3fn, and an input
-            requires grad while gradients are enabled or has a forward-mode gradient, or there is
-            dropout, an attn_mask or a block_mask.
+            block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
+            is an out, and it or an input requires grad while gradients are enabled; k is of
+            float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
+            attn_mask or a block_mask.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     ):
         check_tensor("v", v)
         add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
-        refuse_gradients(NO_BACKWARD, sink=sink)
+        refuse_forward_gradients(sink=sink)
     if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
         call.sink = of_lse_dtype("sink", sink, call.q)
         masks = Masks(attn_mask, block_mask, block_size)

@@ -10,6 +10,24 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
+// Whether new keys are numbers of the cache already.
+bool appends_e4m3(const AttentionCall& call) {
+  return has_e4m3(call) && call.k_new.defined() && call.k_new.scalar_type() == at::kFloat8_e4m3fn;
+}
+
+// Such numbers are copied two at a time, as words of 16 bits: rows have a multiple of 16 of them
+// and begin at multiples of 16 bytes.
+void copy_as_words(AppendParams& params) {
+  params.e4m3_cache = false;
+  params.shape.head_dim /= 2;
+  params.shape.head_dim_v /= 2;
+  for (TensorView* view : {&params.k_new, &params.v_new, &params.k_cache, &params.v_cache}) {
+    view->batch_stride /= 2;
+    view->row_stride /= 2;
+    view->head_stride /= 2;
+  }
+}
+
 void check_may_be_written(const char* name, const at::Tensor& cache) {
   TORCH_CHECK_VALUE(!is_expanded(cache), name,
                     ": must not name memory twice where keys are appended, got strides ",
@@ -53,13 +71,14 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
                     "got shape ", k.sizes());
   const std::int64_t heads = call.k.size(2);
   const std::int64_t head_dim = call.k.size(3);
+  const at::ScalarType dtype = appends_e4m3(call) ? at::kFloat8_e4m3fn : q.scalar_type();
   if (!are_packed) {
-    check_like("k", k, {batch, k.size(1), heads, head_dim}, q.scalar_type(), q);
+    check_like("k", k, {batch, k.size(1), heads, head_dim}, dtype, q);
   } else {
-    check_like("k", k, {k.size(0), heads, head_dim}, q.scalar_type(), q);
+    check_like("k", k, {k.size(0), heads, head_dim}, dtype, q);
     check_packed_new_keys(call, batch);
   }
-  check_like("v", v, with_columns(k.sizes(), call.v.size(3)), q.scalar_type(), q);
+  check_like("v", v, with_columns(k.sizes(), call.v.size(3)), dtype, q);
   check_rows("k", are_packed ? k.size(0) : batch * k.size(1), are_packed ? max_keys : max_size);
   if (k.numel() == 0) return;
   check_may_be_written("k_cache", call.k);
@@ -93,6 +112,7 @@ void check_rotary(const AttentionCall& call) {
   require(sin.defined() || !cos.defined(),
           "rotary_sin: must be given where rotary_cos is, got None");
   if (!cos.defined()) return;
+  refuse(appends_e4m3(call), "rotary_cos: must be None where k is of Float8_e4m3fn, got a tensor");
   if (!is_packed(call)) check_rows("q", q.size(0) * q.size(1), max_size);
   const std::int64_t head_dim = q.size(q.dim() - 1);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && cos.size(1) <= head_dim / 2,
@@ -166,6 +186,7 @@ Append begin_append(const AttentionCall& call) {
     params.v_new = input_view(call.v_new);
     params.k_cache = output_view(call.k);
     params.v_cache = output_view(call.v);
+    if (appends_e4m3(call)) copy_as_words(params);
   }
   Append append;
   if (rotates_q) {

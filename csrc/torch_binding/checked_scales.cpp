@@ -102,6 +102,8 @@ void check_quantized_tokens(const AttentionCall& call) {
   require(has_e4m3(call),
           "quantizes_tokens: must be False where k_cache is not of Float8_e4m3fn, got True");
   require(call.k_new.defined(), "quantizes_tokens: must be False without new keys, got True");
+  require(call.k_new.scalar_type() != at::kFloat8_e4m3fn,
+          "quantizes_tokens: must be False where k is of Float8_e4m3fn, got True");
   check_written("k_descale", call.k_descale);
   check_written("v_descale", call.v_descale);
   const bool is_one = call.k_descale.is_alias_of(call.v_descale) &&

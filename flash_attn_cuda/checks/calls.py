@@ -132,6 +132,8 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
         raise ValueError(f"quantize: must be None where {names.k} is not of {E4M3}, got 'token'")
     if not call.over_cache or call.k_new is None:
         raise ValueError("quantize: must be None without k, got 'token'")
+    if call.k_new.dtype == E4M3:
+        raise ValueError(f"quantize: must be None where k is of {E4M3} already, got 'token'")
     for name in ("k_descale", "v_descale"):
         scales: Any = getattr(call, name)
         if scales.dim() != 3:
@@ -234,7 +236,10 @@ def _check_new_keys(call: AttentionCall) -> None:
     for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
         heads, head_dim = cache.shape[-2:]
         tensors.check_tensor(name, tensor)
-        tensors.check_device_and_dtype(name, tensor, q)
+        if call.is_fp8() and k.dtype == E4M3:
+            tensors.check_like(name, tensor, tensor.shape, E4M3, q)
+        else:
+            tensors.check_device_and_dtype(name, tensor, q)
         dims = layout.count(",") + 1
         if tensor.dim() != dims or tensor.shape[-2] != heads or tensor.shape[-1] != head_dim:
             raise ValueError(
@@ -261,6 +266,8 @@ def _check_rotary(call: AttentionCall) -> None:
         return
     if call.k_new is None:
         raise ValueError("rotary_cos: must be None without k: a rotation is one of new keys")
+    if call.k_new.dtype == E4M3:
+        raise NotImplementedError(f"rotary_cos: must be None where k is of {E4M3}, got a tensor")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         tensors.check_tensor(name, table)
         tensors.check_device_and_dtype(name, table, q)
@@ -362,13 +369,19 @@ def check_return_attn_probs(call: AttentionCall) -> None:
         )
 
 
-def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
-    """Raise for a forward that has no backward."""
+def missing_backward(call: AttentionCall) -> str | None:
+    """Why the backward of a call refuses to run, or None."""
+    wanted = "in a call whose gradients are wanted"
     if call.is_fp8():
-        raise NotImplementedError(
-            f"k: must not be of {E4M3} in a call whose gradients are wanted, as attention over it "
-            "has no backward"
-        )
+        name = names_of(call).k
+        return f"{name}: must not be of {E4M3} {wanted}, as attention over it has no backward"
+    if call.over_cache:
+        return f"k_cache: must not be attended to {wanted}, as that has no backward"
+    return None if call.block_table is None else f"block_table: must be None {wanted}, got a tensor"
+
+
+def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
+    """Raise for a forward that has no backward, whatever it reads."""
     if call.deterministic:
         lists, bias = call.block_rows is not None, call.bias is not None
         reasons = {"a block mask": lists, "a floating attn_mask": bias}
@@ -382,10 +395,8 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
     q, k, v = call.q, call.k, call.v
-    if call.reads_in_place():
-        raise NotImplementedError(
-            "block_table: must be None in a call whose gradients are wanted, as must be a cache"
-        )
+    if (reason := missing_backward(call)) is not None:
+        raise NotImplementedError(reason)
     check_gradients(call, incoming.wants_dbias)
     if incoming.wants_dbias and call.bias is None:
         raise ValueError("wants_dbias: must be False without a bias, got True")

@@ -75,8 +75,8 @@ def append(call: AttentionCall) -> None:
         k = _rotated(call.k_new[new], call, used, runs=True)
         keys = _keys(call, index, used, used + k.shape[1])
         if call.is_fp8():
-            _store_quantized(call, "k", k, index, keys)
-            _store_quantized(call, "v", call.v_new[new], index, keys)
+            _store_e4m3(call, "k", k, index, keys)
+            _store_e4m3(call, "v", call.v_new[new], index, keys)
         else:
             call.k[keys], call.v[keys] = k, call.v_new[new]
 
@@ -95,12 +95,13 @@ def _dequantized(call: AttentionCall, name: str, index: int, keys: Index) -> Ten
     return rows.to(call.lse_dtype()) * _scales(call, name, index, keys)
 
 
-def _store_quantized(call: AttentionCall, name: str, x: Tensor, index: int, keys: Index) -> None:
+def _store_e4m3(call: AttentionCall, name: str, x: Tensor, index: int, keys: Index) -> None:
     if call.quantizes_tokens:
         getattr(call, f"{name}_descale")[keys] = token_scales(x)
-    rows = to_e4m3(x, _scales(call, name, index, keys))
+    if x.dtype != E4M3:
+        x = to_e4m3(x, _scales(call, name, index, keys))
     # torch does not index e4m3.
-    getattr(call, name).view(torch.uint8)[keys] = rows.view(torch.uint8)
+    getattr(call, name).view(torch.uint8)[keys] = x.view(torch.uint8)
 
 
 def _times_scale(q: Tensor, call: AttentionCall, index: int) -> Tensor:

@@ -6,7 +6,7 @@ arguments are the fields of an AttentionCall (call.py), in order.
     attention_with_quantized_append  the same, and writes the scales that it makes for them
     attention_gradients    the first one's gradients as new tensors: its autograd formula
     attention_backward     the same into given dq, dk and dv, or added to them; returns softmax_d
-    gradient_over_pages    stands for a gradient through pages or a cache, and refuses to run
+    missing_gradient       stands for a gradient through pages, a cache or e4m3; refuses to run
 
 Those of derivatives in a direction are in second_order.py, formulas of all in derivatives.py, rules
 for torch.vmap in vmap.py; combine.py has those of partial results.
@@ -49,10 +49,6 @@ from .support import (
 _ops = torch.ops.flash_attn_cuda
 # Of the operator that returns gradients; softmax_d is the other one's.
 GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
-NO_GRADIENTS_OVER_PAGES = (
-    "block_table: must be None in a call whose gradients are wanted, got a tensor; gradients "
-    "through the pages of a block_table are not implemented"
-)
 
 # -- forward -------------------------------------------------------------------------------------
 
@@ -141,20 +137,22 @@ _quantized_append_op = define(
 )
 
 
-# -- gradients through pages -------------------------------------------------------------------
+# -- gradients that there are not ---------------------------------------------------------------
 
 
 @torch.library.custom_op(
-    "flash_attn_cuda::gradient_over_pages",
+    "flash_attn_cuda::missing_gradient",
     mutates_args=(),
-    schema="(Tensor gradient, SymInt[] sizes, ScalarType dtype) -> Tensor",
+    schema="(Tensor gradient, SymInt[] sizes, ScalarType dtype, str reason) -> Tensor",
 )
-def _gradient_over_pages_op(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    raise NotImplementedError(NO_GRADIENTS_OVER_PAGES)
+def _missing_gradient_op(
+    gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype, reason: str
+) -> Tensor:
+    raise NotImplementedError(reason)
 
 
-@_gradient_over_pages_op.register_fake
-def _(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+@_missing_gradient_op.register_fake
+def _(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype, reason: str) -> Tensor:
     return gradient.new_empty(sizes, dtype=dtype)
 
 

@@ -41,12 +41,10 @@ from ..call import (
     Results,
     Tangents,
 )
-from ..checks.calls import check_gradients
-from ..checks.tensors import E4M3
+from ..checks.calls import check_gradients, missing_backward
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
-    NO_GRADIENTS_OVER_PAGES,
     attention_op,
     described,
     gradients_op,
@@ -175,16 +173,11 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     call = described(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    if call.is_fp8() and any(ctx.needs_input_grad):
-        name = READ[ctx.needs_input_grad.index(True)]
-        raise NotImplementedError(
-            f"{name}: must not require grad, as attention over {E4M3} has no backward"
-        )
-    ctx.in_place = call.reads_in_place() or call.is_fp8()
-    if ctx.in_place:
+    ctx.refusal = missing_backward(call)
+    if ctx.refusal is not None:
         # Not the tensors: nothing reads them, and pages may be written before the backward refuses.
-        tensors = {name: getattr(call, name) for name in DIFFERENTIABLE}
-        ctx.wanted = {name: (x.shape, x.dtype) for name, x in tensors.items() if x is not None}
+        given = zip(READ, inputs, ctx.needs_input_grad, strict=False)  # torch adds one of its own
+        ctx.missing = {name: (x.shape, x.dtype) for name, x, is_wanted in given if is_wanted}
         return
     if call.fp32_results and any(ctx.needs_input_grad):
         raise NotImplementedError(
@@ -202,8 +195,8 @@ def _attention_backward(
     gradient = dlse if dout is None else dout
     if gradient is None:
         return (None,) * len(READ)
-    if ctx.in_place:
-        return _gradients_in_place(ctx, gradient)
+    if ctx.refusal is not None:
+        return _missing_gradients(ctx, gradient)
     wanted, given = _wanted(ctx, READ), _saved(ctx)
     if not _wants_functions():  # which may want derivatives of other levels than this one's
         for name in DIFFERENTIABLE:
@@ -215,14 +208,14 @@ def _attention_backward(
     return tuple(made.get(name) for name in READ)
 
 
-def _gradients_in_place(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _missing_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """Refuses, or, where a compiler traces this together with the forward, leaves it to operators
     that refuse when the backward runs.
     """
     if is_functorch_active():
-        raise NotImplementedError(NO_GRADIENTS_OVER_PAGES)
-    op = _ops.gradient_over_pages
-    return tuple(op(gradient, *ctx.wanted[x]) if x in ctx.wanted else None for x in READ)
+        raise NotImplementedError(ctx.refusal)
+    op, missing = _ops.missing_gradient, ctx.missing
+    return tuple(op(gradient, *missing[x], ctx.refusal) if x in missing else None for x in READ)
 
 
 def _attention_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:

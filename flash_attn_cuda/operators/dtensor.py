@@ -342,9 +342,9 @@ def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:
     return backward.split.result(softmax_d, layout_of_rows(call), call.softmax_d_shape())
 
 
-def _pages_rule(func: Any, given: dict[str, Any]) -> DTensor:
-    gradient = given["gradient"]
-    found = func(gradient.to_local(), given["sizes"], given["dtype"])
+def _missing_rule(func: Any, given: dict[str, Any]) -> DTensor:
+    gradient = given.pop("gradient")
+    found = func(gradient.to_local(), **given)
     return DTensor.from_local(found, gradient.device_mesh, run_check=False)
 
 
@@ -392,7 +392,7 @@ def register() -> None:
         attention._quantized_append_op: _refuse_written_scales,
         attention.gradients_op: _gradients_rule,
         attention._backward_op: _backward_rule,
-        attention._gradient_over_pages_op: _pages_rule,
+        attention._missing_gradient_op: _missing_rule,
         combine._combine_op: _combine_rule,
         combine._combine_out_op: _combine_out_rule,
     }

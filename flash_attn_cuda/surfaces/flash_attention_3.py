@@ -10,9 +10,10 @@ name. What all of them share:
 - pack_gqa, sm_margin, num_splits and scheduler_metadata choose how a call is scheduled there. They
   are accepted; num_splits counts where this package splits keys, over pages and caches.
 - k and v may be of float8_e4m3fn, and with them q, for inference, with head dims that are multiples
-  of 16. q_descale, k_descale and v_descale are fp32 (batch, heads_k), with any strides, (heads_k,)
-  or a number, and of a cache one for every token; None is 1, as there. q may be of fp16 or bf16,
-  and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is a ValueError.
+  of 16. q_descale, k_descale and v_descale are fp32 (batch, heads_k), with any strides, (heads_k,),
+  one number, in a tensor or not, and of a cache one for every token; None is 1, as there. q may be
+  of fp16 or bf16, and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is
+  a ValueError.
 - NotImplementedError, by name: other dtypes of FP8; qv.
 - return_attn_probs and return_softmax_lse return softmax_lse, through which gradients flow as they
   do not in FlashAttention-3, and no probabilities.
@@ -32,6 +33,7 @@ from ..kvcache import flash_attn_with_kvcache as _with_kvcache
 from ..names import refused_names
 from ..rotary import apply_rotary_emb
 from ..window import UNLIMITED, WindowSize, window_bounds
+from .flash_attention_3_private import _flash_attn_backward, _flash_attn_forward
 from .sequences import (
     REFUSALS,
     attend_sequences,
@@ -43,9 +45,12 @@ from .sequences import (
     renamed,
     scales_of,
     splits_of,
+    with_no_partials,
 )
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
@@ -54,15 +59,12 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_LSE = "which returns softmax_lse with return_attn_probs"
 __getattr__ = refused_names(
     "flash_attn_interface",
     {
         "FlashAttnFunc": "call flash_attn_func",
         "FlashAttnQKVPackedFunc": "call flash_attn_qkvpacked_func",
         "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
-        "_flash_attn_forward": f"call flash_attn_func or flash_attn_varlen_func, {_LSE}",
-        "_flash_attn_backward": "call torch.autograd.grad on the outputs of flash_attn_func",
         "flash_attn_3_gpu": "call this module's functions",
     },
 )
@@ -247,7 +249,7 @@ def flash_attn_with_kvcache(
         page_table: flash_attn_cuda.flash_attn_with_kvcache's block_table.
         k, v: (batch, seqlen_new, heads_k, head_dim), also where cu_seqlens_q says that queries are
             packed, or packed with cu_seqlens_k_new. Of fp16 or bf16 over a cache of float8_e4m3fn
-            too, which they are quantized into.
+            too, which they are quantized into, or of its numbers, which are appended as they are.
         rotary_seqlens: (batch,), int32: rotations of a sequence start at this position instead of
             cache_seqlens; of no use without rotary_cos. q and k then are rotated before the call
             and not in it, and positions that rotary_cos does not reach are not reported on CUDA.
@@ -262,13 +264,13 @@ def flash_attn_with_kvcache(
         As flash_attn_cuda.flash_attn_with_kvcache, and the module's.
     """
     _refuse(qv, q=q, k_cache=k_cache, v_cache=v_cache)
-    refuse_fp8(k=k, v=v)
+    refuse_fp8(E4M3, k=k, v=v)
     if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
         v, _, _ = packed("v", v)
         k, cu_seqlens_k_new, _ = packed("k", k)
     if k is not None and rotary_seqlens is not None and rotary_cos is not None:
-        if is_e4m3(q):
-            refuse_given(f"q is of {E4M3}", rotary_seqlens=rotary_seqlens)
+        if is_e4m3(q) or is_e4m3(k):
+            refuse_given(f"q or k is of {E4M3}", rotary_seqlens=rotary_seqlens)
         left, right = window_bounds(window_size)
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if rotary_seqlens is not None:
@@ -301,10 +303,7 @@ def flash_attn_with_kvcache(
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from error
-    if not return_softmax_lse:
-        return out
-    nothing = out.new_empty((0,), dtype=torch.float32)
-    return out, softmax_lse, nothing, nothing.clone()
+    return with_no_partials(out, softmax_lse) if return_softmax_lse else out
 
 
 def get_scheduler_metadata(

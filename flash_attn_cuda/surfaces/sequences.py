@@ -19,6 +19,7 @@ from ..varlen import flash_attn_varlen_func
 from .bands import Hidden, cut_lengths, cut_rows, with_hidden_rows, with_sink
 
 NOTHING = Hidden()
+SCALES = ("q_descale", "k_descale", "v_descale")
 REFUSALS = (TypeError, ValueError, NotImplementedError)  # what this package's checks raise
 
 
@@ -49,27 +50,17 @@ def scales_of(
     tensors: tuple[Any, Any, Any], descales: tuple[Any, Any, Any], *, ignores_others: bool
 ) -> dict[str, Any]:
     """Arguments of this package for q, k and v that may be of e4m3 and the scales that
-    FlashAttention-3 and vLLM have for them, (batch, heads_k), or one number for all, 0-d or (1,),
-    which is not read. None is 1 of what is of e4m3. `ignores_others`: scales of other dtypes are
-    dropped, not a ValueError.
+    FlashAttention-3 and vLLM have for them. None is 1 of what is of e4m3. `ignores_others`: scales
+    of other dtypes are dropped, not a ValueError. Those of bytes stay: the call refuses the bytes.
     """
     made: dict[str, Any] = {}
-    k = tensors[1]
-    for name, x, scale in zip(
-        ("q_descale", "k_descale", "v_descale"), tensors, descales, strict=True
-    ):
+    for name, x, scale in zip(SCALES, tensors, descales, strict=True):
         is_fp8 = is_e4m3(x)
-        if scale is None:
-            scale = 1.0 if is_fp8 else None
-        elif not is_fp8 and not ignores_others:
+        if is_fp8 or (isinstance(x, Tensor) and x.dtype == torch.uint8 and scale is not None):
+            made[name] = 1.0 if scale is None else scale
+        elif scale is not None and not ignores_others:
             of = f"the tensor that it scales is not of {E4M3}"
             raise ValueError(f"{name}: must be None where {of}, got {type(scale).__name__}")
-        elif not is_fp8:
-            scale = None
-        elif isinstance(scale, Tensor) and scale.dim() < 2 and scale.numel() == 1 and k.dim() > 1:
-            scale = scale.reshape(1).expand(k.shape[-2])
-        if scale is not None:
-            made[name] = scale
     return made
 
 
@@ -83,6 +74,12 @@ def no_scheduler_metadata(cache_seqlens: Tensor) -> Tensor:
     """
     check_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty((0,), dtype=torch.int32)
+
+
+def with_no_partials(out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With two empty tensors where FlashAttention-3 has partial results of keys that were split."""
+    nothing = out.new_empty((0,), dtype=torch.float32)
+    return out, softmax_lse, nothing, nothing.clone()
 
 
 def splits_of(num_splits: int) -> int:
@@ -152,7 +149,8 @@ def attend_sequences(
         seqlen_q), or None where it is not wanted.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if out is None and all(x is None for x in lengths) and not is_e4m3(k):
+    has_scales = any(name in options for name in SCALES)
+    if out is None and all(x is None for x in lengths) and not has_scales:
         try:
             if hidden == NOTHING:
                 return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))

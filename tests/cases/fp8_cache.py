@@ -264,6 +264,32 @@ def assert_fp8_close(
     return assert_close(actual, exact, naive)
 
 
+def check_appended_numbers(case: Fp8Case) -> None:
+    """New keys that are numbers of e4m3 already, wherever they begin, are those that new keys of 16
+    bits become. Scales are numbers.
+    """
+    inputs = case.make_inputs()
+    of_numbers = {}
+    for name in "kv":
+        x, scale = getattr(inputs.cache, name), torch.tensor(inputs.scales[f"{name}_descale"])
+        made = to_bytes(scaled_down(x, scale.to(x.device)))
+        anywhere = made.new_empty(made.numel() + 1)[1:].view(made.shape).copy_(made)
+        of_numbers[name] = anywhere.view(E4M3)
+    expected, written = attend(case, inputs)
+    found, also = attend(case, replace(inputs, cache=replace(inputs.cache, **of_numbers)))
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    for x, y in zip(also[:2], written[:2], strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+# What appends such numbers.
+APPENDS: dict[str, dict[str, Any]] = {
+    "dense": {"seqlens_new": 3, "head_dim_v": 16},
+    "pages": {"seqlens_new": 5, "page_size": 7, "head_dim": 80},
+    "packed": {"seqlens_q": (2, 0, 5), "seqlens_new": (3, 1, 4), "batch_idx": (3, 0, 2)},
+}
+
+
 def assert_one_number_off(cache: Tensor, scale: Tensor, code: Tensor, expected: Tensor) -> None:
     """Keys and their scales, of what was rotated in fp32 and not in fp64."""
     x = from_bytes(cache.view(torch.uint8)) * scale[..., None].double()

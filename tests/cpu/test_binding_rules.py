@@ -195,6 +195,7 @@ def of_tokens() -> dict[str, Any]:
     }
 
 
+NEW_NUMBERS = {"k_new": e4m3(2, 1, 2, 16), "v_new": e4m3(2, 1, 2, 16), "seqlen_k": 3}
 # What is added to a call over such a cache, and the error.
 SHAPES = "must have shape (2,), (2, 2) or (2, 10, 2), got"
 OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -327,9 +328,19 @@ OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "v_descale: must not be k_descale with quantizes_tokens",
     ),
     "new keys": (
-        {"k_new": e4m3(2, 1, 2, 16), "v_new": e4m3(2, 1, 2, 16), "seqlen_k": 3},
+        NEW_NUMBERS | {"v_new": zeros(2, 1, 2, 16)},
         TypeError,
-        "k: dtype must be BFloat16, got Float8_e4m3fn",
+        "v: dtype must be Float8_e4m3fn, got BFloat16",
+    ),
+    "new keys that are turned": (
+        NEW_NUMBERS | dict.fromkeys(("rotary_cos", "rotary_sin"), zeros(9, 4)),
+        NotImplementedError,
+        "rotary_cos: must be None where k is of Float8_e4m3fn, got a tensor",
+    ),
+    "new keys that have scales": (
+        of_tokens() | NEW_NUMBERS,
+        ValueError,
+        "quantizes_tokens: must be False where k is of Float8_e4m3fn, got True",
     ),
 }
 

@@ -17,9 +17,11 @@ from flash_attn_cuda.fp8 import to_e4m3
 from tests.cases.attention import KvCacheCase
 from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
+    APPENDS,
     E4M3,
     Fp8Case,
     attend,
+    check_appended_numbers,
     check_fp8,
     dequantized,
 )
@@ -67,6 +69,8 @@ def test_rounding_is_that_of_the_table() -> None:
     found = to_e4m3(x, torch.ones(()))
     assert torch.equal(found.view(torch.uint8), to_bytes(x))
     assert torch.equal(x.clamp(-448, 448).to(E4M3).view(torch.uint8), to_bytes(x))
+    near = torch.cat([x.double() * (1 + sign * 2.0**-40) for sign in (-1, 1)])  # fp32 is x
+    assert torch.equal(to_e4m3(near, torch.ones(())).view(torch.uint8), to_bytes(near))
     codes = torch.arange(256).to(torch.uint8)
     wide = from_bytes(codes)
     torch.testing.assert_close(codes.view(E4M3).double(), wide, rtol=0, atol=0, equal_nan=True)
@@ -115,6 +119,12 @@ def test_scales_of_tokens() -> None:
         if name == "zeros" or name == "nan":
             assert wanted == 1.0
     assert k.abs().max() == 448.0
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_numbers_are_appended_as_they_are(name: str) -> None:
+    fields = {"head_dim": 32, "capacity": 40, "device": "cpu", **APPENDS[name]}
+    check_appended_numbers(Fp8Case(KvCacheCase((30, 0, 11), **fields), "number", "number"))
 
 
 def test_append_then_read() -> None:

@@ -35,6 +35,8 @@ def bits(x: Tensor) -> Tensor:
 TOKEN_SCALES = {f"{name}_descale": torch.ones(2, 9, 2) for name in "kv"}
 QUANTIZE: dict[str, Any] = {**TOKEN_SCALES, "quantize": "token"}
 WIDE = torch.zeros(2, 9, 2, 32, dtype=torch.bfloat16)
+NO_SCALES = {"k_descale": None, "v_descale": None}
+NEW = {"k": torch.zeros(2, 1, 2, 32).to(E4M3), "v": torch.zeros(2, 1, 2, 16).to(E4M3)}
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no scales": ({"k_descale": None}, ValueError, "k_descale: must be given where k_cache is of"),
     "no scales of v": ({"v_descale": None}, ValueError, "v_descale: must be given where v_cache"),
@@ -46,7 +48,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shape of v": (
         {"v_descale": torch.ones(2, 8, 2)}, ValueError, r"v_descale: must have .* got \(2, 8, 2\)",
     ),
-    "0-d": ({"k_descale": torch.ones(())}, ValueError, r"k_descale: must have shape .* got \(\)"),
     "dtype": (
         {"k_descale": torch.ones(2).bfloat16()},
         TypeError,
@@ -148,10 +149,32 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "v_descale: must be another tensor than k_descale",
     ),
-    "new keys of another dtype": (
-        {"k": torch.zeros(2, 1, 2, 32).to(E4M3)},
+    "new keys without values": (
+        {"k": NEW["k"]}, TypeError, "v: dtype must be torch.float8_e4m3fn, got torch.bfloat16",
+    ),
+    "new values without keys": (
+        {"v": NEW["v"]}, TypeError, r"v: must have the dtype of q \(torch.bfloat16\), got .*e4m3fn",
+    ),
+    "new keys for 16 bits": (
+        NEW | NO_SCALES | {"k_cache": WIDE, "v_cache": WIDE[..., :16]},
         TypeError,
         r"k: must have the dtype of q \(torch.bfloat16\), got torch.float8_e4m3fn",
+    ),
+    "new keys that are turned": (
+        NEW | dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(9, 4).bfloat16()),
+        NotImplementedError,
+        "rotary_cos: must be None where k is of torch.float8_e4m3fn, got a tensor",
+    ),
+    "new keys that have scales": (
+        QUANTIZE | NEW,
+        ValueError,
+        "quantize: must be None where k is of torch.float8_e4m3fn already, got 'token'",
+    ),
+    "bytes": (
+        {"v_cache": torch.zeros(2, 9, 2, 16, dtype=torch.uint8)},
+        TypeError,
+        r"v_cache: must be of torch.float8_e4m3fn where v_descale is given, as "
+        r"\.view\(torch.float8_e4m3fn\) is, got torch.uint8",
     ),
     "out of another dtype": (
         {"out": torch.zeros(2, 1, 4, 16)}, TypeError, "out: dtype must be torch.bfloat16",
@@ -229,8 +252,18 @@ def test_other_functions_do_not_take_it() -> None:
             _ops.attention(*flat)
 
 
+def assert_refused_in_the_backward(attend: Any, leaf: Tensor, message: str) -> None:
+    """By the name of what has no gradient; the forward is that without one."""
+    for x in attend():
+        with pytest.raises(NotImplementedError, match=message):
+            torch.autograd.grad(x.sum(), leaf, retain_graph=True)
+    with torch.no_grad():
+        assert not attend()[0].requires_grad
+        assert torch.equal(attend()[0], x) or torch.equal(attend()[1], x)
+
+
 @pytest.mark.parametrize("name", ["q", "k_descale", "v_descale", "sink", "k", "v_cache"])
-def test_gradients_over_a_cache_are_refused(name: str) -> None:
+def test_gradients_of_an_append_are_refused(name: str) -> None:
     made = {**a_cache(new=1), "sink": torch.zeros(4)}
     made[name] = made[name].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=f"^{name}: must not require grad"):
@@ -239,15 +272,31 @@ def test_gradients_over_a_cache_are_refused(name: str) -> None:
         flash_attn_with_kvcache(**made)
 
 
+@pytest.mark.parametrize("name", ["q", "k_descale", "sink", "v_cache"])
+def test_gradients_over_a_cache_are_refused_in_the_backward(name: str) -> None:
+    made = {**a_cache(), "sink": torch.zeros(4), "return_softmax_lse": True}
+    calls = {f"of {E4M3}": made}
+    if name != "k_descale":
+        calls["attended to"] = made | NO_SCALES | {"k_cache": WIDE, "v_cache": WIDE}
+    for rule, given in calls.items():
+        leaf = given[name].clone().requires_grad_()
+        assert_refused_in_the_backward(
+            lambda given=given, leaf=leaf: flash_attn_with_kvcache(**given | {name: leaf}),
+            leaf,
+            f"^k_cache: must not be {rule} in a call whose gradients are wanted",
+        )
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "k_descale", "v_descale", "sink"])
 def test_gradients_of_packed_sequences_are_refused(name: str) -> None:
     scales = {f"{x}_descale": torch.ones(2) for x in "kv"}
     made = {**packed_inputs(), **scales, "sink": torch.zeros(4)}
     leaf = made[name].clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"^{name}: must not require grad"):
-        flash_attn_varlen_func(**made | {name: leaf})
-    with torch.no_grad():
-        flash_attn_varlen_func(**made | {name: leaf})
+    assert_refused_in_the_backward(
+        lambda: flash_attn_varlen_func(**made | {name: leaf}, return_attn_probs=True)[:2],
+        leaf,
+        f"^k: must not be of {E4M3} in a call whose gradients are wanted",
+    )
     if made[name].dtype == E4M3:
         return
     with (

@@ -322,7 +322,7 @@ BAD_CACHES = {
         r"^rotary_cos: .*must be from 0 to 6, got 7 at index 1",
     ),
     "grad": (
-        cached(k_cache=zeros(2, 9, 2, 8, requires_grad=True)),
+        cached(**NEW, k_cache=zeros(2, 9, 2, 8, requires_grad=True)),
         NotImplementedError,
         r"^k_cache: must not require grad",
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_cuda import flash_attn_with_kvcache, quantize_kv
-from tests.cases.fp8_cache import E4M3, check_fp8
+from tests.cases.fp8_cache import APPENDS, E4M3, check_appended_numbers, check_fp8
 from tests.cases.fp8_harness import make, no_device_errors, same_bytes  # noqa: F401
 from tests.cases.harness import DEVICE
 from tests.reference.fp8 import from_bytes
@@ -49,6 +49,12 @@ def test_append_head_dims(head_dim: int, quantize: str | None) -> None:
             dtype=torch.float16, **sizes,
         )  # fmt: skip
         check_fp8(case)
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_numbers_are_appended_as_they_are(name: str) -> None:
+    case = make(cached=(100, 0, 37), **APPENDS[name])
+    check_appended_numbers(replace(case, k_form="number", v_form="number"))
 
 
 SPECIAL = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 448.0, -449.0, 464.0, 466.0, 3e38]

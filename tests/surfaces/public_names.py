@@ -189,6 +189,21 @@ FLASH_ATTENTION_3 = Module(
             "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
             "return_softmax_lse=False"
         ),
+        "_flash_attn_forward": (
+            "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, "
+            "cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, "
+            "leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, "
+            f"{_DESCALES}, softmax_scale=None, causal=False, window_size_left=-1, "
+            "window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+            "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0"
+        ),
+        "_flash_attn_backward": (
+            "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, "
+            "sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, "
+            "dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, "
+            "window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0"
+        ),
         "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
         "get_scheduler_metadata": (
             f"{_PLAN}attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0"
@@ -198,8 +213,6 @@ FLASH_ATTENTION_3 = Module(
         "FlashAttnFunc": "call flash_attn_func",
         "FlashAttnQKVPackedFunc": "call flash_attn_qkvpacked_func",
         "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
-        "_flash_attn_forward": "which returns softmax_lse with return_attn_probs",
-        "_flash_attn_backward": r"call torch\.autograd\.grad",
         "flash_attn_3_gpu": "call this module's functions",
     },
     out_of_scope={

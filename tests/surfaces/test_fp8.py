@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_attn_cuda as ours
 from flash_attn_cuda.integrations import vllm
 from flash_attn_cuda.surfaces import flash_attention_3 as fa3
+from tests.cases.harness import DEVICE, no_host_sync
 from tests.reference.fp8 import from_bytes, to_bytes
 from tests.surfaces.calls import ON_EVERY_DEVICE, assert_compiles, assert_same, int32, normal
 
@@ -79,9 +80,13 @@ def test_without_scales_they_are_one(device: str) -> None:
 
 
 @ON_EVERY_DEVICE
-def test_appended_keys_are_quantized(device: str) -> None:
+@pytest.mark.parametrize("are_numbers", [False, True], ids=["wide", "e4m3"])
+def test_appended_keys_are_quantized(are_numbers: bool, device: str) -> None:
+    """Or numbers of the cache already."""
     q, k, v = normal(device, 2, 1, 4, 32), *(normal(device, 2, 1, 2, 32) for _ in "kv")
     tables = {name: normal(device, 9, 8) for name in ("rotary_cos", "rotary_sin")}
+    if are_numbers:
+        k, v, tables = fp8(device, 2, 1, 2, 32), fp8(device, 2, 1, 2, 32), {}
     scales = descales(device) | {"q_descale": None}
     found = []
     for function in (fa3.flash_attn_with_kvcache, ours.flash_attn_with_kvcache):
@@ -90,6 +95,10 @@ def test_appended_keys_are_quantized(device: str) -> None:
         found.append((out, *(x.view(torch.uint8) for x in caches)))
     assert_same(*found)
     assert found[0][1][:, 3].any() and not found[0][1][:, 4:].any()
+    if are_numbers:
+        assert_same(
+            tuple(x[:, 3:4] for x in found[0][1:]), (k.view(torch.uint8), v.view(torch.uint8))
+        )
 
 
 def test_positions_of_their_own() -> None:
@@ -102,15 +111,22 @@ def test_positions_of_their_own() -> None:
     del given["rotary_seqlens"]
     torch.testing.assert_close(out, fa3.flash_attn_with_kvcache(q, *caches[1], k, v, **given))
     given["rotary_seqlens"] = int32("cpu", 3, 3)
-    with pytest.raises(NotImplementedError, match=r"^rotary_seqlens: must be None, as q is of"):
+    with pytest.raises(NotImplementedError, match=r"^rotary_seqlens: must be None, as q or k is"):
         fa3.flash_attn_with_kvcache(q.to(E4M3), *caches[0], k.bfloat16(), v.bfloat16(), **given)
 
 
-def test_gradients_are_refused() -> None:
-    q, k = torch.randn(2, 3, 4, 16, requires_grad=True), fp8("cpu", 2, 9, 2, 16)
+@ON_EVERY_DEVICE
+def test_gradients_are_refused_in_the_backward(device: str) -> None:
+    """Whoever wants none may leave leaves as they are, of e4m3 too."""
+    q, k, v = (fp8(device, 2, 9, heads, 16).requires_grad_() for heads in (4, 2, 2))
+    scales = descales(device)
     for function in (fa3.flash_attn_func, fa3.flash_attn_with_kvcache):
-        with pytest.raises(NotImplementedError, match=r"^q: must not require grad"):
-            function(q, k, k)
+        out = function(q, k, v, **scales)
+        with torch.no_grad():
+            assert_same(out, function(q, k, v, **scales))
+        for leaf in (q, k, v):
+            with pytest.raises(NotImplementedError, match=r"^k(_cache)?: must not be of .*e4m3fn"):
+                torch.autograd.grad(out.sum(), leaf, retain_graph=True)
 
 
 def a_step(device: str) -> dict[str, Any]:
@@ -151,12 +167,16 @@ def test_a_step_of_serving(form: str, q_is_fp8: bool, device: str) -> None:
     out = torch.empty(6, 4, 16, dtype=torch.bfloat16, device=device)
     found = vllm.flash_attn_varlen_func(**call, **dict.fromkeys(names, made), out=out)
     assert found is out
-    given: dict[str, Any] = dict.fromkeys(names, 1.0 if form == "none" else made)
-    if form in ("(1,)", "0-d"):
-        given = dict.fromkeys(names, 0.02)
-    if not q_is_fp8:
-        del given["q_descale"]
-    assert_same(ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, **given), out)
+    for scale in {"none": (1.0,), "(1,)": (made, 0.02), "0-d": (made, 0.02)}.get(form, (made,)):
+        given: dict[str, Any] = dict.fromkeys(names[0 if q_is_fp8 else 1 :], scale)
+        assert_same(ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, **given), out)
+
+
+@pytest.mark.gpu
+def test_scales_of_checkpoints_are_not_waited_for() -> None:
+    call, scale = a_step(DEVICE), torch.tensor(0.02, device=DEVICE)
+    with no_host_sync():
+        ours.flash_attn_varlen_func(**call, cu_seqlens_k=None, k_descale=scale, v_descale=scale)
 
 
 def test_under_compile() -> None:
