@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch, _is_fwd_grad_enabled
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import JvpInterpreter
 from torch.autograd import forward_ad
@@ -59,8 +59,9 @@ class Arguments:
 
 def wants_functions() -> bool:
     """Whether anybody asks for what custom_op does not have."""
-    in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-    return in_forward_mode or is_functorch_active()
+    # A compiler does not trace the second question.
+    is_dual = forward_ad._current_level >= 0 and (is_compiling() or _is_fwd_grad_enabled())
+    return is_dual or is_functorch_active()
 
 
 def is_wanted(ctx: Any, names: Sequence[str]) -> dict[str, bool]:
@@ -77,16 +78,20 @@ def is_wanted(ctx: Any, names: Sequence[str]) -> dict[str, bool]:
 def for_transforms(op: Callable[..., Any], formulas: Formulas) -> Callable[..., Any]:
     """`op` in any mode and under any transform; takes all arguments by position."""
     in_eager = _as_function(op, formulas)
-    # A compiler would drop tangents without a word where it traces this.
-    outside_graphs = _disable_dynamo(lambda *args: run(*args))
+
+    @_disable_dynamo  # which would trace operators, and those drop tangents without a word
+    def attention_under_transforms(*args: Any) -> Any:
+        return run(*args)
 
     def run(*args: Any) -> Any:
         if not wants_functions():
             return op(*args)
         if is_compiling():
-            return _of_duals(op, formulas, args) if _drops_no_tangent() else outside_graphs(*args)
+            if not _drops_no_tangent():
+                return attention_under_transforms(*args)
+            return _of_duals(op, formulas, args)
         interpreter = _functorch.peek_interpreter_stack()
-        if interpreter is None or interpreter.key() != _JVP or not torch._C._is_fwd_grad_enabled():
+        if interpreter is None or interpreter.key() != _JVP or not _is_fwd_grad_enabled():
             return in_eager(*args)
         return _one_level_below(run, formulas, args, interpreter)
 
