@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/autograd.h>
 
 #include <string_view>
@@ -106,7 +107,8 @@ variable_list gradients_of(const AutogradContext* context, const AttentionCall& 
   // What is made of a graph may want derivatives by a sink that this backward does not.
   if (!makes_graph && !is_wanted(context, call, "sink")) asked.sink.reset();
   Gradients found;
-  if (makes_graph) {
+  // A mode, such as one that counts, sees operators alone.
+  if (makes_graph || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     incoming.out = incoming.out.detach();
     incoming.softmax_lse = incoming.softmax_lse.detach();
     found = differentiable_gradients(asked, incoming);
