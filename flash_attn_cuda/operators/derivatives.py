@@ -46,7 +46,6 @@ from .attention import (
     GRADIENTS,
     NO_GRADIENTS_OVER_PAGES,
     attention_op,
-    described,
     gradients_op,
 )
 from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op

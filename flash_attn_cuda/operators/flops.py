@@ -10,6 +10,7 @@ Imported when torch.utils.flop_counter is (../dtensor_import.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -124,9 +125,8 @@ def _keys(call: AttentionCall) -> Iterable[int] | None:
         used = _differences(call.cu_seqlens_k)
     else:
         used = [call.capacity()] * call.batch()
-    more, padding = _new_keys(call), [0] * call.batch()
-    if call.leftpad_k is not None:
-        padding = _known(call.leftpad_k)
+    more, none = _new_keys(call), [0] * call.batch()
+    padding = none if call.leftpad_k is None else _known(call.leftpad_k)
     if used is None or more is None or padding is None:
         return None
     return [x + y - z for x, y, z in zip(used, more, padding, strict=True)]
@@ -154,4 +154,4 @@ def _known(x: Tensor) -> list[int] | None:
 
 def _differences(bounds: Tensor) -> list[int] | None:
     found = _known(bounds)
-    return None if found is None else [y - x for x, y in zip(found, found[1:], strict=False)]
+    return None if found is None else [y - x for x, y in pairwise(found)]

@@ -38,7 +38,7 @@ def _folds_into_batch(call: AttentionCall, dims: Dims) -> bool:
     not over a cache, which nobody copies. Its sink is the same for all entries; masks and biases
     are, or they have the batch of each.
     """
-    # Where derivatives may not fold, what a dropout of the forward drops has to be each entry's own.
+    # Derivatives with these may not fold, and a forward's dropout has to be theirs.
     others = _OTHERS if call.dropout_p == 0.0 else (*_OTHERS, *OVER_PAIRS, "sink")
     if call.over_cache or any(x is not None for x in arguments_of(call, others)):
         return False

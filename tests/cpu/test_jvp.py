@@ -448,9 +448,11 @@ NESTED: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether a graph ha
         False,
     ),
     "gradient": (
-        lambda f: lambda q, k, v, t: grad(
-            lambda q: jvp(lambda q: f(q, k, v)[0], (q,), (t,))[1].sin().sum()
-        )(q),
+        lambda f: (
+            lambda q, k, v, t: grad(
+                lambda q: jvp(lambda q: f(q, k, v)[0], (q,), (t,))[1].sin().sum()
+            )(q)
+        ),
         False,
     ),
 }
