@@ -41,4 +41,4 @@ __all__ = [
 ]
 
 _sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")
-_register_when_imported()  # what the operators do with DTensors
+_register_when_imported()  # what the operators do with DTensors, and count for FlopCounterMode

@@ -1,11 +1,16 @@
 // attention, forward and backward of flash_attn_cuda._C. The gradient of the first two is one
-// torch::autograd::Function; a call that records nothing does not go through it.
+// torch::autograd::Function, and that of the gradient another; a call that records nothing does not
+// go through them.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/autograd.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,16 +28,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void save(AutogradContext* context, const AttentionCall& call, const Results& results) {
-  KeptCall kept = keep(call, {results.out, results.softmax_lse, results.rng_state});
+void save(AutogradContext* context, const AttentionCall& call,
+          std::initializer_list<at::Tensor> others) {
+  KeptCall kept = keep(call, others);
   context->save_for_backward(std::move(kept.tensors));
   context->saved_data["numbers"] = std::move(kept.numbers);
 }
 
-void restore(const AutogradContext* context, AttentionCall& call, Incoming& incoming) {
+void restore(const AutogradContext* context, AttentionCall& call,
+             std::initializer_list<at::Tensor*> others) {
   const KeptCall kept{context->get_saved_variables(),
                       context->saved_data.at("numbers").toDoubleVector()};
-  restore(kept, call, {&incoming.out, &incoming.softmax_lse, &incoming.rng_state});
+  restore(kept, call, others);
 }
 
 // The inputs that have a gradient, as they were given: autograd's edges, in order.
@@ -60,17 +67,22 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
+bool is_dual(const at::Tensor& tensor) {
+  return tensor.defined() && c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+         tensor._fw_grad(/*level=*/0).defined();
+}
+
 void check_no_forward_gradient(const char* name, const at::Tensor& tensor) {
-  const bool is_dual = tensor.defined() && c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
-                       tensor._fw_grad(/*level=*/0).defined();
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual, name,
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_dual(tensor), name,
                               ": must not carry a forward-mode gradient, got a dual tensor");
 }
 
-// Such a tensor has no memory of its own that a kernel could read.
+// Of torch.vmap and of is_grads_batched=True. Such a tensor has no memory of its own that a kernel
+// could read.
+constexpr c10::DispatchKeySet mapped{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
+
 void check_not_mapped(const char* name, const at::Tensor& tensor) {
-  const bool is_mapped =
-      tensor.defined() && tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
+  const bool is_mapped = tensor.defined() && tensor.key_set().has_any(mapped);
   TORCH_CHECK_NOT_IMPLEMENTED(!is_mapped, name,
                               ": must not be mapped by torch.vmap (is_grads_batched=True) in a "
                               "backward of a CUDA call that was not, got a batched tensor");
@@ -97,6 +109,142 @@ Gradients differentiable_gradients(const AttentionCall& call, const Incoming& in
           .dsink = stack.at(4).toTensor()};
 }
 
+// Whether nothing but autograd would see an operator of these.
+bool is_plain(const variable_list& tensors) {
+  constexpr c10::DispatchKeySet others =
+      mapped |
+      c10::DispatchKeySet{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Python};
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         std::ranges::none_of(tensors, [&](const at::Tensor& x) {
+           return x.defined() && (x.key_set().has_any(others) || is_dual(x));
+         });
+}
+
+Gradients gradients_of_call(const AttentionCall& call, const Incoming& incoming) {
+  Gradients found = run_backward_call(call, incoming);
+  if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+  return found;
+}
+
+// The inputs that have a gradient, dout and dlse -> the gradients that there are.
+struct AttentionGradients : torch::autograd::Function<AttentionGradients> {
+  static constexpr std::size_t other_arguments = 3;
+
+  static variable_list forward(AutogradContext* context, const at::TensorList& /*edges*/,
+                               const AttentionCall* call, const Incoming* incoming,
+                               Gradients* found) {
+    context->set_materialize_grads(false);
+    *found = gradients_of_call(*call, *incoming);
+    save(context, *call,
+         {incoming->dout, incoming->dlse, incoming->out, incoming->softmax_lse,
+          incoming->rng_state});
+    context->saved_data["wants_dbias"] = incoming->wants_dbias;
+    variable_list gradients;
+    visit(*call, *found, [&](at::Tensor& gradient) { gradients.push_back(gradient); });
+    return gradients;
+  }
+
+  // Also of a third derivative, whose words are the operators'.
+  static variable_list backward(AutogradContext* context, const variable_list& directions) {
+    AttentionCall call;
+    Incoming incoming;
+    restore(context, call,
+            {&incoming.dout, &incoming.dlse, &incoming.out, &incoming.softmax_lse,
+             &incoming.rng_state});
+    incoming.wants_dbias = context->saved_data.at("wants_dbias").toBool();
+    const variable_list edges = edges_of_gradients(call, incoming);
+    variable_list results(edges.size() + other_arguments);
+    if (std::ranges::none_of(directions, [](const at::Tensor& x) { return x.defined(); }))
+      return results;
+    const bool is_last = !at::GradMode::is_enabled() && is_plain(directions);
+    const variable_list found = is_last ? second_gradients(context, call, incoming, directions)
+                                        : by_operator(context, call, incoming, edges, directions);
+    std::ranges::copy(found, results.begin());
+    return results;
+  }
+
+  static variable_list edges_of_gradients(const AttentionCall& call, const Incoming& incoming) {
+    variable_list edges = edges_of(call);
+    if (incoming.dout.defined()) edges.push_back(incoming.dout);
+    if (incoming.dlse.defined()) edges.push_back(incoming.dlse);
+    return edges;
+  }
+
+  // Those of the gradients that there are, in autograd's order.
+  template <class Visitor>
+  static void visit(const AttentionCall& call, Gradients& found, Visitor&& visitor) {
+    for (at::Tensor* gradient : {&found.dq, &found.dk, &found.dv}) visitor(*gradient);
+    if (found.dbias.defined()) visitor(found.dbias);
+    if (call.sink.defined()) visitor(found.dsink);
+  }
+
+  static variable_list second_gradients(const AutogradContext* context, const AttentionCall& call,
+                                        Incoming incoming, const variable_list& directions) {
+    auto next = directions.begin();
+    Tangents along{.tq = *next++, .tk = *next++, .tv = *next++};
+    if (incoming.wants_dbias) along.tbias = *next++;
+    if (call.sink.defined()) along.tsink = *next++;
+    std::tie(along.tout, along.tlse) = jvp(call, incoming, along);
+    variable_list results(edges_of(call).size());
+    bool wants_inputs = false;
+    for (std::size_t i = 0; i < results.size(); ++i)
+      wants_inputs = wants_inputs || context->needs_input_grad(i);
+    if (wants_inputs) {
+      incoming.wants_dbias = is_wanted(context, call, "bias");
+      Gradients found = hvp(call, incoming, along);
+      if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
+      std::size_t edge = 0;
+      visit_differentiable(call, found,
+                           [&](const auto*, const at::Tensor& input, const at::Tensor& gradient) {
+                             if (!input.defined()) return;
+                             if (context->needs_input_grad(edge)) results.at(edge) = gradient;
+                             ++edge;
+                           });
+    }
+    if (incoming.dout.defined()) results.push_back(along.tout);
+    if (incoming.dlse.defined()) results.push_back(along.tlse);
+    return results;
+  }
+
+  // By the operator's formulas, which know transforms, modes and further derivatives.
+  static variable_list by_operator(const AutogradContext* context, const AttentionCall& call,
+                                   const Incoming& incoming, const variable_list& edges,
+                                   const variable_list& directions) {
+    const bool makes_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode grad_mode(true);
+    Gradients found = differentiable_gradients(call, incoming);
+    if (!incoming.wants_dbias) found.dbias.reset();
+    variable_list outputs, along, wanted;
+    auto next = directions.begin();
+    visit(call, found, [&](at::Tensor& gradient) {
+      if (next->defined()) {
+        outputs.push_back(gradient);
+        along.push_back(*next);
+      }
+      ++next;
+    });
+    for (std::size_t i = 0; i < edges.size(); ++i)
+      if (context->needs_input_grad(i)) wanted.push_back(edges[i]);
+    const variable_list made = torch::autograd::grad(outputs, wanted, along, /*retain_graph=*/{},
+                                                     makes_graph, /*allow_unused=*/true);
+    variable_list results(edges.size());
+    for (std::size_t i = 0, place = 0; i < edges.size(); ++i)
+      if (context->needs_input_grad(i)) results[i] = made.at(place++);
+    return results;
+  }
+};
+
+Gradients differentiable_backward(const AttentionCall& call, const Incoming& incoming) {
+  if (!is_plain({incoming.dout, incoming.dlse})) return differentiable_gradients(call, incoming);
+  const variable_list edges = AttentionGradients::edges_of_gradients(call, incoming);
+  Gradients found;
+  const variable_list outputs =
+      AttentionGradients::apply(at::TensorList(edges), &call, &incoming, &found);
+  auto next = outputs.begin();
+  AttentionGradients::visit(call, found, [&](at::Tensor& gradient) { gradient = *next++; });
+  return found;
+}
+
 // A gradient for each edge, undefined where it is not wanted.
 variable_list gradients_of(const AutogradContext* context, const AttentionCall& call,
                            Incoming incoming) {
@@ -109,10 +257,11 @@ variable_list gradients_of(const AutogradContext* context, const AttentionCall& 
   if (makes_graph) {
     incoming.out = incoming.out.detach();
     incoming.softmax_lse = incoming.softmax_lse.detach();
+    found = differentiable_backward(asked, incoming);
+  } else if (is_plain({})) {
+    found = gradients_of_call(asked, incoming);
+  } else {  // a mode, such as one that counts, sees operators alone
     found = differentiable_gradients(asked, incoming);
-  } else {
-    found = run_backward_call(asked, incoming);
-    if (found.dbias.defined()) found.dbias = found.dbias.to(call.bias.scalar_type());
   }
   variable_list gradients;
   visit_differentiable(call, found,
@@ -136,7 +285,7 @@ struct Attention : torch::autograd::Function<Attention> {
     context->set_materialize_grads(false);
     *results = run_forward_call(*call);
     // Where the layout asked for a copy, the copy is saved: the backward would need it again.
-    save(context, *call, *results);
+    save(context, *call, {results->out, results->softmax_lse, results->rng_state});
     if (!returns_lse) return {results->out};
     return {results->out, results->softmax_lse};
   }
@@ -145,7 +294,7 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     AttentionCall call;
     Incoming incoming;
-    restore(context, call, incoming);
+    restore(context, call, {&incoming.out, &incoming.softmax_lse, &incoming.rng_state});
     incoming.dout = gradients.at(0);
     if (gradients.size() > 1) incoming.dlse = gradients.at(1);
     const variable_list edges = edges_of(call);

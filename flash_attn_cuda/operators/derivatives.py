@@ -10,20 +10,18 @@ Of attention F(x), of q, k, v, bias and sink, with J its Jacobian:
 H is symmetric: the Hessian of <w, F(x)> times t. A derivative of a derivative counts what it was
 given of the forward, out and softmax_lse, as functions of x: they have no gradient of their own.
 
-Formulas are an operator's own where a custom_op can have them, and an autograd.Function's under
-torch.func and forward mode, which custom_op does not know.
+Formulas are an operator's own where a custom_op can have them; transforms.py runs them in forward
+mode and under torch.func.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 
 from ..call import (
     ARGUMENTS,
@@ -46,11 +44,19 @@ from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
     attention_op,
-    described,
     gradients_op,
 )
-from .second_order import JVP_ARGUMENTS, hvp_op, jvp_op
-from .support import Tensors2, arguments_of, for_transforms, is_functorch_active
+from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
+from .support import Tensors2, arguments_of, is_functorch_active
+from .transforms import (
+    Formulas,
+    Named,
+    for_transforms,
+    is_wanted,
+    save,
+    saved,
+    wants_functions,
+)
 
 _ops = torch.ops.flash_attn_cuda
 _GRADIENT_ARGUMENTS = (*OF_BACKWARD, *INCOMING)
@@ -68,23 +74,20 @@ def run_operator(call: AttentionCall) -> Results:
         return Results(*_ops.attention_with_quantized_append(*arguments_of(call, FIELDS)))
     if call.k_new is not None:
         return Results(*_ops.attention_with_append(*arguments_of(call, FIELDS)))
-    op = _attention if _wants_functions() else _ops.attention
-    return Results(*op(*arguments_of(call, READ)))
+    return Results(*_attention(*arguments_of(call, READ)))
 
 
 def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients:
     """Without softmax_d; gradients of what the call does not have, or that are not wanted, are
     empty.
     """
-    op = _gradients if _wants_functions() else _ops.attention_gradients
-    found = op(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
+    found = _gradients(*arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING))
     return _gradients_of(found)
 
 
 def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
     """(tout, tlse); at least one tangent is given."""
-    op = _jvp if _wants_functions() else _ops.attention_jvp
-    found: Tensors2 = op(
+    found: Tensors2 = _jvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, OF_FORWARD),
         *arguments_of(tangents, DIRECTIONS),
@@ -94,8 +97,7 @@ def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents
 
 def run_hvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Gradients:
     """As run_gradients_operator; the tangents have tout and tlse."""
-    op = _hvp if _wants_functions() else _ops.attention_hvp
-    found = op(
+    found = _hvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, INCOMING),
         *arguments_of(tangents, tuple(TANGENTS)),
@@ -107,54 +109,23 @@ def _gradients_of(found: Sequence[Tensor]) -> Gradients:
     return Gradients(**dict(zip(GRADIENTS, found, strict=True)), softmax_d=None)
 
 
-def _as_function(*parts: Any) -> Callable[..., Any]:
-    """for_transforms, which a compiler calls and does not trace: it would trace operators, and
-    those drop tangents without a word.
-    """
-    function = for_transforms(*parts)
-
-    @_disable_dynamo
-    def attention_under_transforms(*args: Any) -> Any:
-        return function(*args)
-
-    return attention_under_transforms
+# -- what formulas read --------------------------------------------------------------------------
 
 
-def _wants_functions() -> bool:
-    return forward_ad._current_level >= 0 or is_functorch_active()
-
-
-# -- what formulas keep --------------------------------------------------------------------------
-
-
-def _save(ctx: Any, given: Mapping[str, Any]) -> None:
-    """The given tensors and others by name."""
-    ctx.names = [name for name, x in given.items() if isinstance(x, Tensor)]
-    ctx.others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-    tensors = [given[name] for name in ctx.names]
-    ctx.save_for_backward(*tensors)
-    if _wants_functions():
-        ctx.save_for_forward(*tensors)
-
-
-def _saved(ctx: Any) -> dict[str, Any]:
-    return {**ctx.others, **dict(zip(ctx.names, ctx.saved_tensors, strict=True))}
-
-
-def _call_of(given: Mapping[str, Any]) -> AttentionCall:
+def _call_of(given: Named) -> AttentionCall:
     return AttentionCall(**{name: given[name] for name in OF_BACKWARD})
 
 
-def _of_forward(given: Mapping[str, Any], **incoming: Any) -> Incoming:
+def _of_forward(given: Named, **incoming: Any) -> Incoming:
     """Incoming with what is kept of a forward."""
     return Incoming(**{"dout": None, "dlse": None, **incoming}, **_only(given, OF_FORWARD))
 
 
-def _only(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _only(given: Named, names: Sequence[str]) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def _direction(given: Mapping[str, Any], prefix: str = "") -> Tangents | None:
+def _direction(given: Named, prefix: str = "") -> Tangents | None:
     """Tangents of the differentiable arguments, which `given` has by name with a prefix; None where
     there is none.
     """
@@ -162,31 +133,30 @@ def _direction(given: Mapping[str, Any], prefix: str = "") -> Tangents | None:
     return None if all(x is None for x in found.values()) else Tangents(**found)
 
 
-def _wanted(ctx: Any, names: Sequence[str]) -> dict[str, bool]:
-    return dict(zip(names, ctx.needs_input_grad, strict=True))
-
-
 # -- attention -----------------------------------------------------------------------------------
 
 
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call = described(inputs)
+def _keep_attention(given: Named, results: Sequence[Tensor]) -> dict[str, Any]:
+    found = dict(zip(Results._fields, results, strict=True))
+    return _only(given, OF_BACKWARD) | _only(found, OF_FORWARD)
+
+
+def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    given, wanted = dict(zip(READ, inputs, strict=True)), is_wanted(ctx, READ)
+    call, is_differentiated = AttentionCall(**given), any(wanted.values())
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     ctx.refusal = missing_backward(call)
     if ctx.refusal is not None:
         # Not the tensors: nothing reads them, and pages may be written before the backward refuses.
-        given = zip(READ, inputs, ctx.needs_input_grad, strict=False)  # torch adds one of its own
-        ctx.missing = {name: (x.shape, x.dtype) for name, x, is_wanted in given if is_wanted}
+        ctx.missing = {name: (x.shape, x.dtype) for name, x in given.items() if wanted[name]}
         return
-    if call.fp32_results and any(ctx.needs_input_grad):
+    if call.fp32_results and is_differentiated:
         raise NotImplementedError(
             "fp32_results: must be False in a call whose gradients are wanted, got True"
         )
-    check_gradients(call, wants_dbias=ctx.needs_input_grad[READ.index("bias")])
-    results = Results(*output)
-    kept = {name: getattr(results, name) for name in OF_FORWARD}
-    _save(ctx, _only(vars(call), OF_BACKWARD) | kept)
+    check_gradients(call, wants_dbias=wanted["bias"])
+    save(ctx, _keep_attention(given, output))
 
 
 def _attention_backward(
@@ -197,8 +167,8 @@ def _attention_backward(
         return (None,) * len(READ)
     if ctx.refusal is not None:
         return _missing_gradients(ctx, gradient)
-    wanted, given = _wanted(ctx, READ), _saved(ctx)
-    if not _wants_functions():  # which may want derivatives of other levels than this one's
+    wanted, given = is_wanted(ctx, READ), saved(ctx)
+    if not wants_functions():  # which may want derivatives of other levels than this one's
         for name in DIFFERENTIABLE:
             if ARGUMENTS[name].is_in_lse and not wanted[name]:
                 given[name] = None
@@ -218,27 +188,33 @@ def _missing_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return tuple(op(gradient, *missing[x], ctx.refusal) if x in missing else None for x in READ)
 
 
-def _attention_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-    given = _saved(ctx)
-    direction = _direction(dict(zip(READ, tangents, strict=True)))
+def _attention_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
+    direction = _direction(moved)
     if direction is None:
         return (None,) * len(Results._fields)
     return (*run_jvp_operator(_call_of(given), _of_forward(given), direction), None, None)
 
 
 attention_op.register_autograd(_attention_backward, setup_context=_save_attention)
-_attention = _as_function(attention_op, _save_attention, _attention_backward, _attention_jvp)
+_attention = for_transforms(
+    _ops.attention,
+    Formulas(READ, _keep_attention, _save_attention, _attention_backward, _attention_jvp),
+)
 
 # -- its gradients -------------------------------------------------------------------------------
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_gradients(given: Named, _: Sequence[Tensor]) -> Named:
+    return given
+
+
+def _save_gradients(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
-    _save(ctx, dict(zip(_GRADIENT_ARGUMENTS, inputs, strict=True)))
+    save(ctx, dict(zip(_GRADIENT_ARGUMENTS, inputs, strict=True)))
 
 
 def _gradients_backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
-    given, wanted = _saved(ctx), _wanted(ctx, _GRADIENT_ARGUMENTS)
+    given, wanted = saved(ctx), is_wanted(ctx, _GRADIENT_ARGUMENTS)
     call, of_backward = _call_of(given), Incoming(**_only(given, INCOMING))
     direction = _direction(_of_existing(call, of_backward, incoming), "d")
     if direction is None:
@@ -262,9 +238,7 @@ def _of_existing(
     return {name: x for name, x in found.items() if exists.get(name, True)}
 
 
-def _gradients_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-    given = _saved(ctx)
-    moved = dict(zip(_GRADIENT_ARGUMENTS, tangents, strict=True))
+def _gradients_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
     call, incoming = _call_of(given), Incoming(**_only(given, INCOMING))
     found = []
     if moved["dout"] is not None or moved["dlse"] is not None:
@@ -278,21 +252,29 @@ def _gradients_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
 
 
 gradients_op.register_autograd(_gradients_backward, setup_context=_save_gradients)
-_gradients = _as_function(gradients_op, _save_gradients, _gradients_backward, _gradients_jvp)
+_gradients = for_transforms(
+    _ops.attention_gradients,
+    Formulas(
+        _GRADIENT_ARGUMENTS, _keep_gradients, _save_gradients, _gradients_backward, _gradients_jvp
+    ),
+)
 
 # -- its derivative in a direction ---------------------------------------------------------------
 
 
-def _save_jvp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_jvp(given: Named, results: Sequence[Tensor]) -> dict[str, Any]:
+    return {**given, **dict(zip(("tout", "tlse"), results, strict=True))}
+
+
+def _save_jvp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    given = dict(zip(JVP_ARGUMENTS, inputs, strict=True))
-    _save(ctx, given | dict(zip(("tout", "tlse"), output, strict=True)))
+    save(ctx, _keep_jvp(dict(zip(JVP_ARGUMENTS, inputs, strict=True)), output))
 
 
 def _jvp_backward(ctx: Any, dtout: Tensor | None, dtlse: Tensor | None) -> tuple[Any, ...]:
     if dtout is None and dtlse is None:
         return (None,) * len(JVP_ARGUMENTS)
-    given, wanted = _saved(ctx), _wanted(ctx, JVP_ARGUMENTS)
+    given, wanted = saved(ctx), is_wanted(ctx, JVP_ARGUMENTS)
     call = _call_of(given)
     made: dict[str, Any] = {}
     if any(wanted[name] for name in DIRECTIONS):
@@ -306,8 +288,7 @@ def _jvp_backward(ctx: Any, dtout: Tensor | None, dtlse: Tensor | None) -> tuple
     return tuple(made.get(name) if wanted[name] else None for name in JVP_ARGUMENTS)
 
 
-def _jvp_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-    moved = dict(zip(JVP_ARGUMENTS, tangents, strict=True))
+def _jvp_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
     if _direction(moved) is not None:
         raise NotImplementedError(
             "flash_attn_cuda does not implement forward mode over forward mode or double backward: "
@@ -317,23 +298,30 @@ def _jvp_jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
     direction = _direction(moved, "t")
     if direction is None:
         return None, None
-    given = _saved(ctx)
     return run_jvp_operator(_call_of(given), _of_forward(given), direction)
 
 
 jvp_op.register_autograd(_jvp_backward, setup_context=_save_jvp)
-_jvp = _as_function(jvp_op, _save_jvp, _jvp_backward, _jvp_jvp)
+_jvp = for_transforms(
+    _ops.attention_jvp, Formulas(JVP_ARGUMENTS, _keep_jvp, _save_jvp, _jvp_backward, _jvp_jvp)
+)
 
 # -- third derivatives ---------------------------------------------------------------------------
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_nothing(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     """Nothing is needed to refuse."""
+    save(ctx, {})
 
 
-def _no_third_derivative(ctx: Any, *_: Any) -> Any:
+def _no_third_derivative(*_: Any) -> Any:
     raise NotImplementedError(_THIRD)
 
 
 hvp_op.register_autograd(_no_third_derivative)
-_hvp = _as_function(hvp_op, _save_nothing, _no_third_derivative, _no_third_derivative)
+_hvp = for_transforms(
+    _ops.attention_hvp,
+    Formulas(
+        HVP_ARGUMENTS, _keep_gradients, _save_nothing, _no_third_derivative, _no_third_derivative
+    ),
+)

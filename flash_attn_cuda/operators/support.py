@@ -1,4 +1,4 @@
-"""What the custom operators share: schemas, calls of the extension, random numbers, transforms.
+"""What the custom operators share: schemas, calls of the extension, random numbers, vmap.
 
 An operator's arguments are the fields of dataclasses, in their order: the schema is made of them,
 and an implementation reads its arguments through them.
@@ -120,30 +120,6 @@ def draw_rng_state(dropout_p: float, device: torch.device | str = "cpu") -> Tens
     rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
     rng_state[1] = 0
     return rng_state
-
-
-def for_transforms(
-    op: Callable[..., Any],
-    save: Callable[..., None],
-    gradients: Callable[..., Any],
-    tangents: Callable[..., Any],
-) -> Callable[..., Any]:
-    """`op` as an autograd.Function: torch.func wants formulas in a form custom_op does not make.
-
-    Takes all arguments of `op`, by position.
-    """
-
-    class Function(torch.autograd.Function):
-        generate_vmap_rule = True
-        setup_context = staticmethod(save)
-        backward = staticmethod(gradients)
-        jvp = staticmethod(tangents)
-
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return op(*args)
-
-    return Function.apply
 
 
 def check_randomness(dropout_p: float, randomness: str, is_mapped: bool = True) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..call import (
     INCOMING,
     OF_BACKWARD,
+    OVER_PAIRS,
     READ,
     TARGETS,
     TENSORS,
@@ -25,26 +26,48 @@ from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
 from .support import arguments_of, check_randomness, one_by_one
 
 _FOLDED = ("q", "k", "v", "alibi_slopes")
-_OTHERS = tuple(name for name in TENSORS if name not in _FOLDED)
+_OTHERS = tuple(name for name in TENSORS if name not in (*_FOLDED, *OVER_PAIRS, "sink"))
+Dims = dict[str, Any]  # vmap's dimension of each argument, or None
 # Results of which every batch entry has its own, and what it may share with others.
 _OF_ENTRIES = frozenset(("out", "softmax_lse", "S_dmask"))
 _SHARED = frozenset(("rng_state",))
 
 
-def _folds_into_batch(call: AttentionCall) -> bool:
-    """Whether a call over one more dimension is a call of a larger batch: one whose other tensors
-    are None, and not over a cache, which nobody copies.
+def _folds_into_batch(call: AttentionCall, dims: Dims) -> bool:
+    """Whether a call over one more dimension is a call of a larger batch: one without lengths, and
+    not over a cache, which nobody copies. Its sink is the same for all entries; masks and biases
+    are, or they have the batch of each.
     """
-    return not call.over_cache and all(x is None for x in arguments_of(call, _OTHERS))
+    # Derivatives with these may not fold, and a forward's dropout has to be theirs.
+    others = _OTHERS if call.dropout_p == 0.0 else (*_OTHERS, *OVER_PAIRS, "sink")
+    if call.over_cache or any(x is not None for x in arguments_of(call, others)):
+        return False
+    batch = _batch(call.q, dims["q"])
+    return dims["sink"] is None and all(
+        _is_shared(call, dims, name) or (dims[name] is not None and _batch(x, dims[name]) == batch)
+        for name, x in zip(OVER_PAIRS, arguments_of(call, OVER_PAIRS), strict=True)
+        if x is not None
+    )
+
+
+def _batch(x: Tensor, dim: int | None) -> int:
+    """Of one entry."""
+    return x.shape[0 if dim != 0 else 1]
+
+
+def _is_shared(call: AttentionCall, dims: Dims, name: str) -> bool:
+    """Whether a mask or bias is the same for all entries and their batches."""
+    return dims[name] is None and getattr(call, name).shape[0] == 1
 
 
 @attention_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, tuple[Any, ...]]:
     call, size = described(args), info.batch_size
     check_randomness(call.dropout_p, info.randomness)
-    if not _folds_into_batch(call):
+    dims = dict(zip(READ, in_dims, strict=True))
+    if not _folds_into_batch(call, dims):
         return one_by_one(attention_op, size, in_dims, args)
-    folded, batch = _folded(call, dict(zip(READ, in_dims, strict=True)), size)
+    folded, batch = _folded(call, dims, size)
     wanted = {name for name, (shape, _) in forms_of_results(folded).items() if shape != (0,)}
     if not wanted <= _OF_ENTRIES | _SHARED:
         return one_by_one(attention_op, size, in_dims, args)
@@ -67,16 +90,27 @@ def _rule_of_derivatives(
         dims = dict(zip(names, in_dims, strict=True))
         # Where the forward was not mapped, batch entries are part of what decides about dropout.
         is_of_one_forward = call.dropout_p > 0.0 and dims["out"] is None
-        if size > 0 and (is_of_one_forward or not _folds_into_batch(call)):
+        folds = _folds_into_batch(call, dims) and not _moves_shared(call, dims, others)
+        if size > 0 and (is_of_one_forward or not folds):
             return one_by_one(op, size, in_dims, args)
         folded, batch = _folded(call, dims, size)
         for name, x in others.items():
             if isinstance(x, Tensor) and name not in _SHARED:
                 others[name] = _fold_into_batch(size, x, dims[name])
         found = op(*arguments_of(folded, OF_BACKWARD), *others.values())
-        return _unfolded(dict(zip(results, found, strict=True)), mapped, size, batch)
+        of_entries = (*mapped, "dbias") if others.get("wants_dbias") else mapped
+        return _unfolded(dict(zip(results, found, strict=True)), of_entries, size, batch)
 
     op.register_vmap(rule)
+
+
+def _moves_shared(call: AttentionCall, dims: Dims, others: dict[str, Any]) -> bool:
+    """Whether what entries share has a tangent or a gradient, of which each entry has its own."""
+    has_gradients = "wants_dbias" in others
+    if call.sink is not None and (has_gradients or others["tsink"] is not None):
+        return True
+    moves_bias = others.get("wants_dbias", False) or others.get("tbias") is not None
+    return moves_bias and _is_shared(call, dims, "bias")
 
 
 _rule_of_derivatives(gradients_op, (*OF_BACKWARD, *INCOMING), GRADIENTS, TARGETS)
@@ -84,11 +118,12 @@ _rule_of_derivatives(jvp_op, JVP_ARGUMENTS, ("tout", "tlse"), ("tout", "tlse"))
 _rule_of_derivatives(hvp_op, HVP_ARGUMENTS, GRADIENTS, TARGETS)
 
 
-def _folded(call: AttentionCall, dims: dict[str, Any], size: int) -> tuple[AttentionCall, int]:
+def _folded(call: AttentionCall, dims: Dims, size: int) -> tuple[AttentionCall, int]:
     """The call with vmap's dimension in its batch, and the batch of one entry."""
-    dim = dims["q"]
-    batch = call.q.shape[0] if dim is None else call.q.movedim(dim, 0).shape[1]
-    folded = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in "qkv"}
+    batch = _batch(call.q, dims["q"])
+    names = ["q", "k", "v"]
+    names += [x for x in OVER_PAIRS if getattr(call, x) is not None and dims[x] is not None]
+    folded = {name: _fold_into_batch(size, getattr(call, name), dims[name]) for name in names}
     slopes = _fold_slopes(size, batch, call.alibi_slopes, dims["alibi_slopes"])
     return replace(call, **folded, alibi_slopes=slopes), batch
 

@@ -86,14 +86,17 @@ def test_the_demo_trains_as_one_process(two: Ranks) -> None:
 
 
 def test_importing_the_package_imports_no_dtensors() -> None:
-    """Rules are registered when torch.distributed.tensor is imported, before or after."""
+    """Rules are registered when torch.distributed.tensor is imported, before or after, and formulas
+    when torch.utils.flop_counter is.
+    """
     program = (
         "import sys\n"
         "finders = list(sys.meta_path)\n"
         "import flash_attn_cuda\n"
         "from flash_attn_cuda import dtensor_import\n"
         "assert 'torch.distributed.tensor' not in sys.modules and not dtensor_import._types\n"
-        "import torch.distributed.tensor.parallel\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules\n"
+        "import torch.distributed.tensor.parallel, torch.utils.flop_counter\n"
         "from torch.distributed.tensor import DTensor\n"
         "assert dtensor_import._types == (DTensor,) and sys.meta_path == finders\n"
     )

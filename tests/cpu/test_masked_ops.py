@@ -27,7 +27,10 @@ from tests.cases.masked_operators import (
     make_sparsity,
 )
 from tests.cases.operators import arguments, gradients_arguments
+from tests.cases.roads import Arrivals, arrivals
 from tests.reference import attention
+
+__all__ = ["arrivals"]  # pytest finds it here
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -262,6 +265,44 @@ def test_forward_mode(index: int) -> None:
         return torch.func.jvp(of_one, (inputs[index],), (inputs[index].cos(),))[1]
 
     torch.testing.assert_close(along(both_outputs), along(expected_outputs))
+
+
+MAPPED: dict[str, tuple[int | None, ...]] = {
+    "shared": (0, None, 0, None, None),
+    "bias": (None, 0, None, 0, None),
+    "sink": (0, 0, 0, 0, 0),
+    "mask": (0, 0, 0, 0, None),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_is_a_larger_batch(name: str, arrivals: Arrivals) -> None:
+    """Where a sink is the same for all entries, and masks and biases are or have a batch of each;
+    but for gradients of what is shared, of which each entry has its own.
+    """
+    in_dims, inputs = MAPPED[name], make_inputs()
+    inputs[3] = inputs[3].repeat(2, 1, 1, 1) if in_dims[3] == 0 else inputs[3]
+    of_mask = make_sparsity().to_mask()[:1] if name == "mask" else None
+    sparsity = None if of_mask is None else BlockSparsity.from_mask(of_mask)
+    stacked = [
+        x if dim is None else torch.stack([x, x.flip(1) if x.dim() > 1 else 2.0 * x])
+        for x, dim in zip(inputs, in_dims, strict=True)
+    ]
+
+    def of(function: Any) -> Any:
+        def derivatives(*x: Tensor) -> Any:
+            def outputs(*moved: Tensor) -> Any:
+                return function(*moved, *x[3:], sparsity=sparsity)
+
+            along = torch.func.jvp(outputs, x[:3], x[:3])
+            return along, torch.func.grad(lambda *y: loss(outputs(*y)), (0, 1, 2))(*x[:3])
+
+        return torch.vmap(derivatives, in_dims)(*stacked)
+
+    found = of(both_outputs)
+    torch.testing.assert_close(found, of(expected_outputs))
+    shapes = {tuple(x.q.shape[:1]) for x in arrivals.forward}
+    assert shapes == ({(2,)} if name == "sink" else {(4,)})
 
 
 @pytest.mark.parametrize("mapped", ["q", "sink"])

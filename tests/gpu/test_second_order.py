@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.func import jvp
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_cuda import flash_attn_func
 from tests.cases import second_order
@@ -138,6 +140,47 @@ def test_what_the_first_backward_leaves_out() -> None:
     (alone,) = torch.autograd.grad(out, q, weight, create_graph=True)
     for x, y in zip(torch.autograd.grad(alone, (sink, bias), weight), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_what_a_second_backward_leaves_to_operators() -> None:
+    """Several directions at once, and a third derivative, which is refused by name."""
+    leaves, weight = leaves_and_weight(64)
+    out = flash_attn_func(*leaves, causal=True)
+    first = torch.autograd.grad(out, leaves, weight, create_graph=True)
+    directions = [torch.randn(2, *x.shape, device=DEVICE, dtype=x.dtype) for x in leaves]
+    options = {"retain_graph": True, "is_grads_batched": True}
+    batched = torch.autograd.grad(first, leaves, directions, **options)
+    for i, along in enumerate(zip(*directions, strict=True)):
+        alone = torch.autograd.grad(first, leaves, along, retain_graph=True)
+        for x, y in zip(batched, alone, strict=True):
+            torch.testing.assert_close(x[i], y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
+    second = torch.autograd.grad(first, leaves, [weight] * 3, create_graph=True)
+    with pytest.raises(NotImplementedError, match="does not implement third derivatives"):
+        torch.autograd.grad(second, leaves, [weight] * 3)
+
+
+def test_eager_calls_are_counted() -> None:
+    """A backward too whose forward was not."""
+    leaves, weight = leaves_and_weight(64)
+    product = 2 * 2 * 4 * 300 * 300 * 64
+    with FlopCounterMode(display=False) as of_forward:
+        flash_attn_func(*leaves)
+    out = flash_attn_func(*leaves)
+    with FlopCounterMode(display=False) as of_backward:
+        torch.autograd.grad(out, leaves, weight)
+    assert of_forward.get_total_flops() == 2 * product
+    assert of_backward.get_total_flops() == 5 * product
+
+
+def test_a_compiled_jvp_is_one_graph() -> None:
+    points = tuple(x.detach() for x in leaves_and_weight(64)[0])
+    moved = tuple(x.detach() for x in leaves_and_weight(64)[0])
+
+    def along(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return jvp(lambda *x: flash_attn_func(*x, causal=True), x, t)
+
+    compiled = torch.compile(along, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(points, moved), along(points, moved))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
