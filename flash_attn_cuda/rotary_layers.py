@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .rotary import apply_rotary_emb, rotate
+from .rotary import apply_rotary_emb, into_leaf, is_recorded_leaf, rotate
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -59,7 +59,8 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate queries and keys of a packed projection in place, and return it.
+    """Rotate queries and keys of a packed projection in place, and return it; of a leaf as
+    apply_rotary_emb.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k,
@@ -71,6 +72,9 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: qkv is of another shape, or as apply_rotary_emb.
     """
+    if is_recorded_leaf(qkv):
+        tables = (cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
+        return into_leaf(apply_rotary_emb_qkv_(qkv.clone(), *tables), qkv)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(
@@ -94,7 +98,8 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotate the keys of kv (batch, seqlen, 2, heads, head_dim) in place, and return it.
+    """Rotate the keys of kv (batch, seqlen, 2, heads, head_dim) in place, and return it; of a leaf
+    as apply_rotary_emb.
 
     The other arguments are apply_rotary_emb's.
 
@@ -105,6 +110,9 @@ def apply_rotary_emb_kv_(
         raise ValueError(
             f"kv: must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}"
         )
+    if is_recorded_leaf(kv):
+        turned = apply_rotary_emb_kv_(kv.clone(), cos, sin, interleaved, seqlen_offsets)
+        return into_leaf(turned, kv)
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 

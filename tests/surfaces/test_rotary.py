@@ -121,7 +121,7 @@ def test_gradients(interleaved: bool, inplace: bool, packed: bool) -> None:
     cos, sin = (table.requires_grad_(not inplace) for table in tables(4))
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x * 1.0  # a leaf that wants gradients cannot be written to
+        x = x * 1.0  # which may be written
         return apply_rotary_emb(x, cos, sin, interleaved, inplace, **options)
 
     assert torch.autograd.gradcheck(rotate, (x, cos, sin))
@@ -135,8 +135,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Has calls on the CPU go the way of the kernel; whether each was by the negative angles."""
     calls = []
 
-    def has_kernel(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, *_: Any) -> bool:
-        return not (torch.is_grad_enabled() and rotary._needs_operators(x, cos, sin, inplace))
+    def has_kernel(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> bool:
+        return not (torch.is_grad_enabled() and cos.requires_grad)
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
         *others, conjugate = others
@@ -178,11 +178,6 @@ def test_gradients_of_the_kernel(
 def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
     cos, sin = tables(4)
     leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
-    before = leaf.detach().clone()
-    for x in (leaf[:, :, 0], leaf.detach()[:, :, 0].requires_grad_()):
-        with pytest.raises(RuntimeError, match="leaf"):
-            apply_rotary_emb(x, cos, sin, inplace=True)
-    assert torch.equal(leaf, before) and not stand_in
     qkv = leaf * 1.0
     squares = qkv.square()
     out = apply_rotary_emb_qkv_(qkv, cos, sin)
@@ -192,6 +187,67 @@ def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
     assert torch.equal(gradient[:, :, 2], torch.ones_like(back))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
+
+
+# A leaf that requires a gradient is written in place, as FlashAttention-2 does it
+
+
+IN_PLACE = {
+    "x": (apply_rotary_emb, (2, 5, 2, 8), {"inplace": True}),
+    "packed": (
+        apply_rotary_emb,
+        (10, 2, 8),
+        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32)},
+    ),
+    "qkv": (apply_rotary_emb_qkv_, (2, 5, 3, 2, 8), {}),
+    "grouped": (apply_rotary_emb_qkv_, (2, 5, 4, 8), {"num_heads_q": 2}),
+    "kv": (apply_rotary_emb_kv_, (2, 5, 2, 2, 8), {}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("offsets", [2, [1, 4]])
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_a_leaf(device: str, compiled: bool, offsets: Any, form: str) -> None:
+    rotate, shape, options = IN_PLACE[form]
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    starts = torch.tensor(offsets, device=device) if isinstance(offsets, list) else offsets
+
+    def turn(x: Tensor) -> Tensor:
+        return rotate(x, cos, sin, seqlen_offsets=starts, **moved)
+
+    cos, sin = (table.float() for table in tables(4, device))
+    leaf = torch.randn(shape, device=device, requires_grad=True)
+    other, weights = leaf.detach().clone().requires_grad_(), torch.randn(shape, device=device)
+    expected = turn(other * 1.0)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), other)
+    torch._dynamo.reset()  # whose limit of variants counts all of these
+    run = torch.compile(turn, fullgraph=True, backend="aot_eager") if compiled else turn
+    out = run(leaf)
+    assert leaf.is_leaf and torch.equal(leaf, out)
+    (out * weights).sum().backward()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(leaf.grad, gradient)
+    if not compiled:
+        assert out.data_ptr() == leaf.data_ptr()
+
+
+def test_views_of_a_leaf(stand_in: list[bool]) -> None:
+    """Of which each is written after the other, and what was kept before is found out."""
+    cos, sin = tables(4)
+    leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    before, squares = leaf.detach().clone(), leaf.square()
+    q, k = (apply_rotary_emb(leaf[:, :, index], cos, sin, inplace=True) for index in (0, 1))
+    assert torch.equal(leaf.detach(), apply_rotary_emb_qkv_(before, cos, sin))
+    (gradient,) = torch.autograd.grad(q.sum() + 2 * k.sum(), leaf)
+    back = apply_rotary(torch.ones_like(before[:, :, 0]), cos, sin, conjugate=True)
+    assert torch.equal(gradient, torch.stack([back, 2 * back, 0 * back], 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+    view = before[:, :, 0].requires_grad_()  # a leaf itself
+    apply_rotary_emb(view, cos, sin, inplace=True).sum().backward()
+    assert torch.equal(view.grad, back)
 
 
 def test_the_kernel_makes_no_gradients_of_tables(stand_in: list[bool]) -> None:
