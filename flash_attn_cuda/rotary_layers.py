@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from .kept import is_passing, is_usable, made_to_keep
 from .rotary import apply_rotary_emb, into_leaf, is_recorded_leaf, rotate
 
 __all__ = [
@@ -194,15 +196,20 @@ class RotaryEmbedding(nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None if scale_base is None else self._compute_scale(device)
+        inv_freq = made_to_keep(lambda: self._compute_inv_freq(device))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        scale = None if scale_base is None else made_to_keep(lambda: self._compute_scale(device))
         self.register_buffer("scale", scale, persistent=False)
+        self._forget_tables()
+
+    def _forget_tables(self) -> None:
         # Subclasses and attention modules of others read these names.
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
+        self._may_be_saved = True  # by autograd; a compiler cannot ask the tables
 
     def forward(
         self,
@@ -234,6 +241,8 @@ class RotaryEmbedding(nn.Module):
         assert cos is not None and sin is not None
         cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
         sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if is_passing(cos):
+            self._forget_tables()
         if kv is None:
             return apply_rotary_emb_qkv_(
                 *(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
@@ -253,8 +262,8 @@ class RotaryEmbedding(nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make the tables anew where they are too short, elsewhere, of another dtype, or of
-        inference mode and wanted for training.
+        """Make the tables anew where they are too short, elsewhere, of another dtype, or such that
+        this call may not use them.
         """
         device = self.inv_freq.device if device is None else torch.device(device)
         dtype = torch.float32 if dtype is None else dtype
@@ -263,10 +272,15 @@ class RotaryEmbedding(nn.Module):
             cached is not None
             and seqlen <= self._seq_len_cached
             and (cached.device, cached.dtype) == (device, dtype)
-            and not (self.training and cached.is_inference())
+            and is_usable(cached)
+            and (self._may_be_saved or not torch.is_grad_enabled())
         ):
             return
         self._seq_len_cached = seqlen
+        self._may_be_saved = not is_compiling() or torch.is_grad_enabled()
+        made_to_keep(lambda: self._make_tables(seqlen, device, dtype), self.inv_freq)
+
+    def _make_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> None:
         # In fp32 whatever the module was cast to: positions are large numbers.
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         is_exact = self.inv_freq.dtype == torch.float32

@@ -20,6 +20,7 @@ from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, o
 from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
+from ..kept import outside_transforms
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .attention import Work
 from .derivatives import attend_in_context
@@ -37,7 +38,7 @@ from .plan import (
     rows_of_joined,
 )
 from .schedule import Schedule, Sight, gathering, order_on_device, ringing
-from .transforms import dual_names, outside_transforms, refuse_forward_mode
+from .transforms import dual_names, refuse_forward_mode
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
