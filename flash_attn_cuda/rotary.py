@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 
 from . import build_info
 from .arguments import is_plain_cuda_call
+from .checks.tensors import check_may_be_written
 from .dtensor_import import is_dtensor
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
@@ -91,6 +92,8 @@ def rotate(
         return into_leaf(rotate(x, cos, sin, interleaved, False, *others), x)
     if not _has_kernel(x, cos, sin, seqlen_offsets, cu_seqlens):
         _check(x, cos, sin, seqlen_offsets, cu_seqlens)
+        if inplace:
+            check_may_be_written("x", x)
         if is_dtensor(x) or is_dtensor(cos):
             from .operators.dtensor_shards import rotate_in_shards
 
@@ -106,6 +109,8 @@ def rotate(
         _check(x, cos, sin, seqlen_offsets, cu_seqlens)  # for the words of the error
         if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
             _check_offset(x, cos, seqlen_offsets)
+        if inplace:
+            check_may_be_written("x", x)
         raise
 
 

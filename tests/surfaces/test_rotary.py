@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flash_attn_cuda import build_info, rotary
 from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
@@ -444,7 +448,94 @@ def test_tables_of_a_module() -> None:
     assert embedding._cos_cached is tables
     embedding._update_cos_sin_cache(7, torch.device("cpu"), torch.float16)
     assert embedding._cos_cached.dtype == torch.float16 and len(embedding._cos_cached) == 7
-    x = torch.randn(1, 10, 3, 1, 8, requires_grad=True)
-    torch.autograd.grad(exact(x * 1.0).sum(), x)  # not on tables of inference mode
     with pytest.raises(ValueError, match="dim: must be even and not negative, got 7"):
         RotaryEmbedding(7)
+
+
+def of_buffers(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    """As torch.func.functional_call gives them, inside a transform."""
+
+    def turn(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(embedding, buffers, (x * 1.0,)).sum()
+
+    torch.func.grad(turn)(x, dict(embedding.named_buffers()))
+
+
+def in_inference_mode(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    with torch.inference_mode():
+        f(x)
+
+
+def fake(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(f(mode.from_tensor(x)), FakeTensor)
+
+
+def compiled_gradient(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    torch._dynamo.reset()
+    torch.compile(lambda x: torch.func.grad(f)(x), fullgraph=True, backend="aot_eager")(x)
+
+
+FIRST_CALLS = {
+    "grad": lambda f, _, x: torch.func.grad(f)(x),
+    "jvp": lambda f, _, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp of grad": lambda f, _, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+    "vmap": lambda f, _, x: torch.vmap(f)(torch.stack([x, x])),
+    "buffers": of_buffers,
+    "inference": in_inference_mode,
+    "fake": fake,
+    "compiled grad": compiled_gradient,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_made", ["before", "inside", "used"])
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_tables_outlive_their_call(first: str, is_made: str, device: str) -> None:
+    """Whatever a module, made inside or used before, is called in, what it keeps are plain tensors,
+    which copies, pickles and later calls find, those with gradients in eval mode too.
+    """
+    if is_made == "inside" and first in ("buffers", "fake", "compiled grad"):
+        pytest.skip("of no such a module")
+    x = torch.randn(1, 6, 3, 2, 8, device=device)
+    expected = RotaryEmbedding(8, scale_base=16, device=device)(x.clone())
+    made = []
+
+    def turn(x: Tensor) -> Tensor:
+        if not made or is_made == "inside":
+            made.append(RotaryEmbedding(8, scale_base=16, device=device))
+        return made[-1](x * 1.0).square().sum()
+
+    if is_made != "inside":
+        made.append(RotaryEmbedding(8, scale_base=16, device=device))
+    if is_made == "used":
+        turn(x)
+    FIRST_CALLS[first](turn, made[-1] if made else None, x)
+    embedding = made[-1].eval()
+    for tensor in (x for x in vars(embedding).values() if isinstance(x, Tensor)):
+        assert type(tensor) is Tensor and tensor.untyped_storage() and not tensor.is_inference()
+    for each in (embedding, copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
+        leaf = x.clone().requires_grad_()
+        out = each(leaf * 1.0)
+        assert torch.equal(out, expected)
+        (gradient,) = torch.autograd.grad(out, leaf, out)
+        assert gradient.any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_tables_of_a_compiled_inference(backend: str) -> None:
+    """Serve inference until a compiled or an eager call records gradients."""
+    x = torch.randn(1, 6, 3, 2, 8)
+    for record in (True, False):
+        torch._dynamo.reset()
+        embedding = RotaryEmbedding(8).eval()
+        compiled = torch.compile(embedding, fullgraph=True, backend=backend)
+        with torch.inference_mode():
+            expected = compiled(x.clone())
+            tables = embedding._cos_cached
+            assert torch.equal(compiled(x.clone()), expected) and embedding._cos_cached is tables
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            out = (compiled if record else embedding)(leaf * 1.0)
+            out.sum().backward()
+            assert torch.equal(out, expected) and leaf.grad is not None
