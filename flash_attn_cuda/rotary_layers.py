@@ -180,6 +180,7 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     scale: Tensor | None
+    _may_be_saved = True  # whether tables may, by autograd: a compiler cannot ask them
 
     def __init__(
         self,
@@ -209,7 +210,6 @@ class RotaryEmbedding(nn.Module):
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
-        self._may_be_saved = True  # by autograd; a compiler cannot ask the tables
 
     def forward(
         self,

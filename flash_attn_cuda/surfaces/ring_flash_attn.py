@@ -402,8 +402,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     def on_device(rows: tuple[int, ...]) -> Tensor:
         # Its changes are counted, as plan_of_documents asks.
-        like = {"dtype": cu_seqlens.dtype, "device": cu_seqlens.device}
-        return made_to_keep(lambda: torch.tensor(rows, **like))
+        dtype, device = cu_seqlens.dtype, cu_seqlens.device
+        return made_to_keep(lambda: torch.tensor(rows, dtype=dtype, device=device))
 
     longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
     made = (on_device(mine.cu_seqlens_q), on_device(mine.cu_seqlens_k))
