@@ -51,10 +51,15 @@ def is_passing(x: Any) -> bool:
     return isinstance(x, FakeTensor) or _functorch.is_functorch_wrapped_tensor(x)
 
 
+def are_tensors_fake() -> bool:
+    """Whether those that are made here have no contents."""
+    return _len_torch_dispatch_stack() > 0 and active_fake_mode() is not None
+
+
 def is_usable(kept: Tensor) -> bool:
     """Whether a call may use what was kept; while a compiler is tracing, which cannot ask, yes."""
     if is_compiling():
         return True
-    if is_passing(kept) or (_len_torch_dispatch_stack() > 0 and active_fake_mode() is not None):
+    if is_passing(kept) or are_tensors_fake():
         return False
     return not kept.is_inference() or torch.is_inference_mode_enabled()

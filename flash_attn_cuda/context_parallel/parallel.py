@@ -20,7 +20,7 @@ from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, o
 from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
-from ..kept import outside_transforms
+from ..kept import are_tensors_fake, outside_transforms
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .attention import Work
 from .derivatives import attend_in_context
@@ -390,6 +390,8 @@ class ContextParallel:
     # -- what is made once -------------------------------------------------------------------------
 
     def _once(self, key: Any, make: Any) -> Any:
+        if are_tensors_fake():
+            return make()
         if key not in self._prepared:
             with torch.inference_mode(False):  # training may use what validation has made
                 keep(self._prepared, key, outside_transforms(make))
