@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch._C import _has_storage
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from . import build_info
 from .arguments import is_plain_cuda_call
+from .checks.tensors import check_may_be_written
 from .dtensor_import import is_dtensor
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
@@ -50,7 +52,8 @@ def apply_rotary_emb(
         sin: as cos.
         interleaved: pairs are (x[2d], x[2d + 1]), as in GPT-J; else (x[d], x[d + rotary_dim / 2]),
             as in GPT-NeoX.
-        inplace: write into x and return it.
+        inplace: write into x and return it. Of a leaf that requires a gradient, or a view of one,
+            what is returned has the gradient: another tensor of x's memory, compiled a copy.
         seqlen_offsets: the position of each sequence's first token: an int, or int32 or int64
             (batch,).
         cu_seqlens: (batch + 1,) int32, where each packed sequence starts. Rows outside every
@@ -84,8 +87,13 @@ def rotate(
     conjugate: bool = False,
 ) -> Tensor:
     """apply_rotary_emb; with `conjugate` by the negative angles, which is its gradient."""
-    if not _has_kernel(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
+    if inplace and is_recorded_leaf(x):
+        others = (seqlen_offsets, cu_seqlens, conjugate)
+        return into_leaf(rotate(x, cos, sin, interleaved, False, *others), x)
+    if not _has_kernel(x, cos, sin, seqlen_offsets, cu_seqlens):
         _check(x, cos, sin, seqlen_offsets, cu_seqlens)
+        if inplace:
+            check_may_be_written("x", x)
         if is_dtensor(x) or is_dtensor(cos):
             from .operators.dtensor_shards import rotate_in_shards
 
@@ -101,27 +109,57 @@ def rotate(
         _check(x, cos, sin, seqlen_offsets, cu_seqlens)  # for the words of the error
         if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
             _check_offset(x, cos, seqlen_offsets)
+        if inplace:
+            check_may_be_written("x", x)
         raise
 
 
-def _has_kernel(x: Any, cos: Any, sin: Any, inplace: bool, offsets: Any, cu_seqlens: Any) -> bool:
+def is_recorded_leaf(x: Any) -> bool:
+    """Whether torch lets nobody write it: a leaf that wants a gradient, or a view of one."""
+    if not (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+        return False
+    if is_compiling():  # a graph knows nothing of what its inputs are views of
+        return x.is_leaf
+    return (x if x._base is None else x._base).is_leaf and forward_ad._current_level < 0
+
+
+class _IntoLeaf(torch.autograd.Function):
+    """(turned, leaf) -> the leaf's memory, with turned's values and history."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(turned: Tensor, leaf: Tensor) -> Tensor:
+        leaf.detach().copy_(turned)
+        return leaf.detach()  # no view to autograd, so that others of the leaf may be written
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return dout, None
+
+
+def into_leaf(turned: Tensor, leaf: Tensor) -> Tensor:
+    """Write what was made of a leaf into it, as FlashAttention-2 does; the result has turned's
+    history, and the leaf none.
+    """
+    out: Tensor = _IntoLeaf.apply(turned, leaf)
+    return out
+
+
+def _has_kernel(x: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any) -> bool:
     return (
         is_plain_cuda_call(x, cos, sin)
         and _PLAIN.issuperset((type(offsets), type(cu_seqlens)))
         and _KERNEL_DTYPES.issuperset((x.dtype, cos.dtype, sin.dtype))
         and forward_ad._current_level < 0
-        and not (torch.is_grad_enabled() and _needs_operators(x, cos, sin, inplace))
+        # Gradients of tables the kernel does not make.
+        and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())
         and _device_has_kernels(x.device.index)
     )
-
-
-def _needs_operators(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> bool:
-    """Whether there are gradients that the kernel does not make, or torch is to refuse to write a
-    leaf or a view of one, before it is written.
-    """
-    if inplace and x.requires_grad and (x if x._base is None else x._base).is_leaf:
-        return True
-    return cos.requires_grad or sin.requires_grad
 
 
 @cache
@@ -274,7 +312,7 @@ def _rows(table: Tensor, positions: Tensor | slice, fill: float) -> Tensor:
 
 def _check_positions(positions: Tensor, cos: Tensor) -> None:
     """Raise for a position outside the tables where reading it costs nothing."""
-    if torch.compiler.is_compiling() or type(positions) is not Tensor:
+    if is_compiling() or type(positions) is not Tensor:
         return
     if positions.device.type != "cpu" or positions.numel() == 0:
         return

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from .rotary import apply_rotary_emb, rotate
+from .kept import is_passing, is_usable, made_to_keep
+from .rotary import apply_rotary_emb, into_leaf, is_recorded_leaf, rotate
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -59,7 +61,8 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate queries and keys of a packed projection in place, and return it.
+    """Rotate queries and keys of a packed projection in place, and return it; of a leaf as
+    apply_rotary_emb.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k,
@@ -71,6 +74,9 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: qkv is of another shape, or as apply_rotary_emb.
     """
+    if is_recorded_leaf(qkv):
+        tables = (cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
+        return into_leaf(apply_rotary_emb_qkv_(qkv.clone(), *tables), qkv)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(
@@ -94,7 +100,8 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotate the keys of kv (batch, seqlen, 2, heads, head_dim) in place, and return it.
+    """Rotate the keys of kv (batch, seqlen, 2, heads, head_dim) in place, and return it; of a leaf
+    as apply_rotary_emb.
 
     The other arguments are apply_rotary_emb's.
 
@@ -105,6 +112,9 @@ def apply_rotary_emb_kv_(
         raise ValueError(
             f"kv: must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}"
         )
+    if is_recorded_leaf(kv):
+        turned = apply_rotary_emb_kv_(kv.clone(), cos, sin, interleaved, seqlen_offsets)
+        return into_leaf(turned, kv)
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -170,6 +180,7 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     scale: Tensor | None
+    _may_be_saved = True  # whether tables may, by autograd: a compiler cannot ask them
 
     def __init__(
         self,
@@ -186,9 +197,13 @@ class RotaryEmbedding(nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None if scale_base is None else self._compute_scale(device)
+        inv_freq = made_to_keep(lambda: self._compute_inv_freq(device))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        scale = None if scale_base is None else made_to_keep(lambda: self._compute_scale(device))
         self.register_buffer("scale", scale, persistent=False)
+        self._forget_tables()
+
+    def _forget_tables(self) -> None:
         # Subclasses and attention modules of others read these names.
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
@@ -226,6 +241,8 @@ class RotaryEmbedding(nn.Module):
         assert cos is not None and sin is not None
         cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
         sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if is_passing(cos):
+            self._forget_tables()
         if kv is None:
             return apply_rotary_emb_qkv_(
                 *(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
@@ -245,8 +262,8 @@ class RotaryEmbedding(nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make the tables anew where they are too short, elsewhere, of another dtype, or of
-        inference mode and wanted for training.
+        """Make the tables anew where they are too short, elsewhere, of another dtype, or such that
+        this call may not use them.
         """
         device = self.inv_freq.device if device is None else torch.device(device)
         dtype = torch.float32 if dtype is None else dtype
@@ -255,10 +272,15 @@ class RotaryEmbedding(nn.Module):
             cached is not None
             and seqlen <= self._seq_len_cached
             and (cached.device, cached.dtype) == (device, dtype)
-            and not (self.training and cached.is_inference())
+            and is_usable(cached)
+            and (self._may_be_saved or not torch.is_grad_enabled())
         ):
             return
         self._seq_len_cached = seqlen
+        self._may_be_saved = not is_compiling() or torch.is_grad_enabled()
+        made_to_keep(lambda: self._make_tables(seqlen, device, dtype), self.inv_freq)
+
+    def _make_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> None:
         # In fp32 whatever the module was cast to: positions are large numbers.
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         is_exact = self.inv_freq.dtype == torch.float32

@@ -304,6 +304,8 @@ struct Attention : torch::autograd::Function<Attention> {
     check_no_forward_gradient("dlse", incoming.dlse);
     check_not_mapped("dout", incoming.dout);
     check_not_mapped("dlse", incoming.dlse);
+    incoming.dout = unwrapped("dout", incoming.dout);
+    incoming.dlse = unwrapped("dlse", incoming.dlse);
 
     variable_list results = gradients_of(context, call, incoming);
     results.resize(edges.size() + other_arguments);
@@ -367,8 +369,12 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                                                  const at::Tensor& v,
                                                  std::optional<double> softmax_scale, bool causal,
                                                  bool returns_lse) {
-  AttentionCall given{
-      .q = q, .k = k, .v = v, .softmax_scale = softmax_scale, .causal = causal, .num_splits = 1};
+  AttentionCall given{.q = unwrapped("q", q),
+                      .k = unwrapped("k", k),
+                      .v = unwrapped("v", v),
+                      .softmax_scale = softmax_scale,
+                      .causal = causal,
+                      .num_splits = 1};
   check_inputs(given);
   check_16_bits(given);
   given.softmax_scale = checked_softmax_scale(given);

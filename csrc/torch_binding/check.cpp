@@ -1,8 +1,29 @@
 #include "torch_binding/check.h"
 
+#include <ATen/ops/alias.h>
+
+#include <utility>
+
 #include "flash_attn/api.h"
 
 namespace flash_attn_cuda::binding {
+namespace {
+
+constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::FuncTorchGradWrapper,
+                                        c10::DispatchKey::FuncTorchBatched});
+
+}  // namespace
+
+at::Tensor unwrapped(const char* name, at::Tensor tensor) {
+  if (!tensor.key_set().has_any(wrappers)) return tensor;
+  // The dispatcher takes off what is left of a transform, but for torch.vmap.
+  const bool is_mapped = tensor.key_set().has(c10::DispatchKey::FuncTorchBatched);
+  at::Tensor inner = is_mapped ? std::move(tensor) : at::alias(tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(!inner.key_set().has_any(wrappers), name,
+                              ": must not be wrapped by a transform of torch.func here, got a "
+                              "tensor that was kept from inside torch.vmap, or is inside one");
+  return inner;
+}
 
 void check_cuda(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.is_cuda(), name, ": must be a CUDA tensor, got one on ",

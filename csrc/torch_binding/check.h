@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <utility>
 
 namespace flash_attn_cuda::binding {
 
@@ -22,6 +24,14 @@ constexpr std::int64_t max_keys = 1'000'000'000;
 inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }
 inline void refuse(bool is_asked, const char* rule) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_asked, rule);
+}
+
+// The tensor as torch's operators see it. One that was made inside a transform of torch.func, which
+// has ended, is a wrapper without memory of its own around it.
+at::Tensor unwrapped(const char* name, at::Tensor tensor);
+inline std::optional<at::Tensor> unwrapped(const char* name, std::optional<at::Tensor> tensor) {
+  if (tensor.has_value()) tensor = unwrapped(name, *std::move(tensor));
+  return tensor;
 }
 
 // The tensor is dense and on a CUDA device.

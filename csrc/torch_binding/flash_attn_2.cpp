@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "torch_binding/backward.h"
+#include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/to_params.h"
@@ -67,7 +69,10 @@ constexpr Field<Described, Type> named(const char* name, const Field<Described, 
 
 template <class Described, class Type>
 void tell(Description& call, const Field<Described, Type>& field, const Type& value) {
-  std::get<Described>(call).*field.place = value;
+  if constexpr (std::is_same_v<Type, at::Tensor>)
+    std::get<Described>(call).*field.place = unwrapped(field.name, value);
+  else
+    std::get<Described>(call).*field.place = value;
 }
 
 // A tensor that may be None.
@@ -85,7 +90,7 @@ constexpr Maybe<Described> maybe(const Field<Described, at::Tensor>& field) {
 
 template <class Described>
 void tell(Description& call, const Maybe<Described>& field, const OptionalTensor& value) {
-  if (value.has_value()) std::get<Described>(call).*field.place = *value;
+  if (value.has_value()) std::get<Described>(call).*field.place = unwrapped(field.name, *value);
 }
 
 // An argument that need not be given.

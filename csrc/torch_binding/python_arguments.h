@@ -8,9 +8,11 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "torch_binding/call.h"
+#include "torch_binding/check.h"
 
 namespace pybind11::detail {
 
@@ -48,6 +50,8 @@ void read_field(const char* name, handle given, Field& field, bool is_required) 
       throw type_error(std::string(name) + ": got " + Py_TYPE(given.ptr())->tp_name);
     }
     field = cast_op<Field>(caster);
+    if constexpr (std::is_same_v<Field, at::Tensor>)
+      field = flash_attn_cuda::binding::unwrapped(name, std::move(field));
   }
 }
 

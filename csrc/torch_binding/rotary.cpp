@@ -88,10 +88,15 @@ at::Tensor contiguous_or_none(const OptionalTensor& tensor) {
 
 }  // namespace
 
-at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
-                  std::int64_t seqlen_offset, const OptionalTensor& seqlen_offsets,
-                  const OptionalTensor& cu_seqlens, bool interleaved, bool inplace,
-                  bool conjugate) {
+at::Tensor rotary(const at::Tensor& given_x, const at::Tensor& given_cos,
+                  const at::Tensor& given_sin, std::int64_t seqlen_offset,
+                  const OptionalTensor& given_offsets, const OptionalTensor& given_cu_seqlens,
+                  bool interleaved, bool inplace, bool conjugate) {
+  const at::Tensor x = unwrapped("x", given_x);
+  const at::Tensor cos = unwrapped("cos", given_cos);
+  const at::Tensor sin = unwrapped("sin", given_sin);
+  const OptionalTensor seqlen_offsets = unwrapped("seqlen_offsets", given_offsets);
+  const OptionalTensor cu_seqlens = unwrapped("cu_seqlens", given_cu_seqlens);
   check_x(x, cu_seqlens.has_value());
   check_tables(cos, sin, x);
   const std::int64_t sequences = checked_sequences(cu_seqlens, x);

@@ -146,6 +146,7 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
             raise ValueError(
                 f"{name}: must not be expanded where quantize writes it, got strides {strides}"
             )
+        tensors.check_may_be_written(name, scales)
     if call.k_descale is call.v_descale:
         raise ValueError(
             "v_descale: must be another tensor than k_descale where quantize writes it"
@@ -246,6 +247,7 @@ def _check_new_keys(call: AttentionCall) -> None:
                 f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
                 f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
             )
+        tensors.check_may_be_written(f"{name}_cache", cache)
     tensors.check_values_like("v", v, "k", k)
     if bounds is not None:
         lengths.check_cu_seqlens("cu_seqlens_k_new", bounds, q)
@@ -292,13 +294,7 @@ def check_out(call: AttentionCall) -> None:
     )
     if out.shape[-1] > 1:
         tensors.check_contiguous_rows("out", out)
-    if torch.compiler.is_compiling():  # which cannot ask
-        return
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            "out: must not be made in inference mode where that is off, as torch lets nobody write "
-            "such a tensor there, got one"
-        )
+    tensors.check_may_be_written("out", out)
 
 
 def extent_of(call: AttentionCall) -> masks.PairExtent:
@@ -410,6 +406,8 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
         array: Any = getattr(incoming, name)
         if array is not None or said.is_needed:
             tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
+            if said.part == "target":
+                tensors.check_may_be_written(name, array)
         elif incoming.accumulate and said.part == "target":
             raise ValueError(f"{name}: must be given with accumulate, got None")
 

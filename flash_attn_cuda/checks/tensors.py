@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _are_functorch_transforms_active, _functorch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 MAX_HEAD_DIM = 512
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -265,6 +266,15 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: must be a dense tensor, got {layout}")
 
 
+def check_may_be_written(name: str, x: Tensor) -> None:
+    """Raise for a tensor of inference mode outside of that; a compiler cannot ask."""
+    if not is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name}: must not be made in inference mode where that is off, as torch lets nobody "
+            "write such a tensor there, got one"
+        )
+
+
 def check_no_gradient(name: str, x: Any) -> None:
     """Raise for what is no tensor, and for one that a backward would have to differentiate."""
     check_tensor(name, x)
@@ -323,8 +333,20 @@ def _check_head_dim(name: str, dimension: str, size: int) -> None:
         )
 
 
+def _check_is_mapped(name: str) -> None:
+    """Raise for a tensor of torch.vmap where no transform is running, of which torch's own
+    operators complain as well.
+    """
+    if not _are_functorch_transforms_active():
+        raise ValueError(
+            f"{name}: must not be kept from inside torch.vmap, got a tensor that was mapped there"
+        )
+
+
 def _check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype, ...] = ()) -> None:
     check_tensor(name, tensor)
+    if not is_compiling() and _functorch.is_batchedtensor(tensor):
+        _check_is_mapped(name)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(

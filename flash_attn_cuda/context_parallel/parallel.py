@@ -20,6 +20,7 @@ from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, o
 from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
 from ..checks.tensors import check_device_and_dtype
+from ..kept import are_tensors_fake, outside_transforms
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .attention import Work
 from .derivatives import attend_in_context
@@ -37,7 +38,7 @@ from .plan import (
     rows_of_joined,
 )
 from .schedule import Schedule, Sight, gathering, order_on_device, ringing
-from .transforms import dual_names, outside_transforms, refuse_forward_mode
+from .transforms import dual_names, refuse_forward_mode
 
 SCHEMES = ("auto", "ring", "all_gather", "ulysses", "ulysses+ring")
 # Dynamo of torch 2.10 and 2.11 takes no objects in `prepare`, and that of 2.11 traces gradients of
@@ -389,6 +390,8 @@ class ContextParallel:
     # -- what is made once -------------------------------------------------------------------------
 
     def _once(self, key: Any, make: Any) -> Any:
+        if are_tensors_fake():
+            return make()
         if key not in self._prepared:
             with torch.inference_mode(False):  # training may use what validation has made
                 keep(self._prepared, key, outside_transforms(make))

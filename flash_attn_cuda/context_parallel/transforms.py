@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ..checks.tensors import has_forward_gradient
-from ..operators.support import is_functorch_active
-
-Made = TypeVar("Made")
 
 
 def in_forward_mode() -> bool:
@@ -35,13 +28,3 @@ def refuse_forward_mode(scheme: str, names: list[str]) -> None:
             f"{names[0]}: must not carry a forward-mode gradient by scheme {scheme!r}, got a dual "
             "tensor; 'all_gather' and 'ulysses' have forward mode"
         )
-
-
-def outside_transforms(make: Callable[[], Made]) -> Made:
-    """make(), of nothing that a transform knows, as it is where no transform of torch.func is
-    running: one wraps every tensor that is made inside it, and no process group takes those.
-    """
-    if not is_functorch_active():
-        return make()
-    with temporarily_clear_interpreter_stack():
-        return make()

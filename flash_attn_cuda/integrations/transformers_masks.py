@@ -22,6 +22,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from ..kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
 from .sequences import Sequences, is_contiguous
 
@@ -295,14 +296,15 @@ class _LastPositions:
         self._last: tuple[Callable[[], Tensor | None], int, Sequences | None] | None = None
 
     def sequences(self, position_ids: Tensor) -> Sequences | None:
-        if position_ids.is_inference():  # it has no version: its contents may have changed
+        # One of inference mode has no version: its contents may have changed.
+        if position_ids.is_inference() or is_passing(position_ids):
             return _packed_or_not(position_ids)
         last = self._last
         if last is not None:
             tensor, version, answer = last
             if tensor() is position_ids and version == position_ids._version:
                 return answer
-        answer = _packed_or_not(position_ids)
+        answer = made_to_keep(lambda: _packed_or_not(position_ids))
         self._last = (weakref.ref(position_ids), position_ids._version, answer)
         return answer
 

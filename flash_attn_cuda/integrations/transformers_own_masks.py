@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..checks.tensors import MAX_HEAD_DIM
+from ..kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
 from .transformers_masks import sparsity_of
 
@@ -137,7 +138,7 @@ def _known_sparsity(mask: Tensor, seqlen_q: int) -> BlockSparsity | None:
     made = sparsity_of(mask)
     if made is not None:
         return made
-    if torch.compiler.is_compiling() or mask.is_inference():
+    if torch.compiler.is_compiling() or mask.is_inference() or is_passing(mask):
         return None
     stream = 0
     if mask.is_cuda:
@@ -147,6 +148,8 @@ def _known_sparsity(mask: Tensor, seqlen_q: int) -> BlockSparsity | None:
     read_at = (mask._version, stream, seqlen_q)
     known = _given.get(mask)
     if known is None or known[0] != read_at:
-        known = (read_at, BlockSparsity.from_mask(mask, seqlen_q=seqlen_q))
-        _given[mask] = known
+        made = made_to_keep(lambda: BlockSparsity.from_mask(mask, seqlen_q=seqlen_q))
+        known = (read_at, made)
+        if not is_passing(made.rows):
+            _given[mask] = known
     return known[1]

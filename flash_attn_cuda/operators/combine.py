@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_like, check_tensor
+from ..checks.tensors import check_like, check_may_be_written, check_tensor
 from ..cpu import combine
 from .support import Tensors2, call_extension, define
 
@@ -66,6 +66,7 @@ def checked_out(out_partial: Any, lse_partial: Any, out: Any) -> CombineCall:
     check_partials(out_partial, lse_partial)
     _check_dtype("out: dtype must", out.dtype, out_partial)
     check_like("out", out, out_partial.shape[1:], out.dtype, out_partial, "out_partial")
+    check_may_be_written("out", out)
     return CombineCall(out_partial, lse_partial, out.dtype, out)
 
 

@@ -43,6 +43,7 @@ from torch.distributed import ProcessGroup
 from ..checks.tensors import check_packed, check_tensor
 from ..context_parallel import Band, ContextParallel, Plan
 from ..context_parallel.stripes import stripes_of
+from ..kept import made_to_keep
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .ring_plans import (
     Slice,
@@ -398,12 +399,15 @@ def llama3_flash_attn_prepare_cu_seqlens(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be in [0, {world_size}), got {rank}")
     mine = Slice.of(bounds, causal, rank, world_size)
-    with torch.inference_mode(
-        False
-    ):  # tensors whose changes are counted, as plan_of_documents asks
-        made = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in mine[:2]]
+
+    def on_device(rows: tuple[int, ...]) -> Tensor:
+        # Its changes are counted, as plan_of_documents asks.
+        dtype, device = cu_seqlens.dtype, cu_seqlens.device
+        return made_to_keep(lambda: torch.tensor(rows, dtype=dtype, device=device))
+
     longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
-    return made[0], made[1], longest[0], longest[1], slice(mine.first, mine.end)
+    made = (on_device(mine.cu_seqlens_q), on_device(mine.cu_seqlens_k))
+    return *made, longest[0], longest[1], slice(mine.first, mine.end)
 
 
 def llama3_flash_attn_varlen_func(

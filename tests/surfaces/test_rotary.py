@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flash_attn_cuda import build_info, rotary
 from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
@@ -121,7 +125,7 @@ def test_gradients(interleaved: bool, inplace: bool, packed: bool) -> None:
     cos, sin = (table.requires_grad_(not inplace) for table in tables(4))
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x * 1.0  # a leaf that wants gradients cannot be written to
+        x = x * 1.0  # which may be written
         return apply_rotary_emb(x, cos, sin, interleaved, inplace, **options)
 
     assert torch.autograd.gradcheck(rotate, (x, cos, sin))
@@ -135,8 +139,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Has calls on the CPU go the way of the kernel; whether each was by the negative angles."""
     calls = []
 
-    def has_kernel(x: Tensor, cos: Tensor, sin: Tensor, inplace: bool, *_: Any) -> bool:
-        return not (torch.is_grad_enabled() and rotary._needs_operators(x, cos, sin, inplace))
+    def has_kernel(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> bool:
+        return not (torch.is_grad_enabled() and cos.requires_grad)
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
         *others, conjugate = others
@@ -178,11 +182,6 @@ def test_gradients_of_the_kernel(
 def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
     cos, sin = tables(4)
     leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
-    before = leaf.detach().clone()
-    for x in (leaf[:, :, 0], leaf.detach()[:, :, 0].requires_grad_()):
-        with pytest.raises(RuntimeError, match="leaf"):
-            apply_rotary_emb(x, cos, sin, inplace=True)
-    assert torch.equal(leaf, before) and not stand_in
     qkv = leaf * 1.0
     squares = qkv.square()
     out = apply_rotary_emb_qkv_(qkv, cos, sin)
@@ -192,6 +191,67 @@ def test_what_the_kernel_writes(stand_in: list[bool]) -> None:
     assert torch.equal(gradient[:, :, 2], torch.ones_like(back))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
+
+
+# A leaf that requires a gradient is written in place, as FlashAttention-2 does it
+
+
+IN_PLACE = {
+    "x": (apply_rotary_emb, (2, 5, 2, 8), {"inplace": True}),
+    "packed": (
+        apply_rotary_emb,
+        (10, 2, 8),
+        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32)},
+    ),
+    "qkv": (apply_rotary_emb_qkv_, (2, 5, 3, 2, 8), {}),
+    "grouped": (apply_rotary_emb_qkv_, (2, 5, 4, 8), {"num_heads_q": 2}),
+    "kv": (apply_rotary_emb_kv_, (2, 5, 2, 2, 8), {}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("offsets", [2, [1, 4]])
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_a_leaf(device: str, compiled: bool, offsets: Any, form: str) -> None:
+    rotate, shape, options = IN_PLACE[form]
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    starts = torch.tensor(offsets, device=device) if isinstance(offsets, list) else offsets
+
+    def turn(x: Tensor) -> Tensor:
+        return rotate(x, cos, sin, seqlen_offsets=starts, **moved)
+
+    cos, sin = (table.float() for table in tables(4, device))
+    leaf = torch.randn(shape, device=device, requires_grad=True)
+    other, weights = leaf.detach().clone().requires_grad_(), torch.randn(shape, device=device)
+    expected = turn(other * 1.0)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), other)
+    torch._dynamo.reset()  # whose limit of variants counts all of these
+    run = torch.compile(turn, fullgraph=True, backend="aot_eager") if compiled else turn
+    out = run(leaf)
+    assert leaf.is_leaf and torch.equal(leaf, out)
+    (out * weights).sum().backward()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(leaf.grad, gradient)
+    if not compiled:
+        assert out.data_ptr() == leaf.data_ptr()
+
+
+def test_views_of_a_leaf(stand_in: list[bool]) -> None:
+    """Of which each is written after the other, and what was kept before is found out."""
+    cos, sin = tables(4)
+    leaf = torch.randn(2, 5, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    before, squares = leaf.detach().clone(), leaf.square()
+    q, k = (apply_rotary_emb(leaf[:, :, index], cos, sin, inplace=True) for index in (0, 1))
+    assert torch.equal(leaf.detach(), apply_rotary_emb_qkv_(before, cos, sin))
+    (gradient,) = torch.autograd.grad(q.sum() + 2 * k.sum(), leaf)
+    back = apply_rotary(torch.ones_like(before[:, :, 0]), cos, sin, conjugate=True)
+    assert torch.equal(gradient, torch.stack([back, 2 * back, 0 * back], 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+    view = before[:, :, 0].requires_grad_()  # a leaf itself
+    apply_rotary_emb(view, cos, sin, inplace=True).sum().backward()
+    assert torch.equal(view.grad, back)
 
 
 def test_the_kernel_makes_no_gradients_of_tables(stand_in: list[bool]) -> None:
@@ -388,7 +448,86 @@ def test_tables_of_a_module() -> None:
     assert embedding._cos_cached is tables
     embedding._update_cos_sin_cache(7, torch.device("cpu"), torch.float16)
     assert embedding._cos_cached.dtype == torch.float16 and len(embedding._cos_cached) == 7
-    x = torch.randn(1, 10, 3, 1, 8, requires_grad=True)
-    torch.autograd.grad(exact(x * 1.0).sum(), x)  # not on tables of inference mode
     with pytest.raises(ValueError, match="dim: must be even and not negative, got 7"):
         RotaryEmbedding(7)
+
+
+def of_buffers(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    """As torch.func.functional_call gives them, inside a transform."""
+
+    def turn(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(embedding, buffers, (x * 1.0,)).sum()
+
+    torch.func.grad(turn)(x, dict(embedding.named_buffers()))
+
+
+def in_inference_mode(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    with torch.inference_mode():
+        f(x)
+
+
+def fake(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(f(mode.from_tensor(x)), FakeTensor)
+
+
+def compiled_gradient(f: Callable[[Tensor], Tensor], embedding: RotaryEmbedding, x: Tensor) -> None:
+    torch._dynamo.reset()
+    torch.compile(lambda x: torch.func.grad(f)(x), fullgraph=True, backend="aot_eager")(x)
+
+
+FIRST_CALLS = {
+    "grad": lambda f, _, x: torch.func.grad(f)(x),
+    "jvp": lambda f, _, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp of grad": lambda f, _, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+    "buffers": of_buffers,
+    "inference": in_inference_mode,
+    "fake": fake,
+    "compiled grad": compiled_gradient,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_tables_outlive_their_call(first: str, device: str) -> None:
+    """Whatever a module is made or called in, what it keeps are plain tensors, which copies,
+    pickles and later calls find, those with gradients in eval mode too.
+    """
+    x = torch.randn(1, 6, 3, 2, 8, device=device)
+    expected = RotaryEmbedding(8, scale_base=16, device=device)(x.clone())
+    made = [RotaryEmbedding(8, scale_base=16, device=device)]
+
+    def turn(x: Tensor) -> Tensor:
+        if first in ("grad", "jvp", "inference"):
+            made.append(RotaryEmbedding(8, scale_base=16, device=device))
+        return sum(embedding(x * 1.0).square().sum() for embedding in made)
+
+    FIRST_CALLS[first](turn, made[0], x)
+    for embedding in made:
+        for tensor in (x for x in vars(embedding).values() if isinstance(x, Tensor)):
+            assert type(tensor) is Tensor and tensor.untyped_storage() and not tensor.is_inference()
+        embedding.eval()
+        for each in (embedding, copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
+            leaf = x.clone().requires_grad_()
+            out = each(leaf * 1.0)
+            assert torch.equal(out, expected)
+            assert torch.autograd.grad(out, leaf, out)[0].any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_tables_of_a_compiled_inference(backend: str) -> None:
+    """Serve inference until a compiled or an eager call records gradients."""
+    x = torch.randn(1, 6, 3, 2, 8)
+    for record in (True, False):
+        torch._dynamo.reset()
+        embedding = RotaryEmbedding(8).eval()
+        compiled = torch.compile(embedding, fullgraph=True, backend=backend)
+        with torch.inference_mode():
+            expected = compiled(x.clone())
+            tables = embedding._cos_cached
+            assert torch.equal(compiled(x.clone()), expected) and embedding._cos_cached is tables
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            out = (compiled if record else embedding)(leaf * 1.0)
+            out.sum().backward()
+            assert torch.equal(out, expected) and leaf.grad is not None

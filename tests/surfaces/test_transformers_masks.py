@@ -190,6 +190,14 @@ def test_positions_of_one_tensor_are_read_once() -> None:
         of_inference = packed_by_positions(rising.clone(), 1, 4, 4)
     assert of_inference is None
     assert packed_by_positions(packed, 1, 4, 4) is first
+    for inside in (torch.func.grad, torch.inference_mode()):  # what is kept is of neither
+        again, found = packed.clone(), []
+        inside(lambda x, p=again, f=found: f.append(packed_by_positions(p, 1, 4, 4)) or x)(
+            torch.ones(())
+        )
+        assert packed_by_positions(again, 1, 4, 4) is found[0]
+        assert found[0].cu_seqlens_q.untyped_storage()  # which a wrapper has not
+        assert not found[0].cu_seqlens_q.is_inference()
     packed.copy_(rising)
     assert packed_by_positions(packed, 1, 4, 4) is None
 
