@@ -292,7 +292,7 @@ class _DerivativePart:
         self.split = split_of(self.call, tensors)
         self.part = local_call(self.call, self.split)
         self.is_repacked = self.part.is_packed() and not self.call.is_packed()
-        local = {name: self._local(name, x) for name, x in tensors.items()}
+        local: dict[str, Any] = {name: self._local(name, x) for name, x in tensors.items()}
         self.incoming = replace(incoming, **{n: x for n, x in local.items() if n not in TANGENTS})
         self.tangents = replace(tangents, **{n: x for n, x in local.items() if n in TANGENTS})
 
@@ -350,7 +350,7 @@ def _gradients_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
     return tuple(map(part.result, DIFFERENTIABLE, found))
 
 
-def _jvp_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
+def _jvp_rule(func: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
     part = _DerivativePart(given)
     tout, tlse = func(
         *part.arguments(part.incoming, OF_FORWARD), *arguments_of(part.tangents, DIRECTIONS)
