@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from ..arguments import is_plain_cuda_call
@@ -27,7 +28,7 @@ from ..cpu.tiles import sink_gradient
 from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
 from . import steps
-from .exchange import Turn, add_back, arrived, reordered, send, send_back
+from .exchange import Exchanges, reordered
 from .head_exchange import Across
 from .load import HeadGroups, even_groups
 from .merge import add_sink_, merge_
@@ -40,7 +41,8 @@ class Work:
     """One attention of a rank. scheme: its name; settings: fields of all its AttentionCalls;
     first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
     travel between ranks that gather them, of the forward and of the backward; across: ranks that
-    share out the heads; returns_lse: whether rows of it travel back to them.
+    share out the heads; returns_lse: whether rows of it travel back to them; number: where it is
+    traced, the number_in_graph.
     """
 
     scheme: str
@@ -51,6 +53,7 @@ class Work:
     first_head: int = 0
     across: Across | None = None
     returns_lse: bool = True
+    number: int = 0
 
     def given(self, alibi_slopes: Tensor | None, rng_state: Tensor | None) -> Work:
         """With these among the settings."""
@@ -107,7 +110,7 @@ class OfWhole:
     rng_state: Tensor | None
 
     def of_results(self) -> list[Tensor]:
-        """Results, by which attentions differ, and the gradients that a backward is given."""
+        """Results, which a checkpoint computes again first, and the gradients of a backward."""
         return [x for x in (self.out, self.dout, self.dlse) if x is not None]
 
     def of_rows(self, rows: slice, heads: slice) -> Incoming:
@@ -126,7 +129,13 @@ def attend_to_keys(
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse) of q over the keys of all ranks that keys travel between."""
     run = merged_forward if work.schedule.merges else gathered_forward
-    return run(work, q, k, v, sink)
+    exchanges = Exchanges(work.group, work.number)
+    rng_state = work.settings.get("rng_state")
+    if rng_state is not None and is_compiling():
+        exchanges.unread.append(rng_state)  # comes from the first rank, also where nothing is drawn
+    out, softmax_lse = run(work, exchanges, q, k, v, sink)
+    exchanges.end_with(out, softmax_lse)
+    return out, softmax_lse
 
 
 def gradients_of_rows(
@@ -185,32 +194,30 @@ class Arrival:
 
 def arrivals(
     work: Work,
+    exchanges: Exchanges,
     heads_q: int,
     k: Tensor,
     v: Tensor,
     tk: Tensor | None = None,
     tv: Tensor | None = None,
-    *,
-    of_results: Sequence[Tensor] = (),
 ) -> Iterator[Arrival]:
     """The rank's own keys, first, or in a backward last, and those of all ranks, a group of heads
-    at a time. Tangents travel where they are given. of_results: OfWhole.of_results() in a backward.
+    at a time. Tangents travel where they are given.
 
     All groups are asked for before any work: a rank that has much of it would otherwise hold up
     what others wait for.
     """
     here = [x for x in work.schedule.hops if x.exchange is None]
     others = [x for x in work.schedule.hops if x.exchange is not None]
-    backward = len(of_results) > 0
+    backward = len(exchanges.after) > 0
     groups = list(head_slices(heads_q, work.head_groups[backward])) if others else []
     sent = [x for x in (k, v, tk, tv) if x is not None]
     widths = [x.shape[-1] for x in sent]
     coming: list[tuple[Hop, tuple[slice, slice], Tensor]] = []
     for hop in others:
-        assert hop.exchange is not None and work.group is not None
+        assert hop.exchange is not None
         for heads in groups:
-            turn = Turn(len(coming), of_results)
-            came = send(hop.exchange, [x[:, heads[1]] for x in sent], work.group, turn)
+            came = exchanges.send(hop.exchange, [x[:, heads[1]] for x in sent])
             coming.append((hop, heads, came))
 
     def owned() -> Iterator[Arrival]:
@@ -221,7 +228,7 @@ def arrivals(
         yield from owned()
     while coming:
         hop, heads, came = coming.pop(0)
-        columns = reordered(arrived(came), hop.arrival)
+        columns = reordered(exchanges.arrived(came), hop.arrival)
         del came
         yield Arrival(hop, *heads, *columns.split(widths, -1))
     if backward:
@@ -229,14 +236,14 @@ def arrivals(
 
 
 def gathered_forward(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    work: Work, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, used = work.schedule.rows, work.schedule.used_rows
     out = q.new_empty((rows, q.shape[1], v.shape[-1]))
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
     out[used:] = 0.0
     softmax_lse[:, used:] = -torch.inf
-    for keys in arrivals(work, q.shape[1], k, v):
+    for keys in arrivals(work, exchanges, q.shape[1], k, v):
         heads = keys.heads_q
         sink_of_heads = None if sink is None else sink[heads]
         for call in keys.hop.calls:
@@ -269,8 +276,8 @@ def gathered_backward(
         gradient[work.schedule.used_rows :] = 0.0
     going: list[tuple[Exchange, slice, Tensor]] = []
     # The rank's own keys last: meanwhile gradients of the others go back.
-    of_results = incoming.of_results()
-    for keys in arrivals(work, q.shape[1], k, v, of_results=of_results):
+    exchanges = Exchanges(work.group, work.number, incoming.of_results())
+    for keys in arrivals(work, exchanges, q.shape[1], k, v):
         hop, heads = keys.hop, keys.heads_q
         # What others see of the keys they add to, in fp32, before it is rounded.
         dkv = None if hop.exchange is None else side_by_side(keys.k, keys.v, dtype)
@@ -286,15 +293,14 @@ def gathered_backward(
             )
         if dkv is None:
             continue
-        assert hop.exchange is not None and work.group is not None
+        assert hop.exchange is not None
         back = reordered(dkv, hop.departure)
         for rows, places in hop.again:
             rows_of(back, rows).add_(rows_of(dkv, places))
-        turn = Turn(len(going), of_results)
-        came = send_back(hop.exchange, back, work.group, turn)
-        going.append((hop.exchange, keys.heads_k, came))
+        going.append((hop.exchange, keys.heads_k, exchanges.send_back(hop.exchange, back)))
     if going:
-        finish_cut_rows(work.schedule.cut_rows, going, dk, dv, dtype)
+        finish_cut_rows(work.schedule.cut_rows, exchanges, going, dk, dv, dtype)
+    exchanges.end_with(dq, dk, dv)
 
 
 def gradients_into(
@@ -329,6 +335,7 @@ def gradients_into(
 
 def finish_cut_rows(
     rows: Sequence[steps.Rows],
+    exchanges: Exchanges,
     going: Sequence[tuple[Exchange, slice, Tensor]],
     dk: Tensor,
     dv: Tensor,
@@ -338,7 +345,7 @@ def finish_cut_rows(
     begin, end = (rows[0][0], rows[-1][1]) if rows else (0, 0)
     sums = side_by_side(dk[begin:end], dv[begin:end], dtype).zero_()
     for exchange, heads, came in going:
-        add_back(exchange, came, sums[:, heads], first_row=begin)
+        exchanges.add_back(exchange, came, sums[:, heads], first_row=begin)
     for first, last in rows:
         for gradient, total in zip((dk, dv), split_like(sums, dk, dv), strict=True):
             gradient[first:last] = total[first - begin : last - begin]
@@ -369,7 +376,8 @@ def gathered_jvp(
     if any(hop.exchange is not None for hop in work.schedule.hops):
         # Other ranks may have tangents where this one has none.
         tk, tv = (torch.zeros_like(x) if t is None else t for x, t in ((k, tk), (v, tv)))
-    for keys in arrivals(work, q.shape[1], k, v, tk, tv):
+    exchanges = Exchanges(work.group, work.number)
+    for keys in arrivals(work, exchanges, q.shape[1], k, v, tk, tv):
         heads = keys.heads_q
         for call in keys.hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
@@ -392,18 +400,16 @@ def gathered_jvp(
 
 
 def hops_with_keys(
-    work: Work, k: Tensor, v: Tensor, of_results: Sequence[Tensor] = ()
+    work: Work, exchanges: Exchanges, k: Tensor, v: Tensor
 ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-    """Each hop and its keys, the rank's own first, those of the next on their way. of_results: in a
-    backward, OfWhole.of_results().
-    """
+    """Each hop and its keys, the rank's own first, those of the next on their way."""
     own, *hops = work.schedule.hops
     coming: list[Tensor] = []
 
     def ask(number: int) -> None:
         exchange = hops[number].exchange
-        assert exchange is not None and work.group is not None
-        coming.append(send(exchange, (k, v), work.group, Turn(number, of_results)))
+        assert exchange is not None
+        coming.append(exchanges.send(exchange, (k, v)))
 
     if hops:
         ask(0)
@@ -411,17 +417,17 @@ def hops_with_keys(
     for number, hop in enumerate(hops):
         if number + 1 < len(hops):
             ask(number + 1)
-        yield hop, *split_like(arrived(coming.pop(0)), k, v)
+        yield hop, *split_like(exchanges.arrived(coming.pop(0)), k, v)
 
 
 def merged_forward(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    work: Work, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     every = slice(0, q.shape[1])
     merged: tuple[Tensor, Tensor] | None = None
     narrow: Tensor | None = None  # out in q's dtype, as far as the last call has finished it
     finished = slice(0, 0)
-    for call, keys, values, is_last in calls_with_keys(work, k, v):
+    for call, keys, values, is_last in calls_with_keys(work, exchanges, k, v):
         rows = slice(*call.packed.q)
         call_of_rows = work.over(call, q[rows], keys, values, every)
         found = run_operator(replace(call_of_rows, fp32_results=True))
@@ -455,11 +461,11 @@ def merged_forward(
 
 
 def calls_with_keys(
-    work: Work, k: Tensor, v: Tensor
+    work: Work, exchanges: Exchanges, k: Tensor, v: Tensor
 ) -> Iterator[tuple[DeviceCall, Tensor, Tensor, bool]]:
     """(call, its keys, its values, whether it is the last one) of all hops."""
     left = sum(len(hop.calls) for hop in work.schedule.hops)
-    for hop, keys, values in hops_with_keys(work, k, v):
+    for hop, keys, values in hops_with_keys(work, exchanges, k, v):
         for call in hop.calls:
             left -= 1
             yield call, rows_of(keys, call.packed.k), rows_of(values, call.packed.k), left == 0
@@ -496,20 +502,19 @@ def merged_backward(
         dq[:, of_q] = 0.0
         dkv[:, of_k] = 0.0
     going: list[tuple[Exchange, Tensor]] = []
-    of_results = incoming.of_results()
-    for hop, keys, values in hops_with_keys(work, k, v, of_results):
+    exchanges = Exchanges(work.group, work.number, incoming.of_results())
+    for hop, keys, values in hops_with_keys(work, exchanges, k, v):
         if hop.exchange is None:
             add_gradients(work, hop, first, q, keys, values, incoming, dq, dkv, writes=writes)
             continue
-        assert work.group is not None
         given = side_by_side(keys, values, dtype).zero_()
         add_gradients(work, hop, every, q, keys, values, incoming, dq, given)
-        turn = Turn(len(going), of_results)
-        going.append((hop.exchange, send_back(hop.exchange, given, work.group, turn)))
+        going.append((hop.exchange, exchanges.send_back(hop.exchange, given)))
     for heads in last:
         add_gradients(work, own, heads, q, k, v, incoming, dq, dkv)
     for exchange, came in going:
-        add_back(exchange, came, dkv)
+        exchanges.add_back(exchange, came, dkv)
+    exchanges.end_with(dq, dkv)
     dk, dv = split_like(dkv, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -48,11 +48,14 @@ def groups_of(
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """Torch sorts the ranks of each group: of others two ranks would have the same shard."""
-    if not all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in (0, 1)):
+    """Torch sorts the ranks of each group: a rank's place in one would differ from that of others
+    of its row or column, and two ranks would have the same shard, unless all are in one order.
+    """
+    orders = [(dim, mesh.mesh.argsort(dim)) for dim in (0, 1)]
+    if not all(bool((order == order.narrow(1 - dim, 0, 1)).all()) for dim, order in orders):
         raise ValueError(
-            "group: ranks of a mesh of two dimensions must ascend along both, "
-            f"got {mesh.mesh.tolist()}"
+            "group: a mesh of two dimensions must have the ranks of all its rows in one order, and "
+            f"those of all columns, got {mesh.mesh.tolist()}"
         )
 
 

@@ -24,7 +24,7 @@ from ..kept import are_tensors_fake, outside_transforms
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .attention import Work
 from .derivatives import attend_in_context
-from .exchange import of_all_ranks
+from .exchange import number_in_graph, of_all_ranks
 from .groups import compare_facts, groups_of, rank_of, size_of
 from .head_exchange import Across, check_heads
 from .load import HeadGroups, Heads, Load, even_groups
@@ -307,6 +307,7 @@ class ContextParallel:
             prepared.head_groups,
             across=across,
             returns_lse=return_lse,
+            number=number_in_graph() if is_compiling() else 0,
         )
         out, softmax_lse = attend_in_context(q, k, v, sink, slopes, rng_state, work)
         return out[..., :columns], softmax_lse

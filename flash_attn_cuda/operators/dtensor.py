@@ -27,22 +27,26 @@ from torch.nn.functional import pad
 from ..call import (
     ARRAYS,
     DIFFERENTIABLE,
+    DIRECTIONS,
     FIELDS,
     INCOMING,
     INCOMING_AND_TARGETS,
     OF_BACKWARD,
+    OF_FORWARD,
     OVER_PAIRS,
     READ,
+    TANGENTS,
     TARGETS,
     TENSORS,
     AttentionCall,
     Incoming,
     Results,
+    Tangents,
     forms_of_results,
 )
-from ..checks.calls import check_call, check_incoming, names_of
+from ..checks.calls import check_call, check_incoming, check_tangents, names_of
 from ..checks.tensors import refuse_with
-from . import attention, combine
+from . import attention, combine, second_order
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, SCALES, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
 
@@ -87,11 +91,13 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
 
 
 def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Of the tensors of an Incoming and of Tangents."""
     rows = layout_of_rows(call)
     return {
-        **dict.fromkeys(("dout", "out"), layouts["q"]),
-        **dict.fromkeys(("dlse", "softmax_lse"), rows),
+        **dict.fromkeys(("dout", "out", "tout"), layouts["q"]),
+        **dict.fromkeys(("dlse", "softmax_lse", "tlse"), rows),
         **{"d" + name: layouts[name] for name in "qkv"},
+        **{"t" + name: layouts[name] for name in DIFFERENTIABLE},
     }
 
 
@@ -112,18 +118,17 @@ def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
     return titles
 
 
-def split_of(call: AttentionCall, incoming: Incoming | None = None, names: Any = None) -> Split:
+def split_of(
+    call: AttentionCall, of_derivative: Mapping[str, Tensor] | None = None, names: Any = None
+) -> Split:
     """How a call that is checked lies on the mesh; raises, in a caller's `names`, for DTensors that
-    do not fit.
+    do not fit. of_derivative: the tensors of an Incoming and of Tangents.
     """
     layouts = layouts_of(call)
-    tensors = {name: getattr(call, name) for name in TENSORS}
-    if incoming is not None:
+    given = {name: x for name in TENSORS if (x := getattr(call, name)) is not None}
+    if of_derivative is not None:
         layouts |= _layouts_of_incoming(call, layouts)
-        tensors |= {
-            name: getattr(incoming, name) for name in INCOMING_AND_TARGETS if name in layouts
-        }
-    given = {name: x for name, x in tensors.items() if x is not None}
+        given |= of_derivative
     split = Split(given, layouts, "q", _titles_of(call, names))
     _check_appended(call, split)
     _check_dropout(call, split)
@@ -232,14 +237,20 @@ def _forward(names: Sequence[str]) -> Rule:
         if call.dropout_p > 0.0 and call.rng_state is None:
             part = replace(part, rng_state=_shared_rng_state(call, split))
         found = Results(*func(*arguments_of(part, names)))
-        out, softmax_lse = found.out, found.softmax_lse
-        if part.is_packed() and not call.is_packed():
-            batch = part.batch()
-            out = out.unflatten(0, (batch, call.q.shape[1]))
-            softmax_lse = _unpacked_rows(softmax_lse, batch)
-        return tuple(whole_results(call, split, found._replace(out=out, softmax_lse=softmax_lse)))
+        return tuple(whole_results(call, split, _unpacked(call, part, found)))
 
     return rule
+
+
+def _unpacked(call: AttentionCall, part: AttentionCall, found: Results) -> Results:
+    """Out and softmax_lse of a part that is packed as the call has them."""
+    if not part.is_packed() or call.is_packed():
+        return found
+    batch = part.batch()
+    return found._replace(
+        out=found.out.unflatten(0, (batch, call.q.shape[1])),
+        softmax_lse=_unpacked_rows(found.softmax_lse, batch),
+    )
 
 
 def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
@@ -262,29 +273,42 @@ def _refuse_written_scales(func: Any, given: dict[str, Any]) -> Any:
     raise NotImplementedError("quantize: must be None where tensors are DTensors, got 'token'")
 
 
-class _BackwardPart:
-    """A backward on a rank's shards."""
+class _DerivativePart:
+    """A backward, or a derivative in a direction, on a rank's shards."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.call = AttentionCall(**{name: given[name] for name in OF_BACKWARD})
-        incoming = Incoming(**{name: x for name, x in given.items() if name not in OF_BACKWARD})
+        def only(names: Any) -> dict[str, Any]:
+            return {name: given[name] for name in names if name in given}
+
+        self.call = AttentionCall(**only(OF_BACKWARD))
+        incoming = Incoming(**({"dout": None, "dlse": None} | only(INCOMING_AND_TARGETS)))
+        tangents = Tangents(**only(TANGENTS))
         check_call(self.call)
+        if any(name in given for name in DIRECTIONS):
+            check_tangents(self.call, tangents)
         check_incoming(self.call, incoming)
-        self.split = split_of(self.call, incoming)
+        every = vars(incoming) | vars(tangents)
+        tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
+        self.split = split_of(self.call, tensors)
         self.part = local_call(self.call, self.split)
         self.is_repacked = self.part.is_packed() and not self.call.is_packed()
-        names = [x for x in INCOMING_AND_TARGETS if isinstance(getattr(incoming, x), Tensor)]
-        local: dict[str, Any] = {
-            name: self.split.local(name, getattr(incoming, name)) for name in names
-        }
-        if self.is_repacked:
-            for name in ("dout", "out"):
-                if name in local:
-                    local[name] = local[name].flatten(0, 1)
-            for name in ("dlse", "softmax_lse"):
-                if name in local:
-                    local[name] = local[name].transpose(0, 1).flatten(1).contiguous()
-        self.incoming = replace(incoming, **local)
+        local: dict[str, Any] = {name: self._local(name, x) for name, x in tensors.items()}
+        self.incoming = replace(incoming, **{n: x for n, x in local.items() if n not in TANGENTS})
+        self.tangents = replace(tangents, **{n: x for n, x in local.items() if n in TANGENTS})
+
+    def _local(self, name: str, x: Tensor) -> Tensor:
+        """As the part has it."""
+        local = self.split.local(name, x)
+        if name in ("tk", "tv"):
+            first, count, _ = self.split.key_heads(self.call.k.shape[-2])
+            local = local.narrow(-2, first, count)
+        if not self.is_repacked:
+            return local
+        if name in ("dout", "out", "tout", "tq", "tk", "tv"):
+            return local.flatten(0, 1)
+        if name in ("dlse", "softmax_lse", "tlse"):
+            return local.transpose(0, 1).flatten(1).contiguous()
+        return local
 
     def arguments(self, incoming: Incoming, names: Sequence[str]) -> tuple[Any, ...]:
         return *arguments_of(self.part, OF_BACKWARD), *arguments_of(incoming, names)
@@ -316,15 +340,28 @@ def _among_heads(found: Tensor, first: int, held: int) -> Tensor:
 
 
 def _gradients_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
-    backward = _BackwardPart(given)
-    dq, dk, dv, *others = func(*backward.arguments(backward.incoming, INCOMING))
-    found = (*backward.shards(dq, dk, dv), *others)
-    return tuple(map(backward.result, DIFFERENTIABLE, found))
+    """Of attention_gradients and, with tangents, of attention_hvp."""
+    part = _DerivativePart(given)
+    along = [name for name in TANGENTS if name in given]
+    dq, dk, dv, *others = func(
+        *part.arguments(part.incoming, INCOMING), *arguments_of(part.tangents, along)
+    )
+    found = (*part.shards(dq, dk, dv), *others)
+    return tuple(map(part.result, DIFFERENTIABLE, found))
+
+
+def _jvp_rule(func: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    part = _DerivativePart(given)
+    tout, tlse = func(
+        *part.arguments(part.incoming, OF_FORWARD), *arguments_of(part.tangents, DIRECTIONS)
+    )
+    found = _unpacked(part.call, part.part, Results(tout, tlse, None, None))
+    return whole_results(part.call, part.split, found)[:2]
 
 
 def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:
     """Where shards are not what the part reads, results are written by way of others."""
-    backward = _BackwardPart(given)
+    backward = _DerivativePart(given)
     call, part, incoming = backward.call, backward.part, backward.incoming
     made: dict[str, Any] = {
         name: torch.empty_like(x, dtype=call.result_dtype())
@@ -393,6 +430,8 @@ def register() -> None:
         attention.gradients_op: _gradients_rule,
         attention._backward_op: _backward_rule,
         attention._missing_gradient_op: _missing_rule,
+        second_order.jvp_op: _jvp_rule,
+        second_order.hvp_op: _gradients_rule,
         combine._combine_op: _combine_rule,
         combine._combine_out_op: _combine_out_rule,
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..call import TARGETS
+from ..call import TANGENTS, TARGETS
 
 # What the dimensions of a tensor are. A mesh dimension that cuts HEADS cuts KEY_HEADS likewise.
 BATCH, ROWS, HEADS, KEY_HEADS, WHOLE = "batch", "rows", "heads", "key heads", "whole"
@@ -21,7 +21,8 @@ _KEYS = ("k", "v", "k_new", "v_new")
 SCALES = ("q_descale", "k_descale", "v_descale")  # of heads of keys, which may be cut as they are
 # What the caller decides about: replicated ones are not cut here where others are.
 _AS_GIVEN = frozenset(("q", *_KEYS, *TARGETS, "out_partial", "lse_partial"))
-_FROM_AUTOGRAD = frozenset(("dout", "dlse"))  # of which callers do not choose where they are
+# Of which callers do not choose where they are.
+_FROM_AUTOGRAD = frozenset(("dout", "dlse", *TANGENTS))
 
 
 class Split:
@@ -92,7 +93,7 @@ class Split:
     def placements(self, name: str) -> tuple[Placement, ...]:
         """Of an argument as a rank's shard of the call reads it."""
         wanted = self.placements_of(self._layouts[name])
-        if name not in (*_KEYS, *SCALES, "dk", "dv"):
+        if name not in (*_KEYS, *SCALES, "dk", "dv", "tk", "tv"):
             return wanted
         return tuple(
             Replicate() if cut == HEADS and not is_cut else placement

@@ -237,7 +237,12 @@ def is_as_close_as_one_call(case: Case) -> None:
     found, _ = sharded_results(case, parallel, whole)
     rng_state = drawn[0] if drawn else None
     wanted = whole.in_fp64_on_cpu().results(case, None if rng_state is None else rng_state.cpu())
-    one_call = whole.results(case, rng_state)
+    assert_as_close(found, whole.results(case, rng_state), wanted, whole)
+
+
+def assert_as_close(
+    found: dict[str, Tensor], one_call: dict[str, Tensor], wanted: dict[str, Tensor], whole: Whole
+) -> None:
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         assert torch.equal(found[name].isneginf().cpu(), x.isneginf()), name
@@ -247,8 +252,35 @@ def is_as_close_as_one_call(case: Case) -> None:
         assert own.isfinite().all(), name
         unit = torch.finfo(one_call[name].dtype).eps * x[x.isfinite()].abs().max()
         unit *= 16 if name == "softmax_lse" else 1  # of sums whose terms are larger than they
+        of_mean = unit / 8
+        if name == "dsink":
+            unit = unit_of_dsink(wanted, whole)
+            of_mean = unit / 2
         assert own.max() <= 2 * usual.max() + unit, f"{name}: {own.max()} {usual.max()}"
-        assert own.mean() <= 1.5 * usual.mean() + unit / 8, f"{name}: {own.mean()} {usual.mean()}"
+        assert own.mean() <= 1.5 * usual.mean() + of_mean, f"{name}: {own.mean()} {usual.mean()}"
+
+
+def unit_of_dsink(wanted: dict[str, Tensor], whole: Whole) -> Tensor:
+    """What rounding out may do to the largest: dsink sums exp(sink - lse) (dlse - dout out), whose
+    roundings add up as a random walk. There are as many as heads, and the errors of one call over
+    so few may all be small by chance.
+    """
+    assert whole.sink is not None
+    share = (whole.sink.double().cpu() - wanted["softmax_lse"]).exp()
+    share = share.masked_fill(wanted["softmax_lse"].isneginf(), 0.0)
+    terms = share[..., None] * whole.dout.double().cpu() * wanted["out"]
+    return torch.finfo(whole.q.dtype).eps * terms.square().sum((0, 2)).sqrt().max()
+
+
+def dsink_of_rounded(wanted: dict[str, Tensor], whole: Whole, seed: int) -> Tensor:
+    """As from an out whose probabilities were rounded to q's dtype, and then out itself."""
+    assert whole.sink is not None
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(wanted["out"].shape, generator=generator, dtype=torch.float64) - 0.5
+    out = wanted["out"] * (1.0 + torch.finfo(whole.q.dtype).eps / 2 * noise)
+    softmax_d = (whole.dout.double() * out.to(whole.q.dtype)).sum(-1) - whole.dlse.t()
+    share = (whole.sink - wanted["softmax_lse"]).exp()
+    return -(share * softmax_d).sum(0)
 
 
 def keep_draws(parallel: ContextParallel) -> list[Tensor]:
@@ -409,13 +441,15 @@ def chooses_by_what_travels() -> None:
 
 
 def over_a_mesh() -> None:
-    """A mesh of two dimensions, (ring, ulysses), is ulysses+ring."""
+    """A mesh of two dimensions, (ring, ulysses), is ulysses+ring, its ranks in any order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     case = Case("ulysses+ring", 4, lengths=(64,), batch=2)
     whole = Whole.of(case)
-    found, _ = sharded_results(case, ContextParallel(mesh), whole)
-    for name, x in whole.results(case, None).items():
-        torch.testing.assert_close(found[name], x)
+    permuted = ([[0, 2], [1, 3]], [[1, 0], [3, 2]], [[2, 3], [0, 1]])
+    for of_two in (mesh, *(DeviceMesh("cpu", ranks) for ranks in permuted)):
+        found, _ = sharded_results(case, ContextParallel(of_two), whole)
+        for name, x in whole.results(case, None).items():
+            torch.testing.assert_close(found[name], x)
     found, _ = sharded_results(
         replace(case, scheme="all_gather"),
         ContextParallel(mesh["ring"], "all_gather"),
@@ -425,15 +459,15 @@ def over_a_mesh() -> None:
 
 
 def over_a_permuted_mesh() -> None:
-    """Ranks of one dimension are sorted; of two they could not be, which every rank refuses."""
+    """Ranks of one dimension are sorted; of two, rows in different orders could not be, which every
+    rank refuses.
+    """
     over_four = ContextParallel(DeviceMesh("cpu", [2, 0, 3, 1]))
     x = torch.arange(48).view(1, 48)
     assert torch.equal(over_four.unshard(over_four.shard(x)), x)
-    for ranks in ([[0, 3], [2, 1]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
-        with pytest.raises(ValueError, match="group: ranks of a mesh of two dimensions must"):
+    for ranks in ([[0, 3], [2, 1]], [[0, 1], [3, 2]]):
+        with pytest.raises(ValueError, match="group: a mesh of two dimensions must have"):
             ContextParallel(DeviceMesh("cpu", ranks))
-    by_columns = ContextParallel(DeviceMesh("cpu", [[0, 2], [1, 3]]))
-    assert torch.equal(by_columns.unshard(by_columns.shard(x)), x)
 
 
 def over_an_unsorted_group() -> None:

@@ -134,25 +134,55 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -
     )
 
 
-def gradients(results: Any, weights: tuple[Tensor, Tensor], over: DeviceMesh | None) -> Tensor:
-    """Runs the backward through out and softmax_lse; returns out."""
+Derive = Callable[..., dict[str, Tensor]]
+
+
+def gradients(loss: Tensor, leaves: dict[str, Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+def derivatives_of_gradients(
+    loss: Tensor, leaves: dict[str, Tensor], weights: list[Tensor]
+) -> dict[str, Tensor]:
+    """Of their product with a direction, by the leaves, and by the weights of the results, which is
+    the derivative of those in that direction.
+    """
+    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    pairs = zip(found, leaves.values(), strict=True)
+    product = torch.stack([(dx * x.detach().cos()).sum() for dx, x in pairs]).sum()
+    by = leaves | {f"result {n}": x for n, x in enumerate(weights)}
+    derivatives = torch.autograd.grad(product, list(by.values()), allow_unused=True)
+    return {n: x for n, x in zip(by, derivatives, strict=True) if x is not None}
+
+
+def derived(
+    case: Case, inputs: list[Tensor], options: dict[str, Any], weights: list[Tensor], derive: Derive
+) -> dict[str, Tensor]:
+    """Out, and derivatives of a loss of out and softmax_lse."""
+    results = call(case, *inputs, options)
     out, *rest = results if isinstance(results, tuple) else (results,)
-    dout, dlse = (x if over is None else distribute(x, over, [REPLICATED]) for x in weights)
-    loss = (out * dout).sum()
+    weights = [x.requires_grad_() for x in weights]
+    loss = (out * weights[0]).sum()
     if rest:
-        loss = loss + torch.where(rest[0].isfinite(), rest[0], 0.0).mul(dlse).sum()
-    loss.backward()
-    return out
+        loss = loss + torch.where(rest[0].isfinite(), rest[0], 0.0).mul(weights[1]).sum()
+    given = {n: x for n, x in options.items() if isinstance(x, Tensor) and x.requires_grad}
+    leaves = dict(zip("qkv", inputs, strict=True)) | given
+    return {"out": out, **derive(loss, leaves, weights)}
 
 
-def equals_one(cases: list[Case]) -> None:
+def equals_one(cases: list[Case], derive: Derive = gradients) -> None:
     """Results and gradients over DTensors of each case are those of plain tensors."""
     mesh = line_of_ranks()
     for case in cases:
-        _equals_one(case, mesh)
+        _equals_one(case, mesh, derive)
 
 
-def _equals_one(case: Case, mesh: DeviceMesh) -> None:
+def second_derivatives_equal_one(cases: list[Case]) -> None:
+    equals_one(cases, derivatives_of_gradients)
+
+
+def _equals_one(case: Case, mesh: DeviceMesh, derive: Derive) -> None:
     torch.manual_seed(7)
     shapes = (
         (*case.rows(SEQLEN), heads, HEAD_DIM) for heads in (case.heads_q, *[case.heads_k] * 2)
@@ -160,11 +190,11 @@ def _equals_one(case: Case, mesh: DeviceMesh) -> None:
     plain = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes]
     made = {n: x for option in case.options for n, x in OPTIONS[option](case).items()}
     lse = (case.heads_q, TOTAL) if case.is_packed else (BATCH, case.heads_q, SEQLEN)
-    weights = (torch.randn_like(plain[0]), torch.randn(lse, dtype=torch.float64))
+    weights = [torch.randn_like(plain[0]), torch.randn(lse, dtype=torch.float64)]
 
     torch.manual_seed(11)
     options = {name: value for name, (value, _) in made.items()}
-    wanted = gradients(call(case, *plain, options), weights, None)
+    wanted = derived(case, plain, options, [x.clone() for x in weights], derive)
 
     q_at = case.dim(case.cut)
     k_at = REPLICATED if case.keys_are_replicated else q_at
@@ -173,14 +203,12 @@ def _equals_one(case: Case, mesh: DeviceMesh) -> None:
         name: _shard(x, mesh, at) if isinstance(x, Tensor) else x for name, (x, at) in made.items()
     }
     torch.manual_seed(11 + mesh.get_rank())  # the first rank's seed is everyone's
-    found = gradients(call(case, *sharded, sharded_options), weights, mesh)
-    assert found.placements == (q_at,)
-    close(found, wanted, f"{case}: out")
-    for name, x, y in zip("qkv", sharded, plain, strict=True):
-        close(x.grad, y.grad, f"{case}: d{name}")
-    for name, x in sharded_options.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            close(x.grad, options[name].grad, f"{case}: d{name}")
+    replicated = [distribute(x, mesh, [REPLICATED]) for x in weights]
+    found = derived(case, sharded, sharded_options, replicated, derive)
+    assert found["out"].placements == (q_at,)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        close(found[name], x, f"{case}: {name}")
 
 
 def _shard(x: Tensor, mesh: DeviceMesh, at: Placement) -> DTensor:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from flash_attn_cuda.context_parallel.head_exchange import check_heads
 from flash_attn_cuda.context_parallel.plan import equal_plan
 from tests.context_parallel import cases
-from tests.context_parallel.cases import Case
+from tests.context_parallel.cases import Case, Whole
 from tests.context_parallel.drawn_cases import any_case
 from tests.context_parallel.ranks import Ranks
 
@@ -177,3 +177,20 @@ def test_under_a_checkpoint(two: Ranks, dropout_p: float) -> None:
 
 def test_bad_arguments(two: Ranks) -> None:
     two.run(cases.refuses)
+
+
+def test_closeness_of_dsink_allows_roundings_alone() -> None:
+    """Of two heads errors of two roundings differ by any factor; 5 % of dsink are found."""
+    wrong = 0
+    for seed in range(60):
+        case = Case("ring", 2, (4,), heads_q=2, heads_k=2, has_sink=True, seed=seed)
+        whole = Whole.of(replace(case, head_dim=64, head_dim_v=64, dtype=torch.bfloat16))
+        wanted = whole.in_fp64_on_cpu().results(case, None)
+        own, usual = (cases.dsink_of_rounded(wanted, whole, n) for n in (2 * seed, 2 * seed + 1))
+        cases.assert_as_close(wanted | {"dsink": own}, wanted | {"dsink": usual}, wanted, whole)
+        try:
+            found = wanted | {"dsink": 1.05 * own}
+            cases.assert_as_close(found, wanted | {"dsink": usual}, wanted, whole)
+        except AssertionError:
+            wrong += 1
+    assert wrong > 50

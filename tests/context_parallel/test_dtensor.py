@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_packed(two: Ranks, options: tuple[str, ...]) -> None:
 def test_shared_keys_with_options(two: Ranks) -> None:
     shared = {"keys_are_replicated": True, "options": ("dropout", "slopes", "causal")}
     two.run(cases.equals_one, [Case(heads_k=heads, **shared) for heads in (1, 2)])
+
+
+@pytest.mark.parametrize(
+    "options", [("causal",), ("slopes", "sink"), ("dropout",), ("bias",)], ids="-".join
+)
+def test_second_derivatives(two: Ranks, options: tuple[str, ...]) -> None:
+    """Double backward, whose derivative by a gradient that comes in is one in a direction."""
+    cases_of_cuts = [Case(cut=cut, options=options) for cut in CUTS]
+    shared = [] if "bias" in options else [replace(SHARED[0], options=options)]
+    packed = [] if "bias" in options else [Case(is_packed=True, options=options)]
+    two.run(cases.second_derivatives_equal_one, [*cases_of_cuts, *shared, *packed])
 
 
 def test_cache(two: Ranks) -> None:
