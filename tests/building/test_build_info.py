@@ -65,7 +65,7 @@ def test_a_reader_that_leaves_early() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stderr is not None
         program.stdout.close()
-        assert program.stderr.read() == b""
+        assert b"BrokenPipe" not in program.stderr.read()
 
 
 def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
