@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.surfaces.transformers_cases import (
     EXACT,
+    GEMMA_4,
     GPT_OSS,
     LLAMA,
     OURS,
@@ -138,6 +139,8 @@ def test_packed_sequences_do_not_see_each_other(
     ("batch", "whole"), [("padded", False), ("padded", True), ("packed", True), ("plain", True)]
 )
 def test_compiled(model: Model, device: str, dtype: torch.dtype, batch: str, whole: bool) -> None:
+    if batch == "plain" and model is GEMMA_4 and torch.__version__ < "2.14":
+        pytest.skip("this torch does not trace copy.copy, by which layers share keys")
     inputs: dict[str, Any] = {"input_ids": random_tokens(2, 9, device=device)}
     inputs["use_cache"] = batch == "plain"
     mask = None
