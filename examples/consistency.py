@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -103,9 +105,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--picture", type=Path, default=Path("build/demo/samples.png"), help="default: %(default)s"
+        "--picture", type=png_path, default="build/demo/samples.png", help="default: %(default)s"
     )
     return parser.parse_args(arguments)
+
+
+def png_path(text: str) -> Path:
+    if (path := Path(text)).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text}")
+    return path
 
 
 def choose_preset(options: argparse.Namespace, device: torch.device) -> DiffusionPreset:
@@ -332,14 +340,27 @@ def sample(model: DiffusionTransformer, dtype: torch.dtype, seed: int) -> Tensor
 
 def save_picture(images: Tensor, path: Path) -> None:
     """Images (rows, columns, 3, H, W) in [-1, 1] as a grid."""
-    from matplotlib.image import imsave
-
     larger = max(1, PICTURE_SIDE // images.shape[-1])
     framed = torch.nn.functional.pad(images.float().clamp(-1, 1), (1, 1, 1, 1), value=1.0)
     grid = framed.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
     grid = grid.repeat_interleave(larger, 0).repeat_interleave(larger, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, (grid * 0.5 + 0.5).cpu().numpy())
+    path.write_bytes(png((grid * 127.5 + 127.5).to(torch.uint8)))
+
+
+def png(pixels: Tensor) -> bytes:
+    """The file of pixels (H, W, 3) uint8."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    height, width, _ = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of red, green and blue
+    rows = torch.nn.functional.pad(pixels.flatten(1), (1, 0))  # each begins with its filter, none
+    data = zlib.compress(bytes(rows.flatten().tolist()))
+    parts = part(b"IHDR", header), part(b"IDAT", data), part(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -347,6 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = choose_device(options.device)
     preset, dtype = choose_preset(options, device), choose_dtype(options, device)
     trainer = trainer_class(options, device)
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
     model = new_model(preset, options.attention, device, options.seed)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     print(

@@ -6,7 +6,8 @@
     python examples/train_gpt.py --context-parallel 2   # sequences over 2 GPUs, or CPU processes
     torchrun --nproc-per-node 8 examples/train_gpt.py --context-parallel 4   # and 2 of data
 
-Writes model.pt (generate.py reads it), loss.png, losses.csv and sample.txt into the folder --out.
+Writes model.pt (generate.py reads it), losses.csv, sample.txt and, with matplotlib, loss.png into
+the folder --out.
 Exits with status 1 when the loss or a gradient of one training step, or a loss curve, disagrees
 with torch's scaled_dot_product_attention beyond rounding.
 """
@@ -159,15 +160,21 @@ def new_model(preset: Preset, attention: str, device: torch.device, seed: int) -
 
 
 def save_curves(curves: dict[str, Curve], folder: Path) -> Path:
-    """Writes losses.csv and loss.png; returns the picture's path."""
-    with (folder / "losses.csv").open("w", newline="") as file:
+    """Writes losses.csv and, where matplotlib is installed, loss.png, whose path is returned, or
+    that of the former.
+    """
+    table = folder / "losses.csv"
+    with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *curves])
         rows = zip_longest(*(curve.train for curve in curves.values()))
         writer.writerows((step, *losses) for step, losses in enumerate(rows, start=1))
 
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("no loss.png: matplotlib is not installed")
+        return table
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -261,9 +268,9 @@ def run(options: argparse.Namespace, device: torch.device, ranks: Ranks | None) 
 
     if ranks is None or ranks.is_first:
         save_model(model, options.out / "model.pt")
-        picture = save_curves(curves, options.out)
+        curve = save_curves(curves, options.out)
         print(f"sample: {save_sample(model, device, options.seed, options.out)}")
-        print(f"loss curve: {picture}")
+        print(f"loss curve: {curve}")
 
     tokens, targets = next(corpus.whole_batches("train", seed=options.seed + 2))
     sequences = COMPARED_SEQUENCES * (1 if ranks is None else ranks.data_ranks)

@@ -7,6 +7,7 @@ each compiled kernel.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,12 +22,16 @@ from .explain import call_of_shapes, explain
 NUMBERS = {x.name: x.default for x in fields(AttentionCall) if x.type == "float"}
 
 
-def run() -> int:
+MODULE = "python -m flash_attn_cuda"
+
+
+def run(program: str = "flash-attn-cuda") -> int:
     """What the installed command flash-attn-cuda calls."""
-    return main(sys.argv[1:], program="flash-attn-cuda")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may leave early
+    return main(sys.argv[1:], program)
 
 
-def main(arguments: Sequence[str], program: str = "python -m flash_attn_cuda") -> int:
+def main(arguments: Sequence[str], program: str = MODULE) -> int:
     """Returns the exit status: 1 when the self-check fails, there is an extension that does not
     load, or there is nothing to explain or to print.
     """
@@ -184,4 +189,4 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(MODULE))

@@ -173,13 +173,6 @@ Append begin_append(const AttentionCall& call) {
     params.seqlen_rotary = static_cast<int>(call.rotary_cos.size(0));
   }
   if (writes) {
-    // Before anything is written: an inference tensor must not be, outside inference mode.
-    call.k.unsafeGetTensorImpl()->bump_version();
-    call.v.unsafeGetTensorImpl()->bump_version();
-    if (call.quantizes_tokens) {
-      call.k_descale.unsafeGetTensorImpl()->bump_version();
-      call.v_descale.unsafeGetTensorImpl()->bump_version();
-    }
     params.k_scale = scale_view(call.k_descale, call.quantizes_tokens);
     params.v_scale = scale_view(call.v_descale, call.quantizes_tokens);
     params.k_new = input_view(call.k_new);
@@ -189,6 +182,8 @@ Append begin_append(const AttentionCall& call) {
     if (appends_e4m3(call)) copy_as_words(params);
   }
   Append append;
+  if (writes) append.written = {call.k, call.v};
+  if (params.quantizes_tokens) append.written = {call.k, call.v, call.k_descale, call.v_descale};
   if (rotates_q) {
     append.rotated_q = allocate(q.sizes(), q.scalar_type(), q);
     params.q = input_view(q);

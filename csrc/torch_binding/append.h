@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -19,9 +20,10 @@ void check_append(const AttentionCall& call, std::int64_t batch);
 struct Append {
   std::optional<AppendParams> params;
   at::Tensor rotated_q;  // to be attended with instead of q; undefined: q is not rotated
+  std::array<at::Tensor, 4> written;  // caches and scales; undefined: none
 };
 
-// `call` is checked. Marks the caches, and scales that are written, as written.
+// `call` is checked.
 Append begin_append(const AttentionCall& call);
 
 }  // namespace flash_attn_cuda::binding

@@ -42,10 +42,6 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
   OutputTensor dq("dq", given.dq, call.q.sizes(), dtype, call.q, given.accumulate);
   OutputTensor dk("dk", given.dk, call.k.sizes(), dtype, call.q, given.accumulate);
   OutputTensor dv("dv", given.dv, call.v.sizes(), dtype, call.q, given.accumulate);
-  if (call.leftpad_k.defined() && !given.accumulate) {  // rows that no kernel writes
-    dk.written().zero_();
-    dv.written().zero_();
-  }
   Gradients results;
   if (given.wants_softmax_d) results.softmax_d = allocate_softmax_d(call.q);
   if (given.wants_dbias) results.dbias = allocate_bias_gradient(call);
@@ -78,6 +74,11 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
   const at::Tensor workspace =
       allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);
   params.workspace = workspace.mutable_data_ptr();
+  count_writes({&dq.given(), &dk.given(), &dv.given()});
+  if (call.leftpad_k.defined() && !given.accumulate) {  // rows that no kernel writes
+    dk.written().zero_();
+    dv.written().zero_();
+  }
   run_backward(plan, params, scope.stream);
   if (has_device_contents(call)) raise_if_checking(scope.device, scope.stream);
   results.dq = dq.finish();

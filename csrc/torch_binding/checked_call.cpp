@@ -135,15 +135,18 @@ void check_refused(const AttentionCall& call, const char* dropout_p_name) {
   const bool in_place = reads_in_place(call);
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0 || !in_place, dropout_p_name,
                               ": must be 0 with a block_table, got ", call.dropout_p);
-  refuse(in_place && has_masks(call), "attn_mask: must be None with a block_table");
+  refuse(in_place && has_masks(call), "attn_mask: must be None with a block_table, got a tensor");
   refuse(in_place && call.fp32_results, "fp32_results: must be False with a block_table, got True");
   refuse(call.fp32_results && has_masks(call),
          "fp32_results: must be False with a mask or a bias, got True");
-  refuse(call.return_softmax && drops(call) &&
-             std::max(call.max_seqlen_q, call.max_seqlen_k) > max_size,
-         "return_softmax: must be False where max_seqlen_q or max_seqlen_k is above 2^31 - 1");
+  const std::int64_t longest = std::max(call.max_seqlen_q, call.max_seqlen_k);
+  TORCH_CHECK_NOT_IMPLEMENTED(!call.return_softmax || !drops(call) || longest <= max_size,
+                              "return_softmax: must be False where max_seqlen_q or max_seqlen_k is "
+                              "above ",
+                              max_size, " (", longest, "), got True");
   require(call.over_cache || !is_given_for_cache(call),
-          "over_cache: must be set where keys are appended, entries chosen or seqlen_k given");
+          "over_cache: must be set where keys are appended, entries chosen or seqlen_k given, got "
+          "False");
 }
 
 // -- scores and numbers ---------------------------------------------------------------------------
@@ -308,7 +311,9 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
 
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
   refuse(has_e4m3(call), "k: must not be of Float8_e4m3fn in a call whose gradients are wanted");
-  refuse(reads_in_place(call), "block_table: must be None in a call whose gradients are wanted");
+  refuse(
+      reads_in_place(call),
+      "block_table: must be None in a call whose gradients are wanted, got a tensor, or a cache");
   refuse(call.deterministic && call.block_columns.defined(),
          "deterministic: must be False with block_columns, got True");
   refuse(call.deterministic && call.bias.defined(),

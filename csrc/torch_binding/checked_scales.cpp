@@ -15,7 +15,7 @@ void check_refused_beside_e4m3(const AttentionCall& call, const char* dropout_p_
   TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0, dropout_p_name,
                               ": must be 0 with k and v of Float8_e4m3fn, got ", call.dropout_p);
   refuse(has_masks(call) || call.block_columns.defined(),
-         "attn_mask: must be None with k and v of Float8_e4m3fn");
+         "attn_mask: must be None with k and v of Float8_e4m3fn, got a tensor");
   refuse(call.fp32_results, "fp32_results: must be False with k and v of Float8_e4m3fn, got True");
   refuse(call.origin.defined(), "origin: must be None with k and v of Float8_e4m3fn, got a tensor");
 }

@@ -57,6 +57,7 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
   OutputTensor output("out", out.value_or(at::Tensor()), out_partial.sizes().slice(1), dtype,
                       out_partial);
   at::Tensor softmax_lse = allocate_lse(out_partial);
+  count_writes({&output.given()});
   if (out_partial.size(0) == 0) {  // no split, no key
     output.written().zero_();
     softmax_lse.fill_(-std::numeric_limits<float>::infinity());

@@ -25,18 +25,22 @@ bool is_captured(Stream stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Not from torch's allocator, and zeroed on a stream of its own: the first call may be one that a
-// CUDA graph captures, whose memory and whose memset would belong to the graph.
+// Not from torch's allocator where the device has memory left, and zeroed on a stream of its own:
+// the first call may be one that a CUDA graph captures, whose memory and whose memset would belong
+// to the graph.
 DeviceErrors* create_record(c10::DeviceIndex device) {
   const c10::cuda::CUDAGuard guard(device);
   const c10::cuda::CUDAStreamCaptureModeGuard allow_allocation(cudaStreamCaptureModeRelaxed);
   void* record = nullptr;
   cudaStream_t stream = nullptr;
   cudaError_t status = cudaMalloc(&record, sizeof(DeviceErrors));
-  if (status == cudaErrorMemoryAllocation && !is_captured(c10::cuda::getCurrentCUDAStream())) {
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream();
+  if (status == cudaErrorMemoryAllocation && !is_captured(current)) {
     static_cast<void>(cudaGetLastError());
-    c10::cuda::CUDACachingAllocator::emptyCache();  // what torch keeps and does not use
-    status = cudaMalloc(&record, sizeof(DeviceErrors));
+    // Of what torch keeps and does not use. It is not given back to the device, as a graph that is
+    // captured on another stream may use it. Kernels that did may still run.
+    record = c10::cuda::CUDACachingAllocator::raw_alloc(sizeof(DeviceErrors));
+    status = cudaStreamSynchronize(current);
   }
   C10_CUDA_CHECK(status);
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

@@ -10,6 +10,7 @@
 #include "torch_binding/check.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/launch_scope.h"
+#include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -76,6 +77,8 @@ Results run_forward_call(const AttentionCall& call) {
         call.rng_state.defined() ? rng_of_state(call.rng_state) : draw_rng(scope.device);
     params.dropout.rng_state = results.rng_state.mutable_data_ptr<std::int64_t>();
   }
+  const auto& [k, v, k_scale, v_scale] = append.written;
+  count_writes({&output.given(), &k, &v, &k_scale, &v_scale});
   if (append.params.has_value()) run_append(*append.params, scope.stream);
   run_forward(plan, params, scope.stream);
   if (call.return_softmax && drops(call))

@@ -61,4 +61,13 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   return has_them ? tensor : contiguous_copy(tensor);
 }
 
+void count_writes(std::initializer_list<const at::Tensor*> tensors) {
+  for (const bool is_inference : {true, false}) {
+    for (const at::Tensor* tensor : tensors) {
+      if (tensor->defined() && tensor->is_inference() == is_inference)
+        tensor->unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
 }  // namespace flash_attn_cuda::binding

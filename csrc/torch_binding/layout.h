@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
+
 namespace flash_attn_cuda::binding {
 
 // Contiguous rows of head_dim, every row on a 16-byte boundary; of fp32 at every eighth element.
@@ -24,5 +26,9 @@ at::Tensor contiguous(const at::Tensor& tensor);
 
 // The tensor itself where its last dimension is contiguous, else a contiguous copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+
+// Tells autograd that these will be written, but for undefined ones; to be called after whatever
+// may be refused. Raises for inference tensors outside inference mode, before it tells of others.
+void count_writes(std::initializer_list<const at::Tensor*> tensors);
 
 }  // namespace flash_attn_cuda::binding

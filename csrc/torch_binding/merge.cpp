@@ -63,9 +63,8 @@ void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tenso
   if (out.numel() == 0) return;
 
   const LaunchScope scope(out);
-  for (const at::Tensor& written : {out, softmax_lse})
-    written.unsafeGetTensorImpl()->bump_version();
-  if (result.has_value()) result->unsafeGetTensorImpl()->bump_version();
+  const at::Tensor rounded = result.value_or(at::Tensor());
+  count_writes({&out, &softmax_lse, &rounded});
   run_merge(
       {.rows = out.size(0),
        .num_heads = static_cast<int>(out.size(1)),

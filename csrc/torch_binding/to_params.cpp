@@ -303,8 +303,6 @@ OutputTensor::OutputTensor(const char* name, const at::Tensor& given, at::IntArr
   if (given.defined()) {
     check_like(name, given, shape, dtype, q);
     given_ = given;
-    // Before anything is written: an inference tensor must not be, outside inference mode.
-    given_.unsafeGetTensorImpl()->bump_version();
   }
   const bool is_written = given_.defined() && is_addressable(given_) && !is_expanded(given_);
   written_ = is_written ? given_ : allocate(shape, dtype, q);

@@ -73,12 +73,14 @@ TangentParams tangents_without_memory(const Params& params, bool is_given) {
 // One fp32 number per query and head of q: (batch, heads, rows), or (heads, total_q).
 at::Tensor allocate_rows(const at::Tensor& q, std::int64_t rows);
 
-// A tensor a call writes that its caller may have given. Where kernels cannot write the given one,
-// they write a temporary and finish() copies it over. is_read: they add to what is there.
+// A tensor a call writes that its caller may have given, which count_writes() is to be told. Where
+// kernels cannot write the given one, they write a temporary and finish() copies it over. is_read:
+// they add to what is there.
 class OutputTensor {
  public:
   OutputTensor(const char* name, const at::Tensor& given, at::IntArrayRef shape,
                at::ScalarType dtype, const at::Tensor& q, bool is_read = false);
+  const at::Tensor& given() const { return given_; }
   const at::Tensor& written() const { return written_; }
   TensorView view() const { return output_view(written_); }
   at::Tensor finish();

@@ -15,7 +15,10 @@ attention, which is said once; with a softcap or sinks, which that lacks, it rai
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
 flash-attention; no layer waits, unless masks are copied on their way to it, as in a model that is
-spread over GPUs. torch.compile breaks the graph where a mask is read, and nowhere else of ours.
+spread over GPUs. torch.compile breaks the graph where a padding mask is read (before torch 2.14
+also for masks that are not just causal), and nowhere else of ours. With fullgraph=True, in
+torch.export and where torch.vmap maps it, a mask is not read, which costs: tokens are sorted in
+every layer, or the kernels for masks run where there is a window.
 """
 
 from __future__ import annotations

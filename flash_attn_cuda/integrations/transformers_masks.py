@@ -6,6 +6,7 @@ by their code; whatever else there is becomes a 4-D mask, and a BlockSparsity.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from transformers.masking_utils import (
 
 from ..kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
+from ..operators.support import is_mapped
 from .sequences import Sequences, is_contiguous
 
 # Attribute of a mask: its Meaning. A 2-D copy that lost it still says which keys are real; the rest
@@ -34,6 +36,10 @@ _MEANING = "_flash_attn_cuda_meaning"
 # wait: where a model is spread over devices, every layer may get one.
 _ALL_REAL = torch.int16
 _SEGMENTS = torch.int32
+
+# Whether torch.compile traces what a function of a function holds. Where it does not, a graph that
+# must be whole gets a 4-D mask for whatever such a function means.
+_SEES_CLOSURES = torch.__version__ >= "2.14"  # a TorchVersion, which compares as versions do
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,43 @@ class DenseMeaning:
     """The same of a 4-D mask, as long as nobody writes into that."""
 
     sparsity: BlockSparsity
-    version: int | None  # of the mask; None in inference mode, where it has none
+    version: int | None  # of the mask; None in inference mode, where it has none, and in graphs
 
 
-@torch.compiler.disable(reason="it reads how transformers' mask functions are nested")
+def _reading_outside_graphs(function: Callable) -> Callable:
+    """The mask function `function`, which is run outside the graphs of torch.compile where it reads
+    what they hide. In a graph that must be whole it has to do without.
+    """
+    outside = torch.compiler.disable(function, reason="it reads the padding mask")
+
+    @functools.wraps(function)
+    def choose(
+        *sizes: int | Tensor,
+        mask_function: Callable = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        is_plain = attention_mask is None and (_SEES_CLOSURES or _plain(mask_function) is not None)
+        leaves = torch.compiler.is_compiling() and not is_plain and _may_leave_graph()
+        options |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        return (outside if leaves else function)(*sizes, **options)
+
+    return choose
+
+
+@torch.compiler.assume_constant_result
+def _may_leave_graph() -> bool:
+    """False with fullgraph=True, and under torch.export."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracer = InstructionTranslator.current_tx()
+        return not (tracer.one_graph or tracer.error_on_graph_break)
+    except (AttributeError, ImportError):  # there is none, as under torch.export
+        return False
+
+
+@_reading_outside_graphs
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -136,17 +175,21 @@ def attention_mask(
         attention_mask=None if attention_mask is None else attention_mask != 0,
         **options,
     )
-    version = None if mask.is_inference() else mask._version
+    is_versioned = not torch.compiler.is_compiling() and not mask.is_inference()
     sparsity = BlockSparsity.from_mask(mask, seqlen_q=q_length)
-    setattr(mask, _MEANING, DenseMeaning(sparsity, version))
+    setattr(mask, _MEANING, DenseMeaning(sparsity, mask._version if is_versioned else None))
     return mask
 
 
-def _codes() -> dict[CodeType, str]:
-    """The code of transformers' nested mask functions, whatever they hold, and who makes them.
-
-    Where torch.compile makes one anew, on Python 3.10 its code is what it keeps of its name.
+def _place(code: CodeType) -> tuple[str, int]:
+    """What tells a function from others also while it is traced, and where torch.compile makes it
+    anew, which on Python 3.10 loses its name.
     """
+    return code.co_filename, code.co_firstlineno
+
+
+def _makers() -> dict[tuple[str, int], str]:
+    """Where the code of transformers' nested mask functions is, and who makes them."""
     made = {
         name: make(*held)
         for name, held in (
@@ -159,25 +202,25 @@ def _codes() -> dict[CodeType, str]:
         )
         if (make := getattr(masking_utils, name, None)) is not None  # some releases lack some
     }
-    return {function.__code__: name for name, function in made.items()}
+    return {_place(function.__code__): name for name, function in made.items()}
 
 
-_CODES = _codes()
+_MAKERS = _makers()
 
 
 def recognise(mask_function: Callable) -> Pattern | None:
     """The pattern of one of transformers' mask functions; None for any that is not known."""
-    if mask_function is causal_mask_function:
-        return Pattern(right=0)
-    if mask_function is bidirectional_mask_function:
-        return Pattern()
+    plain = _plain(mask_function)
+    if plain is not None or (torch.compiler.is_compiling() and not _SEES_CLOSURES):
+        return plain
     # What else transformers makes are closures, told apart by their code and what they hold.
     code = getattr(mask_function, "__code__", None)
-    if code not in _CODES:
+    maker = None if code is None else _MAKERS.get(_place(code))
+    if code is None or maker is None:
         return None
     cells = mask_function.__closure__ or ()
     held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    match _CODES[code], *sorted(held):
+    match maker, *sorted(held):
         case "sliding_window_overlay", "sliding_window":
             return Pattern(left=held["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay", "sliding_window":
@@ -191,6 +234,12 @@ def recognise(mask_function: Callable) -> Pattern | None:
         case "and_masks", "mask_functions":
             return _intersection([recognise(part) for part in held["mask_functions"]])
     return None
+
+
+def _plain(mask_function: Callable) -> Pattern | None:
+    if mask_function is causal_mask_function:
+        return Pattern(right=0)
+    return Pattern() if mask_function is bidirectional_mask_function else None
 
 
 def meaning_of(mask: Tensor | None) -> Meaning | None:
@@ -221,13 +270,19 @@ def _says_already(
     return same_sizes and meaning.pattern.is_like(pattern)
 
 
+def _is_hidden(x: Tensor) -> bool:
+    """Whether nobody may read it: a graph has it, or torch.vmap maps it."""
+    return torch.compiler.is_compiling() or is_mapped(x)
+
+
 def without_meaning(
     mask: Tensor, seqlen_q: int, seqlen_k: int, pattern: Pattern
 ) -> Sequences | Tensor | None:
     """What a 2-D mask stands for by its contents: Sequences, a 4-D bool mask, or None: no mask.
 
-    Waits for the GPU where there is a window, which counts padding in between. The queries are the
-    last tokens up to the last key of any row, or where they are not causal others than the keys.
+    Waits for the GPU where there is a window, which counts padding in between, unless nobody may
+    read the mask. The queries are the last tokens up to the last key of any row, or where they are
+    not causal others than the keys.
 
     Raises:
         NotImplementedError: a window of queries whose places among the keys nobody knows.
@@ -235,7 +290,7 @@ def without_meaning(
     if mask.dtype == _ALL_REAL:
         return None
     if mask.dtype == _SEGMENTS:
-        return Sequences.packed(mask, at_most=torch.compiler.is_compiling())
+        return Sequences.packed(mask, at_most=_is_hidden(mask))
     real_k = pad(mask != 0, (0, seqlen_k - mask.shape[1]))
     window = pattern.has_window(max(seqlen_q, seqlen_k))
     if window and not pattern.causal and seqlen_q != seqlen_k:
@@ -256,15 +311,14 @@ def without_meaning(
         real_q = real_k[:, places_q]
     if not window:
         return Sequences.scattered(real_q, real_k)
-    if bool(is_contiguous(real_k) & is_contiguous(real_q)):
+    if not _is_hidden(mask) and bool(is_contiguous(real_k) & is_contiguous(real_q)):
         return Sequences.ranges(real_q, real_k, ends=False)
-    if pattern.chunk > 0:
-        raise NotImplementedError(
-            "attention_mask: must be what flash_attn_cuda's mask function makes where there are "
-            "chunks and padding between tokens, got another 2-D mask"
-        )
     distance = places_k - places_q[:, None]
     visible = real_k[:, None, None, :]
+    if pattern.chunk > 0:
+        first = real_k.int().argmax(1)[:, None]
+        chunk_q, chunk_k = ((x - first) // pattern.chunk for x in (places_q, places_k))
+        visible = visible & (chunk_q[:, None, :, None] == chunk_k[:, None, None, :])
     if pattern.left is not None:
         visible = visible & (distance >= -pattern.left)
     return visible if pattern.right is None else visible & (distance <= pattern.right)
@@ -282,7 +336,7 @@ def packed_by_positions(
         return None
     if batch != 1 or seqlen_q == 1 or seqlen_q != seqlen_k:
         return None
-    if not torch.compiler.is_compiling():
+    if not _is_hidden(position_ids):
         return _last_positions.sequences(position_ids)
     return Sequences.packed(_segments(position_ids), at_most=True)
 
@@ -349,7 +403,8 @@ def _with_meaning(
 def _of_segments(pattern: Pattern) -> Tensor:
     assert pattern.segments is not None
     mask = pattern.segments.to(_SEGMENTS) + 1
-    return _with_meaning(mask, pattern, mask.shape[1], Sequences.packed(mask))
+    sequences = Sequences.packed(mask, at_most=_is_hidden(mask))
+    return _with_meaning(mask, pattern, mask.shape[1], sequences)
 
 
 def _of_padding(
@@ -393,7 +448,11 @@ def _of_padding(
         queries = first_query + torch.arange(q_length, device=real_k.device)
         real_q = real_k[:, queries.clamp(0, kv_length - 1)]
     all_real, contiguous, ends = False, True, pattern.causal
-    if attention_mask is not None and batch > 0 and q_length > 0:
+    if attention_mask is not None and _is_hidden(attention_mask):
+        if has_window or q_length == 1:
+            return None
+        contiguous = False
+    elif attention_mask is not None and batch > 0 and q_length > 0:
         answers = (real_k.all(), is_contiguous(real_k) & is_contiguous(real_q), real_q[:, -1].all())
         all_real, contiguous, ends = torch.stack(answers).tolist()
     if all_real and (not pattern.causal or isinstance(first_query, int)):

@@ -60,6 +60,14 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "self-check passed" in printed
 
 
+def test_a_reader_that_leaves_early() -> None:
+    command = [sys.executable, "-m", "flash_attn_cuda"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None and program.stderr is not None
+        program.stdout.close()
+        assert b"BrokenPipe" not in program.stderr.read()
+
+
 def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn_cuda import self_check
 

@@ -127,7 +127,9 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"seqused_k": integers(1)}, "cache_seqlens: must have shape [2], got [1]"),
     "table": ({"block_table": integers(1)}, "block_table: must have 2 dimensions"),
 }
-OF_A_CACHE = "over_cache: must be set where keys are appended, entries chosen or seqlen_k given"
+OF_A_CACHE = (
+    "over_cache: must be set where keys are appended, entries chosen or seqlen_k given, got False"
+)
 OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
     "bits alone": (
         {"mask_bits": zeros(1, 1, 3, 4, dtype=torch.int32)},
@@ -166,8 +168,18 @@ OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p: must be 0 with a block_table, got 0.1"),
-    "bias": ({"bias": zeros(1, 1, 3, 10)}, "attn_mask: must be None with a block_table"),
+    "bias": ({"bias": zeros(1, 1, 3, 10)}, "attn_mask: must be None with a block_table, got a"),
     "results": ({"fp32_results": True}, "fp32_results: must be False with a block_table, got True"),
+    "probabilities": (
+        {
+            **{"over_cache": False, "q": zeros(6, 4, 16), "k": zeros(6, 2, 16)},
+            **{"v": zeros(6, 2, 16), "dropout_p": 0.5, "return_softmax": True},
+            **{name: integers(0, 6) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+            **{"max_seqlen_q": 6, "max_seqlen_k": 2**31},
+        },
+        "return_softmax: must be False where max_seqlen_q or max_seqlen_k is above 2147483647 "
+        "(2147483648), got True",
+    ),
 }
 
 
@@ -242,7 +254,7 @@ OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bias": (
         {"over_cache": False, "bias": zeros(1, 1, 3, 10)},
         NotImplementedError,
-        "attn_mask: must be None with k and v of Float8_e4m3fn",
+        "attn_mask: must be None with k and v of Float8_e4m3fn, got a tensor",
     ),
     "results": (
         {"over_cache": False, "fp32_results": True},
@@ -371,7 +383,7 @@ def test_of_one_length(name: str) -> None:
 def test_refused(name: str) -> None:
     given, text = REFUSED[name]
     with pytest.raises(NotImplementedError) as raised:
-        explain(over_cache=True, **given)
+        explain(**{"over_cache": True} | given)
     assert str(raised.value).startswith(text)
 
 

@@ -45,8 +45,8 @@ def trained(attention: str, steps: int, seed: int = 1) -> list[float]:
 # The whole program
 
 
-def test_the_whole_program(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_the_whole_program(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pip install . brings none
     picture = tmp_path / "folder" / "samples.png"
     assert consistency.main([*OPTIONS.split(), str(picture)]) == 0
     printed = capsys.readouterr().out
@@ -56,6 +56,20 @@ def test_the_whole_program(tmp_path, capsys):
     assert "5 steps of flash and math agree" in printed
     assert "flash: 3 steps, " in printed and "ms per step" in printed and "tokens/s" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_holds_its_pixels(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    pixels = torch.randint(256, (3, 5, 3), dtype=torch.uint8)
+    (tmp_path / "x.png").write_bytes(consistency.png(pixels))
+    read = image.imread(tmp_path / "x.png")
+    assert torch.equal(torch.tensor(read * 255).round().to(torch.uint8), pixels)
+
+
+def test_a_picture_of_another_type_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        consistency.parse_arguments(["--picture", "samples.jpg"])
+    assert "--picture: must end in .png, got samples.jpg" in capsys.readouterr().err
 
 
 def test_the_help_names_every_option(capsys):
@@ -130,7 +144,6 @@ def wrong_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [wrong_tangent, wrong_scale])
 def test_comparing_finds_what_is_wrong(monkeypatch, tmp_path, capsys, wrong):
-    pytest.importorskip("matplotlib")
     monkeypatch.setitem(ATTENTIONS, "flash", wrong)
     assert consistency.main([*OPTIONS.split(), str(tmp_path / "samples.png")]) == 1
     assert "5 steps of flash and math DISAGREE beyond rounding" in capsys.readouterr().out

@@ -91,7 +91,6 @@ def test_on_the_gpu(device, model, page_size):
 
 
 def test_the_whole_program_after_training(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     options = "--device cpu --steps 20 --seqlen 40 --seconds 600 --out"
     assert train_gpt.main([*options.split(), str(tmp_path)]) == 0
     capsys.readouterr()

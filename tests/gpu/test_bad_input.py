@@ -120,6 +120,57 @@ def test_checks_on_demand_raise_at_the_call() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+# Has no memory for small allocations, which are those of this package: torch's are of MiB.
+FULL_DEVICE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+int cudaMalloc(void **data, size_t bytes) {
+  static int (*allocate)(void **, size_t);
+  if (bytes < 4096) return 2; /* cudaErrorMemoryAllocation */
+  if (!allocate) allocate = dlsym(dlopen(RUNTIME, RTLD_LAZY | RTLD_NOLOAD), "cudaMalloc");
+  return allocate(data, bytes);
+}
+"""
+BESIDE_A_CAPTURE = """
+import torch
+from flash_attn_cuda import check_device_errors, flash_attn_varlen_func
+x = torch.randn(16, 2, 64, device="cuda", dtype=torch.float16)
+bounds = torch.tensor([0, 16], device="cuda", dtype=torch.int32)
+graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+torch.cuda.synchronize()
+with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+    y = x + 1
+    with torch.cuda.stream(other):
+        out = flash_attn_varlen_func(x, x, x, bounds, bounds, 16, 16)
+graph.replay()
+check_device_errors()
+assert torch.equal(y, x + 1) and out.isfinite().all()
+"""
+
+
+@pytest.mark.cuda_only
+def test_the_first_call_on_a_full_device(tmp_path: Path) -> None:
+    """Beside a graph that another stream captures."""
+    library = tmp_path / "full.so"
+    runtime = f"libcudart.so.{str(torch.version.cuda).split('.')[0]}"
+    compiler = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-ldl"]
+    subprocess.run(
+        [*compiler, f'-DRUNTIME="{runtime}"', "-o", str(library)],
+        input=FULL_DEVICE.encode(),
+        check=True,
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_CAPTURE],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_entries_that_nothing_uses_may_hold_anything() -> None:
     """Pages behind the last key, tables of rows that cache_batch_idx skips."""
     cache = Cache(paged=True, table=((4, 1, -1), (2**31 - 1, 77, -9), (3, 9999, -(2**31))))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -129,6 +130,15 @@ def test_a_window_over_a_mask_that_lost_its_sequences(
     torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
 
 
+def test_chunks_over_a_mask_that_lost_its_sequences() -> None:
+    mask = lengths_mask([6, 9], "left", "cpu").bool()
+    mask[1, 4] = False
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.tensor([3, 0]))
+    expected = masking_utils.sdpa_mask(2, 9, 9, mask_function=chunks, attention_mask=mask)
+    actual = without_meaning(mask, 9, 9, Pattern(right=0, chunk=4))
+    assert isinstance(actual, Tensor) and torch.equal(actual, expected)
+
+
 def test_a_window_of_queries_that_are_anywhere() -> None:
     with pytest.raises(NotImplementedError, match=r"attention_mask: must be what .* \(4 and 9\)"):
         without_meaning(torch.ones(1, 9, dtype=torch.bool), 4, 9, Pattern(3, 3))
@@ -180,6 +190,77 @@ def test_a_mask_of_keys_that_lost_its_sequences() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
     actual = sequences.attend(q, k, v, causal=False)
     torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+def function_of(kind: str, padding: Tensor) -> Callable[..., Tensor]:
+    """A mask function as models make it; `padding`: of each row, in front of its tokens."""
+    causal, both = masking_utils.causal_mask_function, masking_utils.and_masks
+    match kind:
+        case "window":
+            return masking_utils.sliding_window_causal_mask_function(3)
+        case "window on both sides":
+            return masking_utils.sliding_window_bidirectional_mask_function(2)
+        case "chunks":
+            return masking_utils.chunked_causal_mask_function(4, padding)
+        case "packed":
+            segments = (torch.arange(9) >= 5 - padding[:, None]).long()
+            return both(causal, masking_utils.packed_sequence_mask_function(segments))
+        case "unknown":
+            return both(causal, lambda b, h, q, k: q != k + 1)
+    return causal if kind == "causal" else masking_utils.bidirectional_mask_function
+
+
+KINDS = ("causal", "bidirectional", "window", "window on both sides", "chunks", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("where", "rows", "kind"),
+    [
+        *product(("one graph", "vmap"), ("with holes", "of a step"), KINDS),
+        *product(("one graph",), ("unmasked",), KINDS),
+        *product(("one graph", "vmap"), ("unmasked",), ("packed",)),
+    ],
+)
+def test_masks_that_nobody_may_read(where: str, rows: str, kind: str) -> None:
+    attention, layer = AttentionInterface._global_mapping[OURS], torch.nn.Module()
+    mask = lengths_mask([6, 9], "left", "cpu").bool()
+    mask[1, 4] = False
+    padding = (mask.cumsum(1) == 0).sum(1) * (rows != "unmasked")
+    q_length = 1 if rows == "of a step" else 9
+    sizes = {"q_length": q_length, "kv_length": 9, "q_offset": 9 - q_length}
+    heads = [torch.randn(2, 2, n, 8) for n in (q_length, 9, 9)]
+    given = None if rows == "unmasked" else mask
+
+    def attend(*heads: Tensor, given: Tensor | None, padding: Tensor) -> Tensor:
+        made = attention_mask(
+            batch_size=len(heads[0]),
+            mask_function=function_of(kind, padding),
+            attention_mask=given,
+            **sizes,
+        )
+        return attention(layer, *heads, made)[0]
+
+    visible = masking_utils.sdpa_mask(
+        batch_size=2,
+        mask_function=function_of(kind, padding),
+        attention_mask=given,
+        allow_is_causal_skip=False,
+        **sizes,
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible)
+    if where == "one graph":
+        torch.compiler.reset()
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        actual = compiled(*heads, given=given, padding=padding)
+    else:
+        many = [x[:, None] for x in (*heads, mask, padding)]
+
+        def attend_to_one(q: Tensor, k: Tensor, v: Tensor, m: Tensor, p: Tensor) -> Tensor:
+            return attend(q, k, v, given=None if given is None else m, padding=p)
+
+        actual = torch.vmap(attend_to_one)(*many)[:, 0]
+    real = mask[:, -q_length:] if given is not None else torch.ones(2, q_length).bool()
+    torch.testing.assert_close(actual[real], expected.transpose(1, 2)[real])
 
 
 def test_positions_of_one_tensor_are_read_once() -> None:
