@@ -33,7 +33,7 @@ from benchmarks.suites.accuracy import CONTENDERS, Means, find_contenders, round
 from benchmarks.suites.train import with_options  # it makes examples/ known
 from tests.cases.attention import AttentionCase
 
-from agreement import WIDER, Gradients, step_gradients  # isort: skip
+from agreement import WIDER  # isort: skip
 from model import GPT, Attention, GPTConfig, SelfAttention, normalise, rotate, sdpa_math  # isort: skip
 from training import PRESETS, Corpus, Curve, Preset, autocast, manual_text, train  # isort: skip
 
@@ -119,10 +119,11 @@ def attention_of(backend: Backend, preset: Preset, device: torch.device) -> Atte
 # Gradients
 
 
-def by_weights(model: BiasedGPT, gradients: Gradients) -> dict[str, list[Tensor]]:
+def by_weights(model: BiasedGPT, loss: Tensor) -> dict[str, list[Tensor]]:
     """Gradients of all layers, by WEIGHTS."""
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for name, gradient in gradients.items():
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for name, gradient in zip(names, torch.autograd.grad(loss, parameters), strict=True):
         if name.endswith("qkv.weight"):
             of_heads = gradient.unflatten(0, model.blocks[0].attention.shape)
             parts = dict(zip(("wq", "wk", "wv"), of_heads.unbind(1), strict=True))
@@ -143,13 +144,12 @@ class GradientErrors:
         self.device = tokens.device
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         exact_model = copy.deepcopy(model).to(WIDER[dtype])
-        _, gradients = step_gradients(exact_model, sdpa_math, tokens, targets)
-        self.exact = by_weights(model, gradients)
+        self.exact = by_weights(exact_model, exact_model.loss(tokens, targets))
 
     def of(self, attention: Attention) -> dict[str, float]:
-        with autocast(self.device):
-            _, gradients = step_gradients(self.model, attention, self.tokens, self.targets)
-        found = by_weights(self.model, gradients)
+        with autocast(self.device), self.model.using(attention):
+            loss = self.model.loss(self.tokens, self.targets)
+        found = by_weights(self.model, loss)
         return {
             weights: rounded(distance(found[weights], self.exact[weights])) for weights in WEIGHTS
         }
