@@ -5,7 +5,7 @@
     python -m benchmarks.core.performance --figure docs/speed_h200.svg
 
 A text has a line "generated: NAME" and a line "end", both comments; what is between them is one of
-performance_tables.TEXTS. A figure's name ends in its card.
+performance_tables.TEXTS. A figure's name is what it shows, one of FIGURES, and its card.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
-from benchmarks.core import speed_figure
+from benchmarks.core import accuracy_figure, speed_figure
 from benchmarks.core.performance_tables import TEXTS
 from benchmarks.core.result_files import CARDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("README.md", "docs/performance.md", "benchmarks/results/README.md")
-FIGURES = "docs/speed_*.svg"
+FIGURES = {"speed": speed_figure, "accuracy": accuracy_figure}
 BLOCK = re.compile(r"<!-- generated: ([^>]*) -->.*?<!-- end -->", re.DOTALL)
 
 
@@ -53,16 +54,27 @@ def stale() -> list[Path]:
     """Texts and figures that are not what the results give."""
     texts = [ROOT / file for file in FILES]
     old = [path for path in texts if written(path.read_text()) != path.read_text()]
-    figures = sorted(ROOT.glob(FIGURES))
-    return old + [path for path in figures if not speed_figure.shows(path, card_of(path))]
+    return old + [path for path in figures() if not shows_results(path)]
 
 
-def card_of(figure: Path) -> str:
-    card = figure.stem.rpartition("_")[2]
-    if card not in CARDS:
-        names = ", ".join(f"speed_{card}.svg" for card in CARDS)
+def figures() -> list[Path]:
+    return [path for name in FIGURES for path in sorted(ROOT.glob(f"docs/{name}_*.svg"))]
+
+
+def shows_results(figure: Path) -> bool:
+    """Whether the file was drawn of the results."""
+    module, card = kind_of(figure)
+    digest = speed_figure.digest(module.lines_of(card))
+    return f"<dc:source>{digest}</dc:source>" in figure.read_text()
+
+
+def kind_of(figure: Path) -> tuple[ModuleType, str]:
+    """What draws it, and its card."""
+    name, _, card = figure.stem.rpartition("_")
+    if card not in CARDS or name not in FIGURES:
+        names = ", ".join(f"{name}_{card}.svg" for name in FIGURES for card in CARDS)
         raise SystemExit(f"--figure: expected a name such as {names}, got {figure.name}")
-    return card
+    return FIGURES[name], card
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, metavar="SVG", help="draw this and write no text")
     options = parser.parse_args(arguments)
     if options.figure is not None:
-        speed_figure.draw(card_of(options.figure), options.figure)
+        module, card = kind_of(options.figure)
+        module.draw(card, options.figure)
         return 0
     paths = stale() if options.check else update()
     for path in paths:

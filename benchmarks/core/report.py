@@ -20,14 +20,16 @@ from benchmarks.context_parallel import speed as context_parallel_speed
 from benchmarks.core import feature_tables
 from benchmarks.core.documents import SCHEMA, write_outputs
 from benchmarks.core.grid_tables import Row, markdown, peer_table, ratio_table, summary_lines
+from benchmarks.suites import accuracy, key_bias, mask_tables
 from benchmarks.suites import fp8_cache as fp8_cache_speed
 from benchmarks.suites import limits as limit_speed
-from benchmarks.suites import mask_tables
 from benchmarks.suites import rotary as rotary_speed
 from benchmarks.suites import second_order as second_order_speed
 from benchmarks.suites.features import BENCHMARKS
 
 OTHERS = {
+    accuracy.BENCHMARK: accuracy.COLUMNS,
+    key_bias.BENCHMARK: key_bias.COLUMNS,
     rotary_speed.BENCHMARK: rotary_speed.COLUMNS,
     limit_speed.BENCHMARK: limit_speed.COLUMNS,
     second_order_speed.BENCHMARK: second_order_speed.COLUMNS,

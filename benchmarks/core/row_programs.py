@@ -20,12 +20,15 @@ def new_document(
     arguments: Sequence[str] | None,
     options: argparse.Namespace,
 ) -> Row:
-    """Without rows. program: how it is started, by words; arguments: None for the process's."""
+    """Without rows. program: how it is started, by words; arguments: None for the process's.
+    Options without a length of turns are of a program that takes no time.
+    """
+    timed = hasattr(options, "turn_ms")
     return {
         "schema": schema,
         "benchmark": benchmark,
         "command": shlex.join([*program.split(), *(arguments or sys.argv[1:])]),
-        "protocol": protocol_of(options).facts(),
+        **({"protocol": protocol_of(options).facts()} if timed else {}),
         "environment": environment(options.device),
         "results": [],
     }

@@ -29,7 +29,7 @@ SETTINGS = {
     "axes.spines.right": False,
 }
 
-Line = dict[int, float]  # TFLOP/s by length
+Line = dict[int, float]  # what is drawn, TFLOP/s here, by the length or another number
 
 
 def lines_of(card: str) -> dict[str, Line]:
@@ -48,14 +48,14 @@ def line(card: str, which: str, head_dim: int, backend: str) -> Line:
     return {row["seqlen_q"]: round(row["tflops"], 1) for row in rows}
 
 
-def digest(card: str) -> str:
-    """Of what the figure shows."""
-    return hashlib.sha256(json.dumps(lines_of(card)).encode()).hexdigest()[:16]
+def digest(lines: dict[str, Line]) -> str:
+    """Of what a figure shows."""
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 
-def shows(path: Path, card: str) -> bool:
-    """Whether the file was drawn of these results."""
-    return f"<dc:source>{digest(card)}</dc:source>" in path.read_text()
+def metadata(lines: dict[str, Line]) -> dict[str, str | None]:
+    """Of a figure's file."""
+    return {"Date": None, "Creator": None, "Source": digest(lines)}
 
 
 def draw(card: str, path: Path) -> None:
@@ -81,7 +81,7 @@ def draw(card: str, path: Path) -> None:
             frameon=False,
         )
         figure.supxlabel(f"sequence length; one {CARDS[card]}, causal, bf16", fontsize=10)
-        figure.savefig(path, metadata={"Date": None, "Creator": None, "Source": digest(card)})
+        figure.savefig(path, metadata=metadata(lines_of(card)))
         pyplot.close(figure)
 
 

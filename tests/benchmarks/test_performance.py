@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.core import performance, performance_tables, result_files, speed_figure
+from benchmarks.core import performance, performance_tables, result_files
 from benchmarks.core.performance_tables import TEXTS
 from benchmarks.core.result_files import CARDS
 from tests.benchmarks.cases import needs_results
-
-FIGURES = sorted(performance.ROOT.glob(performance.FIGURES))
 
 
 @needs_results
@@ -24,10 +22,10 @@ def test_a_text_is_what_the_results_give(file: str) -> None:
 
 
 @needs_results
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("figure", performance.figures(), ids=lambda path: path.stem)
 def test_a_figure_shows_the_results(figure: Path) -> None:
     command = f"run python -m benchmarks.core.performance --figure docs/{figure.name}"
-    assert speed_figure.shows(figure, performance.card_of(figure)), command
+    assert performance.shows_results(figure), command
     assert figure.stat().st_size < 60_000
 
 
@@ -42,17 +40,19 @@ def test_a_table_is_shown_once(name: str) -> None:
 @pytest.mark.parametrize("card", CARDS)
 def test_a_figure_is_the_same_each_time(card: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = [tmp_path / f"{name}_{card}.svg" for name in ("first", "second")]
+    paths = [tmp_path / name / f"speed_{card}.svg" for name in ("first", "second")]
     for path in paths:
+        path.parent.mkdir()
         assert performance.main(["--figure", str(path)]) == 0
     first, second = (path.read_text() for path in paths)
-    assert first == second and speed_figure.shows(paths[0], card)
+    assert first == second and performance.shows_results(paths[0])
     assert "fill: #ffffff" in first and "forward, D = 64" in first
 
 
-def test_a_figure_is_named_by_its_card() -> None:
+@pytest.mark.parametrize("name", ["speed", "power_h200", "speed_a100"])
+def test_a_figure_is_named_by_what_it_shows_and_its_card(name: str) -> None:
     with pytest.raises(SystemExit, match="such as speed_h200"):
-        performance.main(["--figure", "docs/speed.svg"])
+        performance.main(["--figure", f"docs/{name}.svg"])
 
 
 TEXT = (
