@@ -37,6 +37,7 @@ def merge(
     part: Tensor,
     part_lse: Tensor,
     result: Tensor | None = None,
+    rounding: Tensor | None = None,
 ) -> None: ...
 def rotary(
     x: Tensor,

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import build_info
@@ -102,6 +103,11 @@ def needs_gradient(call: AttentionCall) -> bool:
     return any(x is not None and x.requires_grad for x in inputs)
 
 
+def may_be_differentiated(call: AttentionCall) -> bool:
+    """Whether a derivative is recorded, or a transform may ask for one."""
+    return needs_gradient(call) or is_functorch_active() or forward_ad._current_level >= 0
+
+
 def _check_out(call: AttentionCall, names: Names | None) -> None:
     """Raises for an out that the results of this call cannot be written into."""
     if needs_gradient(call):
@@ -162,6 +168,7 @@ def _by_operator(call: AttentionCall, names: Names | None) -> Results:
 
         split_of(call, names=names_of(call) if names is None else names)  # for its errors' words
     check_vmap_randomness(call.dropout_p, *arguments_of(call, TENSORS))
+    call.keeps_rounding = not call.saves_memory and may_be_differentiated(call)
     padded = call if call.over_cache or not call.q.is_cuda else _padded(call)
     try:
         results = run_operator(padded)

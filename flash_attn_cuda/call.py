@@ -32,9 +32,9 @@ class Argument(NamedTuple):
     """What a field of a description is to those that read all of them.
 
     part: "" for what a backward needs too, "forward" for what it does not, "cache" for what is of
-    calls over caches and pages, which have no backward, "append" for what writes into a cache. Of
-    what comes into a backward, "target" for what it writes, and how, "extension" for what
-    operators do not have.
+    calls over caches and pages, which have no backward, "append" for what writes into a cache,
+    "out" for what operators do not have. Of what comes into a backward, "target" for what it
+    writes, and how, "extension" for what operators do not have.
     shape: of an array that is checked by it alone: B sequences, Hq query heads; or like what.
     dtype: of that array, "int32", "int64" or "lse", softmax_lse's; or of q or the results.
     is_needed: it must not be None.
@@ -138,8 +138,13 @@ class AttentionCall:
     quantizes_tokens: bool = argument(False, part="append")
     fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
     sm_margin: int = argument(0)  # multiprocessors that the kernels of Hopper's family leave
+    # of out, what rounding takes from it (rounding.py), for a backward; where autograd records a
+    # call, of its own accord
+    keeps_rounding: bool = argument(False, part="forward")
     # to be written, by the extension or after an operator
     out: Tensor | None = argument(None, part="out")
+    # autograd does without that
+    saves_memory: bool = argument(False, part="out")
 
     def is_packed(self) -> bool:
         return self.cu_seqlens_q is not None
@@ -200,6 +205,11 @@ class AttentionCall:
     def result_dtype(self) -> torch.dtype:
         """Of out, dq, dk and dv."""
         return self.lse_dtype() if self.fp32_results else self.q.dtype
+
+    def returns_rounding(self) -> bool:
+        """Whether there is an out_rounding: results in 32 bits and more are as computed."""
+        is_rounded = self.result_dtype() != self.lse_dtype()
+        return self.keeps_rounding and is_rounded and not self.reads_in_place()
 
     def softmax_d_shape(self) -> tuple[int, ...]:
         """As lse_shape, with rows rounded up to 128 unless they are packed."""
@@ -274,6 +284,8 @@ class Incoming:
     softmax_lse: Tensor = argument(shape="lse", dtype="lse", is_needed=True)
     rng_state: Tensor | None = argument()
     wants_dbias: bool = argument(False)
+    # None or empty: out alone is known
+    out_rounding: Tensor | None = argument(None, shape="out", dtype="int8")
     dq: Tensor | None = argument(None, part="target", shape="q", dtype="results")
     dk: Tensor | None = argument(None, part="target", shape="k", dtype="results")
     dv: Tensor | None = argument(None, part="target", shape="v", dtype="results")
@@ -304,15 +316,19 @@ class Results(NamedTuple):
     # probabilities before dropout, negative where dropped; None or empty where not wanted
     S_dmask: Tensor | None
     rng_state: Tensor | None  # (2,), int64: seed and offset; None or empty without dropout
+    # as out, int8: what rounding takes from it (rounding.py); None or empty where not wanted
+    out_rounding: Tensor | None = None
 
 
 def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each as operators return it: (0,) for what is not wanted."""
+    out = output_shape(call.q, call.v)
     return {
-        "out": (output_shape(call.q, call.v), call.result_dtype()),
+        "out": (out, call.result_dtype()),
         "softmax_lse": (call.lse_shape(), call.lse_dtype()),
         "S_dmask": (call.s_dmask_shape(), call.q.dtype),
         "rng_state": ((2 if call.dropout_p > 0.0 else 0,), torch.int64),
+        "out_rounding": (out if call.returns_rounding() else (0,), torch.int8),
     }
 
 
@@ -359,7 +375,7 @@ INCOMING_AND_TARGETS = tuple(name for name, x in _INCOMING.items() if x.part != 
 INCOMING_ARRAYS = {name: said for name, said in _INCOMING.items() if said.shape}
 TARGETS = tuple(name for name, said in INCOMING_ARRAYS.items() if said.part == "target")
 # What a derivative in a direction has of what comes into a backward.
-OF_FORWARD = ("out", "softmax_lse", "rng_state")
+OF_FORWARD = ("out", "softmax_lse", "rng_state", "out_rounding")
 TANGENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Tangents)}
 DIRECTIONS = tuple(name for name, said in TANGENTS.items() if said.part == "")
 

@@ -36,6 +36,7 @@ def flash_attn_func(
     block_size: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     attention_chunk: int = 0,
+    keep_rounding: bool = True,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
@@ -81,6 +82,9 @@ def flash_attn_func(
         attention_chunk: query i sees the keys alone that are in its chunk of so many, those from
             p - p % attention_chunk on where p is i + seqlen_k - seqlen_q; 0 for none. It goes with
             everything but an attn_mask and a block_mask.
+        keep_rounding: keep for the backward what rounding to 16 bits takes from out, a byte for
+            each of its numbers. Without it the gradient of q is off where keys and values have a
+            mean, as FlashAttention-2's is (docs/numerics.md).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -111,9 +115,11 @@ def flash_attn_func(
         and sink is None
         and attention_chunk == 0
     ):
-        return _attend(q, k, v, options, return_attn_probs, NAMES)
+        return _attend(q, k, v, options, return_attn_probs, keep_rounding, NAMES)
     check_tensor("q", q)
     call = describe(q=q, k=k, v=v, **options_of(*options))
+    if not keep_rounding:
+        call.saves_memory = True
     masks = Masks(attn_mask, block_mask, block_size)
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, q)
@@ -136,6 +142,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    keep_rounding: bool = True,
 ) -> Result:
     """flash_attn_func with kv (batch, seqlen_k, 2, heads_k, head_dim) for keys and values.
 
@@ -147,7 +155,7 @@ def flash_attn_kvpacked_func(
     )
     check_packed("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(2)
-    return _attend(q, k, v, options, return_attn_probs, _KVPACKED_NAMES)
+    return _attend(q, k, v, options, return_attn_probs, keep_rounding, _KVPACKED_NAMES)
 
 
 def flash_attn_qkvpacked_func(
@@ -160,6 +168,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    keep_rounding: bool = True,
 ) -> Result:
     """flash_attn_func with qkv (batch, seqlen, 3, heads, head_dim) for all three.
 
@@ -171,7 +181,7 @@ def flash_attn_qkvpacked_func(
     )
     check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(2)
-    return _attend(q, k, v, options, return_attn_probs, _QKVPACKED_NAMES)
+    return _attend(q, k, v, options, return_attn_probs, keep_rounding, _QKVPACKED_NAMES)
 
 
 def _attend(
@@ -180,6 +190,7 @@ def _attend(
     v: Tensor,
     options: tuple[Any, ...],
     return_attn_probs: bool,
+    keep_rounding: bool,
     names: Names,
 ) -> Result:
     """A call of nothing but these, whose host time counts most where it is full or causal."""
@@ -190,10 +201,13 @@ def _attend(
         and not (dropout_p or softcap or deterministic)
         and alibi_slopes is None
         and (softmax_scale is None or type(softmax_scale) is float)
+        and keep_rounding
     ):
         results = attend_plainly(q, k, v, softmax_scale, bool(causal), return_attn_probs, names)
         if results is not None:
             out, softmax_lse = results
             return out if softmax_lse is None else (out, softmax_lse, out.new_empty((0,)))
     call = describe(q=q, k=k, v=v, **options_of(*options))
+    if not keep_rounding:
+        call.saves_memory = True
     return attend(call, return_attn_probs, names)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from .arguments import packed_lengths
-from .call import TENSORS, AttentionCall, Incoming
+from .call import DIFFERENTIABLE, TENSORS, AttentionCall, Incoming
 from .checks.tensors import check_no_gradient, refuse_forward_gradients
 from .operators.attention import run_backward_operator
 from .operators.derivatives import run_operator
@@ -85,7 +85,7 @@ def _flash_attn_backward(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
     )
-    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, False, dq, dk, dv)
+    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, dq=dq, dk=dk, dv=dv)
     return _run_backward(call, incoming)
 
 
@@ -187,7 +187,7 @@ def _flash_attn_varlen_backward(
         leftpad_k=leftpad_k,
         **packed_lengths(q, k, given),
     )
-    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, False, dq, dk, dv)
+    incoming = Incoming(dout, dlse, out, softmax_lse, rng_state, dq=dq, dk=dk, dv=dv)
     return _run_backward(call, incoming)
 
 
@@ -201,5 +201,6 @@ def _run(call: AttentionCall) -> Forward:
 
 
 def _run_backward(call: AttentionCall, incoming: Incoming) -> Tensor:
-    refuse_forward_gradients(**(vars(call) | vars(incoming)))
+    given = {name: getattr(call, name) for name in DIFFERENTIABLE}
+    refuse_forward_gradients(**given, dout=incoming.dout, dlse=incoming.dlse)
     return run_backward_operator(call, incoming)

@@ -55,6 +55,7 @@ def flash_attn_varlen_func(
     q_descale: float | Tensor | None = None,
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
+    keep_rounding: bool = True,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -90,8 +91,7 @@ def flash_attn_varlen_func(
             whatever else is in the batch; num_splits is not used then.
         attn_mask: as in flash_attn_func, where seqlen_q and seqlen_k are max_seqlen_q and
             max_seqlen_k, which must be integers; (i, j) is about query i and key j of a sequence,
-            of those that attend and are there. With a mask, or a sink without a block_table, keys
-            are not split, which is batch-invariant.
+            of those that attend and are there. With a mask keys are not split.
         block_mask: likewise. The lengths of a BlockSparsity or a BlockMask are upper bounds of
             those of sequences, and at least max_seqlen_q and max_seqlen_k where those are integers.
         sink: as in flash_attn_func; with a block_table, without a gradient.
@@ -105,6 +105,7 @@ def flash_attn_varlen_func(
             or, with a block_table, (num_pages, page_size, heads_k), with any strides.
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
+        keep_rounding: as in flash_attn_func.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -153,6 +154,8 @@ def flash_attn_varlen_func(
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+    if not keep_rounding:
+        call.saves_memory = True
     if out is not None:
         check_tensor("v", v)
         call.out = out
@@ -177,6 +180,8 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    keep_rounding: bool = True,
 ) -> Result:
     """flash_attn_varlen_func with kv (total_k, 2, heads_k, head_dim) for keys and values.
 
@@ -190,6 +195,8 @@ def flash_attn_varlen_kvpacked_func(
     k, v = kv.unbind(1)
     given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _KVPACKED_NAMES), **options)
+    if not keep_rounding:
+        call.saves_memory = True
     return attend(call, return_attn_probs, _KVPACKED_NAMES)
 
 
@@ -205,6 +212,8 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    keep_rounding: bool = True,
 ) -> Result:
     """flash_attn_varlen_func with qkv (total, 3, heads, head_dim) for all three.
 
@@ -218,4 +227,6 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = qkv.unbind(1)
     given = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _QKVPACKED_NAMES), **options)
+    if not keep_rounding:
+        call.saves_memory = True
     return attend(call, return_attn_probs, _QKVPACKED_NAMES)

@@ -20,6 +20,7 @@
 #include "shared/block_sum.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
+#include "shared/out_rounding.h"
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_scale.h"
 
@@ -69,24 +70,41 @@ __device__ void clear_query_gradient(const PreprocessArguments& args, const Sequ
     *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
 }
 
-// rowsum(dO * out), in the first lane of the row's.
+// What a forward kept of the rounding of a vector of O.
+struct alignas(vector_elements) Rounding {
+  std::int8_t of[vector_elements];
+};
+
+// rowsum(dO * out), in the first lane of the row's. rounding: of out; data null: not known.
 template <class Element>
 __device__ float output_dot(const PreprocessArguments& args, const TensorView& out_view,
-                            const Sequence& sequence, int head, int query, bool is_used, int lane) {
+                            const TensorView& rounding, const Sequence& sequence, int head,
+                            int query, bool is_used, int lane) {
+  using OfElement = OutRounding<std::is_same_v<Element, __half> ? Dtype::fp16 : Dtype::bf16>;
   float dot = 0.0f;
   const int columns = is_used ? args.params.shape.head_dim_v : 0;
   for (int column = lane * vector_elements; column < columns;
        column += vector_elements << args.log2_lanes_per_row) {
+    const auto offset = [&](const TensorView& view) {
+      return sequence.batch_q * view.batch_stride +
+             (std::int64_t(sequence.row_q) + query) * view.row_stride + head * view.head_stride +
+             column;
+    };
     const auto load = [&](const TensorView& view) {
-      return *reinterpret_cast<const Vector<Element>*>(
-          static_cast<const Element*>(view.data) + sequence.batch_q * view.batch_stride +
-          (std::int64_t(sequence.row_q) + query) * view.row_stride + head * view.head_stride +
-          column);
+      return *reinterpret_cast<const Vector<Element>*>(static_cast<const Element*>(view.data) +
+                                                       offset(view));
     };
     const Vector<Element> out = load(out_view);
     const Vector<Element> dout = load(args.params.dout);
+    Rounding kept{};
+    if (rounding.data != nullptr)
+      kept = *reinterpret_cast<const Rounding*>(static_cast<const std::int8_t*>(rounding.data) +
+                                                offset(rounding));
     for (int i = 0; i < vector_elements / 2; ++i) {
-      dot += out.pair(i).x * dout.pair(i).x + out.pair(i).y * dout.pair(i).y;
+      float2 o = out.pair(i);
+      if (rounding.data != nullptr)
+        o = {OfElement::exact(o.x, kept.of[2 * i]), OfElement::exact(o.y, kept.of[2 * i + 1])};
+      dot += o.x * dout.pair(i).x + o.y * dout.pair(i).y;
     }
   }
   for (int step = (1 << args.log2_lanes_per_row) / 2; step > 0; step /= 2)
@@ -127,12 +145,12 @@ __global__ void __launch_bounds__(threads)
                                       static_cast<int>(tile - head * args.q_tiles), work);
   const int query = exists ? (work.tile << args.log2_tile_rows) + row_in_tile : 0;
   const bool is_used = exists && query < work.sequence.seqlen_q;
-  const float dot =
-      output_dot<Element>(args, params.out, work.sequence, head, query, is_used, lane);
+  const float dot = output_dot<Element>(args, params.out, params.out_rounding, work.sequence, head,
+                                        query, is_used, lane);
   float tangent_dot = 0.0f;
   if constexpr (kTangents)
-    tangent_dot =
-        output_dot<Element>(args, params.tangents.out, work.sequence, head, query, is_used, lane);
+    tangent_dot = output_dot<Element>(args, params.tangents.out, {}, work.sequence, head, query,
+                                      is_used, lane);
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
   if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;

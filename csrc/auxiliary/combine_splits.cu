@@ -11,6 +11,7 @@
 #include "flash_attn/api.h"
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
+#include "shared/out_rounding.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -144,6 +145,9 @@ __global__ void __launch_bounds__(threads)
   }
   Output* out = static_cast<Output*>(params.out) + batch * params.out_batch_stride +
                 row_of_batch * params.out_row_stride + head * params.out_head_stride;
+  const TensorView& rounding = params.out_rounding;
+  auto* kept = static_cast<std::int8_t*>(rounding.data) + batch * rounding.batch_stride +
+               row_of_batch * rounding.row_stride + head * rounding.head_stride;
 
   for (int first = 0; first < params.head_dim; first += lanes * kVector) {
     const int column = first + lane * kVector;
@@ -163,8 +167,13 @@ __global__ void __launch_bounds__(threads)
       for (int i = 0; i < classes; ++i) sums[i] = shared_sums[i][lane_of_warp];
       __syncthreads();
     }
-    if (writes && column < params.head_dim)
-      store_columns<Output, kVector>(out + column, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+    if (!writes || column >= params.head_dim) continue;
+    const Columns<kVector> sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    store_columns<Output, kVector>(out + column, sum);
+    if constexpr (kVector == 4 && !std::is_same_v<Output, float>) {
+      constexpr Dtype dtype = std::is_same_v<Output, __half> ? Dtype::fp16 : Dtype::bf16;
+      if (rounding.data != nullptr) store_rounding<dtype>(kept + column, sum.values);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include "auxiliary/vector_types.h"
 #include "flash_attn/merge.h"
 #include "shared/launch.h"
+#include "shared/out_rounding.h"
 
 namespace flash_attn_cuda {
 namespace {
@@ -32,14 +33,23 @@ __device__ float sum_of(float own_share, float own, float others_share, float ot
          (others_share == 0.f ? 0.f : others_share * others);
 }
 
+// The sum in 16 bits and, where it is wanted, what that takes from it.
 template <class Element>
-__device__ void store_narrow(const TensorView& result, std::int64_t place, float4 sum) {
+__device__ void store_narrow(const MergeParams& params, std::int64_t row, int head, int column,
+                             float4 sum) {
   struct alignas(4 * sizeof(Element)) Narrow {
     Element values[4];
   };
-  Element* target = static_cast<Element*>(result.data) + place;
+  const auto place = [&](const TensorView& view) {
+    return row * view.row_stride + head * view.head_stride + column;
+  };
+  Element* target = static_cast<Element*>(params.result.data) + place(params.result);
   *reinterpret_cast<Narrow*>(target) = {
       {Element(sum.x), Element(sum.y), Element(sum.z), Element(sum.w)}};
+  if (params.rounding.data == nullptr) return;
+  const float exact[4] = {sum.x, sum.y, sum.z, sum.w};
+  store_rounding<std::is_same_v<Element, __half> ? Dtype::fp16 : Dtype::bf16>(
+      static_cast<std::int8_t*>(params.rounding.data) + place(params.rounding), exact);
 }
 
 template <class Element>
@@ -77,9 +87,7 @@ __global__ void __launch_bounds__(threads)
     if (params.result.data == nullptr) {
       *reinterpret_cast<float4*>(out + column) = sum;
     } else {
-      store_narrow<Element>(
-          params.result, row * params.result.row_stride + head * params.result.head_stride + column,
-          sum);
+      store_narrow<Element>(params, row, head, column, sum);
     }
   }
 }

@@ -48,6 +48,12 @@ constexpr bool has_tangents(FeatureSet features) { return (features & feature::t
 // Whether a kernel reads k and v of e4m3, and so no others.
 constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m3_kv) != 0; }
 
+// Whether a backward may follow a forward kernel, which then also writes what rounding takes from O
+// (shared/out_rounding.h).
+constexpr bool can_keep_rounding(FeatureSet features) {
+  return !reads_e4m3(features) && !has_tangents(features);
+}
+
 // tiles: a CTA's warps share the queries of a tile. tall: likewise, of more queries, for calls
 // whose lengths they fill better (host/choose_forward.cpp). decode: they share the keys, for tiles
 // of 16 rows.

@@ -20,6 +20,7 @@ struct MergeParams {
   RowView<const float> part_lse;
   TensorView result;  // of result_dtype, at 8 bytes; null data: out is written, otherwise this
   Dtype result_dtype = Dtype::bf16;
+  TensorView rounding;  // of the result, as ForwardParams::out_rounding; null data: not wanted
 };
 
 // Merges in place, by one kernel.

@@ -243,7 +243,11 @@ struct ForwardParams {
   PagedKvParams paged;
   SplitParams split;
   TensorView q, k, v, out;
-  bool fp32_results = false;       // out is fp32, whatever dtype
+  bool fp32_results = false;  // out is fp32, whatever dtype
+  // What rounding takes from out, eight bits of each number (shared/out_rounding.h); data null: not
+  // wanted, or, with tangents, not known. Not of fp32 results, nor of caches and pages. Strides are
+  // multiples of eight.
+  TensorView out_rounding;
   RowView<float> lse;              // natural logarithm
   TangentParams tangents;          // given: out and lse are read, and their tangents written
   DeviceErrors* errors = nullptr;  // may be null
@@ -266,6 +270,7 @@ struct BackwardParams {
   SparsityParams sparsity;     // lists by key tiles
   bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
+  TensorView out_rounding;  // as the forward wrote it; data null: out alone is known
   TensorView dq, dk, dv;
   bool fp32_results = false;  // those three are fp32, whatever dtype
   bool accumulate = false;    // dq, dk and dv are added to; with fp32_results alone
@@ -365,6 +370,7 @@ struct CombineParams {
   std::int64_t rows = 0;               // (batch *) seqlen_q
   const float* out_partial = nullptr;  // (num_splits, rows, num_heads, head_dim)
   const float* lse_partial = nullptr;  // (num_splits, rows, num_heads)
+  TensorView out_rounding;             // ForwardParams::out_rounding
   void* out = nullptr;  // row r, head h at out + r * out_row_stride + h * out_head_stride for rows
                         // of batch 0; rows_per_batch rows further on the next batch begins
   std::int64_t out_batch_stride = 0;

@@ -17,6 +17,7 @@ CombineParams combine_params(const ForwardPlan& plan, const ForwardParams& param
           .rows = query_rows(params),
           .out_partial = plan.out_partial.in(params.workspace),
           .lse_partial = plan.lse_partial.in(params.workspace),
+          .out_rounding = params.out_rounding,
           .out = params.out.data,
           .out_batch_stride = params.out.batch_stride,
           .out_row_stride = params.out.row_stride,

@@ -136,8 +136,8 @@ struct AttentionGradients : torch::autograd::Function<AttentionGradients> {
     context->set_materialize_grads(false);
     *found = gradients_of_call(*call, *incoming);
     save(context, *call,
-         {incoming->dout, incoming->dlse, incoming->out, incoming->softmax_lse,
-          incoming->rng_state});
+         {incoming->dout, incoming->dlse, incoming->out, incoming->softmax_lse, incoming->rng_state,
+          incoming->out_rounding});
     context->saved_data["wants_dbias"] = incoming->wants_dbias;
     variable_list gradients;
     visit(*call, *found, [&](at::Tensor& gradient) { gradients.push_back(gradient); });
@@ -150,7 +150,7 @@ struct AttentionGradients : torch::autograd::Function<AttentionGradients> {
     Incoming incoming;
     restore(context, call,
             {&incoming.dout, &incoming.dlse, &incoming.out, &incoming.softmax_lse,
-             &incoming.rng_state});
+             &incoming.rng_state, &incoming.out_rounding});
     incoming.wants_dbias = context->saved_data.at("wants_dbias").toBool();
     const variable_list edges = edges_of_gradients(call, incoming);
     variable_list results(edges.size() + other_arguments);
@@ -283,9 +283,10 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* context, const at::TensorList& /*edges*/,
                                const AttentionCall* call, Results* results, bool returns_lse) {
     context->set_materialize_grads(false);
-    *results = run_forward_call(*call);
+    *results = run_forward_call(*call, !call->saves_memory);
     // Where the layout asked for a copy, the copy is saved: the backward would need it again.
-    save(context, *call, {results->out, results->softmax_lse, results->rng_state});
+    save(context, *call,
+         {results->out, results->softmax_lse, results->rng_state, results->out_rounding});
     if (!returns_lse) return {results->out};
     return {results->out, results->softmax_lse};
   }
@@ -294,7 +295,8 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     AttentionCall call;
     Incoming incoming;
-    restore(context, call, {&incoming.out, &incoming.softmax_lse, &incoming.rng_state});
+    restore(context, call,
+            {&incoming.out, &incoming.softmax_lse, &incoming.rng_state, &incoming.out_rounding});
     incoming.dout = gradients.at(0);
     if (gradients.size() > 1) incoming.dlse = gradients.at(1);
     const variable_list edges = edges_of(call);
@@ -357,7 +359,7 @@ Results differentiable(const AttentionCall& given, const AttentionCall& call, bo
     results.out = std::move(outputs.at(0));
     if (returns_lse) results.softmax_lse = std::move(outputs.at(1));
   } else {
-    results = run_forward_call(call);
+    results = run_forward_call(call, call.keeps_rounding);
   }
   if (!returns_lse) results.softmax_lse.reset();
   return results;

@@ -52,11 +52,13 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
   // 0 would keep the call from the Hopper kernels.
   const at::Tensor dout =
       given.dout.defined() ? with_kernel_layout(given.dout) : at::zeros_like(out);
+  const at::Tensor out_rounding = known_rounding(given.out_rounding);
   const at::Tensor softmax_lse = contiguous(given.softmax_lse);
   const at::Tensor dlse = given.dlse.defined() ? contiguous(given.dlse) : at::Tensor();
 
   BackwardParams params = backward_params(call);
   params.out = input_view(out);
+  if (out_rounding.defined()) params.out_rounding = input_view(out_rounding);
   params.dout = input_view(dout);
   params.dq = dq.view();
   params.dk = dk.view();
@@ -100,6 +102,8 @@ void check_results(const Incoming& given, const AttentionCall& call) {
       is_packed(call) ? at::IntArrayRef(packed_rows) : at::IntArrayRef(dense_rows);
   check_like("softmax_lse", given.softmax_lse, rows, at::kFloat, q);
   if (given.dlse.defined()) check_like("dlse", given.dlse, rows, at::kFloat, q);
+  if (given.out_rounding.defined() && given.out_rounding.numel() > 0)
+    check_like("out_rounding", given.out_rounding, outputs, at::kChar, q);
   if (given.accumulate) check_accumulate(given, call);
 }
 

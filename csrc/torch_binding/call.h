@@ -66,6 +66,11 @@ inline at::ScalarType result_dtype(const AttentionCall& call) {
   return call.fp32_results ? at::kFloat : call.q.scalar_type();
 }
 
+// Results in fp32 are as computed, and those over a cache have no backward.
+inline bool has_rounding(const AttentionCall& call) {
+  return !call.fp32_results && !reads_in_place(call);
+}
+
 // A negative bound, or one that no kernel could hold, is none.
 inline Window window_of(const AttentionCall& call) {
   const auto bound = [](std::int64_t size) {

@@ -52,7 +52,7 @@ at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& ca
 
 }  // namespace
 
-Results run_forward_call(const AttentionCall& call) {
+Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
   const LaunchScope scope(call.q);
   if (call.rng_state.defined()) check_rng_state(call.rng_state, call.dropout_p, call.q);
   OutputTensor output("out", call.out, output_sizes(call), result_dtype(call), call.q);
@@ -64,6 +64,10 @@ Results run_forward_call(const AttentionCall& call) {
   params.q = input_view(q);
   params.out = output.view();
   params.lse = output_rows(results.softmax_lse);
+  if (keeps_rounding && has_rounding(call)) {
+    results.out_rounding = allocate(output_sizes(call), at::kChar, q);
+    params.out_rounding = output_view(results.out_rounding);
+  }
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   const ForwardPlan plan = plan_forward(params, device_of_call(call));
   at::Tensor workspace;

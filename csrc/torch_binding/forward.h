@@ -6,8 +6,9 @@
 
 namespace flash_attn_cuda::binding {
 
-// Outside autograd. What is undefined was not wanted, or there is no dropout.
-Results run_forward_call(const AttentionCall& call);
+// Outside autograd. What is undefined was not wanted, or there is no dropout. keeps_rounding: as
+// AttentionCall has it.
+Results run_forward_call(const AttentionCall& call, bool keeps_rounding = false);
 
 // What it would run, of tensors without memory too. Allocates nothing.
 // with_tangents: of its derivative in a direction.

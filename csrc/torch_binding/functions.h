@@ -31,7 +31,8 @@ std::vector<at::Tensor> combine(const at::Tensor& out_partial, const at::Tensor&
                                 const OptionalTensor& out, std::optional<at::ScalarType> out_dtype);
 
 void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tensor& part,
-           const at::Tensor& part_lse, const OptionalTensor& result);
+           const at::Tensor& part_lse, const OptionalTensor& result,
+           const OptionalTensor& rounding);
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                   std::int64_t seqlen_offset, const OptionalTensor& seqlen_offsets,

@@ -19,18 +19,33 @@ at::Tensor contiguous_copy(const at::Tensor& tensor) {
   return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous).copy_(tensor);
 }
 
-}  // namespace
-
-bool has_kernel_layout(const at::Tensor& tensor) {
-  // A dimension of fp32 results has as many elements as one of 16 bits.
-  const std::int64_t bytes = std::min<std::int64_t>(tensor.element_size(), bytes_of(Dtype::bf16));
-  const std::int64_t elements = vector_bytes / bytes;
+// Contiguous rows, every one at so many elements from where others begin, the first at so many
+// bytes.
+bool has_rows_of_vectors(const at::Tensor& tensor, std::int64_t elements, std::int64_t bytes) {
   const int last = tensor.dim() - 1;
   if (tensor.stride(last) != 1 || tensor.is_neg()) return false;
   for (int dim = 0; dim < last; ++dim) {
     if (tensor.size(dim) > 1 && tensor.stride(dim) % elements != 0) return false;
   }
-  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % vector_bytes == 0;
+  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
+}
+
+}  // namespace
+
+bool has_kernel_layout(const at::Tensor& tensor) {
+  // A dimension of fp32 results has as many elements as one of 16 bits.
+  const std::int64_t bytes = std::min<std::int64_t>(tensor.element_size(), bytes_of(Dtype::bf16));
+  return has_rows_of_vectors(tensor, vector_bytes / bytes, vector_bytes);
+}
+
+bool has_rounding_layout(const at::Tensor& rounding) {
+  constexpr std::int64_t elements = vector_bytes / bytes_of(Dtype::bf16);
+  return has_rows_of_vectors(rounding, elements, elements);
+}
+
+at::Tensor known_rounding(const at::Tensor& rounding) {
+  if (!rounding.defined() || rounding.numel() == 0) return at::Tensor();
+  return has_rounding_layout(rounding) ? rounding : contiguous_copy(rounding);
 }
 
 bool is_addressable(const at::Tensor& tensor) {

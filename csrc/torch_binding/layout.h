@@ -24,6 +24,12 @@ bool is_expanded(const at::Tensor& tensor);
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 
+// The same of what rounding takes from a result, whose eight bytes go with 16 of that.
+bool has_rounding_layout(const at::Tensor& rounding);
+
+// In that layout; undefined where nothing is known, for which operators have an empty tensor.
+at::Tensor known_rounding(const at::Tensor& rounding);
+
 // The tensor itself where its last dimension is contiguous, else a contiguous copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 

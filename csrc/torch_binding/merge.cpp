@@ -45,7 +45,8 @@ TensorView view_of(const at::Tensor& tensor) {
 }  // namespace
 
 void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tensor& part,
-           const at::Tensor& part_lse, const OptionalTensor& result) {
+           const at::Tensor& part_lse, const OptionalTensor& result,
+           const OptionalTensor& rounding) {
   check_out(out);
   check_like("part", part, out.sizes(), at::kFloat, out);
   check_rows("part", part, out);
@@ -60,11 +61,19 @@ void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tenso
     check_like("result", *result, out.sizes(), dtype, out);
     check_rows("result", *result, out);
   }
+  if (rounding.has_value()) {
+    TORCH_CHECK_VALUE(result.has_value(), "rounding: must be None without result, got a tensor");
+    check_like("rounding", *rounding, out.sizes(), at::kChar, out);
+    TORCH_CHECK_VALUE(has_rounding_layout(*rounding) && !is_expanded(*rounding),
+                      "rounding: must have ", "rows of contiguous columns at 8 bytes, got strides ",
+                      rounding->strides());
+  }
   if (out.numel() == 0) return;
 
   const LaunchScope scope(out);
-  const at::Tensor rounded = result.value_or(at::Tensor());
-  count_writes({&out, &softmax_lse, &rounded});
+  const at::Tensor narrow = result.value_or(at::Tensor());
+  const at::Tensor taken = rounding.value_or(at::Tensor());
+  count_writes({&out, &softmax_lse, &narrow, &taken});
   run_merge(
       {.rows = out.size(0),
        .num_heads = static_cast<int>(out.size(1)),
@@ -74,7 +83,8 @@ void merge(const at::Tensor& out, const at::Tensor& softmax_lse, const at::Tenso
        .lse = {.data = softmax_lse.data_ptr<float>(), .head_stride = softmax_lse.stride(0)},
        .part_lse = {.data = part_lse.const_data_ptr<float>(), .head_stride = part_lse.stride(0)},
        .result = result.has_value() ? view_of(*result) : TensorView{},
-       .result_dtype = result.has_value() ? dtype_of(*result) : Dtype::bf16},
+       .result_dtype = result.has_value() ? dtype_of(*result) : Dtype::bf16,
+       .rounding = rounding.has_value() ? view_of(*rounding) : TensorView{}},
       scope.stream);
 }
 

@@ -78,9 +78,11 @@ void define_others(py::module& module) {
       "Attention over some keys, out (rows, heads, head_dim) and softmax_lse (heads, rows), takes "
       "in\n"
       "attention over others, part and part_lse, all fp32 and in place; result (rows, heads,\n"
-      "head_dim), fp16 or bf16, is written instead of out where it is given.",
+      "head_dim), fp16 or bf16, is written instead of out where it is given, and with it "
+      "rounding,\n"
+      "int8, what that takes from it.",
       py::arg("out"), py::arg("softmax_lse"), py::arg("part"), py::arg("part_lse"),
-      py::arg("result") = py::none());
+      py::arg("result") = py::none(), py::arg("rounding") = py::none());
 
   module.def(
       "rotary", torch::wrap_pybind_function_no_gil(&binding::rotary),

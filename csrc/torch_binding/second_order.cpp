@@ -73,10 +73,12 @@ std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& given, const Incomin
   tangents.tout = allocate(output_sizes(call), call.q.scalar_type(), call.q);
   tangents.tlse = allocate(row_sizes(call), at::kFloat, call.q);
   const at::Tensor out = with_kernel_layout(incoming.out);
+  const at::Tensor out_rounding = known_rounding(incoming.out_rounding);
   const at::Tensor softmax_lse = contiguous(incoming.softmax_lse);
 
   ForwardParams params = forward_params(call);
   params.out = input_view(out);
+  if (out_rounding.defined()) params.out_rounding = input_view(out_rounding);
   params.lse = output_rows(softmax_lse);
   params.tangents = tangent_params(call, tangents);
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;

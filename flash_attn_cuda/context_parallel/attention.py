@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from ..checks.tensors import lse_dtype
 from ..cpu.tiles import sink_gradient
 from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
+from ..rounding import unrounded
 from . import steps
 from .exchange import Exchanges, reordered
 from .head_exchange import Across
 from .load import HeadGroups, even_groups
-from .merge import add_sink_, merge_
+from .merge import add_sink_, merge_, round_into
 from .schedule import DeviceCall, Hop, Schedule
 from .steps import Exchange
 
@@ -42,7 +43,7 @@ class Work:
     first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
     travel between ranks that gather them, of the forward and of the backward; across: ranks that
     share out the heads; returns_lse: whether rows of it travel back to them; number: where it is
-    traced, the number_in_graph.
+    traced, the number_in_graph; keeps_rounding: for a backward, what rounding takes from out.
     """
 
     scheme: str
@@ -54,6 +55,7 @@ class Work:
     across: Across | None = None
     returns_lse: bool = True
     number: int = 0
+    keeps_rounding: bool = False
 
     def given(self, alibi_slopes: Tensor | None, rng_state: Tensor | None) -> Work:
         """With these among the settings."""
@@ -99,6 +101,20 @@ def head_slices(heads_q: int, groups: HeadGroups) -> Iterator[tuple[slice, slice
         first = end
 
 
+class Found(NamedTuple):
+    """Of all the rank's rows and heads."""
+
+    out: Tensor
+    softmax_lse: Tensor
+    out_rounding: Tensor  # empty where it is not kept
+
+
+def room_for_rounding(work: Work, out: Tensor) -> Tensor:
+    """Like out, in a dtype of 16 bits, where what rounding takes from it is kept; else empty."""
+    keeps = work.keeps_rounding and out.dtype != lse_dtype(out.dtype)
+    return out.new_empty(out.shape if keeps else (0,), dtype=torch.int8)
+
+
 @dataclass(frozen=True, eq=False)
 class OfWhole:
     """What the rank's derivatives are given, of all its rows and heads."""
@@ -108,6 +124,7 @@ class OfWhole:
     out: Tensor
     softmax_lse: Tensor
     rng_state: Tensor | None
+    out_rounding: Tensor  # empty: out alone is known
 
     def of_results(self) -> list[Tensor]:
         """Results, which a checkpoint computes again first, and the gradients of a backward."""
@@ -121,21 +138,20 @@ class OfWhole:
             self.out[rows, heads],
             self.softmax_lse[heads, rows].contiguous(),
             self.rng_state,
+            out_rounding=self.out_rounding[rows, heads] if self.out_rounding.dim() > 1 else None,
         )
 
 
-def attend_to_keys(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse) of q over the keys of all ranks that keys travel between."""
+def attend_to_keys(work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Found:
+    """Of q over the keys of all ranks that keys travel between."""
     run = merged_forward if work.schedule.merges else gathered_forward
     exchanges = Exchanges(work.group, work.number)
     rng_state = work.settings.get("rng_state")
     if rng_state is not None and is_compiling():
         exchanges.unread.append(rng_state)  # comes from the first rank, also where nothing is drawn
-    out, softmax_lse = run(work, exchanges, q, k, v, sink)
-    exchanges.end_with(out, softmax_lse)
-    return out, softmax_lse
+    found: Found = run(work, exchanges, q, k, v, sink)
+    exchanges.end_with(found.out, found.softmax_lse)
+    return found
 
 
 def gradients_of_rows(
@@ -163,7 +179,8 @@ def write_gradients_of_rows(
 def gradient_of_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, incoming: OfWhole) -> Tensor:
     assert incoming.dout is not None
     softmax_lse, dlse = incoming.softmax_lse, incoming.dlse
-    softmax_d = (incoming.dout.to(softmax_lse.dtype) * incoming.out).sum(-1).t()
+    out = unrounded(incoming.out, incoming.out_rounding)
+    softmax_d = (incoming.dout.to(softmax_lse.dtype) * out).sum(-1).t()
     softmax_d = softmax_d if dlse is None else softmax_d - dlse
     found = sink_gradient(AttentionCall(q, k, v, sink=sink), softmax_lse, softmax_d)
     assert found is not None
@@ -237,11 +254,13 @@ def arrivals(
 
 def gathered_forward(
     work: Work, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> Found:
     rows, used = work.schedule.rows, work.schedule.used_rows
     out = q.new_empty((rows, q.shape[1], v.shape[-1]))
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
+    rounding = room_for_rounding(work, out)
     out[used:] = 0.0
+    rounding[used:] = 0
     softmax_lse[:, used:] = -torch.inf
     for keys in arrivals(work, exchanges, q.shape[1], k, v):
         heads = keys.heads_q
@@ -253,17 +272,23 @@ def gathered_forward(
                 replace(rows_of_call, sink=sink_of_heads),
                 out[of_q, heads],
                 softmax_lse[heads, of_q],
+                rounding[of_q, heads] if rounding.dim() > 1 else None,
             )
-    return out, softmax_lse
+    return Found(out, softmax_lse, rounding)
 
 
-def attend_into(call: AttentionCall, out: Tensor, softmax_lse: Tensor) -> None:
+def attend_into(
+    call: AttentionCall, out: Tensor, softmax_lse: Tensor, rounding: Tensor | None
+) -> None:
+    call.keeps_rounding = rounding is not None
     if is_plain_cuda_call(call.q, call.k, call.v):
         found = call_extension("forward", out.device, replace(call, out=out))
     else:
         found = run_operator(call)
         out.copy_(found.out)
     softmax_lse.copy_(found.softmax_lse)
+    if rounding is not None:
+        rounding.copy_(found.out_rounding)
 
 
 def gathered_backward(
@@ -422,10 +447,11 @@ def hops_with_keys(
 
 def merged_forward(
     work: Work, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> Found:
     every = slice(0, q.shape[1])
     merged: tuple[Tensor, Tensor] | None = None
     narrow: Tensor | None = None  # out in q's dtype, as far as the last call has finished it
+    rounding = q.new_empty((0,), dtype=torch.int8)  # and what that took from it
     finished = slice(0, 0)
     for call, keys, values, is_last in calls_with_keys(work, exchanges, k, v):
         rows = slice(*call.packed.q)
@@ -441,23 +467,26 @@ def merged_forward(
         out, softmax_lse = merged
         if is_last and sink is None and q.dtype != out.dtype:
             narrow = torch.empty_like(out, dtype=q.dtype)
+            rounding = room_for_rounding(work, narrow)
             finished = rows
         into = None if narrow is None else narrow[rows]
-        merge_(out[rows], softmax_lse[:, rows], part, part_lse, into)
+        taken = rounding[rows] if rounding.dim() > 1 else None
+        merge_(out[rows], softmax_lse[:, rows], part, part_lse, into, taken)
     if merged is None:
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))
         unseen = torch.full(
             (q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype), device=q.device
         )
-        return out, unseen
+        return Found(out, unseen, room_for_rounding(work, out).zero_())
     out, softmax_lse = merged
     if sink is not None:
         add_sink_(out, softmax_lse, sink)
     if narrow is None:
-        return out.to(q.dtype), softmax_lse
+        narrow = torch.empty_like(out, dtype=q.dtype)
+        rounding = room_for_rounding(work, narrow)
     for others in (slice(0, finished.start), slice(finished.stop, q.shape[0])):
-        narrow[others] = out[others]
-    return narrow, softmax_lse
+        round_into(out[others], narrow[others], rounding[others] if rounding.dim() > 1 else None)
+    return Found(narrow, softmax_lse, rounding)
 
 
 def calls_with_keys(

@@ -29,10 +29,10 @@ _OPERANDS = 7  # of ContextAttention
 
 
 class ContextAttention(torch.autograd.Function):
-    """(out, softmax_lse) of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work, whose
-    settings have no tensors: torch.func unwraps operands alone. Where ranks share out the heads,
-    softmax_lse is there if the work returns it, and behind it is what derivatives read: nobody else
-    does, so that it has no gradients.
+    """A Found of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work, whose settings have
+    no tensors: torch.func unwraps operands alone. Where ranks share out the heads, out, softmax_lse
+    if the work returns it, and behind these what derivatives read: nobody else does, so that it has
+    no gradients.
     """
 
     @staticmethod
@@ -155,15 +155,15 @@ class ContextTangents(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         rng_state: Tensor | None,
         *kept: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         work = work.given(alibi_slopes, rng_state)
         direction = Tangents(tq=tq, tk=tk, tv=tv, tsink=tsink)
         if work.across is not None:
             results, of_kept = exchanged_jvp(work, Kept(*kept), sink, direction)
             return *results, *of_kept
-        q, k, v, out, softmax_lse = kept
-        of_forward = OfWhole(None, None, out, softmax_lse, rng_state)
-        return gathered_jvp(work, q, k, v, sink, of_forward, direction)
+        q, k, v, out, softmax_lse, rounding = kept
+        of_forward = OfWhole(None, None, out, softmax_lse, rng_state, rounding)
+        return *gathered_jvp(work, q, k, v, sink, of_forward, direction), None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -193,9 +193,9 @@ def gradients(
     sink = sink if wants_dsink else None
     if work.across is not None:
         return exchanged_backward(work, Kept(*kept), sink, dout, dlse)
-    q, k, v, out, softmax_lse = kept
+    q, k, v, out, softmax_lse, rounding = kept
     dout = torch.zeros_like(out) if dout is None else dout
-    incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state)
+    incoming = OfWhole(dout, dlse, out, softmax_lse, rng_state, rounding)
     found = gradients_of_rows(work, q, k, v, incoming)
     return *found, None if sink is None else gradient_of_sink(q, k, v, sink, incoming)
 

@@ -7,25 +7,42 @@ from torch import Tensor
 
 from .. import build_info
 from ..arguments import is_plain_cuda_call
+from ..rounding import rounded
 
 
 def merge_(
-    out: Tensor, softmax_lse: Tensor, part: Tensor, part_lse: Tensor, result: Tensor | None = None
+    out: Tensor,
+    softmax_lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    result: Tensor | None = None,
+    rounding: Tensor | None = None,
 ) -> None:
     """Adds attention over other keys: out and part (rows, heads, dim), lse (heads, rows).
 
     -inf is the lse of a row that has seen no key. In place, but where a result, of another dtype,
-    is given: it is written instead of out, whose contents are not to be read then.
+    is given: it is written instead of out, whose contents are not to be read then, as is, where it
+    is given, what rounding to that dtype takes from it.
     """
     if takes_kernel(out, part, part_lse):
         assert build_info.extension is not None
-        build_info.extension.merge(out, softmax_lse, part, part_lse, result)
+        build_info.extension.merge(out, softmax_lse, part, part_lse, result, rounding)
         return
     total = torch.logaddexp(softmax_lse, part_lse)
     out.mul_(weight(softmax_lse, total)).addcmul_(part, weight(part_lse, total))
     softmax_lse.copy_(total)
     if result is not None:
-        result.copy_(out)
+        round_into(out, result, rounding)
+
+
+def round_into(exact: Tensor, result: Tensor, rounding: Tensor | None) -> None:
+    """Writes the result and, where there is room for it, what rounding takes from it."""
+    if rounding is None:
+        result.copy_(exact)
+    else:
+        nearest, taken = rounded(exact, result.dtype)
+        result.copy_(nearest)
+        rounding.copy_(taken)
 
 
 def takes_kernel(out: Tensor, part: Tensor, part_lse: Tensor) -> bool:

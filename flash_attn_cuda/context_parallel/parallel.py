@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..arguments import cast_for_autocast, needs_padding, pad_head_dim
+from ..attend import may_be_differentiated
 from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, options_of
 from ..checks.calls import check_numbers
 from ..checks.lengths import check_sm_margin
@@ -207,6 +208,7 @@ class ContextParallel:
         deterministic: bool = False,
         sink: Tensor | None = None,
         return_lse: bool = False,
+        keep_rounding: bool = True,
     ) -> Any:
         """flash_attn_func, or with a plan flash_attn_varlen_func, of this rank's shards.
 
@@ -221,6 +223,7 @@ class ContextParallel:
                 heads_q, head_dim).
             k, v: likewise, with heads_k that divides heads_q.
             alibi_slopes: (heads_q,) or (sequences, heads_q).
+            keep_rounding: as flash_attn_func's.
 
         Returns:
             out as q, or (out, softmax_lse): (batch, heads_q, seqlen / ranks), packed (heads_q,
@@ -264,7 +267,8 @@ class ContextParallel:
             refuse_forward_mode(prepared.scheme, dual)
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
-        out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse)
+        keeps = keep_rounding and may_be_differentiated(call)
+        out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse, keeps)
         if batch_and_rows is not None:
             out = out.unflatten(0, batch_and_rows)
         if softmax_lse is None:
@@ -285,6 +289,7 @@ class ContextParallel:
         prepared: Prepared,
         settings: dict[str, Any],
         return_lse: bool,
+        keeps_rounding: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """(out, softmax_lse) of this rank's rows; softmax_lse is None unless it is returned."""
         columns = v.shape[-1]
@@ -308,6 +313,7 @@ class ContextParallel:
             across=across,
             returns_lse=return_lse,
             number=number_in_graph() if is_compiling() else 0,
+            keeps_rounding=keeps_rounding,
         )
         out, softmax_lse = attend_in_context(q, k, v, sink, slopes, rng_state, work)
         return out[..., :columns], softmax_lse

@@ -6,7 +6,7 @@ others, gave nothing (docs/context_parallel.md).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Kept(NamedTuple):
     v: Tensor
     out: Tensor
     softmax_lse: Tensor
+    out_rounding: Any  # a tensor, of tangents None
 
 
 def on_own_heads(work: Work, heads_q: int) -> tuple[Across, Work, slice]:
@@ -55,8 +56,8 @@ def exchanged_forward(
     assert work.across is not None
     across, own, heads = on_own_heads(work, q.shape[1] // work.across.ranks)
     q, k, v = all_rows((q, k, v), across)
-    out, softmax_lse = attend_to_keys(own, q, k, v, None if sink is None else sink[heads])
-    return own_results(work, across, out, softmax_lse), Kept(q, k, v, out, softmax_lse)
+    found = attend_to_keys(own, q, k, v, None if sink is None else sink[heads])
+    return own_results(work, across, found.out, found.softmax_lse), Kept(q, k, v, *found)
 
 
 def own_results(work: Work, across: Across, out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, ...]:
@@ -89,13 +90,13 @@ def exchanged_backward(
     """(dq, dk, dv, dsink) of this rank's rows; sink: where its gradient is wanted. Zeros travel
     where this rank's loss leaves a result out: those of others may not.
     """
-    q, k, v, out, softmax_lse = kept
+    q, k, v, out, softmax_lse, rounding = kept
     across, own, heads = on_own_heads(work, q.shape[1])
     (dout,) = all_rows((or_zeros(dout, out, across),), across)
     if work.returns_lse:
         of_rows = or_zeros(None if dlse is None else by_row(dlse), by_row(softmax_lse), across)
         dlse = by_head(*all_rows((of_rows,), across))
-    incoming = OfWhole(dout, dlse, out, softmax_lse, own.settings["rng_state"])
+    incoming = OfWhole(dout, dlse, out, softmax_lse, own.settings["rng_state"], rounding)
     room, gradients = side_by_side((q, k, v))
     write_gradients_of_rows(own, q, k, v, incoming, gradients)
     dsink = None
@@ -111,7 +112,7 @@ def exchanged_jvp(
     """((tout,) or (tout, tlse) of this rank's rows, tangents of what is kept). Zeros travel where
     the rank has no tangents: others may have some.
     """
-    q, k, v, out, softmax_lse = kept
+    q, k, v, out, softmax_lse, rounding = kept
     across, own, heads = on_own_heads(work, q.shape[1])
     given = ((direction.tq, q), (direction.tk, k), (direction.tv, v))
     tq, tk, tv = all_rows([or_zeros(t, x, across) for t, x in given], across)
@@ -120,10 +121,10 @@ def exchanged_jvp(
         own,
         *(q, k, v),
         None if sink is None else sink[heads],
-        OfWhole(None, None, out, softmax_lse, own.settings["rng_state"]),
+        OfWhole(None, None, out, softmax_lse, own.settings["rng_state"], rounding),
         Tangents(tq=tq, tk=tk, tv=tv, tsink=None if tsink is None else tsink[heads]),
     )
-    return own_results(work, across, tout, tlse), Kept(tq, tk, tv, tout, tlse)
+    return own_results(work, across, tout, tlse), Kept(tq, tk, tv, tout, tlse, None)
 
 
 def or_zeros(x: Tensor | None, like: Tensor, across: Across) -> Tensor:

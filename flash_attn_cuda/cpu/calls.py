@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Incoming, Results, Tangents
 from ..checks.tensors import output_shape
+from ..rounding import rounded, unrounded
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
 from .sequences import Sequence, append, of_entry, sequences_of
@@ -23,7 +24,9 @@ def forward_on_cpu(
     out 0 and softmax_lse -inf.
     """
     call, q = replace(call, rng_state=rng_state), call.q
-    out = q.new_zeros(output_shape(q, call.v), dtype=call.result_dtype())
+    keeps = call.returns_rounding()
+    dtype = call.lse_dtype() if keeps else call.result_dtype()
+    out = q.new_zeros(output_shape(q, call.v), dtype=dtype)
     softmax_lse = q.new_full(call.lse_shape(), -math.inf, dtype=call.lse_dtype())
     s_dmask = q.new_zeros(call.s_dmask_shape())
     with torch.autocast("cpu", enabled=False):
@@ -35,7 +38,8 @@ def forward_on_cpu(
                 seqlen_q, seqlen_k = each.call.q.shape[1], each.call.k.shape[1]
                 probs = s_dmask[each.entry, :, :seqlen_q, :seqlen_k]
                 probabilities(each.call, lse, probs, tiling)
-    return Results(out, softmax_lse, s_dmask, rng_state)
+    out, rounding = rounded(out, q.dtype) if keeps else (out, q.new_empty((0,), dtype=torch.int8))
+    return Results(out, softmax_lse, s_dmask, rng_state, rounding)
 
 
 def jvp_on_cpu(
@@ -46,6 +50,7 @@ def jvp_on_cpu(
 ) -> tuple[Tensor, Tensor]:
     """(tout, tlse). Rows that are no sequence's get 0."""
     tout = torch.zeros_like(incoming.out, memory_format=torch.contiguous_format)
+    incoming = _with_exact_out(incoming)
     tlse = torch.zeros_like(incoming.softmax_lse, memory_format=torch.contiguous_format)
     made = replace(tangents, tout=tout, tlse=tlse)
     with torch.autocast("cpu", enabled=False):
@@ -61,6 +66,7 @@ def hvp_on_cpu(
     tiling: Tiling = DEFAULT_TILING,
 ) -> Gradients:
     """As backward_on_cpu, of <dout, tout> + <dlse, tlse>."""
+    incoming = _with_exact_out(incoming)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (call.q, call.k, call.v))
     dbias = None
     if incoming.wants_dbias and call.bias is not None:
@@ -92,6 +98,11 @@ def _incoming_of(incoming: Incoming, each: Sequence) -> Incoming:
     )
 
 
+def _with_exact_out(incoming: Incoming) -> Incoming:
+    """With what is known of its rounding."""
+    return replace(incoming, out=unrounded(incoming.out, incoming.out_rounding))
+
+
 def _tangents_of(tangents: Tangents, each: Sequence) -> Tangents:
     """A sequence's part: views, where each.keys is no list of pages."""
     places = {"tq": each.queries, "tk": each.keys, "tv": each.keys}
@@ -117,6 +128,7 @@ def backward_on_cpu(
         dbias = q.new_zeros(call.bias.shape, dtype=call.lse_dtype())
     if incoming.dout is None:
         incoming = replace(incoming, dout=torch.zeros_like(incoming.out))
+    incoming = _with_exact_out(incoming)
     with torch.autocast("cpu", enabled=False):
         for each in sequences_of(given):
             parts = Gradients(

@@ -192,7 +192,8 @@ def _attention_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
     direction = _direction(moved)
     if direction is None:
         return (None,) * len(Results._fields)
-    return (*run_jvp_operator(_call_of(given), _of_forward(given), direction), None, None)
+    found = run_jvp_operator(_call_of(given), _of_forward(given), direction)
+    return found + (None,) * (len(Results._fields) - len(found))
 
 
 attention_op.register_autograd(_attention_backward, setup_context=_save_attention)

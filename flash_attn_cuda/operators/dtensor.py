@@ -95,6 +95,7 @@ def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> 
     rows = layout_of_rows(call)
     return {
         **dict.fromkeys(("dout", "out", "tout"), layouts["q"]),
+        "out_rounding": layouts["q"],
         **dict.fromkeys(("dlse", "softmax_lse", "tlse"), rows),
         **{"d" + name: layouts[name] for name in "qkv"},
         **{"t" + name: layouts[name] for name in DIFFERENTIABLE},
@@ -246,10 +247,12 @@ def _unpacked(call: AttentionCall, part: AttentionCall, found: Results) -> Resul
     """Out and softmax_lse of a part that is packed as the call has them."""
     if not part.is_packed() or call.is_packed():
         return found
-    batch = part.batch()
+    shape = (part.batch(), call.q.shape[1])
+    if found.out_rounding is not None and call.returns_rounding():
+        found = found._replace(out_rounding=found.out_rounding.unflatten(0, shape))
     return found._replace(
-        out=found.out.unflatten(0, (batch, call.q.shape[1])),
-        softmax_lse=_unpacked_rows(found.softmax_lse, batch),
+        out=found.out.unflatten(0, shape),
+        softmax_lse=_unpacked_rows(found.softmax_lse, shape[0]),
     )
 
 
@@ -261,6 +264,7 @@ def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
         "softmax_lse": layout_of_rows(call),
         "S_dmask": (layout_of_q[0], HEADS, WHOLE, WHOLE),
         "rng_state": (WHOLE,),
+        "out_rounding": layout_of_q,
     }
     made = {}
     for name, (shape, _) in forms_of_results(call).items():
@@ -287,6 +291,8 @@ class _DerivativePart:
         if any(name in given for name in DIRECTIONS):
             check_tangents(self.call, tangents)
         check_incoming(self.call, incoming)
+        if incoming.out_rounding is not None and incoming.out_rounding.shape == (0,):
+            incoming = replace(incoming, out_rounding=None)
         every = vars(incoming) | vars(tangents)
         tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
         self.split = split_of(self.call, tensors)
@@ -304,8 +310,8 @@ class _DerivativePart:
             local = local.narrow(-2, first, count)
         if not self.is_repacked:
             return local
-        if name in ("dout", "out", "tout", "tq", "tk", "tv"):
-            return local.flatten(0, 1)
+        if name in ("dout", "out", "tout", "tq", "tk", "tv") or local.dtype == torch.int8:
+            return local.flatten(0, 1) if local.dim() > 1 else local
         if name in ("dlse", "softmax_lse", "tlse"):
             return local.transpose(0, 1).flatten(1).contiguous()
         return local

@@ -35,7 +35,7 @@ HVP_ARGUMENTS = (*OF_BACKWARD, *INCOMING, *TANGENTS)
 
 def _checked_jvp(*args: Any) -> tuple[AttentionCall, Incoming, Tangents]:
     given = dict(zip(JVP_ARGUMENTS, args, strict=True))
-    incoming = Incoming(None, None, *(given[name] for name in OF_FORWARD))
+    incoming = Incoming(None, None, **{name: given[name] for name in OF_FORWARD})
     tangents = Tangents(**{name: given[name] for name in DIRECTIONS})
     return _checked(described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents)
 

@@ -125,7 +125,7 @@ class SumCase:
         call = self.call(generator)
         if call.dropout_p > 0.0:
             call = replace(call, rng_state=torch.tensor([12, 34], device=self.device))
-        out, softmax_lse, _, rng_state = run_operator(call)
+        out, softmax_lse, _, rng_state, _ = run_operator(call)
         dout = torch.randn(out.shape, generator=generator).to(out)
         incoming = Incoming(dout, None, out, softmax_lse, rng_state)
         call = replace(call, fp32_results=True)

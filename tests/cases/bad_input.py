@@ -191,7 +191,7 @@ def origin_call(guards: list[Guard], origin: list[list[int]]) -> Results:
         origin=int32(origin),
         fp32_results=True,
     )
-    out, lse, _, rng_state = run_operator(call)
+    out, lse, _, rng_state, _ = run_operator(call)
     dout, dlse = normal(*out.shape, seed=7), normal(*lse.shape, seed=8, dtype=torch.float32)
     incoming = Incoming(dout, dlse, out.to(q.dtype), lse, rng_state)
     gradients = run_gradients_operator(call, incoming)[:3]

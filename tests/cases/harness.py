@@ -165,9 +165,12 @@ def _padded(x: Tensor) -> Tensor:
 # -- running a case --------------------------------------------------------------------------------
 
 
-def attend(case: Case, inputs: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def attend(
+    case: Case, inputs: Any, q: Tensor, k: Tensor, v: Tensor, **changes: Any
+) -> tuple[Tensor, ...]:
     """(out, lse, S_dmask) of the public function for this case, on these tensors."""
     options = {**case.arguments(), "alibi_slopes": inputs.alibi_slopes, "return_attn_probs": True}
+    options |= changes
     if case.dropout_p > 0.0:
         seed_dropout(case)
     if isinstance(case, VarlenCase):
@@ -206,11 +209,13 @@ def run_forward(case: Case, inputs: Any) -> AttentionResult:
 
 
 def run_forward_backward(
-    case: AttentionCase | VarlenCase, inputs: Any, *, use_dlse: bool = True
+    case: AttentionCase | VarlenCase, inputs: Any, *, use_dlse: bool = True, **changes: Any
 ) -> AttentionResult:
-    """The public function and its gradients, through lse as well where `use_dlse`."""
+    """The public function and its gradients, through lse as well where `use_dlse`; `changes` are
+    other arguments of it.
+    """
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out, lse, _ = attend(case, inputs, *leaves)
+    out, lse, _ = attend(case, inputs, *leaves, **changes)
     outputs, incoming = [out], [inputs.dout]
     if use_dlse:
         outputs.append(lse)

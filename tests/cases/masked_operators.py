@@ -68,7 +68,7 @@ def backward_fields(
 ) -> dict[str, Any]:
     """The same and those of an Incoming."""
     given = forward_fields(packed, dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.3)
-    out, lse, _, rng_state = _ops.attention(*arguments(**given))
+    out, lse, _, rng_state, _ = _ops.attention(*arguments(**given))
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
     results = {"out": out, "softmax_lse": lse, "rng_state": rng_state, "wants_dbias": True}

@@ -97,7 +97,7 @@ def run_whole(documents: Documents, inputs: Inputs, **options: Any) -> tuple[Res
         **lengths_of([range(x) for x in documents.lengths_k], "k", inputs.q),
         **options,
     )
-    out, lse, _, rng_state = run_operator(call)
+    out, lse, _, rng_state, _ = run_operator(call)
     incoming = Incoming(inputs.dout, inputs.dlse, out.to(inputs.q.dtype), lse, rng_state)
     return Results(out, lse, list(run_gradients_operator(call, incoming)[:3])), rng_state
 
@@ -114,7 +114,7 @@ def run_parts(
     parts = list(documents.parts())
     for of_q, of_k in parts:
         call, index_q, _ = part_call(documents, inputs, of_q, of_k, rng_state, **options)
-        out, lse, _, _ = run_operator(call)
+        out, lse, *_ = run_operator(call)
         assert out.dtype == lse.dtype
         _merge(found, index_q, out.double(), lse.double())
     out, lse = found.out.to(inputs.q.dtype), found.lse.to(inputs.dlse.dtype)

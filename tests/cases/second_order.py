@@ -226,7 +226,7 @@ def call_of_case(case: MaskedCase, inputs: MaskedInputs, **others: Any) -> Atten
 def described(problem: Problem) -> tuple[AttentionCall, Incoming, Tangents]:
     """What attention_hvp is given."""
     call, of = call_of_case(problem.case, problem.inputs), problem.inputs.of
-    out, lse, _, rng_state = run_operator(call)
+    out, lse, _, rng_state, _ = run_operator(call)
     incoming = Incoming(of.dout, of.dlse, out, lse, rng_state, "bias" in problem.leaves)
     tangents = Tangents(**{f"t{name}": problem.tangents.get(name) for name in LEAVES})
     tout, tlse = run_jvp_operator(call, incoming, tangents)

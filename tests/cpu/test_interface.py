@@ -31,22 +31,23 @@ TRAINING = (
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
 MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_chunk=0"
+ROUNDING = "keep_rounding=True"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 MASK = "causal, window_size_left, window_size_right, softcap, alibi_slopes"
 BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 
 # FlashAttention-2's parameters, and behind them this package's own.
 SIGNATURES = {
-    "flash_attn_func": f"q, k, v, {TRAINING}, *, {MASKS}",
-    "flash_attn_kvpacked_func": f"q, kv, {TRAINING}",
-    "flash_attn_qkvpacked_func": f"qkv, {TRAINING}",
+    "flash_attn_func": f"q, k, v, {TRAINING}, *, {MASKS}, {ROUNDING}",
+    "flash_attn_kvpacked_func": f"q, kv, {TRAINING}, *, {ROUNDING}",
+    "flash_attn_qkvpacked_func": f"qkv, {TRAINING}, *, {ROUNDING}",
     "flash_attn_varlen_func": (
         f"q, k, v, {LENGTHS}, {TRAINING}, block_table=None, *, seqused_q=None, seqused_k=None, "
         f"leftpad_k=None, num_splits=0, batch_invariant=False, {MASKS}, out=None, "
-        "q_descale=None, k_descale=None, v_descale=None"
+        f"q_descale=None, k_descale=None, v_descale=None, {ROUNDING}"
     ),
-    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TRAINING}",
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TRAINING}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TRAINING}, *, {ROUNDING}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TRAINING}, *, {ROUNDING}",
     "flash_attn_with_kvcache": (
         "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
         "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
@@ -276,7 +277,7 @@ class TestExtensionRoute:
                 window=(call.window_size_left, call.window_size_right),
                 softcap=call.softcap,
             )
-            return Results._make((out, lse if returns_lse else None, None, None))
+            return Results(out, lse if returns_lse else None, None, None)
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

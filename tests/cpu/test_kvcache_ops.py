@@ -323,7 +323,7 @@ class TestExtensionRoute:
                 raise RuntimeError("the extension's own words")
             batch, seqlen_q, heads_q, _ = call.q.shape
             assert returns_lse
-            return Results._make((call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None))
+            return Results(call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None)
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

@@ -97,7 +97,7 @@ def test_dtype_of_the_gradient_of_a_bias(dtype: torch.dtype, packed: bool) -> No
 
 def test_gradients_are_those_of_autograd() -> None:
     given = forward_fields(packed=False, requires_grad=True, dropout_p=0.3)
-    out, lse, _, rng_state = _ops.attention(*arguments(**given))
+    out, lse, _, rng_state, _ = _ops.attention(*arguments(**given))
     assert [x.requires_grad for x in (out, lse, rng_state)] == [True, True, False]
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     leaves = [given[name] for name in ("q", "k", "v", "bias", "sink")]

@@ -85,7 +85,7 @@ class TestExtensionRoute:
         def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
             self.calls.append(call)
             lse = torch.zeros(call.lse_shape()) if returns_lse else None
-            return Results._make((call.q.clone(), lse, None, None))
+            return Results(call.q.clone(), lse, None, None)
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

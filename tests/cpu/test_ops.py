@@ -49,7 +49,7 @@ def test_opcheck_forward() -> None:
 
 def backward_inputs() -> dict[str, Any]:
     q, k, v = make_inputs()
-    out, lse, _, _ = _ops.attention(*arguments(q, k, v, **OPTIONS))
+    out, lse, *_ = _ops.attention(*arguments(q, k, v, **OPTIONS))
     given = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out}
     return {**given, "softmax_lse": lse}
 
@@ -313,7 +313,7 @@ def test_opcheck_with_every_feature() -> None:
         inputs = make_inputs(requires_grad=requires_grad)
         opcheck(_ops.attention, arguments(*inputs, **options))
     q, k, v = make_inputs()
-    out, lse, _, state = _ops.attention(*arguments(q, k, v, **options))
+    out, lse, _, state, _ = _ops.attention(*arguments(q, k, v, **options))
     results = {"out": out, "softmax_lse": lse, "rng_state": state}
     incoming = {"dout": out.sin(), "dlse": lse.sin()}
     given = gradients_arguments(q=q, k=k, v=v, **options, **results, **incoming)

@@ -90,7 +90,7 @@ def test_sink_of_one_part() -> None:
         call, rows, _ = part_call(
             documents, inputs, of_q, of_k, causal=True, sink=sink if is_first else None
         )
-        part, lse, _, _ = run_operator(call)
+        part, lse, *_ = run_operator(call)
         weight = (lse - whole.lse[:, rows]).exp()
         weights[:, rows] += weight
         out[rows] += part * weight.T[..., None]
@@ -108,7 +108,7 @@ def test_streams_are_of_heads() -> None:
     assert call.origin is not None
     call.origin[0, 0] = 3
     last = replace(call, **{name: getattr(call, name)[:, 3:] for name in "qkv"})
-    out, _, _, used = run_operator(last)
+    out, _, _, used, _ = run_operator(last)
     torch.testing.assert_close(out, whole.out[:, 3:])
     assert torch.equal(used, rng_state)
 
@@ -116,13 +116,13 @@ def test_streams_are_of_heads() -> None:
 def test_a_given_state_is_not_drawn() -> None:
     q = torch.randn(1, 32, 2, 8)
     call = AttentionCall(q, q, q, dropout_p=0.5)
-    out, _, _, rng_state = run_operator(call)
+    out, _, _, rng_state, _ = run_operator(call)
     before = torch.get_rng_state()
-    again, _, _, used = run_operator(replace(call, rng_state=rng_state))
+    again, _, _, used, _ = run_operator(replace(call, rng_state=rng_state))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(again, out) and torch.equal(used, rng_state)
     assert used.data_ptr() != rng_state.data_ptr()
-    *_, unused = run_operator(replace(call, rng_state=rng_state, dropout_p=0.0))
+    *_, unused, _ = run_operator(replace(call, rng_state=rng_state, dropout_p=0.0))
     assert unused.numel() == 0
 
 
@@ -135,7 +135,7 @@ def test_windows_that_do_not_reach(shift: int, options: str) -> None:
     call, _, _ = part_call(documents, inputs, of_q, of_k, **OPTIONS[options])
     assert call.origin is not None
     call.origin[:, 3] = shift
-    out, lse, _, _ = run_operator(call)
+    out, lse, *_ = run_operator(call)
     sees_all = shift > 0 if options == "causal" else options == "left" and shift < 0
     incoming = Incoming(inputs.dout, None, inputs.dout, inputs.dlse, None)
     gradients = run_gradients_operator(call, incoming)[:3]
@@ -169,7 +169,7 @@ def test_fp32_results(dtype: torch.dtype) -> None:
 def test_fp32_results_are_no_less_than_the_inputs(dtype: torch.dtype) -> None:
     q = torch.randn(1, 5, 2, 8, dtype=dtype)
     call = AttentionCall(q, q, q, fp32_results=True)
-    out, lse, _, _ = run_operator(call)
+    out, lse, *_ = run_operator(call)
     gradients = run_gradients_operator(call, Incoming(out, None, out, lse, None))[:3]
     assert all(x.dtype == dtype for x in (out, *gradients))
 
@@ -198,7 +198,7 @@ def test_autograd_of_a_part() -> None:
     call, rows, _ = part_call(documents, inputs, of_q, of_k, causal=True, fp32_results=False)
     for x in (call.q, call.k, call.v):
         x.requires_grad_()
-    out, lse, _, rng_state = run_operator(call)
+    out, lse, _, rng_state, _ = run_operator(call)
     loss = (out * inputs.dout[rows]).sum()
     found = torch.autograd.grad(loss, (call.q, call.k, call.v))
     incoming = Incoming(inputs.dout[rows], None, out.detach(), lse.detach(), rng_state)
@@ -321,8 +321,8 @@ def test_places_that_dropout_cannot_count_from(row: tuple[int, ...]) -> None:
 def test_opcheck(dropout_p: float) -> None:
     call = a_call(causal=True, dropout_p=dropout_p, rng_state=torch.tensor([7, 4]))
     opcheck(_ops.attention, arguments_of(call, READ))
-    out, lse, _, rng_state = run_operator(call)
-    names = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias")
+    out, lse, _, rng_state, _ = run_operator(call)
+    names = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias", "out_rounding")
     rounded = out.bfloat16()
     incoming = Incoming(rounded, None, rounded, lse, rng_state)
     given: tuple[Any, ...] = arguments_of(call, OF_BACKWARD) + arguments_of(incoming, names)

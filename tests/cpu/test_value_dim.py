@@ -137,7 +137,7 @@ SCORES = {"softmax_scale": 24**-0.5, "causal": True}
 def test_opcheck() -> None:
     torch.library.opcheck(_ops.attention, arguments(*make_inputs(), **SCORES))
     q, k, v = (x.detach() for x in make_inputs())
-    out, lse, _, rng_state = _ops.attention(*arguments(q, k, v, **SCORES))
+    out, lse, _, rng_state, _ = _ops.attention(*arguments(q, k, v, **SCORES))
     given = {"q": q, "k": k, "v": v, **SCORES, "dout": torch.randn_like(out), "out": out}
     given |= {"softmax_lse": lse, "rng_state": rng_state}
     targets = {f"d{name}": torch.empty_like(given[name]) for name in "qkv"}
@@ -205,7 +205,7 @@ def test_meta_tensors_and_vmap() -> None:
 
 def test_gradients_are_those_of_out() -> None:
     q, k, v = (x.detach() for x in make_inputs())
-    out, lse, _, rng_state = _ops.attention(*arguments(q, k, v, **SCORES))
+    out, lse, _, rng_state, _ = _ops.attention(*arguments(q, k, v, **SCORES))
     given = {"q": q, "k": k, "v": v, **SCORES, "softmax_lse": lse, "rng_state": rng_state}
     given |= {"dout": out, "out": out}
     for name in ("dout", "out"):

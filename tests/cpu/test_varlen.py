@@ -217,7 +217,7 @@ def test_probabilities(lengths: str) -> None:
     sizes = (case.max_seqlen_q + 1, case.max_seqlen_k + 2)
     bounds: dict[str, Any] = dict(zip(("max_seqlen_q", "max_seqlen_k"), sizes, strict=True))
     call = replace(varlen_call_of(case, inputs), return_softmax=True, **bounds)
-    _, lse, probs, _ = forward_on_cpu(call, RNG_STATE)
+    _, lse, probs, *_ = forward_on_cpu(call, RNG_STATE)
     assert probs is not None
     assert probs.shape == (case.batch, case.num_heads_q, *sizes)
     keep = keep_mask(SEED, OFFSET, 0.3, case.batch, case.num_heads_q, *sizes)

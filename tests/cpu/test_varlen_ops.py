@@ -181,7 +181,7 @@ def test_opcheck_forward_over_pages(requires_grad: bool) -> None:
 
 def backward_fields() -> dict[str, Any]:
     given = forward_fields(dropout_p=0.3, deterministic=False)
-    out, lse, _, rng_state = _ops.attention(*arguments(**given))
+    out, lse, _, rng_state, _ = _ops.attention(*arguments(**given))
     incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
     return {**given, **incoming, "out": out, "softmax_lse": lse, "rng_state": rng_state}
 
@@ -395,7 +395,7 @@ class TestExtensionRoute:
             if call.deterministic:
                 raise RuntimeError("the extension's own words")
             lse = call.q.new_empty(call.q.shape[1], call.q.shape[0]) if returns_lse else None
-            return Results._make((call.q, lse, None, None))
+            return Results(call.q, lse, None, None)
 
     @pytest.fixture
     def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:

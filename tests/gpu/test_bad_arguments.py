@@ -27,7 +27,7 @@ from flash_attn_cuda.interface import (
     _flash_attn_varlen_forward,
 )
 from tests.cases.bad_input import int32, normal, varlen_inputs
-from tests.cases.harness import DEVICE, ON_CPU, bits
+from tests.cases.harness import DEVICE, bits
 
 pytestmark = pytest.mark.gpu
 
@@ -122,8 +122,18 @@ HOST_ERRORS: list[tuple[Callable[..., Any], Callable[..., dict[str, Any]], dict[
     (flash_attn_with_kvcache, cached, {"num_splits": -1}, "num_splits"),
     (flash_attn_with_kvcache, cached, {"num_splits": 257}, "num_splits"),
     (flash_attn_with_kvcache, cached, {"softmax_scale": NAN}, "softmax_scale"),
-    (flash_attn_with_kvcache, cached, {"q": normal(2, 3, 4, 64).requires_grad_()}, "q"),
-    (flash_attn_with_kvcache, cached, {"k_cache": normal(2, 9, 2, 64).requires_grad_()}, "k_cache"),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"q": normal(2, 3, 4, 64).requires_grad_(), "k": new_keys(1), "v": new_keys(1)},
+        "q",
+    ),
+    (
+        flash_attn_with_kvcache,
+        cached,
+        {"k_cache": normal(2, 9, 2, 64).requires_grad_(), "k": new_keys(1), "v": new_keys(1)},
+        "k_cache",
+    ),
     (flash_attn_with_kvcache, paged, {"block_table": int32((1, 2))}, "block_table"),
     (flash_attn_with_kvcache, paged, {"block_table": int32(((1, 2),) * 3)}, "block_table"),
     (flash_attn_with_kvcache, paged, {"block_table": torch.ones(2, 2)}, "block_table"),
@@ -267,13 +277,9 @@ def test_what_a_backward_is_given(change: str, varlen: bool) -> None:
     function, arguments = backward_arguments(varlen, dropout_p=0.2)
     function(**arguments)
     name, alter = BAD_SAVED[change]
-    targets = [arguments[x] for x in ("dq", "dk", "dv")]
-    versions = [x._version for x in targets]
     arguments[name] = alter(arguments[name])
     with pytest.raises((ValueError, TypeError), match=rf"^{name}: "):
         function(**arguments)
-    # Torch counts a write before its operators check, which run on the CPU.
-    assert ON_CPU or [x._version for x in targets] == versions
 
 
 @pytest.mark.cuda_only

@@ -182,7 +182,7 @@ def test_what_dropout_returns(extension: Any, return_softmax: bool) -> None:
     q, k, v = tensor(), tensor(), tensor()[:, :-1]
     k = k[:, :-1]
     for p in (0.0, 0.5):
-        *_, s_dmask, rng_state = forward(
+        *_, s_dmask, rng_state, _ = forward(
             extension, q, k, v, p_dropout=p, return_softmax=return_softmax
         )
         shape = (BATCH, HEADS, SEQLEN, SEQLEN - 1) if return_softmax and p > 0.0 else (0,)
@@ -290,6 +290,16 @@ def test_writing_a_given_output_counts_as_a_change(extension: Any) -> None:
     before = out._version
     forward(extension, tensor(), tensor(), tensor(), out=out)
     assert out._version == before + 1
+
+
+def test_a_refused_backward_changes_nothing(extension: Any) -> None:
+    """All targets are checked before one counts as written."""
+    q, k, v, dout, dq = (tensor() for _ in range(5))
+    out, lse, *_ = forward(extension, q, k, v)
+    version, before = dq._version, dq.clone()
+    with pytest.raises(ValueError, match=r"^dv: "):
+        backward(extension, dout, q, k, v, out, lse, dq=dq, dv=tensor()[:1])
+    assert dq._version == version and torch.equal(dq, before)
 
 
 @pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])

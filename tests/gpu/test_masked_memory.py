@@ -329,7 +329,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.attention.default, forward, **close)
     detached = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
     detached = {name: x.detach() for name, x in detached.items()}
-    out, lse, _, state = OPS.attention(*arguments(**detached, **described))
+    out, lse, _, state, _ = OPS.attention(*arguments(**detached, **described))
     incoming = {"dout": inputs.of.dout, "dlse": inputs.of.dlse, "wants_dbias": True}
     incoming |= {"out": out, "softmax_lse": lse, "rng_state": state}
     backward = gradients_arguments(**detached, **described, **incoming)

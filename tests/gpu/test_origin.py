@@ -182,7 +182,7 @@ def test_the_origin_of_a_whole_changes_no_bit(head_dim: int, mask: str, features
         call, _, _ = part_call(
             whole, inputs, of_q, of_k, state, **options, fp32_results=fp32_results
         )
-        out, lse, _, _ = run_operator(call)
+        out, lse, *_ = run_operator(call)
         incoming = Incoming(inputs.dout, inputs.dlse, expected.out, expected.lse, rng_state)
         gradients = list(run_gradients_operator(call, incoming)[:3])
         for name, x in Results(out, lse, gradients).named().items():
@@ -216,7 +216,7 @@ def test_dropout_of_a_part_is_that_of_its_place(head_dim: int, place: tuple[int,
     )
     inputs = Inputs(q, k, v, torch.zeros_like(q), torch.zeros(2, seqlen_q, device=DEVICE))
     skip_without(inputs, {"dropout_p": p})
-    out, lse, _, used = run_operator(call)
+    out, lse, _, used, _ = run_operator(call)
     assert torch.equal(used, rng_state)
     kept = keep_mask(
         *(rng_state.cpu(), p, range(1), range(stream, stream + 2), 2),
@@ -245,7 +245,7 @@ def test_windows_that_do_not_reach(head_dim: int, mask: str, shift: int) -> None
     call, _, _ = part_call(documents, inputs, of_q, of_k, **MASKS[mask])
     assert call.origin is not None
     call.origin[:, 3] = shift
-    out, lse, _, _ = run_operator(call)
+    out, lse, *_ = run_operator(call)
     incoming = Incoming(inputs.dout, None, inputs.dout, inputs.dlse, None)
     gradients = run_gradients_operator(call, incoming)[:3]
     if shift > 0 if mask == "causal" else mask == "left" and shift < 0:  # all is visible
@@ -282,7 +282,7 @@ def test_rows_that_are_no_sequences(head_dim: int, mask: str, features: str) -> 
         name: Guard(name, torch.full_like(x, torch.nan, dtype=torch.float32), margin=64)
         for name, x in of_rows.items()
     }
-    out, lse, _, rng_state = run_operator(call)
+    out, lse, _, rng_state, _ = run_operator(call)
     if not ON_CPU:
         with torch.no_grad():
             build_info.extension.forward(replace(call, out=guards["out"].tensor))
@@ -293,7 +293,7 @@ def test_rows_that_are_no_sequences(head_dim: int, mask: str, features: str) -> 
     run_backward_operator(
         call, Incoming(with_gap(inputs.dout), dlse, rounded, lse, rng_state, **targets)
     )
-    small_out, small_lse, _, _ = run_operator(expected)
+    small_out, small_lse, *_ = run_operator(expected)
     assert torch.equal(out[:-gap], small_out) and torch.equal(lse[:, :-gap], small_lse)
     assert not out[-gap:].any() and bool((lse[:, -gap:] == -torch.inf).all())
     for name, x in targets.items():
@@ -318,7 +318,7 @@ def test_garbage_stays_inside() -> None:
         garbage[:, 1:3] &= ~15
         garbage[:, 1:3] %= 1 << 30
         call.origin = garbage.to(DEVICE)
-        out, lse, _, _ = run_operator(call)
+        out, lse, *_ = run_operator(call)
         rounded = out.bfloat16()
         incoming = Incoming(inputs.dout[rows], inputs.dlse[:, rows], rounded, lse, state)
         for x in (out, *run_gradients_operator(call, incoming)[:3]):

@@ -163,7 +163,7 @@ def test_every_row_of_given_gradients_is_written() -> None:
     )
     skip_without_row(case)
     inputs = case.make_inputs()
-    expected = run_forward_backward(case, inputs)
+    expected = run_forward_backward(case, inputs, keep_rounding=False)
     targets = [torch.full_like(x, torch.nan) for x in (inputs.q, inputs.k, inputs.v)]
     softmax_d = _flash_attn_varlen_backward(
         *(inputs.dout, inputs.q, inputs.k, inputs.v, expected.out, expected.lse, *targets),

@@ -40,6 +40,7 @@ PROGRAMS = {
 }
 # Those with a CUDA runtime of the test's own: only its headers are needed.
 CUDA_PROGRAMS = {
+    "test_out_rounding": (),
     "test_tensor_map": ("tensor_map",),
     "test_plan_forward": PLAN_FORWARD,
     "test_plan_decode": PLAN_FORWARD,

@@ -222,6 +222,8 @@ KINDS = ("causal", "bidirectional", "window", "window on both sides", "chunks", 
     ],
 )
 def test_masks_that_nobody_may_read(where: str, rows: str, kind: str) -> None:
+    if where == "vmap" and rows != "unmasked" and torch.__version__ < "2.11":
+        pytest.skip("torch.vmap of this torch has no rule for views in another dtype")
     attention, layer = AttentionInterface._global_mapping[OURS], torch.nn.Module()
     mask = lengths_mask([6, 9], "left", "cpu").bool()
     mask[1, 4] = False

@@ -270,13 +270,16 @@ def outputs_of(model: Any, real: Tensor | None, backward: bool, **inputs: Any) -
 def assert_as_good(
     actual: Outputs, references: Sequence[Outputs], exact: Outputs, dtype: torch.dtype
 ) -> None:
+    # References keep P. A flash backward makes it of lse, which fp32 rounds by |lse| * 2^-24: Gemma
+    # 4's scores, which nothing scales, are large.
+    times = 12 if dtype == torch.float32 else 3
     for name, truth in exact.items():
         error = (actual[name] - truth).abs().max().item()
         # A reference that is exact by luck is no measure: of few numbers, that is likely.
         few = truth.numel() < 16
         floor = max(2e-6, few * (0.5 if name == "loss" else 8.0) * torch.finfo(dtype).eps)
         worst = max((reference[name] - truth).abs().max().item() for reference in references)
-        allowed = 3 * worst + floor * truth.abs().max().item()
+        allowed = times * worst + floor * truth.abs().max().item()
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 

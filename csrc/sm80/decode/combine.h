@@ -81,7 +81,7 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
     const Denominator total{.sum = sum, .offset = reference};
     out.scale(total.inverse());
     if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
-    store_output<Element>(args, sequence, row, column, out);
+    store_output<Traits>(args, sequence, row, column, out);
   }
 }
 

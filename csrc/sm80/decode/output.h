@@ -4,6 +4,7 @@
 
 #include "shared/fragments.h"
 #include "shared/online_softmax.h"
+#include "shared/out_rounding.h"
 #include "sm80/decode/split.h"
 
 namespace flash_attn_cuda::sm80 {
@@ -162,7 +163,7 @@ CUTE_DEVICE float* lse_pointer(DecodeArguments const& args, Sequence const& sequ
 }
 
 // Columns of a row -> out, in its dtype.
-template <class Element>
+template <class Traits>
 CUTE_DEVICE void store_output(DecodeArguments const& args, Sequence const& sequence,
                               PackedRow const& row, int column, OutputChunk const& chunk) {
   ForwardParams const& params = args.params;
@@ -174,9 +175,13 @@ CUTE_DEVICE void store_output(DecodeArguments const& args, Sequence const& seque
   };
   if (params.fp32_results) {
     store_as(float{});
-  } else {
-    store_as(Element{});
+    return;
   }
+  store_as(typename Traits::Element{});
+  if (!can_keep_rounding(Traits::config.features) || params.out_rounding.data == nullptr) return;
+  auto* kept = row_pointer<std::int8_t>(params.out_rounding, sequence.batch_q, row.head,
+                                        sequence.row_q + row.query);
+  store_rounding<Traits::config.dtype>(kept + column, chunk.values);
 }
 
 // All warps must have left theirs. is_alone: the tile has no other split.
@@ -219,7 +224,7 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
       *reinterpret_cast<float4*>(partial.out + column) = chunk.as_vector();
     } else {
       if (column == 0) *lse_pointer(args, sequence, row) = total.lse();
-      store_output<Element>(args, sequence, row, column, chunk);
+      store_output<Traits>(args, sequence, row, column, chunk);
     }
   }
 }

@@ -22,6 +22,7 @@
 #include "shared/scores/score_bias.h"
 #include "shared/scores/score_modifiers.h"
 #include "shared/sequence/paged_kv.h"
+#include "shared/write_rounding.h"
 #include "sm80/epilogue.h"
 #include "sm80/forward/traits.h"
 
@@ -163,6 +164,15 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     return;
   }
 
+  if constexpr (Traits::keeps_rounding) {
+    if (params.out_rounding.data != nullptr) {
+      auto* kept = row_pointer<std::int8_t>(params.out_rounding, sequence.batch_q, head,
+                                            sequence.row_q + query_begin);
+      write_rounding<Traits::config.dtype>(kept + column_begin, params.out_rounding.row_stride,
+                                           output, rows, columns,
+                                           [&](int i) { return get<0>(coords(i, 0)); });
+    }
+  }
   // A warp's rows of O lie where its own rows of Q lay, so only the read-back needs the barrier.
   auto sO = smem_tile<typename Traits::OutputLayout>(smem.q);
   if (Traits::shares_columns) __syncthreads();  // the rows of narrower tiles lie elsewhere

@@ -32,6 +32,7 @@ struct ForwardTraits {
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool has_bias = has(feature::bias);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
+  static constexpr bool keeps_rounding = can_keep_rounding(config.features);
 
   // Whether registers are left for pointers to K and V from block to block.
   static constexpr bool keeps_pointers = own.keeps_pointers;

@@ -16,6 +16,7 @@
 
 #include "shared/dropout/dropout.h"
 #include "shared/online_softmax.h"
+#include "shared/out_rounding.h"
 #include "shared/row_tangents.h"
 #include "sm80/epilogue.h"
 #include "sm80/jvp/scores.h"
@@ -84,22 +85,29 @@ CUTE_DEVICE void write_tangents(JvpArguments const& args, TileWork const& work, 
   const Element* out =
       row_pointer<Element>(params.out, sequence.batch_q, work.head, sequence.row_q + query_begin) +
       column_begin;
+  const std::int8_t* rounding = nullptr;
+  if (params.out_rounding.data != nullptr)
+    rounding = row_pointer<std::int8_t>(params.out_rounding, sequence.batch_q, work.head,
+                                        sequence.row_q + query_begin) +
+               column_begin;
   float* row_lse = lse_rows(params.tangents.lse, sequence, work.head) + query_begin;
-  struct alignas(2 * sizeof(Element)) Pair {
-    Element x, y;
-  };
   CUTE_UNROLL
   for (int row = 0; row < Traits::rows_per_thread; ++row) {
     const int query = get<0>(coords(row, 0));
     const bool attends = query_begin + query < sequence.seqlen_q;
     const Element* out_row = out + query * params.out.row_stride;
+    const std::int8_t* of_row =
+        rounding == nullptr ? nullptr : rounding + query * params.out_rounding.row_stride;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); col += 2) {
       const int column = get<1>(coords(row, col));
       const bool exists = attends && column < columns;
-      const Pair pair = exists ? *reinterpret_cast<Pair const*>(out_row + column) : Pair{};
-      output(row, col) = exists ? output(row, col) * kept - mu[row] * float(pair.x) : 0.0f;
-      output(row, col + 1) = exists ? output(row, col + 1) * kept - mu[row] * float(pair.y) : 0.0f;
+      float2 pair{};
+      if (exists)
+        pair = OutRounding<Traits::config.dtype>::load(
+            out_row + column, of_row == nullptr ? nullptr : of_row + column);
+      output(row, col) = exists ? output(row, col) * kept - mu[row] * pair.x : 0.0f;
+      output(row, col + 1) = exists ? output(row, col + 1) * kept - mu[row] * pair.y : 0.0f;
     }
     if (query < rows && get<1>(coords(row, 0)) == 0 && column_begin == 0)
       row_lse[query] = attends ? mu[row] : 0.0f;

@@ -3,6 +3,7 @@
 
 #include "shared/dropout/dropout.h"
 #include "shared/online_softmax.h"
+#include "shared/write_rounding.h"
 #include "sm90/epilogue.h"
 #include "sm90/forward/arguments.h"
 #include "sm90/forward/traits.h"
@@ -10,11 +11,12 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Where row `query` of the sequence lies in out, of elements of any size, and in lse.
-CUTE_DEVICE std::int64_t output_offset(ForwardParams const& params, Sequence const& sequence,
-                                       int head, int query) {
-  return sequence.batch_q * params.out.batch_stride + head * params.out.head_stride +
-         (sequence.row_q + query) * params.out.row_stride;
+// Where row `query` of the sequence lies in out, or a tensor like it, of elements of any size, and
+// in lse.
+CUTE_DEVICE std::int64_t output_offset(TensorView const& view, Sequence const& sequence, int head,
+                                       int query) {
+  return sequence.batch_q * view.batch_stride + head * view.head_stride +
+         (sequence.row_q + query) * view.row_stride;
 }
 
 CUTE_DEVICE float* lse_row(ForwardParams const& params, Sequence const& sequence, int head,
@@ -61,11 +63,28 @@ template <class Stored, class Output>
 CUTE_DEVICE void write_output_rows(ForwardParams const& params, Sequence const& sequence, int head,
                                    int query_begin, Output const& output, int thread) {
   const RowTarget<Stored> target{.first = static_cast<Stored*>(params.out.data) +
-                                          output_offset(params, sequence, head, query_begin),
+                                          output_offset(params.out, sequence, head, query_begin),
                                  .row_stride = params.out.row_stride,
                                  .rows = sequence.rows_q - query_begin,
                                  .columns = params.shape.head_dim_v};
   write_rows(output, target, thread);
+}
+
+// And what rounding takes from them, where it is wanted: of columns from first_column on.
+template <class Traits, class Output>
+CUTE_DEVICE void write_rounding_of_rows(ForwardParams const& params, Sequence const& sequence,
+                                        int head, int query_begin, Output const& output, int thread,
+                                        int first_column = 0) {
+  if constexpr (Traits::keeps_rounding) {
+    TensorView const& view = params.out_rounding;
+    if (view.data == nullptr) return;
+    const int first_row = thread / 32 * 16 + thread % 32 / 4;
+    write_rounding<Traits::config.dtype>(
+        static_cast<std::int8_t*>(view.data) + output_offset(view, sequence, head, query_begin) +
+            first_column,
+        view.row_stride, output, sequence.rows_q - query_begin,
+        params.shape.head_dim_v - first_column, [&](int i) { return first_row + 8 * i; });
+  }
 }
 
 // The warp's first of the 64 rows. The shuffle tells the compiler that all lanes have the same.
@@ -127,6 +146,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     write_output_rows<float>(params, sequence, head, query_begin, output, thread);
     return;
   }
+  write_rounding_of_rows<Traits>(params, sequence, head, query_begin, output, thread);
   if constexpr (Traits::stores_tiles) {
     constexpr int stored_rows = Traits::stored_rows;
     const bool is_own = stored_rows == 16;  // a tile of the warp's
@@ -176,10 +196,15 @@ CUTE_DEVICE void write_empty_output(ForwardArguments const& args, WorkItem const
       }
     }
     char* row = static_cast<char*>(params.out.data) +
-                output_offset(params, work.sequence, work.head, query) * element_bytes;
+                output_offset(params.out, work.sequence, work.head, query) * element_bytes;
     for (int byte = lane * int(sizeof(uint4)); byte < columns * element_bytes;
          byte += 32 * int(sizeof(uint4)))
       *reinterpret_cast<uint4*>(row + byte) = {0, 0, 0, 0};
+    if (Traits::keeps_rounding && params.out_rounding.data != nullptr) {
+      auto* kept = static_cast<std::int8_t*>(params.out_rounding.data) +
+                   output_offset(params.out_rounding, work.sequence, work.head, query);
+      for (int column = lane; column < columns; column += 32) kept[column] = 0;
+    }
     if (lane == 0) *lse_row(params, work.sequence, work.head, query) = lse;
   }
 }

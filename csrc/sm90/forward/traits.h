@@ -58,6 +58,7 @@ struct ForwardTraits {
   static constexpr bool leaves_curve = has(curve_features) && own.curves_in_softmax;
   static constexpr bool is_sparse = has(feature::block_sparse);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
+  static constexpr bool keeps_rounding = can_keep_rounding(config.features);
   static constexpr bool is_paged = has(feature::paged_kv);
   static constexpr bool can_split = has(feature::split_kv);
   static_assert(!can_split || (!is_sparse && !has(feature::dropout)));

@@ -5,6 +5,7 @@
 
 #include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
+#include "shared/out_rounding.h"
 #include "shared/row_tangents.h"
 #include "sm90/epilogue.h"
 #include "sm90/jvp/arguments.h"
@@ -66,9 +67,6 @@ CUTE_DEVICE void write_tangents(ForwardParams const& params, TileWork const& wor
     return sequence.batch_q * view.batch_stride + work.head * view.head_stride +
            (std::int64_t(sequence.row_q) + query) * view.row_stride;
   };
-  struct alignas(2 * sizeof(Element)) Pair {
-    Element x, y;
-  };
   CUTE_UNROLL
   for (int row = 0; row < 2; ++row) {
     const int query = rows.first_query + 8 * row;
@@ -76,13 +74,18 @@ CUTE_DEVICE void write_tangents(ForwardParams const& params, TileWork const& wor
     const float mu = quad_reduce(rows.mu[row], [](float a, float b) { return a + b; });
     const Element* out =
         static_cast<const Element*>(params.out.data) + offset_of(params.out, query);
+    const auto* kept = static_cast<const std::int8_t*>(params.out_rounding.data);
+    if (kept != nullptr) kept += offset_of(params.out_rounding, query);
     CUTE_UNROLL
     for (int i = 0; i < size<1>(output); i += 2) {
       const int column = 4 * i + 2 * (thread % 4);
       const bool exists = attends && column < columns;
-      const Pair pair = exists ? *reinterpret_cast<Pair const*>(out + column) : Pair{};
-      output(row, i) = exists ? output(row, i) - mu * static_cast<float>(pair.x) : 0.0f;
-      output(row, i + 1) = exists ? output(row, i + 1) - mu * static_cast<float>(pair.y) : 0.0f;
+      float2 pair{};
+      if (exists)
+        pair = OutRounding<Traits::config.dtype>::load(out + column,
+                                                       kept == nullptr ? nullptr : kept + column);
+      output(row, i) = exists ? output(row, i) - mu * pair.x : 0.0f;
+      output(row, i + 1) = exists ? output(row, i + 1) - mu * pair.y : 0.0f;
     }
     if (thread % 4 == 0 && query < sequence.rows_q)
       lse_rows(params.tangents.lse, sequence, work.head)[query] = attends ? mu : 0.0f;

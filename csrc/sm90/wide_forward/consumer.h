@@ -100,7 +100,7 @@ CUTE_DEVICE void write_wide_output(ForwardParams const& params, Sequence const& 
   const auto write_as = [&](auto stored) {
     using Stored = decltype(stored);
     const RowTarget<Stored> target{.first = static_cast<Stored*>(params.out.data) +
-                                            output_offset(params, sequence, head, query_begin) +
+                                            output_offset(params.out, sequence, head, query_begin) +
                                             first_column,
                                    .row_stride = params.out.row_stride,
                                    .rows = sequence.rows_q - query_begin,
@@ -110,6 +110,8 @@ CUTE_DEVICE void write_wide_output(ForwardParams const& params, Sequence const& 
   if (Traits::writes_fp32 && params.fp32_results) {
     write_as(float{});
   } else {
+    write_rounding_of_rows<Traits>(params, sequence, head, query_begin, output, thread,
+                                   first_column);
     write_as(typename Traits::Element{});
   }
 }

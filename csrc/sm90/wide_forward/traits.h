@@ -29,6 +29,7 @@ struct WideForwardTraits {
   static constexpr bool has_score_modifiers = has(modifier_features);
   static constexpr bool has_row_bias = has(feature::alibi);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
+  static constexpr bool keeps_rounding = can_keep_rounding(config.features);
   static constexpr bool has_finder = true;
   // What ForwardScores and TileWalk ask besides, and wide heads have other kernels for.
   static constexpr bool leaves_curve = false;
