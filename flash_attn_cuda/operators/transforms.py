@@ -78,6 +78,8 @@ def is_wanted(ctx: Any, names: Sequence[str]) -> dict[str, bool]:
 def for_transforms(op: Callable[..., Any], formulas: Formulas) -> Callable[..., Any]:
     """`op` in any mode and under any transform; takes all arguments by position."""
     in_eager = _as_function(op, formulas)
+    # What a compiler traced of it for tensors, torch 2.15 would run for dual tensors too.
+    untraced = _disable_dynamo(in_eager)
 
     @_disable_dynamo  # which would trace operators, and those drop tangents without a word
     def attention_under_transforms(*args: Any) -> Any:
@@ -92,7 +94,7 @@ def for_transforms(op: Callable[..., Any], formulas: Formulas) -> Callable[..., 
             return _of_duals(op, formulas, args)
         interpreter = _functorch.peek_interpreter_stack()
         if interpreter is None or interpreter.key() != _JVP or not _is_fwd_grad_enabled():
-            return in_eager(*args)
+            return untraced(*args)
         return _one_level_below(run, formulas, args, interpreter)
 
     return run
