@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flash_attn_cuda import (
     flash_attn_combine,
@@ -560,55 +556,3 @@ def on_gpus(cut: str, dropout_p: float, is_packed: bool) -> None:
         found.append([x.full_tensor() for x in (out, q.grad, k.grad, v.grad)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
-
-
-# -- the demo's model ------------------------------------------------------------------------------
-
-
-def trains_as_one(steps: int = 3) -> None:
-    """The demo's GPT, its layers cut by parallelize_module: losses and weights of one process."""
-    losses, weights = _train(_demo_model(), steps)
-    mesh = line_of_ranks()
-    model = _demo_model()
-    columns = ColwiseParallel(use_local_output=False)  # attention gets DTensors
-    plan = {
-        "attention.qkv": columns,
-        "attention.project": RowwiseParallel(),
-        "mlp.expand": ColwiseParallel(),
-        "mlp.project": RowwiseParallel(),
-    }
-    for block in model.blocks:
-        parallelize_module(block, mesh, plan)
-    # What DTensors are multiplied with is one.
-    model.cos, model.sin = (distribute(x, mesh, [REPLICATED]) for x in (model.cos, model.sin))
-    found, found_weights = _train(model, steps)
-    assert losses[0] > losses[-1]
-    torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-11)
-    for name, x in found_weights.items():
-        whole = x.full_tensor() if isinstance(x, DTensor) else x
-        torch.testing.assert_close(whole, weights[name], rtol=1e-7, atol=1e-9, msg=name)
-
-
-def _demo_model() -> Any:
-    examples = str(Path(__file__).resolve().parents[2] / "examples")
-    if examples not in sys.path:
-        sys.path.insert(0, examples)
-    from model import GPT, GPTConfig
-
-    torch.manual_seed(9)
-    return GPT(GPTConfig(layers=2, width=32, heads=4, seqlen=16, vocab_size=40)).double()
-
-
-def _train(model: nn.Module, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(10)
-    tokens = torch.randint(0, 40, (2, 17), generator=generator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(steps):
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses), dict(model.named_parameters())

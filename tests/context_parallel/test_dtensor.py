@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.context_parallel import dtensor_cases as cases
+from tests.context_parallel import dtensor_demo_cases
 from tests.context_parallel.dtensor_cases import Case
 from tests.context_parallel.ranks import Ranks
 
@@ -94,7 +95,7 @@ def test_compile(two: Ranks) -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="no view of this torch's sharded gradient")
 def test_the_demo_trains_as_one_process(two: Ranks) -> None:
-    two.run(cases.trains_as_one)
+    two.run(dtensor_demo_cases.trains_as_one)
 
 
 def test_importing_the_package_imports_no_dtensors() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
-from torch.func import grad, jacfwd, jvp, linearize, vmap
+from torch.func import jacfwd, jvp, linearize, vmap
 from torch.library import opcheck
 
 from flash_attn_cuda import (
@@ -50,6 +49,7 @@ from tests.cases.second_order import (
     hidden_problems,
     poisoned_problem,
 )
+from tests.cases.small_calls import attend, expected, make_inputs, tensors
 from tests.reference import attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,23 +57,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 _ops = torch.ops.flash_attn_cuda
 FP64: dict[str, Any] = {"device": "cpu", "head_dim": 8, "dtype": torch.float64}
 BASE: dict[str, Any] = {**FP64, "num_heads_q": 4, "num_heads_k": 2}
-
-
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
-
-
-def make_inputs() -> list[Tensor]:
-    """q (2, 5, 4, 8), k and v (2, 6, 2, 8)."""
-    return tensors((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
-
-
-def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-    return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
-
-
-def expected(*x: Tensor) -> tuple[Tensor, Tensor]:
-    return attention(*x, causal=True)
 
 
 # -- against the reference -------------------------------------------------------------------------
@@ -419,80 +402,6 @@ def test_vmap_of_tangents_has_one_mask() -> None:
 
     found = vmap(along, randomness="same")(directions)
     torch.testing.assert_close(found, torch.stack([along(t) for t in directions]))
-
-
-# -- compilers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_functions_do_not_drop_tangents(backend: str) -> None:
-    """They run eagerly there."""
-    torch._dynamo.reset()
-    inputs, tangents = tuple(make_inputs()), tuple(make_inputs())
-    wanted = jvp(expected, inputs, tangents)
-    compiled = torch.compile(attend, backend=backend)
-    torch.testing.assert_close(compiled(*inputs), wanted[0])
-    torch.testing.assert_close(jvp(compiled, inputs, tangents), wanted)
-    with forward_ad.dual_level():
-        duals = map(forward_ad.make_dual, inputs, tangents)
-        found = [forward_ad.unpack_dual(x).tangent for x in compiled(*duals)]
-    torch.testing.assert_close(tuple(found), wanted[1])
-
-
-def penalty(function: Callable[..., Any], x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Tensor:
-    """What a training step may have of a derivative in a direction."""
-    (out, lse), (tout, tlse) = jvp(function, x, t)
-    return (out.sin() * tout.cos()).sum() + (lse * tlse).sum()
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_derivative_is_one_graph(dynamic: bool) -> None:
-    """With gradients, which hang on points and tangents."""
-    torch._dynamo.reset()
-    leaves = [x.requires_grad_() for x in (*make_inputs(), *make_inputs())]
-    settings = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
-    compiled = torch.compile(lambda *x: penalty(attend, x[:3], x[3:]), **settings)
-    wanted = penalty(expected, tuple(leaves[:3]), tuple(leaves[3:]))
-    found = compiled(*leaves)
-    torch.testing.assert_close(found, wanted)
-    of_graph, of_reference = (torch.autograd.grad(x, leaves) for x in (found, wanted))
-    torch.testing.assert_close(of_graph, of_reference)
-
-
-NESTED: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether a graph has them
-    "some": (lambda f: lambda q, k, v, t: jvp(lambda x: f(q, x, v), (k,), (2.0 * k,)), True),
-    "mapped": (lambda f: vmap(lambda *x: jvp(lambda q: f(q, *x[1:3]), x[:1], x[3:])), True),
-    "of_mapped": (lambda f: lambda *x: jvp(vmap(f), x[:3], (x[3], *x[1:3])), False),
-    "of_gradient": (
-        lambda f: lambda q, k, v, t: jvp(grad(lambda q: f(q, k, v)[0].sum()), (q,), (t,)),
-        False,
-    ),
-    "gradient": (
-        lambda f: (
-            lambda q, k, v, t: grad(
-                lambda q: jvp(lambda q: f(q, k, v)[0], (q,), (t,))[1].sin().sum()
-            )(q)
-        ),
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_compiled_transforms_of_derivatives(name: str) -> None:
-    """What no graph has runs eagerly; in a full graph it cannot, and torch says so."""
-    torch._dynamo.reset()
-    make, is_traced = NESTED[name]
-    inputs = [x[None] if "mapped" in name else x for x in (*make_inputs(), make_inputs()[0])]
-    wanted = make(expected)(*inputs)
-    torch.testing.assert_close(torch.compile(make(attend), backend="aot_eager")(*inputs), wanted)
-    torch._dynamo.reset()
-    whole = torch.compile(make(attend), backend="aot_eager", fullgraph=True)
-    if is_traced:
-        torch.testing.assert_close(whole(*inputs), wanted)
-        return
-    with pytest.raises(Unsupported, match="attention_under_transforms"):
-        whole(*inputs)
 
 
 # -- what is refused -------------------------------------------------------------------------------
