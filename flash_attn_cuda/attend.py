@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import build_info
@@ -39,6 +38,7 @@ from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
 from .operators.derivatives import run_operator
 from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
+from .operators.transforms import wants_functions
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
@@ -105,7 +105,7 @@ def needs_gradient(call: AttentionCall) -> bool:
 
 def may_be_differentiated(call: AttentionCall) -> bool:
     """Whether a derivative is recorded, or a transform may ask for one."""
-    return needs_gradient(call) or is_functorch_active() or forward_ad._current_level >= 0
+    return needs_gradient(call) or wants_functions()
 
 
 def _check_out(call: AttentionCall, names: Names | None) -> None:

@@ -310,8 +310,8 @@ class _DerivativePart:
             local = local.narrow(-2, first, count)
         if not self.is_repacked:
             return local
-        if name in ("dout", "out", "tout", "tq", "tk", "tv") or local.dtype == torch.int8:
-            return local.flatten(0, 1) if local.dim() > 1 else local
+        if name in ("dout", "out", "out_rounding", "tout", "tq", "tk", "tv"):
+            return local.flatten(0, 1)
         if name in ("dlse", "softmax_lse", "tlse"):
             return local.transpose(0, 1).flatten(1).contiguous()
         return local
