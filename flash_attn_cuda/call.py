@@ -9,7 +9,7 @@ extension's structs, with what autograd keeps and what has a gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -306,6 +306,12 @@ class Tangents:
     tsink: Tensor | None = argument(None, shape="sink", dtype="lse")
     tout: Tensor | None = argument(None, part="result", shape="out", dtype="q")
     tlse: Tensor | None = argument(None, part="result", shape="lse", dtype="lse")
+    # None or empty: tout alone is known
+    tout_rounding: Tensor | None = argument(None, part="result", shape="out", dtype="int8")
+
+    def with_results(self, of_results: Sequence[Tensor]) -> Tangents:
+        """The direction and what attention_jvp returned of it."""
+        return replace(self, **dict(zip(OF_RESULTS, of_results, strict=True)))
 
 
 class Results(NamedTuple):
@@ -378,6 +384,8 @@ TARGETS = tuple(name for name, said in INCOMING_ARRAYS.items() if said.part == "
 OF_FORWARD = ("out", "softmax_lse", "rng_state", "out_rounding")
 TANGENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Tangents)}
 DIRECTIONS = tuple(name for name, said in TANGENTS.items() if said.part == "")
+# What a derivative in a direction returns
+OF_RESULTS = tuple(name for name, said in TANGENTS.items() if said.part == "result")
 
 
 class Names(NamedTuple):

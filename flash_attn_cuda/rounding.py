@@ -27,9 +27,14 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return result, (distance.clamp_(-half, half - 1) >> shift).to(torch.int8)
 
 
+def is_known(kept: Tensor | None) -> bool:
+    """Operators take what is None, and return what is empty, where nothing was kept."""
+    return kept is not None and kept.shape != (0,)
+
+
 def unrounded(result: Tensor, kept: Tensor | None) -> Tensor:
     """A result in fp32, of which `kept` is known, None or empty if nothing is; others as it is."""
-    if kept is None or kept.numel() == 0 or result.dtype not in _DROPPED:
+    if kept is None or not is_known(kept) or result.dtype not in _DROPPED:
         return result
     shift = _DROPPED[result.dtype] - 8
     bits = result.float().view(torch.int32) + (kept.int() << shift)

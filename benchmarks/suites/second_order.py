@@ -190,9 +190,9 @@ def operator_calls(group: Group, inputs: Sequence[Sequence[Tensor]]) -> list[Cal
         call = AttentionCall(q, k, v, causal=group.causal)
         found = derivatives.run_operator(call)
         incoming = Incoming(dout, None, found.out, found.softmax_lse, None)
-        tout, tlse = derivatives.run_jvp_operator(call, incoming, Tangents(*tangents))
-        direction = Tangents(*tangents, tout=tout, tlse=tlse)
-        return partial(derivatives.run_hvp_operator, call, incoming, direction)
+        direction = Tangents(*tangents)
+        along = direction.with_results(derivatives.run_jvp_operator(call, incoming, direction))
+        return partial(derivatives.run_hvp_operator, call, incoming, along)
 
     return [prepared(*one) for one in inputs]
 

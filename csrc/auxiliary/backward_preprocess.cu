@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(threads)
                                         query, is_used, lane);
   float tangent_dot = 0.0f;
   if constexpr (kTangents)
-    tangent_dot = output_dot<Element>(args, params.tangents.out, {}, work.sequence, head, query,
-                                      is_used, lane);
+    tangent_dot = output_dot<Element>(args, params.tangents.out, params.tangents.out_rounding,
+                                      work.sequence, head, query, is_used, lane);
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
   if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;

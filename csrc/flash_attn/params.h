@@ -212,6 +212,7 @@ struct TangentParams {
   BiasParams bias;
   const float* sink = nullptr;
   TensorView out;
+  TensorView out_rounding;  // what rounding takes from out; data null: not wanted, or not known
   RowView<float> lse;
 };
 

@@ -184,7 +184,7 @@ struct AttentionGradients : torch::autograd::Function<AttentionGradients> {
     Tangents along{.tq = *next++, .tk = *next++, .tv = *next++};
     if (incoming.wants_dbias) along.tbias = *next++;
     if (call.sink.defined()) along.tsink = *next++;
-    std::tie(along.tout, along.tlse) = jvp(call, incoming, along);
+    std::tie(along.tout, along.tlse, along.tout_rounding) = jvp(call, incoming, along);
     variable_list results(edges_of(call).size());
     bool wants_inputs = false;
     for (std::size_t i = 0; i < results.size(); ++i)

@@ -22,8 +22,9 @@ Results forward(const AttentionCall& call, bool returns_lse);
 
 Gradients backward(const AttentionCall& call, const Incoming& incoming);
 
-std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& call, const Incoming& incoming,
-                                       const Tangents& tangents);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> jvp(const AttentionCall& call,
+                                                   const Incoming& incoming,
+                                                   const Tangents& tangents);
 
 Gradients hvp(const AttentionCall& call, const Incoming& incoming, const Tangents& tangents);
 

@@ -54,6 +54,9 @@ Tangents checked_tangents(const AttentionCall& call, const Tangents& given) {
     check_like("tout", given.tout, output_sizes(call), q.scalar_type(), q);
     tangents.tout = with_kernel_layout(given.tout);
   }
+  if (given.tout_rounding.defined() && given.tout_rounding.numel() > 0)
+    check_like("tout_rounding", given.tout_rounding, output_sizes(call), at::kChar, q);
+  tangents.tout_rounding = known_rounding(given.tout_rounding);
   if (given.tlse.defined()) {
     check_like("tlse", given.tlse, row_sizes(call), at::kFloat, q);
     tangents.tlse = contiguous(given.tlse);
@@ -63,8 +66,9 @@ Tangents checked_tangents(const AttentionCall& call, const Tangents& given) {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& given, const Incoming& incoming,
-                                       const Tangents& directions) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> jvp(const AttentionCall& given,
+                                                   const Incoming& incoming,
+                                                   const Tangents& directions) {
   const AttentionCall call = checked_call(given, Pass::forward);
   check_results(incoming, call);
   check_rng_state(incoming.rng_state, call.dropout_p, call.q);
@@ -74,6 +78,8 @@ std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& given, const Incomin
   tangents.tlse = allocate(row_sizes(call), at::kFloat, call.q);
   const at::Tensor out = with_kernel_layout(incoming.out);
   const at::Tensor out_rounding = known_rounding(incoming.out_rounding);
+  if (out_rounding.defined())
+    tangents.tout_rounding = allocate(output_sizes(call), at::kChar, call.q);
   const at::Tensor softmax_lse = contiguous(incoming.softmax_lse);
 
   ForwardParams params = forward_params(call);
@@ -91,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor> jvp(const AttentionCall& given, const Incomin
   }
   run_forward(plan, params, scope.stream);
   if (has_device_contents(call)) raise_if_checking(scope.device, scope.stream);
-  return {tangents.tout, tangents.tlse};
+  return {tangents.tout, tangents.tlse, tangents.tout_rounding};
 }
 
 Gradients hvp(const AttentionCall& given, const Incoming& incoming, const Tangents& directions) {

@@ -208,6 +208,7 @@ TangentParams tangent_params(const AttentionCall& call, const Tangents& tangents
           .bias = bias_params(call, tangents.tbias),
           .sink = float_data(tangents.tsink),
           .out = output_view(tangents.tout),
+          .out_rounding = view_of(tangents.tout_rounding),
           .lse = output_rows(tangents.tlse)};
 }
 

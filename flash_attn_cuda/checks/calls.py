@@ -23,6 +23,7 @@ from ..call import (
     Names,
     Tangents,
 )
+from ..rounding import is_known
 from . import lengths, masks, tensors
 from .tensors import E4M3
 
@@ -405,8 +406,8 @@ def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     dtypes["int8"] = torch.int8
     for name, said in INCOMING_ARRAYS.items():
         array: Any = getattr(incoming, name)
-        if name == "out_rounding" and array is not None and array.shape == (0,):
-            continue  # nothing is known
+        if said.dtype == "int8" and not is_known(array):
+            continue
         if array is not None or said.is_needed:
             tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
             if said.part == "target":
@@ -426,10 +427,10 @@ def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
             "fp32_results: must be False in a call that is differentiated in a direction, got True"
         )
     shapes = {"out": tensors.output_shape(call.q, call.v), "lse": call.lse_shape()}
-    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype()}
+    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "int8": torch.int8}
     for name, said in TANGENTS.items():
         tangent: Any = getattr(tangents, name)
-        if tangent is None:
+        if tangent is None or (said.dtype == "int8" and not is_known(tangent)):
             continue
         argument: Any = getattr(call, said.shape, None)
         if said.shape not in shapes and argument is None:

@@ -407,7 +407,7 @@ def gathered_jvp(
         for call in keys.hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
             rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
-            found = run_jvp_operator(
+            of_call = run_jvp_operator(
                 replace(rows_of_call, sink=None if sink is None else sink[heads]),
                 of_forward.of_rows(of_q, heads),
                 Tangents(
@@ -417,7 +417,7 @@ def gathered_jvp(
                     tsink=None if tsink is None else tsink[heads],
                 ),
             )
-            tout[of_q, heads], tlse[heads, of_q] = found
+            tout[of_q, heads], tlse[heads, of_q] = of_call[:2]
     return tout, tlse
 
 

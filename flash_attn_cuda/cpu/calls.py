@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Incoming, Results, Tangents
 from ..checks.tensors import output_shape
-from ..rounding import rounded, unrounded
+from ..rounding import is_known, rounded, unrounded
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
 from .sequences import Sequence, append, of_entry, sequences_of
@@ -47,16 +47,20 @@ def jvp_on_cpu(
     incoming: Incoming,
     tangents: Tangents,
     tiling: Tiling = DEFAULT_TILING,
-) -> tuple[Tensor, Tensor]:
-    """(tout, tlse). Rows that are no sequence's get 0."""
-    tout = torch.zeros_like(incoming.out, memory_format=torch.contiguous_format)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tout, tlse, tout_rounding). Rows that are no sequence's get 0."""
+    keeps = is_known(incoming.out_rounding)
     incoming = _with_exact_out(incoming)
+    tout = torch.zeros_like(incoming.out, memory_format=torch.contiguous_format)
     tlse = torch.zeros_like(incoming.softmax_lse, memory_format=torch.contiguous_format)
     made = replace(tangents, tout=tout, tlse=tlse)
     with torch.autocast("cpu", enabled=False):
         for each in sequences_of(replace(call, rng_state=incoming.rng_state)):
             attention_jvp(each.call, _incoming_of(incoming, each), _tangents_of(made, each), tiling)
-    return tout, tlse
+    rounding = tout.new_empty((0,), dtype=torch.int8)
+    if keeps:
+        tout, rounding = rounded(tout, call.q.dtype)
+    return tout, tlse, rounding
 
 
 def hvp_on_cpu(
@@ -67,6 +71,8 @@ def hvp_on_cpu(
 ) -> Gradients:
     """As backward_on_cpu, of <dout, tout> + <dlse, tlse>."""
     incoming = _with_exact_out(incoming)
+    if tangents.tout is not None:
+        tangents = replace(tangents, tout=unrounded(tangents.tout, tangents.tout_rounding))
     dq, dk, dv = (x.new_zeros(x.shape) for x in (call.q, call.k, call.v))
     dbias = None
     if incoming.wants_dbias and call.bias is not None:

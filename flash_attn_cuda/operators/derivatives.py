@@ -31,6 +31,7 @@ from ..call import (
     INCOMING,
     OF_BACKWARD,
     OF_FORWARD,
+    OF_RESULTS,
     READ,
     TANGENTS,
     AttentionCall,
@@ -47,7 +48,7 @@ from .attention import (
     gradients_op,
 )
 from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
-from .support import Tensors2, arguments_of, is_functorch_active
+from .support import Tensors3, arguments_of, is_functorch_active
 from .transforms import (
     Formulas,
     Named,
@@ -85,9 +86,9 @@ def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients
     return _gradients_of(found)
 
 
-def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
-    """(tout, tlse); at least one tangent is given."""
-    found: Tensors2 = _jvp(
+def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors3:
+    """(tout, tlse, tout_rounding); at least one tangent is given."""
+    found: Tensors3 = _jvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, OF_FORWARD),
         *arguments_of(tangents, DIRECTIONS),
@@ -96,7 +97,7 @@ def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents
 
 
 def run_hvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Gradients:
-    """As run_gradients_operator; the tangents have tout and tlse."""
+    """As run_gradients_operator; the tangents have those of the results."""
     found = _hvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, INCOMING),
@@ -192,8 +193,8 @@ def _attention_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
     direction = _direction(moved)
     if direction is None:
         return (None,) * len(Results._fields)
-    found = run_jvp_operator(_call_of(given), _of_forward(given), direction)
-    return found + (None,) * (len(Results._fields) - len(found))
+    tout, tlse, _ = run_jvp_operator(_call_of(given), _of_forward(given), direction)
+    return tout, tlse, *(None,) * (len(Results._fields) - 2)
 
 
 attention_op.register_autograd(_attention_backward, setup_context=_save_attention)
@@ -220,11 +221,11 @@ def _gradients_backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
     direction = _direction(_of_existing(call, of_backward, incoming), "d")
     if direction is None:
         return (None,) * len(_GRADIENT_ARGUMENTS)
-    tout, tlse = run_jvp_operator(call, of_backward, direction)
-    made = {"dout": tout, "dlse": tlse}
+    moved = run_jvp_operator(call, of_backward, direction)
+    made: dict[str, Any] = {"dout": moved[0], "dlse": moved[1]}
     if any(wanted[name] for name in DIFFERENTIABLE):
-        along = replace(direction, tout=tout, tlse=tlse)
         wants_dbias = wanted["bias"]
+        along = direction.with_results(moved)
         found = run_hvp_operator(call, replace(of_backward, wants_dbias=wants_dbias), along)
         made |= {name: getattr(found, f"d{name}") for name in DIFFERENTIABLE}
     return tuple(made.get(name) if wanted[name] else None for name in _GRADIENT_ARGUMENTS)
@@ -246,8 +247,7 @@ def _gradients_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
         linear = replace(incoming, dout=moved["dout"], dlse=moved["dlse"])
         found.append(run_gradients_operator(call, linear))
     if (direction := _direction(moved)) is not None:
-        tout, tlse = run_jvp_operator(call, incoming, direction)
-        along = replace(direction, tout=tout, tlse=tlse)
+        along = direction.with_results(run_jvp_operator(call, incoming, direction))
         found.append(run_hvp_operator(call, incoming, along))
     return tuple(sum(getattr(x, name) for x in found) if found else None for name in GRADIENTS)
 
@@ -264,15 +264,18 @@ _gradients = for_transforms(
 
 
 def _keep_jvp(given: Named, results: Sequence[Tensor]) -> dict[str, Any]:
-    return {**given, **dict(zip(("tout", "tlse"), results, strict=True))}
+    return {**given, **dict(zip(OF_RESULTS, results, strict=True))}
 
 
 def _save_jvp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
     save(ctx, _keep_jvp(dict(zip(JVP_ARGUMENTS, inputs, strict=True)), output))
 
 
-def _jvp_backward(ctx: Any, dtout: Tensor | None, dtlse: Tensor | None) -> tuple[Any, ...]:
+def _jvp_backward(
+    ctx: Any, dtout: Tensor | None, dtlse: Tensor | None, *_: None
+) -> tuple[Any, ...]:
     if dtout is None and dtlse is None:
         return (None,) * len(JVP_ARGUMENTS)
     given, wanted = saved(ctx), is_wanted(ctx, JVP_ARGUMENTS)
@@ -298,8 +301,9 @@ def _jvp_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
         )
     direction = _direction(moved, "t")
     if direction is None:
-        return None, None
-    return run_jvp_operator(_call_of(given), _of_forward(given), direction)
+        return (None,) * len(OF_RESULTS)
+    tout, tlse, _ = run_jvp_operator(_call_of(given), _of_forward(given), direction)
+    return tout, tlse, None
 
 
 jvp_op.register_autograd(_jvp_backward, setup_context=_save_jvp)

@@ -46,6 +46,7 @@ from ..call import (
 )
 from ..checks.calls import check_call, check_incoming, check_tangents, names_of
 from ..checks.tensors import refuse_with
+from ..rounding import is_known
 from . import attention, combine, second_order
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, SCALES, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
@@ -94,8 +95,7 @@ def _layouts_of_incoming(call: AttentionCall, layouts: Mapping[str, Layout]) -> 
     """Of the tensors of an Incoming and of Tangents."""
     rows = layout_of_rows(call)
     return {
-        **dict.fromkeys(("dout", "out", "tout"), layouts["q"]),
-        "out_rounding": layouts["q"],
+        **dict.fromkeys(("dout", "out", "out_rounding", "tout", "tout_rounding"), layouts["q"]),
         **dict.fromkeys(("dlse", "softmax_lse", "tlse"), rows),
         **{"d" + name: layouts[name] for name in "qkv"},
         **{"t" + name: layouts[name] for name in DIFFERENTIABLE},
@@ -291,8 +291,10 @@ class _DerivativePart:
         if any(name in given for name in DIRECTIONS):
             check_tangents(self.call, tangents)
         check_incoming(self.call, incoming)
-        if incoming.out_rounding is not None and incoming.out_rounding.shape == (0,):
+        if not is_known(incoming.out_rounding):
             incoming = replace(incoming, out_rounding=None)
+        if not is_known(tangents.tout_rounding):
+            tangents = replace(tangents, tout_rounding=None)
         every = vars(incoming) | vars(tangents)
         tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
         self.split = split_of(self.call, tensors)
@@ -310,7 +312,7 @@ class _DerivativePart:
             local = local.narrow(-2, first, count)
         if not self.is_repacked:
             return local
-        if name in ("dout", "out", "out_rounding", "tout", "tq", "tk", "tv"):
+        if name in ("dout", "out", "out_rounding", "tout", "tout_rounding", "tq", "tk", "tv"):
             return local.flatten(0, 1)
         if name in ("dlse", "softmax_lse", "tlse"):
             return local.transpose(0, 1).flatten(1).contiguous()
@@ -356,13 +358,15 @@ def _gradients_rule(func: Any, given: dict[str, Any]) -> tuple[DTensor, ...]:
     return tuple(map(part.result, DIFFERENTIABLE, found))
 
 
-def _jvp_rule(func: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
+def _jvp_rule(func: Any, given: dict[str, Any]) -> tuple[Tensor | None, ...]:
     part = _DerivativePart(given)
-    tout, tlse = func(
+    tout, tlse, rounding = func(
         *part.arguments(part.incoming, OF_FORWARD), *arguments_of(part.tangents, DIRECTIONS)
     )
-    found = _unpacked(part.call, part.part, Results(tout, tlse, None, None))
-    return whole_results(part.call, part.split, found)[:2]
+    call = replace(part.call, keeps_rounding=is_known(part.incoming.out_rounding))
+    found = _unpacked(call, part.part, Results(tout, tlse, None, None, rounding))
+    whole = whole_results(call, part.split, found)
+    return whole.out, whole.softmax_lse, whole.out_rounding
 
 
 def _backward_rule(func: Any, given: dict[str, Any]) -> DTensor:

@@ -1,7 +1,8 @@
 """Operators of derivatives in a direction (Tangents of call.py), which forward mode and a second
 backward are made of (derivatives.py).
 
-    attention_jvp  tangents of out and softmax_lse
+    attention_jvp  tangents of out and softmax_lse, and what rounding takes from the first, where
+                   out_rounding is known
     attention_hvp  gradients of <dout, tout> + <dlse, tlse> by what attention is differentiable in:
                    the Hessian of <dout, out> + <dlse, softmax_lse> times the tangents
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call import (
@@ -17,6 +19,7 @@ from ..call import (
     INCOMING,
     OF_BACKWARD,
     OF_FORWARD,
+    OF_RESULTS,
     TANGENTS,
     AttentionCall,
     Gradients,
@@ -26,8 +29,9 @@ from ..call import (
 from ..checks.calls import check_call, check_contents, check_incoming, check_tangents
 from ..checks.tensors import output_shape
 from ..cpu.calls import hvp_on_cpu, jvp_on_cpu
+from ..rounding import is_known
 from .attention import GRADIENTS, described, empty_gradients, gradients_for_operator
-from .support import Tensors2, call_extension, define, schema_of
+from .support import Tensors3, call_extension, define, schema_of
 
 JVP_ARGUMENTS = (*OF_BACKWARD, *OF_FORWARD, *DIRECTIONS)
 HVP_ARGUMENTS = (*OF_BACKWARD, *INCOMING, *TANGENTS)
@@ -59,25 +63,27 @@ def _checked(
     return call, incoming, tangents
 
 
-def _jvp_on_cpu(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
+def _jvp_on_cpu(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors3:
     check_contents(call)
     return jvp_on_cpu(call, incoming, tangents)
 
 
-def _jvp_on_cuda(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors2:
-    found: Tensors2 = call_extension("jvp", call.q.device, call, incoming, tangents)
-    return found
+def _jvp_on_cuda(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors3:
+    tout, tlse, rounding = call_extension("jvp", call.q.device, call, incoming, tangents)
+    return tout, tlse, call.q.new_empty((0,), dtype=torch.int8) if rounding is None else rounding
 
 
-def _empty_jvp(call: AttentionCall, _incoming: Incoming, _tangents: Tangents) -> Tensors2:
+def _empty_jvp(call: AttentionCall, incoming: Incoming, _tangents: Tangents) -> Tensors3:
     tout = call.q.new_empty(output_shape(call.q, call.v))
-    return tout, call.q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
+    tlse = call.q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
+    kept = tout.shape if is_known(incoming.out_rounding) else (0,)
+    return tout, tlse, tout.new_empty(kept, dtype=torch.int8)
 
 
 jvp_op = define(
     "attention_jvp",
     schema_of(
-        ("tout", "tlse"),
+        OF_RESULTS,
         *((AttentionCall, OF_BACKWARD), (Incoming, OF_FORWARD), (Tangents, DIRECTIONS)),
     ),
     check=_checked_jvp,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..call import (
     INCOMING,
     OF_BACKWARD,
+    OF_RESULTS,
     OVER_PAIRS,
     READ,
     TARGETS,
@@ -98,8 +99,11 @@ def _rule_of_derivatives(
             if isinstance(x, Tensor) and name not in _SHARED:
                 others[name] = _fold_into_batch(size, x, dims[name])
         found = op(*arguments_of(folded, OF_BACKWARD), *others.values())
-        of_entries = (*mapped, "dbias") if others.get("wants_dbias") else mapped
-        return _unfolded(dict(zip(results, found, strict=True)), of_entries, size, batch)
+        made = dict(zip(results, found, strict=True))
+        of_entries = [name for name in mapped if made[name].shape != (0,)]
+        if others.get("wants_dbias"):
+            of_entries.append("dbias")
+        return _unfolded(made, of_entries, size, batch)
 
     op.register_vmap(rule)
 
@@ -114,7 +118,7 @@ def _moves_shared(call: AttentionCall, dims: Dims, others: dict[str, Any]) -> bo
 
 
 _rule_of_derivatives(gradients_op, (*OF_BACKWARD, *INCOMING), GRADIENTS, TARGETS)
-_rule_of_derivatives(jvp_op, JVP_ARGUMENTS, ("tout", "tlse"), ("tout", "tlse"))
+_rule_of_derivatives(jvp_op, JVP_ARGUMENTS, OF_RESULTS, OF_RESULTS)
 _rule_of_derivatives(hvp_op, HVP_ARGUMENTS, GRADIENTS, TARGETS)
 
 

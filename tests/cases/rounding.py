@@ -19,6 +19,7 @@ from flash_attn_cuda import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
+from flash_attn_cuda.checks.tensors import lse_dtype
 from tests.cases.attention import Alibi, AttentionCase, VarlenCase
 from tests.cases.harness import DEVICE, run_reference
 from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask
@@ -138,6 +139,61 @@ ROADS: dict[str, Callable[..., Tensor]] = {
         _gradient, lambda q, k, v: flash_attn_qkvpacked_func(torch.stack((q, k, v), 2))
     ),
 }
+
+
+# -- second derivatives ---------------------------------------------------------------------------
+
+
+def _penalties(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients by q, k and v of the squares of the gradients, as double backward makes them."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    found = torch.autograd.grad(function(*leaves), leaves, inputs[3], create_graph=True)
+    return torch.autograd.grad(sum(x.to(lse_dtype(x.dtype)).square().sum() for x in found), leaves)
+
+
+def _penalties_of_functions(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def penalty(*x: Tensor) -> Any:
+        _, pull = torch.func.vjp(function, *x)
+        return sum(x.float().square().sum() for x in pull(inputs[3]))
+
+    found: tuple[Tensor, ...] = torch.func.grad(penalty, argnums=(0, 1, 2))(*inputs[:3])
+    return found
+
+
+SECOND_ROADS = {"eager": _penalties, "torch.func": _penalties_of_functions}
+
+
+def _plain_maths(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """In the type of the inputs, with a softmax in fp32 or fp64."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], device=q.device, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    probs = scores.to(lse_dtype(q.dtype)).softmax(-1).to(q.dtype)
+    return (probs @ v).transpose(1, 2)
+
+
+def check_second_order(
+    road: Callable[..., tuple[Tensor, ...]],
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = DEVICE,
+    head_dim: int = 64,
+    causal: bool = False,
+) -> None:
+    """A gradient penalty of positive inputs, whose keys and tangents of values have a mean."""
+    case = AttentionCase(seqlen_q=128, seqlen_k=128, head_dim=head_dim, device=device, dtype=dtype)
+    of = case.make_inputs()
+    inputs = (*(x.abs() for x in (of.q, of.k, of.v)), of.dout)
+    maths = partial(_plain_maths, causal=causal)
+    exact = _penalties(maths, *(x.double() for x in inputs))
+    found = road(partial(flash_attn_func, causal=causal), *inputs)
+    for ours, theirs, x in zip(found, _penalties(maths, *inputs), exact, strict=True):
+        errors = error(ours, x), error(theirs, x)
+        assert errors[0] <= errors[1], errors
+    lost = road(partial(flash_attn_func, causal=causal, keep_rounding=False), *inputs)
+    errors = error(found[0], exact[0]), error(lost[0], exact[0])
+    assert errors[0] <= SHARE * errors[1], errors
 
 
 def kept_bytes(case: AttentionCase, **options: Any) -> int:

@@ -229,8 +229,7 @@ def described(problem: Problem) -> tuple[AttentionCall, Incoming, Tangents]:
     out, lse, _, rng_state, _ = run_operator(call)
     incoming = Incoming(of.dout, of.dlse, out, lse, rng_state, "bias" in problem.leaves)
     tangents = Tangents(**{f"t{name}": problem.tangents.get(name) for name in LEAVES})
-    tout, tlse = run_jvp_operator(call, incoming, tangents)
-    return call, incoming, replace(tangents, tout=tout, tlse=tlse)
+    return call, incoming, tangents.with_results(run_jvp_operator(call, incoming, tangents))
 
 
 def poisoned_problem(**fields: Any) -> Problem:

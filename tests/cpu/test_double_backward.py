@@ -15,7 +15,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.call import OF_RESULTS, AttentionCall, Incoming, Tangents
 from flash_attn_cuda.cpu.calls import hvp_on_cpu
 from tests.cases.attention import Alibi
 from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
@@ -490,8 +490,8 @@ def hvp_fields(packed: bool, missing: tuple[str, ...] = (), **changes: Any) -> d
         if fields[name] is not None and name not in missing
     }
     names = {x: y for x, y in fields.items() if x not in ("dout", "dlse", "wants_dbias")}
-    tout, tlse = _ops.attention_jvp(*jvp_arguments(**names, **tangents))
-    return {**fields, **tangents, "tout": tout, "tlse": tlse}
+    found = _ops.attention_jvp(*jvp_arguments(**names, **tangents))
+    return {**fields, **tangents, **dict(zip(OF_RESULTS, found, strict=True))}
 
 
 def test_opcheck() -> None:

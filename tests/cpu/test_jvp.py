@@ -367,7 +367,9 @@ def test_few_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty(0), torch.empty(0, dtype=torch.int64)
     found = Results(out, lse, *empty)
     monkeypatch.setattr(attention_operators, "forward_on_cpu", lambda *_: found)
-    monkeypatch.setattr(second_order_operators, "jvp_on_cpu", lambda *_: (out.clone(), lse.clone()))
+    monkeypatch.setattr(
+        second_order_operators, "jvp_on_cpu", lambda *_: (out.clone(), lse.clone(), empty[0])
+    )
     jvp(attend, inputs, inputs)
     profile = cProfile.Profile()
     profile.runcall(jvp, attend, inputs, inputs)

@@ -9,8 +9,10 @@ from flash_attn_cuda.rounding import rounded, unrounded
 from tests.cases.rounding import (
     FEATURES,
     ROADS,
+    SECOND_ROADS,
     check_road,
     check_rounding,
+    check_second_order,
     feature_case,
     kept_bytes,
 )
@@ -60,6 +62,12 @@ def test_features(name: str) -> None:
 @pytest.mark.parametrize("name", ROADS)
 def test_roads(name: str) -> None:
     check_road(ROADS[name], "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SECOND_ROADS)
+def test_second_order(name: str, dtype: torch.dtype) -> None:
+    check_second_order(SECOND_ROADS[name], dtype, "cpu")
 
 
 def test_what_is_kept() -> None:

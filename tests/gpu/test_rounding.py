@@ -16,8 +16,10 @@ from tests.cases.masked_harness import skip_without_masked_row
 from tests.cases.rounding import (
     FEATURES,
     ROADS,
+    SECOND_ROADS,
     check_road,
     check_rounding,
+    check_second_order,
     feature_case,
     kept_bytes,
 )
@@ -53,6 +55,14 @@ def test_head_dims(head_dim: Any, causal: bool) -> None:
 def test_roads(name: str) -> None:
     skip_without_row(make_case())
     check_road(ROADS[name])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("name", SECOND_ROADS)
+def test_second_order(name: str, head_dim: int, causal: bool) -> None:
+    skip_without_row(make_case(head_dim=head_dim, causal=causal))
+    check_second_order(SECOND_ROADS[name], head_dim=head_dim, causal=causal)
 
 
 def test_what_is_kept() -> None:

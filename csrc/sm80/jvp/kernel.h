@@ -16,8 +16,8 @@
 
 #include "shared/dropout/dropout.h"
 #include "shared/online_softmax.h"
-#include "shared/out_rounding.h"
 #include "shared/row_tangents.h"
+#include "shared/write_rounding.h"
 #include "sm80/epilogue.h"
 #include "sm80/jvp/scores.h"
 #include "sm80/jvp/traits.h"
@@ -113,6 +113,12 @@ CUTE_DEVICE void write_tangents(JvpArguments const& args, TileWork const& work, 
       row_lse[query] = attends ? mu[row] : 0.0f;
   }
 
+  if (TensorView const& view = params.tangents.out_rounding; view.data != nullptr) {
+    auto* kept =
+        row_pointer<std::int8_t>(view, sequence.batch_q, work.head, sequence.row_q + query_begin);
+    write_rounding<Traits::config.dtype>(kept + column_begin, view.row_stride, output, rows,
+                                         columns, [&](int i) { return get<0>(coords(i, 0)); });
+  }
   auto sO = smem_tile<typename Traits::OutputLayout>(smem.q);
   __syncthreads();  // Q is read
   fragment_to_shared<Element>(accumulator, typename Traits::Mma{}, sO, thread);

@@ -5,8 +5,8 @@
 
 #include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
-#include "shared/out_rounding.h"
 #include "shared/row_tangents.h"
+#include "shared/write_rounding.h"
 #include "sm90/epilogue.h"
 #include "sm90/jvp/arguments.h"
 #include "sm90/jvp/traits.h"
@@ -89,6 +89,12 @@ CUTE_DEVICE void write_tangents(ForwardParams const& params, TileWork const& wor
     }
     if (thread % 4 == 0 && query < sequence.rows_q)
       lse_rows(params.tangents.lse, sequence, work.head)[query] = attends ? mu : 0.0f;
+  }
+  if (TensorView const& view = params.tangents.out_rounding; view.data != nullptr) {
+    write_rounding<Traits::config.dtype>(
+        static_cast<std::int8_t*>(view.data) + offset_of(view, query_begin), view.row_stride,
+        output, sequence.rows_q - query_begin, columns,
+        [&](int row) { return rows.first_query + 8 * row - query_begin; });
   }
   const RowTarget<Element> target{.first = static_cast<Element*>(params.tangents.out.data) +
                                            offset_of(params.tangents.out, query_begin),
