@@ -121,6 +121,12 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
             SM80,
         ),
     ),
+    "accuracy": (
+        Figure("accuracy", "accuracy"),
+        Figure("accuracy_sm80", "accuracy --without sdpa_flash sdpa_cudnn fa3", SM80),
+    ),
+    "rounding": (Figure("rounding", "features rounding"),),
+    "key bias": (Figure("key_bias", "key_bias"),),
     "second order": (Figure("second_order", "second_order"),),
     "fp8 cache": (Figure("fp8_cache", "fp8_cache"),),
     "gemma": (Figure("gemma", "gemma --rounds 2 --attentions ours flex+sdpa-repeated"),),

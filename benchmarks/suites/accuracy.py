@@ -48,6 +48,7 @@ SCHEMA = 1
 BENCHMARK = "accuracy"
 RESULTS = ("out", "dq", "dk", "dv")
 OURS, WITHOUT_ROUNDING, MATHS = "ours", "ours, keep_rounding=False", "maths"
+OF_DEVIATIONS = "ours, k - mean(k)"
 BESIDE_MATHS = Target("over_maths", 1.5, at_least=False)
 DIGITS = 3  # of a figure in the results
 
@@ -147,8 +148,15 @@ def prepare_without_rounding(case: AttentionCase) -> Attend:
     return partial(flash_attn_func, **options)
 
 
+def prepare_of_deviations(case: AttentionCase) -> Attend:
+    """Ours of keys without their mean, which is the same function of them."""
+    attend = BACKENDS["ours"].prepare(case)
+    return lambda q, k, v: attend(q, k - k.detach().mean(1, keepdim=True), v)
+
+
 CONTENDERS = {
     OURS: BACKENDS["ours"],
+    OF_DEVIATIONS: Backend(OF_DEVIATIONS, "", prepare_of_deviations),
     WITHOUT_ROUNDING: Backend(WITHOUT_ROUNDING, "", prepare_without_rounding),
     **{name: BACKENDS[name] for name in ("sdpa_flash", "sdpa_cudnn", "fa3")},
     MATHS: Backend(MATHS, "", prepare_maths, TensorOrder.heads_first),
