@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.core.grid_tables import OURS
 from benchmarks.core.result_files import CARDS, rows_of, thousands
 from benchmarks.core.speed_figure import LABELS, SETTINGS, STYLES, Line, metadata
-from benchmarks.suites.accuracy import HEADS, MATHS, SEQLENS, WITHOUT_ROUNDING
+from benchmarks.suites.accuracy import HEADS, MATHS, OF_DEVIATIONS, SEQLENS, WITHOUT_ROUNDING
 from benchmarks.suites.grid import MASKS
 
 HEAD_DIM, DTYPE = 128, "bf16"
@@ -23,10 +23,12 @@ ALL_STYLES: dict[str, dict[str, Any]] = {
     **{name: STYLES[name] | {"lw": width, "ms": size} for name, (width, size) in WIDTHS.items()},
     WITHOUT_ROUNDING: STYLES[OURS] | {"ls": "--", "lw": 1.0, "ms": 2},
     OURS: STYLES[OURS],
+    OF_DEVIATIONS: STYLES[OURS] | {"ls": "-.", "lw": 1.5, "ms": 3},
     MATHS: {"color": "#111111", "lw": 1.5, "ls": ":", "marker": "D", "ms": 3, "zorder": 4},
 }
 ALL_LABELS = LABELS | {
     WITHOUT_ROUNDING: "keep_rounding=False",
+    OF_DEVIATIONS: "flash_attn_cuda of k - mean(k)",
     MATHS: "products of 16 bits, softmax of fp32",
 }
 

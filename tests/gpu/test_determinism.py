@@ -195,6 +195,7 @@ def test_workspace_is_at_most_one_fp32_dq() -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     fp32_dq = 4 * inputs.q.numel()
     results = 4 * inputs.q.numel() * inputs.q.element_size()  # out, dq, dk, dv
+    results += inputs.q.numel()  # what rounding takes from out
     statistics = 16 * inputs.dlse.numel() + (1 << 20)
     assert peaks[1] <= fp32_dq + results + statistics + (1 << 16)
     assert peaks[1] <= peaks[0] + (1 << 20)

@@ -336,6 +336,7 @@ def test_autograd_of_a_part() -> None:
     skip_without(inputs, options)
     of_q, of_k = list(documents.parts())[4]
     call, rows, _ = part_call(documents, inputs, of_q, of_k, **options, fp32_results=False)
+    call.keeps_rounding = True
     leaves = [x.requires_grad_() for x in (call.q, call.k, call.v)]
     results = []
     for run in (run_operator, build_info.extension.forward):

@@ -206,6 +206,6 @@ def test_strides_past_two_to_the_31_elements(head_dim: int, far: str) -> None:
         moved[name].copy_(getattr(inputs, name))
     far_inputs = replace(inputs, **{name: moved[name] for name in names})
     result = differentiate(case, far_inputs, moved)
-    assert_same_bits(result, run_forward_backward(case, inputs), far)
+    assert_same_bits(result, run_forward_backward(case, inputs, keep_rounding=False), far)
     del moved, far_inputs, result
     torch.cuda.empty_cache()

@@ -120,14 +120,14 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.usefixtures("activated")
 def test_bits_are_those_of_our_own_call(device: str, dropout_p: float) -> None:
-    """Dropout follows torch's seed, and the backward the forward's."""
+    """Dropout follows torch's seed, and the backward the forward's. torch keeps O alone."""
     case = AttentionCase(seqlen_q=190, seqlen_k=190, device=device)
     inputs = case.make_inputs()
     torch.manual_seed(5)
     results = with_gradients(leaves_of(inputs), inputs.dout, is_causal=True, dropout_p=dropout_p)
     leaves = leaves_of(inputs)
     torch.manual_seed(5)
-    out = flash_attn_func(*leaves, dropout_p=dropout_p, causal=True)
+    out = flash_attn_func(*leaves, dropout_p=dropout_p, causal=True, keep_rounding=False)
     expected = (out, *torch.autograd.grad(out, leaves, inputs.dout))
     for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
         if device == "cuda" and name == "dq":  # its sums have no fixed order
