@@ -318,7 +318,8 @@ class Entry:
 
     def rows(self) -> Iterator[KernelRow]:
         """Every variant in every dtype. One mask for the whole: kernels compiled for the full mask
-        were within 2 % of the windowed ones run on full attention (docs/forward_sm80.md).
+        were within 2 % of the windowed ones run on full attention
+        (benchmarks/results/experiments.md).
         """
         family, name = self.kernel.value.split()
         is_backward = name.endswith(Pass.backward.name) or name == "hvp"

@@ -29,7 +29,7 @@ from build_tools.kernel_row import (
 )
 
 # A kernel is slower with a feature's code in it even where a call does not use it, so rows with
-# features come behind those without (docs/features_sm80.md). Dropout draws for every tile, whether
+# features come behind those without (docs/kernels.md). Dropout draws for every tile, whether
 # or not the scores are modified as well. What rows may spill: spill_allowances.json.
 SOFTCAP, ALIBI, DROPOUT = Feature.softcap, Feature.alibi, Feature.dropout
 ORDERED = Feature.deterministic

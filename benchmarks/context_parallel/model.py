@@ -8,8 +8,8 @@ python -m benchmarks.context_parallel.model --fit measured.json  # simulated bes
 
 Plans, rows that travel, parts and the order of calls are the package's own; constants of the
 machine are options. Efficiency is a rank's share of the visible pairs at the full rate, over the
-simulated time; exposed is the time in which kernels wait for transfers; the formula is the closed
-form of docs/context_parallel.md.
+simulated time; exposed is the time in which kernels wait for transfers; the formula is that of
+closed_form.py.
 
 --fit takes the JSON of speed.py, or rows as its "results": scheme, ranks, pass,
 milliseconds; tokens of all ranks; mean_length of documents, or null; single_milliseconds, of the

@@ -92,7 +92,7 @@ SharedTiles last_tiles(std::int64_t tiles, int at_a_time, int steps, int q_tiles
 }
 
 // Fewest query heads for a CTA of a group whose tiles are evened out by splits: fewer steps of a
-// tile do not outweigh its fp32 partials (docs/backward_sm90.md).
+// tile do not outweigh its fp32 partials (benchmarks/results/experiments.md).
 std::int64_t least_heads_per_split(const BackwardParams& params) {
   constexpr int long_queries = 8192;
   constexpr int row_columns = 512, long_row_columns = 256;  // of q, of a split's heads

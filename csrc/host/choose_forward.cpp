@@ -103,9 +103,9 @@ bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
 
 // Whether a row of tall tiles pads the queries no further than the plain one, in rounds of the
 // device over padded keys that take about as long or less. Longer calls, and those of which a
-// window hides most, are better off with the plain row (docs/forward_sm90.md); lengths that the
-// host does not know are not looked at. As with lower tiles, the bits of such a call may depend on
-// the number of its heads.
+// window hides most, are better off with the plain row (benchmarks/results/experiments.md); lengths
+// that the host does not know are not looked at. As with lower tiles, the bits of such a call may
+// depend on the number of its heads.
 bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
                       const ForwardConfig& tall, const DeviceInfo& device) {
   constexpr int longest = 4096;

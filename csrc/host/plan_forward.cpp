@@ -13,7 +13,7 @@ namespace flash_attn_cuda {
 namespace {
 
 // Tiles of a section of heads under a mask, for short ones to fill the gaps that long ones leave
-// (docs/forward_sm80.md has what smaller sections cost).
+// (benchmarks/results/experiments.md has what smaller sections cost).
 constexpr int tiles_per_sm = 8;
 // Tiles of a section with lists, which CTAs take by ticket: they need not come out even.
 constexpr int listed_tiles_per_sm = 2;

@@ -1,6 +1,6 @@
 """Ulysses: attention of all rows of a rank's share of the heads. What it reads has come before it
 begins, and what it gives goes back when it has ended: heads in groups, sent beside the attention to
-others, gave nothing (docs/context_parallel.md).
+others, gave nothing (benchmarks/results/experiments.md).
 """
 
 from __future__ import annotations

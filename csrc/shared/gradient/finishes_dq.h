@@ -1,6 +1,6 @@
 // How kernels of the backward also convert sums of dQ to dq: those whose row says finishes_dq,
 // where the plan says so. They are the ones with issue slots, L2 and registers to spare
-// (docs/experiments_sm90.md has what it cost others).
+// (benchmarks/results/experiments.md has what it cost others).
 #pragma once
 
 namespace flash_attn_cuda {

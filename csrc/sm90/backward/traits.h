@@ -145,7 +145,7 @@ struct BackwardTraits {
   static constexpr bool marks_dropped = has(feature::dropout) && !has_weights;
 
   // dK starts before dS is handed to the others. Elsewhere that gained nothing
-  // (docs/experiments_sm90.md), and with lists or a bias nobody has tried.
+  // (benchmarks/results/experiments.md), and with lists or a bias nobody has tried.
   static constexpr bool starts_dk_first =
       block_m == 64 && !separate && !has_weights && !has_dropout && !announces;
   // What a step would read from shared memory on its way waits in registers. Elsewhere there are
