@@ -68,7 +68,7 @@ class DeviceCode:
     cutlass: Path
     archs: list[archs.Arch]
     rows: list[KernelRow]
-    for_others: frozenset[KernelRow]  # that no Hopper GPU runs
+    for_others: frozenset[KernelRow]  # that no Hopper GPU finds
 
     def units(self, jobs: int) -> list[generate_units.Unit]:
         """Those of backward kernels first, for they take longest."""
@@ -112,11 +112,10 @@ def make_plan(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> P
     toolchain.check_nvcc_version(nvcc)
     wanted = archs.parse_archs(options.archs)
     archs.check_compilable(wanted, toolchain.nvcc_capabilities(nvcc), f"nvcc {nvcc.version}")
-    for_others = frozenset(table) - hopper_rows.needed(table)
-    runnable = [
-        row for row in table if archs.family_gencode(row.family, wanted, row not in for_others)
-    ]
+    needed = hopper_rows.needed(table)
+    runnable = [row for row in table if archs.family_gencode(row.family, wanted, row in needed)]
     rows = row_filter.select_rows(options.rows, runnable)
+    for_others = frozenset(table) - hopper_rows.found(table)
     device = DeviceCode(nvcc, toolchain.find_cutlass(), wanted, rows, for_others)
     return Plan(options, nvcc.include_dirs, device)
 

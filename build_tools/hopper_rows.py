@@ -1,21 +1,24 @@
-"""Which rows a Hopper GPU runs, whatever the call: all but those for GPUs of less shared memory.
+"""Which rows a Hopper GPU runs, and which of them a build for Hopper alone has.
 
 A Hopper GPU has the shared memory of every row, and which sm80 kernel a call gets there is decided
-by the order of the table alone (csrc/host/select_instance.cpp): a row runs nothing if an earlier
-one of its family covers all that it covers. A build for Hopper alone is without such rows, and one
-for other GPUs too compiles them for those others (archs.py).
+by the order of the table alone (csrc/host/select_instance.cpp). A row runs nothing if an earlier
+one of its family covers all that it covers: builds for other GPUs too compile such rows for those
+others (archs.py).
+
+What the sm80 family serves on a Hopper GPU at all is what TMA cannot address and rare mixes. So a
+build for Hopper alone is also without the rows that another one stands for, which has their tile
+and more features. A build for other GPUs too has both, and calls find the row with fewer features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from build_tools.kernel_row import Family, Feature, ForwardRow, KernelRow, Mask
 
-WITHOUT_FP32_RESULTS = Feature.block_sparse | Feature.bias  # can_write_fp32 in flash_attn/config.h
 
-
-def needed(table: Sequence[KernelRow]) -> frozenset[KernelRow]:
+def found(table: Sequence[KernelRow]) -> frozenset[KernelRow]:
     """Of a table in the order of selection the rows that some call finds first on a Hopper GPU."""
     return frozenset(
         row
@@ -24,27 +27,40 @@ def needed(table: Sequence[KernelRow]) -> frozenset[KernelRow]:
     )
 
 
-def takes_all_calls_of(earlier: KernelRow, row: KernelRow) -> bool:
-    """Whether a row that is tried before another serves every call that the other could, where
-    there is shared memory for both. sm90 rows are not asked for tensors that do not suit them, and
-    among themselves differ in more than is compared here: they count as needed.
+def needed(table: Sequence[KernelRow]) -> frozenset[KernelRow]:
+    """Of those the rows that a build for Hopper alone has: each call finds one of them first."""
+    rows = found(table)
+    return frozenset(row for row in rows if not any(stands_for(other, row) for other in rows))
+
+
+def stands_for(other: KernelRow, row: KernelRow) -> bool:
+    """Whether another row serves every call of a row in the same tiles: it has more features, and
+    differs in nothing else.
     """
     return (
-        earlier.family is row.family is Family.sm80
-        and earlier.kernel is row.kernel
-        and earlier.dtype is row.dtype
-        and (earlier.mask is Mask.windowed or row.mask is Mask.full)
-        and earlier.head_dim >= row.head_dim
-        and earlier.value_dim >= row.value_dim
-        and row.features in earlier.features
-        and not (earlier.features ^ row.features) & Feature.e4m3_kv
-        and (_writes_fp32(earlier) or not _writes_fp32(row))
-        and _is_for_any_length(earlier)
+        takes_all_calls_of(other, row)
+        and other.features != row.features
+        and replace(row, features=other.features, variant=other.variant) == other
     )
 
 
-def _writes_fp32(row: KernelRow) -> bool:
-    return not row.features & WITHOUT_FP32_RESULTS
+def takes_all_calls_of(other: KernelRow, row: KernelRow) -> bool:
+    """Whether a row serves every call that another could, where there is shared memory for both.
+    sm90 rows are not asked for tensors that do not suit them, and among themselves differ in more
+    than is compared here: they count as needed.
+    """
+    return (
+        other.family is row.family is Family.sm80
+        and other.kernel is row.kernel
+        and other.dtype is row.dtype
+        and (other.mask is Mask.windowed or row.mask is Mask.full)
+        and other.head_dim >= row.head_dim
+        and other.value_dim >= row.value_dim
+        and row.features in other.features
+        and not (other.features ^ row.features) & Feature.e4m3_kv
+        and (other.writes_fp32 or not row.writes_fp32)
+        and _is_for_any_length(other)
+    )
 
 
 def _is_for_any_length(row: KernelRow) -> bool:

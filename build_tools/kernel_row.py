@@ -12,14 +12,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum, EnumMeta, Flag
+from functools import reduce
 from itertools import product
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from build_tools import kernel_rules
 from build_tools.kernel_rules import RowError
 
-FEATURE_LIST = Path(__file__).resolve().parent.parent / "csrc/flash_attn/feature_list.h"
+INTERFACE = Path(__file__).resolve().parent.parent / "csrc/flash_attn"
+FEATURE_LIST = INTERFACE / "feature_list.h"
 
 
 class Pass(Enum):
@@ -68,6 +71,16 @@ class Feature(Flag, metaclass=_FeatureNames):
 
 
 NO_FEATURES = Feature(0)
+
+
+def _without_fp32_results() -> Feature:
+    """The constant of config.h."""
+    text = (INTERFACE / "config.h").read_text()
+    (value,) = re.findall(r"FeatureSet without_fp32_results =([^;]+);", text)
+    return reduce(or_, (Feature[name] for name in re.findall(r"feature::(\w+)", value)))
+
+
+WITHOUT_FP32_RESULTS = _without_fp32_results()
 
 
 class Kernel(Enum):
@@ -184,6 +197,11 @@ class KernelRow:
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def writes_fp32(self) -> bool:
+        """can_write_fp32 of config.h."""
+        return not self.features & WITHOUT_FP32_RESULTS
 
     @property
     def launch_header(self) -> str:

@@ -35,11 +35,14 @@ namespace feature {
 #undef FEATURE
 }  // namespace feature
 
-// Whether a kernel with these features can write its results in fp32. Shards of a sequence, which
-// want them, have no masks or biases, and kernels for those have no registers to spare; nor are
-// their results differentiated in a direction.
+// Features whose kernels cannot write their results in fp32. Shards of a sequence, which want them,
+// have no masks or biases, and kernels for those have no registers to spare; nor are their results
+// differentiated in a direction. build_tools/kernel_row.py reads it.
+inline constexpr FeatureSet without_fp32_results =
+    feature::block_sparse | feature::bias | feature::tangent;
+
 constexpr bool can_write_fp32(FeatureSet features) {
-  return (features & (feature::block_sparse | feature::bias | feature::tangent)) == 0;
+  return (features & without_fp32_results) == 0;
 }
 
 // Whether a kernel writes derivatives in a direction (sm80/jvp/, sm80/hvp/), and so nothing else.
