@@ -345,6 +345,7 @@ Params with_tangents(Params params) {
                      .bias = {},
                      .sink = nullptr,
                      .out = params.out,
+                     .out_rounding = {},
                      .lse = {.data = &lse, .batch_stride = 0, .head_stride = 0}};
   return params;
 }
