@@ -45,6 +45,13 @@ ROWS_OF_SMALL_UNITS = {
 # Of these kernels it is the rows that take long, not what they share of a tile: their small units
 # have so many rows whether those are of a tile or of several.
 SPLIT_TILES = (Kernel.sm90_forward, Kernel.sm90_backward)
+# Whose units take longest in a build of many jobs: those of the sm80 backward take 40 to 75 CPU
+# seconds, those of the sm80 decode 25. Of one kernel it is those of wide heads.
+LONGEST_FIRST = (
+    *(Kernel.sm80_backward, Kernel.sm90_backward, Kernel.sm90_forward, Kernel.sm80_forward),
+    *(Kernel.sm90_jvp, Kernel.sm80_hvp, Kernel.sm80_jvp),
+    *(Kernel.sm90_wide_backward, Kernel.sm90_wide_forward, Kernel.sm80_decode),
+)
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}
 
 
@@ -114,6 +121,15 @@ def units_of(
             unit = Unit(units.pop().rows + unit.rows, unit.for_hopper)
         units.append(unit)
     return units
+
+
+def longest_first(units: Iterable[Unit]) -> list[Unit]:
+    """In the order in which their compiles are to begin."""
+
+    def place(unit: Unit) -> tuple[int, int]:
+        return LONGEST_FIRST.index(unit.rows[0].kernel), -max(row.head_dim for row in unit.rows)
+
+    return sorted(units, key=place)
 
 
 def _parts_of_tile(rows: Sequence[KernelRow]) -> list[tuple[KernelRow, ...]]:
