@@ -262,6 +262,8 @@ def test_a_row_of_the_same_tile_with_more_features_stands_for_one() -> None:
 def test_naming_another_arch_asks_for_the_rows_of_other_gpus(text: str, has_all: bool) -> None:
     plan = build_kernels.make_plan(build_kernels.BuildOptions(archs=text, rows="", jobs=1))
     assert set(plan.rows) == (set(ALL_ROWS) if has_all else NEEDED)
+    # What a Hopper GPU would find has code for it, as those that others stand for.
+    assert plan.device is not None and plan.device.for_others == set(ALL_ROWS) - FOUND
 
 
 def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
