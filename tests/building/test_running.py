@@ -265,6 +265,16 @@ def test_another_first_product_leaves_the_second_alone(two_products) -> None:
     assert two_products.begun == ["d"]
 
 
+@pytest.mark.parametrize("cut", ["first/a.o", "first/lib.a", "second/c.o", "second/lib.a"])
+def test_what_was_cut_short_of_any_product_is_made_again(two_products, cut) -> None:
+    two_products.build()
+    damaged = two_products.folder / cut
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    two_products.build()
+    assert damaged.read_bytes() == whole
+
+
 @pytest.mark.parametrize(("product", "is_compiled"), [("first", False), ("second", True)])
 def test_what_does_not_compile_ends_the_build(two_products, product, is_compiled) -> None:
     """Before what stands behind it begins; and one sees whose it was, though it compiled before."""
