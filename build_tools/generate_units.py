@@ -27,6 +27,8 @@ EXTENDED_SHAPES = "CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 # Rows of one dtype up to which tiles are put together, for the headers are read, and much of the
 # layouts is worked out, once a unit; a build of one dtype has the same units.
 ROWS_OF_SEVERAL_TILES = 8
+# Two tiles of the sm80 backward, of however few rows, take 4 GiB to compile.
+MOST_TILES = {Kernel.sm80_backward: 2}
 # The same where more compiles run at once than there are of the largest units. Tiles of the sm80
 # backward take so long that each is a unit.
 MANY_JOBS = 9
@@ -89,11 +91,14 @@ class Unit:
 
     def has_room_for(self, other: Unit, most_rows: int) -> bool:
         """Whether the other's tiles compile as well beside its own."""
+        kernel = self.rows[0].kernel
+        tiles = {row.tile for row in self.rows + other.rows}
         return (
-            self.rows[0].kernel is other.rows[0].kernel
+            kernel is other.rows[0].kernel
             and self.for_hopper == other.for_hopper
             and self.wants_extended_shapes == other.wants_extended_shapes
             and len(self.kinds | other.kinds) <= most_rows
+            and len(tiles) <= MOST_TILES.get(kernel, len(tiles))
         )
 
 

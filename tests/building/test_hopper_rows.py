@@ -312,6 +312,18 @@ def test_units_are_smaller_where_many_compiles_run_at_once(jobs: int) -> None:
         assert kernel in generate_units.SPLIT_TILES or len(places) == len(tiles)
 
 
+@pytest.mark.parametrize("rows", [ALL_ROWS, NEEDED], ids=["all", "hopper"])
+def test_a_unit_has_two_tiles_of_the_sm80_backward_at_most(rows: Iterable[KernelRow]) -> None:
+    """However few rows they have: tiles take memory."""
+    in_order = [row for row in ALL_ROWS if row in rows]
+    tiles = [
+        len({row.tile for row in unit.rows})
+        for unit in generate_units.units_of(in_order)
+        if unit.rows[0].kernel is Kernel.sm80_backward
+    ]
+    assert max(tiles) == 2
+
+
 def test_small_units_of_one_dtype_are_those_of_both() -> None:
     def kinds(rows: list[KernelRow]) -> list[set[KernelRow]]:
         return [unit.kinds for unit in generate_units.units_of(rows, jobs=16)]
