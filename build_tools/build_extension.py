@@ -3,7 +3,7 @@
 setup.py calls ``build`` for the Python it runs under. ``python -m build_tools.build_extension``
 does the same by hand, and with ``--python-include`` for another Python with the same torch. No
 CUTLASS header is read here: a new torch or Python repeats this half minute and leaves the kernels
-alone. The binding is compiled first, as a torch that it does not fit shows there.
+alone. One ninja compiles both, the binding first, as a torch that it does not fit shows there.
 """
 
 from __future__ import annotations
@@ -217,21 +217,24 @@ def _units() -> dict[str, str]:
     }
 
 
-def compile_binding(build: ninja_build.Build) -> None:
-    """Compiles it, and says of a torch that was never tried that it may be the cause of errors."""
+def build_both(plan: build_kernels.Plan, extension: ninja_build.Product) -> None:
+    """The kernels and the extension. Says of a torch that was never tried that it may be the cause
+    where the binding does not compile.
+    """
     import torch
 
     try:
-        build.compile()
+        build_kernels.build_plan(plan, [extension])
     except ninja_build.BuildError as error:
-        if advice := torch_versions.advice(str(torch.__version__)):
+        advice = torch_versions.advice(str(torch.__version__))
+        if advice and not extension.is_compiled():
             raise ToolchainError(f"the binding does not compile: {advice} ({error})") from error
         raise
 
 
 def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) -> Path:
-    """Builds what is out of date of the binding, the kernels and the extension, in this order, and
-    returns the extension's path. For the Python that runs this, or for an ``other``.
+    """Builds what is out of date of the binding, the kernels and the extension, and returns the
+    extension's path. For the Python that runs this, or for an ``other``.
     """
     if not toolchain.make_torch_importable():
         raise ToolchainError("the extension needs torch")
@@ -253,10 +256,7 @@ def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) ->
         generate_call.write(generated)
         for unit, text in units.items():
             write_if_changed(unit, text)
-        binding = ninja_build.Build(folder, compiles, link, plan.options.jobs)
-        compile_binding(binding)
-        build_kernels.build_plan(plan)
-        binding.finish()
+        build_both(plan, ninja_build.Product(folder, compiles, link))
     return extension
 
 

@@ -26,7 +26,7 @@ from build_tools import (
     toolchain,
     unused_headers,
 )
-from build_tools.kernel_row import Family, KernelRow, Pass
+from build_tools.kernel_row import Family, KernelRow
 from build_tools.kernel_table import ALL_ROWS
 from build_tools.ninja_build import Compile
 from build_tools.toolchain import REPO, Nvcc, ToolchainError
@@ -71,9 +71,9 @@ class DeviceCode:
     for_others: frozenset[KernelRow]  # that no Hopper GPU finds
 
     def units(self, jobs: int) -> list[generate_units.Unit]:
-        """Those of backward kernels first, for they take longest."""
-        units = generate_units.units_of(self.rows, self.for_others, jobs)
-        return sorted(units, key=lambda unit: unit.rows[0].kernel_pass is not Pass.backward)
+        return generate_units.longest_first(
+            generate_units.units_of(self.rows, self.for_others, jobs)
+        )
 
 
 @dataclass(frozen=True)
@@ -211,22 +211,31 @@ def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:
     )
 
 
-def build_plan(plan: Plan) -> Path:
-    """Builds what is out of date, prints one closing line and returns the archive's path."""
+def product_of(plan: Plan) -> ninja_build.Product:
+    """The archive, of which all is written here but what ninja makes."""
+    compiles = _compiles(plan)
+    _write_manifest(plan, compiles)
+    # ar adds to an archive that exists, and would keep members that are no longer built.
+    link = ninja_build.Link(plan.archive, "rm -f $out.new && ar rcsD $out.new $in")
+    return ninja_build.Product(plan.options.build_dir, compiles, link)
+
+
+def build_plan(plan: Plan, of_archive: Sequence[ninja_build.Product] = ()) -> None:
+    """Builds what is out of date of the archive and of products that read it, whose compiles begin
+    first, and prints one closing line.
+    """
     options = plan.options
     with ninja_build.locked(options.build_dir):
-        compiles = _compiles(plan)
-        _write_manifest(plan, compiles)
-        # ar adds to an archive that exists, and would keep members that are no longer built.
-        link = ninja_build.Link(plan.archive, "rm -f $out.new && ar rcsD $out.new $in")
-        ninja_build.Build(options.build_dir, compiles, link, options.jobs).finish()
-        print(closing_line(plan, ninja_build.total_cost(compiles)), flush=True)
-    return plan.archive
+        archive = product_of(plan)
+        ninja_build.build([*of_archive, archive], options.jobs)
+        print(closing_line(plan, ninja_build.total_cost(archive.compiles)), flush=True)
 
 
 def build(options: BuildOptions, table: Sequence[KernelRow] = ALL_ROWS) -> Path:
-    """``build_plan`` of these options."""
-    return build_plan(make_plan(options, table))
+    """``build_plan`` of these options; the archive's path."""
+    plan = make_plan(options, table)
+    build_plan(plan)
+    return plan.archive
 
 
 def options_from_command_line(arguments: Sequence[str]) -> BuildOptions:

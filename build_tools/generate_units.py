@@ -27,6 +27,8 @@ EXTENDED_SHAPES = "CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 # Rows of one dtype up to which tiles are put together, for the headers are read, and much of the
 # layouts is worked out, once a unit; a build of one dtype has the same units.
 ROWS_OF_SEVERAL_TILES = 8
+# Two tiles of the sm80 backward, of however few rows, take 4 GiB to compile.
+MOST_TILES = {Kernel.sm80_backward: 2}
 # The same where more compiles run at once than there are of the largest units. Tiles of the sm80
 # backward take so long that each is a unit.
 MANY_JOBS = 9
@@ -45,6 +47,13 @@ ROWS_OF_SMALL_UNITS = {
 # Of these kernels it is the rows that take long, not what they share of a tile: their small units
 # have so many rows whether those are of a tile or of several.
 SPLIT_TILES = (Kernel.sm90_forward, Kernel.sm90_backward)
+# Whose units take longest in a build of many jobs: those of the sm80 backward take 40 to 75 CPU
+# seconds, those of the sm80 decode 25. Of one kernel it is those of wide heads.
+LONGEST_FIRST = (
+    *(Kernel.sm80_backward, Kernel.sm90_backward, Kernel.sm90_forward, Kernel.sm80_forward),
+    *(Kernel.sm90_jvp, Kernel.sm80_hvp, Kernel.sm80_jvp),
+    *(Kernel.sm90_wide_backward, Kernel.sm90_wide_forward, Kernel.sm80_decode),
+)
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}
 
 
@@ -82,11 +91,14 @@ class Unit:
 
     def has_room_for(self, other: Unit, most_rows: int) -> bool:
         """Whether the other's tiles compile as well beside its own."""
+        kernel = self.rows[0].kernel
+        tiles = {row.tile for row in self.rows + other.rows}
         return (
-            self.rows[0].kernel is other.rows[0].kernel
+            kernel is other.rows[0].kernel
             and self.for_hopper == other.for_hopper
             and self.wants_extended_shapes == other.wants_extended_shapes
             and len(self.kinds | other.kinds) <= most_rows
+            and len(tiles) <= MOST_TILES.get(kernel, len(tiles))
         )
 
 
@@ -114,6 +126,15 @@ def units_of(
             unit = Unit(units.pop().rows + unit.rows, unit.for_hopper)
         units.append(unit)
     return units
+
+
+def longest_first(units: Iterable[Unit]) -> list[Unit]:
+    """In the order in which their compiles are to begin."""
+
+    def place(unit: Unit) -> tuple[int, int]:
+        return LONGEST_FIRST.index(unit.rows[0].kernel), -max(row.head_dim for row in unit.rows)
+
+    return sorted(units, key=place)
 
 
 def _parts_of_tile(rows: Sequence[KernelRow]) -> list[tuple[KernelRow, ...]]:

@@ -3,9 +3,10 @@
 As many run at once as there are cores, but no more than memory holds.
 
 ninja starts ``python jobs.py OBJECT -- COMPILER ARGUMENTS...`` for every object. It writes OBJECT,
-which gets its name when it is whole, OBJECT.log (the compiler's messages, which hold ptxas's
-figures) and OBJECT.json (CPU seconds, peak memory, size of the object). A compile that ccache
-answered keeps the figures of the real one. It starts once an object: standard library only.
+which gets its name when it is whole and goes where the compile fails, OBJECT.log (the compiler's
+messages, which hold ptxas's figures) and OBJECT.json (CPU seconds, peak memory, size of the
+object). A compile that ccache answered keeps the figures of the real one. It starts once an object:
+standard library only.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def run_job(target: Path, command: list[str]) -> int:
         if not line.startswith(ROUTINE_LINES):
             print(line)
     if result.returncode:
+        target.unlink(missing_ok=True)  # whoever looks sees which compiles failed
         return result.returncode
     write_whole(target.with_name(target.name + ".log"), result.stdout)
     record = target.with_name(target.name + ".json")

@@ -1,4 +1,4 @@
-"""A list of compiles, written as a ninja file and as compile_commands.json, and run."""
+"""Lists of compiles, written as a ninja file and as compile_commands.json, and run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from build_tools import toolchain
@@ -59,6 +60,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Product:
+    """The compiles of a folder, which others must be kept out of (``locked``), and their link."""
+
+    folder: Path
+    compiles: Sequence[Compile]
+    link: Link
+
+    @property
+    def objects(self) -> list[Path]:
+        return [job.object for job in self.compiles]
+
+    def is_compiled(self) -> bool:
+        """After a build: a compile that fails leaves no object."""
+        return all(path.exists() for path in self.objects)
+
+
+@dataclass(frozen=True)
 class Cost:
     """What the compiles of a build cost: their own figures when they last ran for real."""
 
@@ -67,8 +85,13 @@ class Cost:
     never_measured: int  # compiles that ccache answered and that never ran here
 
 
-def write_ninja_file(path: Path, compiles: Sequence[Compile], link: Link) -> None:
-    """Writes ``path``; every compile goes through jobs.py."""
+def write_ninja_file(path: Path, products: Sequence[Product]) -> None:
+    """Writes ``path``; every compile goes through jobs.py.
+
+    ninja begins with what most steps wait for (1.12 and newer), of those with what comes first in
+    the file. So that the compiles of all products begin in their order, links of later products
+    wait for the objects of earlier ones.
+    """
     from ninja import ninja_syntax  # not above: an install without extension needs no ninja
 
     with io.StringIO() as text:
@@ -81,13 +104,17 @@ def write_ninja_file(path: Path, compiles: Sequence[Compile], link: Link) -> Non
             deps="gcc",
             description="compile $in",
         )
-        writer.rule("link", command=f"{link.command} && mv $out.new $out", description="link $out")
-        for job in compiles:
-            obj, source = [str(job.object)], [str(job.source)]
-            command = shlex.join(job.full_command()).replace("$", "$$")
-            writer.build(obj, "compile", source, variables={"compiler": command})
-        objects = [str(job.object) for job in compiles]
-        writer.build([str(link.target)], "link", objects, implicit=list(map(str, link.inputs)))
+        for job in chain.from_iterable(product.compiles for product in products):
+            variables = {"compiler": shlex.join(job.full_command()).replace("$", "$$")}
+            writer.build([str(job.object)], "compile", [str(job.source)], variables=variables)
+        earlier: list[str] = []
+        for place, product in enumerate(products):
+            link, objects = product.link, list(map(str, product.objects))
+            command = f"{link.command} && mv $out.new $out"
+            writer.rule(f"link{place}", command, description="link $out")
+            inputs = list(map(str, link.inputs))
+            writer.build([str(link.target)], f"link{place}", objects, inputs, order_only=earlier)
+            earlier += objects
         write_if_changed(path, text.getvalue())
 
 
@@ -100,9 +127,9 @@ def write_compile_commands(path: Path, compiles: Iterable[Compile], directory: P
     write_if_changed(path, json.dumps(entries, indent=1))
 
 
-def run_ninja(path: Path, jobs: int, directory: Path, targets: Iterable[Path] = ()) -> None:
-    """Runs the build from ``directory``, of all or of ``targets``; BuildError where one fails."""
-    command = [toolchain.find_ninja(), "-f", str(path), "-j", str(jobs), *map(str, targets)]
+def run_ninja(path: Path, jobs: int, directory: Path) -> None:
+    """Runs the build from ``directory``, which ninja's log is in; BuildError where one fails."""
+    command = [toolchain.find_ninja(), "-f", str(path), "-j", str(jobs)]
     launcher = [ccache] if (ccache := shutil.which("ccache")) else []
     environment = {
         "CCACHE_BASEDIR": str(REPO),  # so that ccache knows the same sources in another checkout
@@ -150,39 +177,21 @@ def discard_damaged(products: Iterable[Path]) -> None:
             product.unlink()
 
 
-@dataclass(frozen=True)
-class Build:
-    """The compiles and the link of one folder, which others must be kept out of (``locked``)."""
+def build(products: Sequence[Product], jobs: int) -> None:
+    """Brings products up to date in one run of ninja, with ccache where it is present: those that
+    read others before those, whose compiles begin in this order.
 
-    folder: Path
-    compiles: Sequence[Compile]
-    link: Link
-    jobs: int
-
-    @property
-    def _ninja_file(self) -> Path:
-        return self.folder / "build.ninja"
-
-    @property
-    def _objects(self) -> list[Path]:
-        return [job.object for job in self.compiles]
-
-    def _prepare(self) -> None:
-        toolchain.find_ninja()  # before a file is written
-        discard_damaged([*self._objects, self.link.target])
-        write_ninja_file(self._ninja_file, self.compiles, self.link)
-        write_compile_commands(self.folder / "compile_commands.json", self.compiles, self.folder)
-
-    def compile(self) -> None:
-        """Brings the objects up to date, with ccache where it is present."""
-        self._prepare()
-        run_ninja(self._ninja_file, self.jobs, self.folder, self._objects)
-
-    def finish(self) -> None:
-        """Brings objects and link up to date."""
-        self._prepare()
-        run_ninja(self._ninja_file, self.jobs, self.folder)
-        target = self.link.target
+    ninja's log is in the last one's folder, which builds of others may share.
+    """
+    toolchain.find_ninja()  # before a file is written
+    for product in products:
+        discard_damaged([*product.objects, product.link.target])
+        database = product.folder / "compile_commands.json"
+        write_compile_commands(database, product.compiles, product.folder)
+    ninja_file = products[0].folder / "build.ninja"
+    write_ninja_file(ninja_file, products)
+    run_ninja(ninja_file, jobs, products[-1].folder)
+    for target in (product.link.target for product in products):
         write_if_changed(_record_of(target), json.dumps({"bytes": target.stat().st_size}))
 
 

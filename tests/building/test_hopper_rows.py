@@ -26,7 +26,6 @@ from build_tools.kernel_row import (
     Feature,
     Kernel,
     KernelRow,
-    Pass,
 )
 from build_tools.kernel_table import ALL_ROWS
 from tests.building.kernel_rows import (
@@ -55,8 +54,8 @@ constexpr {kind}Instance make_{name}_instance(const char* name) {{
 """
 
 # Every request that a Hopper GPU may get, as one and as what FLASH_ATTN_CUDA_CAPABILITY_LIMIT=80
-# makes of it. Prints which sm80 rows are chosen of all and of those of a build for Hopper alone, and
-# fails where the latter choose another row though they have it, or one of other tiles.
+# makes of it. Prints which sm80 rows are chosen, of all and of those of a build for Hopper alone.
+# Fails where the latter choose another row though they have it, or one of other tiles.
 PROGRAM = """
 #include <algorithm>
 #include <cstdio>
@@ -263,6 +262,8 @@ def test_a_row_of_the_same_tile_with_more_features_stands_for_one() -> None:
 def test_naming_another_arch_asks_for_the_rows_of_other_gpus(text: str, has_all: bool) -> None:
     plan = build_kernels.make_plan(build_kernels.BuildOptions(archs=text, rows="", jobs=1))
     assert set(plan.rows) == (set(ALL_ROWS) if has_all else NEEDED)
+    # What a Hopper GPU would find has code for it, as those that others stand for.
+    assert plan.device is not None and plan.device.for_others == set(ALL_ROWS) - FOUND
 
 
 def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
@@ -311,6 +312,18 @@ def test_units_are_smaller_where_many_compiles_run_at_once(jobs: int) -> None:
         assert kernel in generate_units.SPLIT_TILES or len(places) == len(tiles)
 
 
+@pytest.mark.parametrize("rows", [ALL_ROWS, NEEDED], ids=["all", "hopper"])
+def test_a_unit_has_two_tiles_of_the_sm80_backward_at_most(rows: Iterable[KernelRow]) -> None:
+    """However few rows they have: tiles take memory."""
+    in_order = [row for row in ALL_ROWS if row in rows]
+    tiles = [
+        len({row.tile for row in unit.rows})
+        for unit in generate_units.units_of(in_order)
+        if unit.rows[0].kernel is Kernel.sm80_backward
+    ]
+    assert max(tiles) == 2
+
+
 def test_small_units_of_one_dtype_are_those_of_both() -> None:
     def kinds(rows: list[KernelRow]) -> list[set[KernelRow]]:
         return [unit.kinds for unit in generate_units.units_of(rows, jobs=16)]
@@ -320,10 +333,22 @@ def test_small_units_of_one_dtype_are_those_of_both() -> None:
 
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
 def test_the_longest_compiles_start_first() -> None:
+    assert sorted(generate_units.LONGEST_FIRST, key=str) == sorted(Kernel, key=str)
     plan = build_kernels.make_plan(build_kernels.BuildOptions(archs="90", rows="", jobs=16))
     assert plan.device is not None
-    passes = [unit.rows[0].kernel_pass for unit in plan.device.units(16)]
-    assert passes == sorted(passes, key=lambda each: each is not Pass.backward)
+    units = plan.device.units(16)
+    assert len(set(units)) == len(generate_units.units_of(plan.rows, jobs=16))
+    assert units[0].name.startswith("backward_sm80_hd512")
+    assert [unit.family for unit in units[:2]] == [Family.sm80, Family.sm80]
+    kernels = list(dict.fromkeys(unit.rows[0].kernel for unit in units))
+    assert tuple(kernels) == generate_units.LONGEST_FIRST
+    for kernel in kernels:
+        head_dims = [
+            max(row.head_dim for row in unit.rows)
+            for unit in units
+            if unit.rows[0].kernel is kernel
+        ]
+        assert head_dims == sorted(head_dims, reverse=True)
 
 
 def test_headers_are_empty_only_where_no_kernel_asks_for_them(tmp_path: Path) -> None:

@@ -255,7 +255,6 @@ def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
 
 def test_torchs_outside_of_the_range(monkeypatch) -> None:
     """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
-    torch = pytest.importorskip("torch")
     torch_versions.check("2.14.1+cu130")
     monkeypatch.setattr(torch_versions, "OLDEST", (2, 8))
     monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 14))
@@ -265,32 +264,45 @@ def test_torchs_outside_of_the_range(monkeypatch) -> None:
     assert torch_versions.advice("2.14.3+cu132") is None
     assert "pip install 'torch==2.14.*'" in str(torch_versions.advice("3.0.0.dev20270101"))
 
-    def compile(build: ninja_build.Build) -> None:
+
+def test_a_new_torch_is_named_where_the_binding_does_not_compile(monkeypatch, tmp_path) -> None:
+    """Not where kernels do not."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 14))
+
+    def build_plan(plan: build_kernels.Plan, of_archive: list[ninja_build.Product]) -> None:
         raise ninja_build.BuildError(Path("build.ninja"), 1)
 
-    build = ninja_build.Build(Path("folder"), [], ninja_build.Link(Path("x"), ""), 1)
-    monkeypatch.setattr(ninja_build.Build, "compile", compile)
+    monkeypatch.setattr(build_kernels, "build_plan", build_plan)
+    plan = build_kernels.Plan(build_kernels.BuildOptions(build_dir=tmp_path), (), None)
+    compiles = [ninja_build.Compile(tmp_path / "unit.cpp", tmp_path / "unit.o", ())]
+    extension = ninja_build.Product(tmp_path, compiles, ninja_build.Link(tmp_path / "x", ""))
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     with pytest.raises(ninja_build.BuildError):
-        build_extension.compile_binding(build)
+        build_extension.build_both(plan, extension)
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     with pytest.raises(ToolchainError, match=r"does not compile: torch 2\.16\.0 is newer"):
-        build_extension.compile_binding(build)
+        build_extension.build_both(plan, extension)
+    compiles[0].object.touch()
+    with pytest.raises(ninja_build.BuildError):
+        build_extension.build_both(plan, extension)
 
 
-def test_the_binding_is_compiled_before_a_kernel(monkeypatch, tmp_path) -> None:
+def test_the_binding_stands_before_the_kernels_of_one_build(monkeypatch, tmp_path) -> None:
     """A torch that it does not fit shows in seconds."""
     pytest.importorskip("torch")
-    steps: list[str] = []
-    plan = build_kernels.Plan(build_kernels.BuildOptions(build_dir=tmp_path), (), None)
+    plan = build_kernels.Plan(build_kernels.BuildOptions(build_dir=tmp_path / "kernels"), (), None)
     monkeypatch.setattr(build_kernels, "plan_without_device_code", lambda major: plan)
-    monkeypatch.setattr(build_kernels, "build_plan", lambda plan: steps.append("kernels"))
     monkeypatch.setattr(build_extension, "REPO", tmp_path)
     monkeypatch.setattr(build_extension, "_link_command", lambda archive, headers: "link")
-    for name in ("compile", "finish"):
-        monkeypatch.setattr(ninja_build.Build, name, lambda self, step=name: steps.append(step))
-    build_extension.build(Backend.binding)
-    assert steps == ["compile", "kernels", "finish"]
+    monkeypatch.setattr(build_kernels, "closing_line", lambda plan, cost: "")
+    monkeypatch.setattr(ninja_build, "total_cost", lambda compiles: None)
+    built: list[ninja_build.Product] = []
+    monkeypatch.setattr(ninja_build, "build", lambda products, jobs: built.extend(products))
+    path = build_extension.build(Backend.binding)
+    assert [product.link.target for product in built] == [path, plan.archive]
+    assert built[0].link.inputs == (plan.archive,)
+    assert all(job.source.name.startswith("binding_") for job in built[0].compiles)
 
 
 @pytest.mark.parametrize(

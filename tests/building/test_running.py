@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,9 @@ def test_a_failed_job_fails_and_shows_everything(tmp_path, capsys) -> None:
     assert "error: no" in capsys.readouterr().out
     assert not (tmp_path / "unit.o.json").exists()
     assert not target.exists()  # of a compiler that leaves what it has
+    target.write_text("of an earlier compile")
+    assert jobs.run_job(target, compiler_of(script, target)) == 3
+    assert not target.exists()
 
 
 def test_a_job_that_cannot_write_says_so_in_a_line(tmp_path) -> None:
@@ -94,7 +98,7 @@ def host_build(tmp_path) -> Callable[[], Path]:
         job = ninja_build.Compile(folder / "unit.cpp", folder / "out/unit.o", compiler)
         link = ninja_build.Link(folder / "out/lib.a", "rm -f $out.new && ar rcsD $out.new $in")
         (folder / "out").mkdir(exist_ok=True)
-        ninja_build.Build(folder / "out", [job], link, jobs=1).finish()
+        ninja_build.build([ninja_build.Product(folder / "out", [job], link)], jobs=1)
         return link.target
 
     return build
@@ -192,17 +196,112 @@ def test_what_a_link_replaces_stays_whole_until_then(host_build) -> None:
     assert [path.name for path in archive.parent.glob("lib.a*.new")] == []
 
 
+# Products of products: the extension and the kernels that it is linked with
+
+
+@dataclass(frozen=True)
+class TwoProducts:
+    """Two libraries in folders of their own, of which the first is linked with the second. What
+    compiles them says so in a file.
+    """
+
+    folder: Path
+
+    @property
+    def begun(self) -> list[str]:
+        """The units whose compiles began since it was last asked, in their order."""
+        file = self.folder / "begun"
+        names = file.read_text().split() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return names
+
+    def product(self, name: str, units: Sequence[str], *inputs: Path) -> ninja_build.Product:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        script = f"exec >> {self.folder}/begun; echo $(basename $5 .cpp)"
+        compiler = ("sh", "-c", f'{script}; exec cc "$@"', "cc")
+        compiles = []
+        for unit in units:
+            if not (source := folder / f"{unit}.cpp").exists():
+                source.write_text(f"int {unit}() {{ return 1; }}\n")
+            compiles.append(ninja_build.Compile(source, folder / f"{unit}.o", compiler))
+        link = ninja_build.Link(folder / "lib.a", "rm -f $out.new && ar rcsD $out.new $in", inputs)
+        return ninja_build.Product(folder, compiles, link)
+
+    def build(self, name: str = "first", jobs: int = 1) -> ninja_build.Product:
+        """The first product under this name; the second has more units than there are jobs."""
+        second = self.product("second", ["c", "d", "e", "f"])
+        first = self.product(name, ["a", "b"], second.link.target)
+        ninja_build.build([first, second], jobs)
+        return first
+
+
+@pytest.fixture
+def two_products(tmp_path) -> TwoProducts:
+    return TwoProducts(tmp_path)
+
+
+def test_compiles_of_several_products_begin_in_their_order(two_products) -> None:
+    """Those of the first stand before those of what it is linked with."""
+    first = two_products.build()
+    assert two_products.begun == ["a", "b", "c", "d", "e", "f"]
+    assert first.is_compiled() and first.link.target.is_file()
+    two_products.build()
+    assert two_products.begun == []
+
+
+def test_another_first_product_leaves_the_second_alone(two_products) -> None:
+    """As another torch does, which has an extension of its own; or a build of the second alone."""
+    two_products.build()
+    two_products.build("other")
+    assert two_products.begun[6:] == ["a", "b"]
+    two_products.build()
+    ninja_build.build([two_products.product("second", ["c", "d", "e", "f"])], 1)
+    assert two_products.begun == []
+    (two_products.folder / "second/d.cpp").write_text("int d() { return 22; }\n")
+    ninja_build.build([two_products.product("second", ["c", "d", "e", "f"])], 1)
+    made = (two_products.folder / "first/lib.a").stat().st_mtime_ns
+    assert two_products.build().link.target.stat().st_mtime_ns > made
+    assert two_products.begun == ["d"]
+
+
+@pytest.mark.parametrize("cut", ["first/a.o", "first/lib.a", "second/c.o", "second/lib.a"])
+def test_what_was_cut_short_of_any_product_is_made_again(two_products, cut) -> None:
+    two_products.build()
+    damaged = two_products.folder / cut
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    two_products.build()
+    assert damaged.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("product", "is_compiled"), [("first", False), ("second", True)])
+def test_what_does_not_compile_ends_the_build(two_products, product, is_compiled) -> None:
+    """Before what stands behind it begins; and one sees whose it was, though it compiled before."""
+    first = two_products.build()
+    assert len(two_products.begun) == 6
+    for unit in [*first.compiles, *two_products.product("second", ["c", "d", "e", "f"]).compiles]:
+        unit.source.write_text(f"{unit.source.read_text()}// changed\n")
+    broken = two_products.folder / product / ("b.cpp" if product == "first" else "c.cpp")
+    broken.write_text("#error no\n")
+    with pytest.raises(ninja_build.BuildError, match="status"):
+        two_products.build()
+    assert two_products.begun == (["a", "b"] if product == "first" else ["a", "b", "c"])
+    assert first.is_compiled() is is_compiled
+
+
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
 def test_the_kernels_are_built_under_the_lock(tmp_path, monkeypatch) -> None:
     class Built(Exception):
         pass
 
-    def finish(build: ninja_build.Build) -> None:
-        with (build.folder / "lock").open("w") as file, pytest.raises(BlockingIOError):
+    def build(products: Sequence[ninja_build.Product], jobs: int) -> None:
+        (product,) = products
+        with (product.folder / "lock").open("w") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raise Built
 
-    monkeypatch.setattr(ninja_build.Build, "finish", finish)
+    monkeypatch.setattr(ninja_build, "build", build)
     monkeypatch.setattr(toolchain, "find_cutlass", lambda: cutlass_headers(tmp_path / "include"))
     options = build_kernels.BuildOptions(archs="80", rows="", jobs=1, build_dir=tmp_path / "build")
     with pytest.raises(Built):

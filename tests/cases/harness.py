@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from build_tools.hopper_rows import stands_for
+from build_tools.kernel_table import ALL_ROWS
 from flash_attn_cuda import (
     build_info,
     flash_attn_func,
@@ -124,6 +126,14 @@ def skip_without_row(case: Case, *, backward: bool = True) -> None:
     reason = missing_row(case, backward=backward and not isinstance(case, KvCacheCase))
     if reason is not None:
         pytest.skip(reason)
+
+
+def built_row(name: str) -> str:
+    """That row of the kernel table, or what stands for it in a build for Hopper alone."""
+    compiled = {row.name for row in build_info.compiled_rows()}
+    rows = {row.name: row for row in ALL_ROWS}
+    candidates = [name, *(other for other in rows if stands_for(rows[other], rows[name]))]
+    return next((row for row in candidates if row in compiled), name)
 
 
 # -- dropout ---------------------------------------------------------------------------------------

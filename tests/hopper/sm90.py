@@ -15,7 +15,14 @@ from torch import Tensor
 from flash_attn_cuda import build_info
 from tests.cases import families
 from tests.cases.attention import AttentionCase, VarlenCase
-from tests.cases.harness import DEVICE, ON_CPU, make_case, make_varlen_case, skip_without_row
+from tests.cases.harness import (
+    DEVICE,
+    ON_CPU,
+    built_row,
+    make_case,
+    make_varlen_case,
+    skip_without_row,
+)
 
 LIMITS = ("FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT")
 HEAD_DIMS = families.HEAD_DIMS
@@ -52,7 +59,7 @@ def row_name(
     kernel_pass: str = "fwd",
 ) -> str:
     parts = [kernel_pass, family, dtype, f"hd{head_dim}", "windowed", variant]
-    return "_".join(filter(None, parts))
+    return built_row("_".join(filter(None, parts)))
 
 
 def most_short_seqlen(head_dim: int = 64, variant: str = "short", *, causal: bool) -> int:
