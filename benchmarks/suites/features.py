@@ -26,9 +26,8 @@ from benchmarks.core.feature_tables import Row
 from benchmarks.core.row_programs import fill, new_document, status_of
 from benchmarks.core.turns import add_options, protocol_of
 from benchmarks.suites import decode as decode_speed
-from benchmarks.suites import feature_cost
+from benchmarks.suites import feature_cost, rounding_cost
 from benchmarks.suites import prefill as prefill_speed
-from benchmarks.suites import rounding_cost
 from benchmarks.suites import varlen as varlen_speed
 
 SCHEMA = 1

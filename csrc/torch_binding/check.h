@@ -6,9 +6,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/StringUtil.h>
+
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace flash_attn_cuda::binding {
@@ -24,6 +28,58 @@ constexpr std::int64_t max_keys = 1'000'000'000;
 inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }
 inline void refuse(bool is_asked, const char* rule) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_asked, rule);
+}
+
+// As Python writes them.
+std::string in_python(at::ScalarType dtype);
+std::string in_python(at::IntArrayRef shape);
+
+// A fact in an error's words, maybe around the name of an argument.
+struct Where {
+  const char* before;
+  const char* name = "";
+  const char* after = "";
+};
+
+// An argument that callers know as another one: what it must be where it is not allowed, and is.
+struct Known {
+  bool is_given;
+  const char* absent;
+  const char* given;
+};
+
+// Whether an argument is given, on or above 0.
+inline bool is_set(const at::Tensor& tensor) { return tensor.defined(); }
+inline bool is_set(bool flag) { return flag; }
+inline bool is_set(double number) { return number > 0.0; }
+inline bool is_set(const std::optional<std::int64_t>& number) { return number.has_value(); }
+inline bool is_set(const Known& argument) { return argument.is_given; }
+
+// What a rule says that such an argument must be, and its value.
+using MustAndGot = std::pair<const char*, std::string>;
+inline MustAndGot absent(const at::Tensor& /*tensor*/) { return {"None", "a tensor"}; }
+inline MustAndGot absent(bool /*flag*/) { return {"False", "True"}; }
+inline MustAndGot absent(double number) { return {"0", c10::str(number)}; }
+inline MustAndGot absent(const std::optional<std::int64_t>& number) {
+  return {"None", c10::str(*number)};
+}
+inline MustAndGot absent(const Known& argument) { return {argument.absent, argument.given}; }
+
+[[noreturn]] void raise_refused(const char* before, const char* name = "", const char* after = "");
+[[noreturn]] void raise_broken(const char* name, const MustAndGot& said, const Where& where,
+                               bool is_refused = false);
+
+// Rules of generated_rules.h: an argument must be absent, may be supported one day, or be given.
+template <class Argument>
+void check_absent(const char* name, const Argument& argument, const Where& where) {
+  if (is_set(argument)) raise_broken(name, absent(argument), where);
+}
+template <class Argument>
+void check_refused(const char* name, const Argument& argument, const Where& where) {
+  if (is_set(argument)) raise_broken(name, absent(argument), where, /*is_refused=*/true);
+}
+inline void check_given(const char* name, const at::Tensor& argument, const Where& where) {
+  if (!argument.defined()) raise_broken(name, {"given", "None"}, where);
 }
 
 // The tensor as torch's operators see it. One that was made inside a transform of torch.func, which
@@ -51,6 +107,12 @@ void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
 // The tensor passes check_place() and has this shape.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q);
+
+// The tensor passes check_place() and has one of these shapes, but for empty ones. Kernels read it
+// by its strides.
+void check_strided(const char* name, const at::Tensor& tensor,
+                   std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
+                   const at::Tensor& q);
 
 // The tensor passes check_like() and is contiguous: kernels read it as a plain array.
 void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
