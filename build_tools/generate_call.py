@@ -56,6 +56,11 @@ class Field:
         return self.type == "Tensor"
 
     @property
+    def is_renamed(self) -> bool:
+        """Whether errors of some road call it otherwise."""
+        return "name_of_cache" in self.said or self.name in RENAMED
+
+    @property
     def declaration(self) -> str:
         # True and False are true and false, numbers the same in both.
         value = "" if self.default is None else f" = {str(self.default).lower()}"
@@ -154,7 +159,7 @@ def argument_names(fields: list[Field]) -> Iterator[str]:
     named = {x.name: x.said["name_of_cache"] for x in fields if x.said.get("name_of_cache")}
     yield "// What errors call these arguments, where others call them by the field's name."
     yield "struct ArgumentNames {"
-    yield from (f'  const char* {name} = "{name}";' for name in (*named, *RENAMED))
+    yield from (f'  const char* {x.name} = "{x.name}";' for x in fields if x.is_renamed)
     yield "};"
     of_cache = ", ".join(f'.{name} = "{other}"' for name, other in named.items())
     yield "inline constexpr ArgumentNames names_of_fields{};"

@@ -1,5 +1,5 @@
-"""Writes the extension's checks of what both sides check alike: a C++ function for each table of
-flash_attn_cuda/rules.py, and for the arrays whose shape and dtype flash_attn_cuda/call.py declares.
+"""Writes the extension's checks of what both sides check alike: C++ functions of the tables of
+flash_attn_cuda/rules.py, and of the arrays whose shape and dtype flash_attn_cuda/call.py declares.
 The build of the extension calls it.
 
 python -m build_tools.generate_rules   # prints it
@@ -21,14 +21,26 @@ from build_tools.toolchain import REPO
 HEADER = "torch_binding/generated_rules.h"  # as sources include it
 TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))  # without the package, and torch
 
-PARAMETERS = {"AttentionCall": "call", "Incoming": "incoming", "Tangents": "tangents"}
-# Function, its tables, and what it is told.
-FUNCTIONS = {
-    "check_rules_of_call": (("OF_CALL",), ("AttentionCall",)),
-    "check_rules_of_backward": (("OF_BACKWARD", "OF_DETERMINISTIC"), ("AttentionCall",)),
-    "check_rules_of_direction": (("OF_DIRECTION",), ("AttentionCall",)),
-    "check_rules_of_incoming": (("OF_INCOMING",), ("AttentionCall", "Incoming")),
-    "check_rules_of_tangents": (("OF_TANGENTS",), ("AttentionCall", "Tangents")),
+# What is told of a call, and what comes with it: class, parameter.
+CALL, INCOMING, TANGENTS = (
+    ("AttentionCall", "call"),
+    ("Incoming", "incoming"),
+    ("Tangents", "tangents"),
+)
+# Function, its tables, and what it is told beside the call.
+RULES = {
+    "check_rules_of_call": (("OF_CALL",), CALL),
+    "check_rules_of_backward": (("OF_BACKWARD", "OF_DETERMINISTIC"), CALL),
+    "check_rules_of_direction": (("OF_DIRECTION",), CALL),
+    "check_rules_of_incoming": (("OF_INCOMING",), INCOMING),
+    "check_rules_of_tangents": (("OF_TANGENTS",), TANGENTS),
+}
+# Of a field's type: whether it is set, what it must be where it must not, and what it is then.
+SET = {
+    "Tensor | None": ("{}.defined()", '"None"', '"a tensor"'),
+    "int | None": ("{}.has_value()", '"None"', "{}.value_or(0)"),
+    "float": ("({} > 0.0)", '"0"', "{}"),
+    "bool": ("{}", '"False"', '"True"'),
 }
 DTYPES = {
     "int32": "at::kInt",
@@ -40,74 +52,61 @@ DTYPES = {
     "bias": "call.bias.scalar_type()",
 }
 
-Described = dict[str, list[Field]]
-
 
 class Writer:
-    """The C++ of rules, over these classes."""
+    """The C++ of rules of a call and, maybe, what comes with it."""
 
-    def __init__(self, described: Described, told: tuple[str, ...]) -> None:
-        self.places = {x.name: PARAMETERS[name] for name in told for x in described[name]}
-        self.renamed = renamed(described)
+    def __init__(self, described: dict[str, list[Field]], told: tuple[str, str]) -> None:
+        self.places = {x.name: (x, place) for name, place in (CALL, told) for x in described[name]}
 
-    def value(self, name: str) -> str:
-        """A field, or a function of the call."""
-        return f"{self.places[name]}.{name}" if name in self.places else f"{name}(call)"
-
-    def argument(self, name: str) -> str:
-        """(name in errors, value)"""
+    def value(self, name: str) -> tuple[str, str, str]:
+        """As SET says, of a field, or of a function of the call."""
+        if name not in self.places:
+            condition = must = got = f"{name}(call)"
+        else:
+            field, place = self.places[name]
+            condition, must, got = (x.format(f"{place}.{name}") for x in SET[field.type])
         if known := TABLES["KNOWN"].get(name):
-            value = f'Known{{{self.value(name)}, "{known.absent}", "{known.given}"}}'
-            return f'"{known.name}", {value}'
-        shown = f"names.{name}" if name in self.renamed else f'"{name}"'
-        return f"{shown}, {self.value(name)}"
+            must, got = f'"{known.absent}"', f'"{known.given}"'
+        return condition, must, got
 
-    def fact(self, fact: str) -> str:
-        name = fact.removeprefix("not ")
-        value = f"is_set({self.value(name)})" if name in self.places else self.value(name)
-        return value if name == fact else f"!{value}"
+    def name(self, name: str) -> str:
+        if name in TABLES["KNOWN"]:
+            return f'"{TABLES["KNOWN"][name].name}"'
+        is_renamed = name in self.places and self.places[name][0].is_renamed
+        return f"names.{name}" if is_renamed else f'"{name}"'
 
     def rules(self, rules: Any) -> Iterator[str]:
+        condition, *_ = self.value(rules.fact.removeprefix("not "))
+        fact = f"!{condition}" if rules.fact.startswith("not ") else condition
         if rules.refusal:
-            yield f"  if ({self.fact(rules.fact)})"
-            yield f"    raise_refused({words(rules.refusal)});"
+            yield f"  TORCH_CHECK_NOT_IMPLEMENTED(!{fact}, {words(rules.refusal)});"
             return
-        yield f"  if ({self.fact(rules.fact)}) {{"
+        yield f"  if ({fact}) {{"
         yield f"    const Where where{{{words(rules.where)}}};"
-        for check, names in (
-            ("check_absent", rules.absent),
-            ("check_refused", rules.refused),
-            ("check_given", rules.given),
-        ):
-            yield from (f"    {check}({self.argument(name)}, where);" for name in names)
+        for check, names in (("require(!", rules.absent), ("refuse(", rules.refused)):
+            for name in names:
+                condition, must, got = self.value(name)
+                yield f"    {check}{condition}, {self.name(name)}, {must}, where, {got});"
+        for name in rules.given:
+            condition, *_ = self.value(name)
+            yield f'    require({condition}, {self.name(name)}, "given", where, "None");'
         yield "  }"
 
 
-def renamed(described: Described) -> set[str]:
-    """Members of ArgumentNames."""
-    return {"dropout_p"} | {x.name for x in described["AttentionCall"] if "name_of_cache" in x.said}
-
-
 def words(text: str) -> str:
-    """A string with a name in it, {k}, as the strings and names that it consists of."""
+    """A string with the name of an argument in it, {k}, as a list of three."""
     parts = re.split(r"\{(\w+)\}", text)
-    strings = (f'"{x}"' if i % 2 == 0 else f"names.{x}" for i, x in enumerate(parts) if x)
-    return ", ".join(strings if parts[0] else ('""', *strings))
+    return ", ".join(f"names.{x}" if i == 1 else f'"{x}"' for i, x in enumerate(parts))
 
 
-def function(name: str, told: tuple[str, ...], body: Iterator[str]) -> Iterator[str]:
-    parameters = "".join(f"const {x}& {PARAMETERS[x]}, " for x in told)
-    yield f"inline void {name}({parameters}"
+def function(name: str, told: tuple[str, str], body: Iterator[str]) -> Iterator[str]:
+    parameters = ", ".join(f"const {x}& {place}" for x, place in dict((CALL, told)).items())
+    yield f"inline void {name}({parameters},"
     yield "    [[maybe_unused]] const ArgumentNames& names) {"
     yield from body
     yield "}"
     yield ""
-
-
-def rules_of(tables: tuple[str, ...], writer: Writer) -> Iterator[str]:
-    for table in tables:
-        for rules in TABLES[table]:
-            yield from writer.rules(rules)
 
 
 def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
@@ -117,30 +116,30 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const std::int64_t Hk = call.k.size(call.k.dim() - 2);"
     yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
     for x in fields:
-        if "shape" not in x.said:
-            continue
-        shapes = [s.strip() for s in x.said["shape"].split("|")]
-        sizes = [re.sub(r"\((.*?),?\)", r"{\1}", shape) for shape in shapes]
-        check, size = ("check_array", sizes[0])
-        if x.said.get("is_strided"):
-            check, size = "check_strided", f"{{{', '.join(sizes)}}}"
-        dtype = DTYPES[x.said.get("dtype", "int32")]
-        yield f"  if (call.{x.name}.defined())"
-        yield f"    {check}({writer.argument(x.name)}, {size}, {dtype}, q);"
+        if shape := x.said.get("shape"):
+            sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")
+            given = f"{writer.name(x.name)}, call.{x.name}"
+            dtype = DTYPES[x.said.get("dtype", "int32")]
+            is_strided = x.said.get("is_strided")
+            check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
+            yield f"  if (call.{x.name}.defined())"
+            yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
 
 
-def arrays_like(name: str, fields: list[Field]) -> Iterator[str]:
+def arrays_like(fields: list[Field], place: str) -> Iterator[str]:
     """Of what comes into a backward, or tangents; OutputTensor checks what is written."""
-    arrays = [x for x in fields if x.said.get("shape") and x.said.get("part") != "target"]
     yield "  const at::DimVector out = output_sizes(call);"
     yield "  const at::DimVector lse = lse_sizes(call);"
-    for x in arrays:
-        value, shape, dtype = f"{PARAMETERS[name]}.{x.name}", x.said["shape"], x.said["dtype"]
-        sizes = shape if shape in ("out", "lse") else f"call.{shape}.sizes()"
+    for x in fields:
+        shape, dtype = x.said.get("shape", ""), x.said.get("dtype", "")
+        if not shape or x.said.get("part") == "target":
+            continue
+        value, sizes = f"{place}.{x.name}", shape if shape in ("out", "lse") else f"call.{shape}"
+        is_known = f" && {value}.numel() > 0" if dtype == "int8" else ""
         if not x.is_required:
-            is_known = f" && {value}.numel() > 0" if dtype == "int8" else ""
             yield f"  if ({value}.defined(){is_known})"
         indent = "  " if x.is_required else "    "
+        sizes += ".sizes()" if sizes.startswith("call") else ""
         yield f'{indent}check_like("{x.name}", {value}, {sizes}, {DTYPES[dtype]}, call.q);'
 
 
@@ -155,18 +154,15 @@ def lines() -> Iterator[str]:
     yield ""
     yield "namespace flash_attn_cuda::binding {"
     yield ""
-    yield "// -- what goes together"
-    yield ""
-    for name, (tables, told) in FUNCTIONS.items():
-        yield from function(name, told, rules_of(tables, Writer(described, told)))
-    yield "// -- shapes and dtypes"
-    yield ""
-    told = ("AttentionCall",)
-    writer = Writer(described, told)
-    yield from function("check_arrays", told, arrays_of_call(described[told[0]], writer))
-    for name in ("Incoming", "Tangents"):
-        body = arrays_like(name, described[name])
-        yield from function(f"check_arrays_of_{PARAMETERS[name]}", (*told, name), body)
+    for name, (tables, told) in RULES.items():
+        writer = Writer(described, told)
+        made = (line for table in tables for x in TABLES[table] for line in writer.rules(x))
+        yield from function(name, told, made)
+    arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
+    yield from function("check_arrays", CALL, arrays)
+    for told in (INCOMING, TANGENTS):
+        body = arrays_like(described[told[0]], told[1])
+        yield from function(f"check_arrays_of_{told[1]}", told, body)
     yield "}  // namespace flash_attn_cuda::binding"
 
 

@@ -31,16 +31,16 @@ std::string in_python(at::IntArrayRef shape) {
   return c10::str("(", c10::Join(", ", shape), shape.size() == 1 ? ",)" : ")");
 }
 
-void raise_refused(const char* before, const char* name, const char* after) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, before, name, after);
+void raise_value_error(const char* name, const char* must, const Where& where,
+                       const std::string& got) {
+  TORCH_CHECK_VALUE(false, name, ": must be ", must, " ", where.before, where.name, where.after,
+                    ", got ", got);
 }
 
-void raise_broken(const char* name, const MustAndGot& said, const Where& where, bool is_refused) {
-  const auto& [must, got] = said;
-  const std::string error =
-      c10::str(name, ": must be ", must, " ", where.before, where.name, where.after, ", got ", got);
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_refused, error);
-  TORCH_CHECK_VALUE(false, error);
+void raise_not_implemented(const char* name, const char* must, const Where& where,
+                           const std::string& got) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": must be ", must, " ", where.before, where.name,
+                              where.after, ", got ", got);
 }
 
 at::Tensor unwrapped(const char* name, at::Tensor tensor) {

@@ -41,45 +41,19 @@ struct Where {
   const char* after = "";
 };
 
-// An argument that callers know as another one: what it must be where it is not allowed, and is.
-struct Known {
-  bool is_given;
-  const char* absent;
-  const char* given;
-};
+[[noreturn]] void raise_value_error(const char* name, const char* must, const Where& where,
+                                    const std::string& got);
+[[noreturn]] void raise_not_implemented(const char* name, const char* must, const Where& where,
+                                        const std::string& got);
 
-// Whether an argument is given, on or above 0.
-inline bool is_set(const at::Tensor& tensor) { return tensor.defined(); }
-inline bool is_set(bool flag) { return flag; }
-inline bool is_set(double number) { return number > 0.0; }
-inline bool is_set(const std::optional<std::int64_t>& number) { return number.has_value(); }
-inline bool is_set(const Known& argument) { return argument.is_given; }
-
-// What a rule says that such an argument must be, and its value.
-using MustAndGot = std::pair<const char*, std::string>;
-inline MustAndGot absent(const at::Tensor& /*tensor*/) { return {"None", "a tensor"}; }
-inline MustAndGot absent(bool /*flag*/) { return {"False", "True"}; }
-inline MustAndGot absent(double number) { return {"0", c10::str(number)}; }
-inline MustAndGot absent(const std::optional<std::int64_t>& number) {
-  return {"None", c10::str(*number)};
+// The same of an argument, which `must` be something where a fact holds (generated_rules.h).
+template <class Got>
+void require(bool holds, const char* name, const char* must, const Where& where, const Got& got) {
+  if (!holds) raise_value_error(name, must, where, c10::str(got));
 }
-inline MustAndGot absent(const Known& argument) { return {argument.absent, argument.given}; }
-
-[[noreturn]] void raise_refused(const char* before, const char* name = "", const char* after = "");
-[[noreturn]] void raise_broken(const char* name, const MustAndGot& said, const Where& where,
-                               bool is_refused = false);
-
-// Rules of generated_rules.h: an argument must be absent, may be supported one day, or be given.
-template <class Argument>
-void check_absent(const char* name, const Argument& argument, const Where& where) {
-  if (is_set(argument)) raise_broken(name, absent(argument), where);
-}
-template <class Argument>
-void check_refused(const char* name, const Argument& argument, const Where& where) {
-  if (is_set(argument)) raise_broken(name, absent(argument), where, /*is_refused=*/true);
-}
-inline void check_given(const char* name, const at::Tensor& argument, const Where& where) {
-  if (!argument.defined()) raise_broken(name, {"given", "None"}, where);
+template <class Got>
+void refuse(bool is_asked, const char* name, const char* must, const Where& where, const Got& got) {
+  if (is_asked) raise_not_implemented(name, must, where, c10::str(got));
 }
 
 // The tensor as torch's operators see it. One that was made inside a transform of torch.func, which
