@@ -13,6 +13,7 @@ from torch import Tensor
 from ..rules import KNOWN, NUMBERS, Rules
 
 Broken = tuple[type[Exception], str]
+_ABSENT = object()
 
 
 def check_rules(rules: tuple[Rules, ...], names: Any, *described: Any) -> None:
@@ -54,14 +55,16 @@ def _holds(fact: str, described: tuple[Any, ...]) -> bool:
 def _value(name: str, described: tuple[Any, ...]) -> Any:
     """Of a field, or of a function, of the description that has it."""
     for each in described:
-        if hasattr(each, name):
-            value = getattr(each, name)
+        value = getattr(each, name, _ABSENT)
+        if value is not _ABSENT:
             return value() if callable(value) else value
     raise AttributeError(name)
 
 
 def _is_set(name: str, value: Any) -> bool:
-    return bool(value > 0.0) if name in NUMBERS else value is not None and value is not False
+    if value is None or value is False:
+        return False
+    return name not in NUMBERS or bool(value > 0.0)
 
 
 def _must_and_got(name: str, value: Any) -> tuple[str, str]:
