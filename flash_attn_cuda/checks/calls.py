@@ -19,6 +19,8 @@ from ..call import (
     INCOMING_ARRAYS,
     NAMES,
     TANGENTS,
+    TARGETS,
+    Argument,
     AttentionCall,
     Incoming,
     Names,
@@ -298,40 +300,38 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
 
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
-    q, k, v = call.q, call.k, call.v
     if (reason := missing_backward(call)) is not None:
         raise NotImplementedError(reason)
     check_gradients(call, incoming.wants_dbias)
     check_rules(rules.OF_INCOMING, NAMES, incoming, call)
-    tensors.check_rng_state(incoming.rng_state, call.dropout_p, q)
-    shapes: dict[str, Any] = {"out": tensors.output_shape(q, v), "lse": call.lse_shape()}
-    shapes |= {"q": q.shape, "k": k.shape, "v": v.shape}
-    dtypes = {"q": q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
-    dtypes["int8"] = torch.int8
-    for name, said in INCOMING_ARRAYS.items():
-        array: Any = getattr(incoming, name)
-        if said.dtype == "int8" and not is_known(array):
-            continue
-        if array is not None or said.is_needed:
-            tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
-            if said.part == "target":
-                tensors.check_may_be_written(name, array)
+    tensors.check_rng_state(incoming.rng_state, call.dropout_p, call.q)
+    _check_likenesses(incoming, INCOMING_ARRAYS, call)
+    for name in TARGETS:
+        if (target := getattr(incoming, name)) is not None:
+            tensors.check_may_be_written(name, target)
 
 
 def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
     """Raise unless each tangent is like what it is of, in this call, which is checked."""
     check_rules(rules.OF_DIRECTION, names_of(call), call)
     check_rules(rules.OF_TANGENTS, NAMES, tangents, call)
+    _check_likenesses(tangents, TANGENTS, call)
+
+
+def _check_likenesses(described: Any, declared: dict[str, Argument], call: AttentionCall) -> None:
+    """Arrays whose shape and dtype are those of something in the call or its results."""
     shapes = {"out": tensors.output_shape(call.q, call.v), "lse": call.lse_shape()}
-    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "int8": torch.int8}
-    for name, said in TANGENTS.items():
-        tangent: Any = getattr(tangents, name)
-        if tangent is None or (said.dtype == "int8" and not is_known(tangent)):
+    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
+    dtypes["int8"] = torch.int8
+    for name, said in declared.items():
+        array: Any = getattr(described, name)
+        is_missing = array is None and not said.is_needed
+        if is_missing or (said.dtype == "int8" and not is_known(array)):
             continue
-        argument: Any = getattr(call, said.shape, None)
-        shape = shapes[said.shape] if argument is None else argument.shape
-        dtype = dtypes.get(said.dtype) or argument.dtype
-        tensors.check_like(name, tangent, shape, dtype, call.q)
+        like: Any = getattr(call, said.shape, None)
+        shape = shapes.get(said.shape) or like.shape
+        dtype = dtypes.get(said.dtype) or like.dtype
+        tensors.check_like(name, array, shape, dtype, call.q)
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------
