@@ -43,8 +43,8 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     `is_padded`: head dims are what CUDA kernels read, not what a public function pads.
     """
     names = names_of(call) if names is None else names
-    _check_tensors(call, names)
     check_numbers(call)
+    _check_tensors(call, names)
     if call.rng_state is not None:
         tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
     lengths.check_splits(call.num_splits)
@@ -100,12 +100,8 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     lengths.check_block_table(call.block_table, rows, k, q, names.k)
     if call.quantizes_tokens:
         _check_written_scales(call, names)
-    rows_of_all = max(q.shape[0], k.shape[0]) if call.origin is not None else 0
-    if rows_of_all > lengths.MAX_ROWS_WITH_ORIGIN:
-        raise ValueError(
-            f"origin: must be None for more than {lengths.MAX_ROWS_WITH_ORIGIN} rows, "
-            f"got {rows_of_all}"
-        )
+    if call.origin is not None:
+        lengths.check_rows_with_origin(max(q.shape[0], k.shape[0]))
 
 
 def _check_written_scales(call: AttentionCall, names: Names) -> None:
@@ -131,24 +127,26 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
     """Arrays whose shape and dtype the declaration says."""
-    heads_k = call.k.shape[-2]
-    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2], "Hk": heads_k}
+    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2], "Hk": call.k.shape[-2]}
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
     dtypes["lse"] = call.lse_dtype()
-    tokens = call.k.shape[:-1] if call.reads_in_place() else None
-    for name, symbols, dtype in ARRAYS:
+    for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
-        if array is None:
-            continue
-        shapes: list[Any] = []
-        for shape in symbols:
-            if shape != ("tokens",):
-                shapes.append(tuple([sizes.get(symbol, symbol) for symbol in shape]))
-            elif tokens is not None:
-                shapes.append(tuple(tokens))
-        known = getattr(names, name, name)
-        tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
-        tensors.check_shapes(known, array, shapes)
+        if array is not None:
+            known = getattr(names, name, name)
+            tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
+            tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call))
+
+
+def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list[tuple[int, ...]]:
+    """Without that of tokens, unless k is a cache or pages."""
+    made: list[tuple[int, ...]] = []
+    for shape in shapes:
+        if shape != ("tokens",):
+            made.append(tuple([sizes.get(symbol, symbol) for symbol in shape]))
+        elif call.reads_in_place():
+            made.append(tuple(call.k.shape[:-1]))
+    return made
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
