@@ -13,7 +13,7 @@ from torch import Tensor
 from ..rules import KNOWN, NUMBERS, Rules
 
 Broken = tuple[type[Exception], str]
-_ABSENT = object()
+_ELSEWHERE = object()
 
 
 def check_rules(rules: tuple[Rules, ...], names: Any, *described: Any) -> None:
@@ -28,49 +28,44 @@ def check_rules(rules: tuple[Rules, ...], names: Any, *described: Any) -> None:
 def first_broken(rules: tuple[Rules, ...], names: Any, *described: Any) -> Broken | None:
     """The exception of the first rule that does not hold, and its words."""
     for each in rules:
-        if _holds(each.fact, described) and (broken := _broken(each, names, described)) is not None:
-            return broken
+        fact = each.fact.removeprefix("not ")
+        if _is_set(fact, described) == (fact == each.fact):
+            if each.refusal:
+                return NotImplementedError, each.refusal.format_map(names._asdict())
+            if (broken := _broken(each, names, described)) is not None:
+                return broken
     return None
 
 
 def _broken(rules: Rules, names: Any, described: tuple[Any, ...]) -> Broken | None:
-    if rules.refusal:
-        return NotImplementedError, rules.refusal.format_map(names._asdict())
-    for arguments, kind in ((rules.absent, ValueError), (rules.refused, NotImplementedError)):
-        for name in arguments:
-            value = _value(name, described)
-            if _is_set(name, value):
-                return kind, _words(rules, names, name, *_must_and_got(name, value))
+    for name in rules.absent:
+        if _is_set(name, described):
+            return ValueError, _words(rules, names, name, *_must_and_got(name, described))
+    for name in rules.refused:
+        if _is_set(name, described):
+            return NotImplementedError, _words(rules, names, name, *_must_and_got(name, described))
     for name in rules.given:
-        if _value(name, described) is None:
+        if not _is_set(name, described):
             return ValueError, _words(rules, names, name, "given", "None")
     return None
 
 
-def _holds(fact: str, described: tuple[Any, ...]) -> bool:
-    name = fact.removeprefix("not ")
-    return _is_set(name, _value(name, described)) == (name == fact)
-
-
-def _value(name: str, described: tuple[Any, ...]) -> Any:
-    """Of a field, or of a function, of the description that has it."""
+def _is_set(name: str, described: tuple[Any, ...]) -> bool:
+    """Whether a field of one of the descriptions is given, on or above 0, or a function says so."""
     for each in described:
-        value = getattr(each, name, _ABSENT)
-        if value is not _ABSENT:
-            return value() if callable(value) else value
+        value: Any = getattr(each, name, _ELSEWHERE)
+        if value is None or value is False:
+            return False
+        if value is not _ELSEWHERE:
+            return value() if callable(value) else name not in NUMBERS or bool(value > 0.0)
     raise AttributeError(name)
 
 
-def _is_set(name: str, value: Any) -> bool:
-    if value is None or value is False:
-        return False
-    return name not in NUMBERS or bool(value > 0.0)
-
-
-def _must_and_got(name: str, value: Any) -> tuple[str, str]:
+def _must_and_got(name: str, described: tuple[Any, ...]) -> tuple[str, str]:
     """What an argument that must be absent must be, and what it is."""
     if name in KNOWN:
         return KNOWN[name].absent, KNOWN[name].given
+    value = next(getattr(each, name) for each in described if hasattr(each, name))
     if name in NUMBERS:
         return "0", str(value)
     if value is True:
