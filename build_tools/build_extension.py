@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from build_tools import build_kernels, generate_call, ninja_build, toolchain, torch_versions
+from build_tools import (
+    build_kernels,
+    generate_call,
+    generate_rules,
+    ninja_build,
+    toolchain,
+    torch_versions,
+)
 from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO, ToolchainError
 
@@ -254,6 +261,7 @@ def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) ->
     )
     with ninja_build.locked(folder):
         generate_call.write(generated)
+        generate_rules.write(generated)
         for unit, text in units.items():
             write_if_changed(unit, text)
         build_both(plan, ninja_build.Product(folder, compiles, link))

@@ -1,6 +1,6 @@
 """Writes the extension's form of flash_attn_cuda/call.py: a C++ struct for each of its dataclasses,
 functions over the fields that the declarations speak of, and the bounds that checks of both sides
-have. The build of the extension calls it.
+have. What is checked of them, generate_rules.py makes. The build of the extension calls it.
 
 python -m build_tools.generate_call   # prints it
 """
@@ -19,7 +19,10 @@ from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"
 HEADER = "torch_binding/generated_call.h"  # as sources include it
-BOUNDS = {"MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py"}
+BOUNDS = {
+    "MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py",
+    "MAX_SPLITS": REPO / "flash_attn_cuda/checks/lengths.py",
+}
 
 # A tensor that is None is undefined; other optional values say whether they are there.
 CPP_TYPES = {
@@ -31,11 +34,12 @@ CPP_TYPES = {
     "int | None": "std::optional<std::int64_t>",
     "bool": "bool",
 }
-CPP_DTYPES = {"int32": "at::kInt", "int64": "at::kLong", "lse": "at::kFloat"}
 DESCRIBED = ("AttentionCall", "Incoming", "Tangents", "Results", "Gradients")
 KEPT = ""  # the part of a call that its backward is told
 # Those that operators of derivatives have no argument for.
 NOT_OF_BACKWARD = ("append", "out")
+# What errors of FlashAttention-2's functions call otherwise.
+RENAMED = ("dropout_p",)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Field:
     @property
     def is_required(self) -> bool:
         return self.type == "Tensor"
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether errors of some road call it otherwise."""
+        return "name_of_cache" in self.said or self.name in RENAMED
 
     @property
     def declaration(self) -> str:
@@ -150,35 +159,25 @@ def argument_names(fields: list[Field]) -> Iterator[str]:
     named = {x.name: x.said["name_of_cache"] for x in fields if x.said.get("name_of_cache")}
     yield "// What errors call these arguments, where others call them by the field's name."
     yield "struct ArgumentNames {"
-    yield from (f'  const char* {name} = "{name}";' for name in named)
+    yield from (f'  const char* {x.name} = "{x.name}";' for x in fields if x.is_renamed)
     yield "};"
     of_cache = ", ".join(f'.{name} = "{other}"' for name, other in named.items())
+    yield "inline constexpr ArgumentNames names_of_fields{};"
     yield f"inline constexpr ArgumentNames names_of_cache{{{of_cache}}};"
     yield ""
-    yield "inline ArgumentNames names_of(const AttentionCall& call) {"
-    yield "  return call.over_cache ? names_of_cache : ArgumentNames{};"
+    yield "inline const ArgumentNames& names_of(const AttentionCall& call) {"
+    yield "  return call.over_cache ? names_of_cache : names_of_fields;"
     yield "}"
     yield ""
 
 
-def check_arrays(fields: list[Field]) -> Iterator[str]:
-    yield "// Arrays of B sequences or Hq query heads, by check(name, tensor, shape, dtype)."
-    yield "template <class Check>"
-    yield "void check_arrays(const AttentionCall& call, std::int64_t B, std::int64_t Hq,"
-    yield "                  Check&& check) {"
-    yield "  const ArgumentNames names = names_of(call);"
-    for x in fields:
-        if shape := x.said.get("shape"):
-            name = f"names.{x.name}" if x.said.get("name_of_cache") else f'"{x.name}"'
-            sizes = ", ".join(filter(None, map(str.strip, shape.strip("()").split(","))))
-            dtype = CPP_DTYPES[x.said.get("dtype", "int32")]
-            yield f"  check({name}, call.{x.name}, {{{sizes}}}, {dtype});"
-    yield "}"
-    yield ""
-
-
-def lines() -> Iterator[str]:
+def descriptions() -> dict[str, list[Field]]:
+    """The fields of each class of call.py that the extension has as well."""
     tree = ast.parse(SOURCE.read_text())
+    return {name: fields_of(name, tree) for name in DESCRIBED}
+
+
+def lines(described: dict[str, list[Field]]) -> Iterator[str]:
     yield "// Made of flash_attn_cuda/call.py, which says what each field is, by"
     yield "// build_tools/generate_call.py."
     yield "#pragma once"
@@ -193,7 +192,6 @@ def lines() -> Iterator[str]:
     yield ""
     yield from (bound(name, source) for name, source in BOUNDS.items())
     yield ""
-    described = {name: fields_of(name, tree) for name in DESCRIBED}
     for name, fields in described.items():
         yield from struct(name, fields)
     yield "// visitor(name, field, is_required)"
@@ -214,12 +212,11 @@ def lines() -> Iterator[str]:
     yield from visit_operator_arguments(call, described["Incoming"])
     yield from visit_differentiable(call)
     yield from argument_names(call)
-    yield from check_arrays(call)
     yield "}  // namespace flash_attn_cuda::binding"
 
 
 def text() -> str:
-    return "\n".join(lines()) + "\n"
+    return "\n".join(lines(descriptions())) + "\n"
 
 
 def write(folder: Path) -> None:

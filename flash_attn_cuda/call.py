@@ -1,5 +1,5 @@
 """One attention call: the declaration of its arguments and results, of which everything else that
-lists them is made.
+lists them is made. Which of them go together, rules.py says.
 
 A field says its type, its default and, in `argument`, what it is to others. From that come the
 operators' schemas (operators/support.py), the rules of arrays (checks/calls.py), and the
@@ -35,8 +35,10 @@ class Argument(NamedTuple):
     calls over caches and pages, which have no backward, "append" for what writes into a cache,
     "out" for what operators do not have. Of what comes into a backward, "target" for what it
     writes, and how, "extension" for what operators do not have.
-    shape: of an array that is checked by it alone: B sequences, Hq query heads; or like what.
-    dtype: of that array, "int32", "int64" or "lse", softmax_lse's; or of q or the results.
+    shape: of an array that is checked by it alone: B sequences, Hq query heads, Hk key heads,
+    tokens of a cache or pages, each with Hk; "|" between those that it may have. Or like what.
+    dtype: of that array, "int32", "int64", "fp32" or "lse", softmax_lse's; or of q or the results.
+    is_strided: kernels read that array by its strides, not as a plain one.
     is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
     over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
@@ -50,11 +52,16 @@ class Argument(NamedTuple):
     has_gradient: bool = False
     is_in_lse: bool = False
     over_pairs: bool = False
+    is_strided: bool = False
 
-    def sizes(self) -> tuple[str | int, ...]:
-        """Of the array's dimensions, such as "B" or 4."""
-        sizes = (x.strip() for x in self.shape.strip("()").split(","))
-        return tuple(int(x) if x.isdecimal() else x for x in sizes if x)
+    def shapes(self) -> tuple[tuple[str | int, ...], ...]:
+        """That the array may have: sizes such as "B" or 4, or "tokens" for those of k's rows."""
+        return tuple(map(_sizes, self.shape.split("|")))
+
+
+def _sizes(shape: str) -> tuple[str | int, ...]:
+    sizes = (x.strip() for x in shape.strip(" ()").split(","))
+    return tuple(int(x) if x.isdecimal() else x for x in sizes if x)
 
 
 def argument(default: Any = MISSING, **said: Any) -> Any:
@@ -76,15 +83,17 @@ class AttentionCall:
     """
 
     q: Tensor = argument(has_gradient=True)
-    k: Tensor = argument(has_gradient=True)
-    v: Tensor = argument(has_gradient=True)
+    k: Tensor = argument(has_gradient=True, name_of_cache="k_cache")
+    v: Tensor = argument(has_gradient=True, name_of_cache="v_cache")
     dropout_p: float = argument(0.0)
     softmax_scale: float | None = argument(None)  # default_softmax_scale(D)
     causal: bool = argument(False)
     window_size_left: int = argument(-1)  # negative: none
     window_size_right: int = argument(-1)
     softcap: float = argument(0.0)  # zero or negative: off
-    alibi_slopes: Tensor | None = argument(None)  # (Hq,) or (B, Hq), fp32
+    alibi_slopes: Tensor | None = argument(
+        None, shape="(Hq,) | (B, Hq)", dtype="fp32", is_strided=True
+    )
     # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
     bias: Tensor | None = argument(None, has_gradient=True, over_pairs=True)
     # exp(sink) joins the denominator of every softmax of its head
@@ -122,18 +131,23 @@ class AttentionCall:
     # instead of seqused_k, of every sequence of a cache
     seqlen_k: int | None = argument(None, part="cache")
     # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
-    k_new: Tensor | None = argument(None, part="append")
-    v_new: Tensor | None = argument(None, part="append")
+    k_new: Tensor | None = argument(None, part="append", name_of_cache="k")
+    v_new: Tensor | None = argument(None, part="append", name_of_cache="v")
     # (B + 1,); None for packed ones: cu_seqlens_q
     cu_seqlens_k_new: Tensor | None = argument(None, part="append")
     rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = argument(None, part="append")
     rotary_interleaved: bool = argument(True, part="append")
-    # What k and v of e4m3, and q before it was converted, are times: fp32 (Hk,), (B, Hk), or, of k
-    # and v, one for each token, laid out as k without its last dimension. None: 1
-    q_descale: Tensor | None = argument(None, part="cache")
-    k_descale: Tensor | None = argument(None, part="cache")
-    v_descale: Tensor | None = argument(None, part="cache")
+    # What k and v of e4m3, and q before it was converted, are times. None: 1
+    q_descale: Tensor | None = argument(
+        None, shape="(Hk,) | (B, Hk)", dtype="fp32", is_strided=True, part="cache"
+    )
+    k_descale: Tensor | None = argument(
+        None, shape="(Hk,) | (B, Hk) | tokens", dtype="fp32", is_strided=True, part="cache"
+    )
+    v_descale: Tensor | None = argument(
+        None, shape="(Hk,) | (B, Hk) | tokens", dtype="fp32", is_strided=True, part="cache"
+    )
     # scales of new keys and values are made of them, and written into k_descale and v_descale
     quantizes_tokens: bool = argument(False, part="append")
     fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
@@ -157,9 +171,20 @@ class AttentionCall:
         """Whether k, and with it v, is of e4m3."""
         return self.k.dtype == E4M3
 
+    def appends_fp8(self) -> bool:
+        """Whether new keys are numbers of a cache of e4m3 already."""
+        return self.k_new is not None and self.is_fp8() and self.k_new.dtype == E4M3
+
+    def is_of_one_length(self) -> bool:
+        """Whether all sequences have the length that q and k say."""
+        return self.cu_seqlens_q is None and not self.over_cache
+
+    def has_lists(self) -> bool:
+        return self.block_rows is not None or self.block_columns is not None
+
     def has_masks(self) -> bool:
         """Whether pairs are hidden or scores changed by tensors over them."""
-        return self.block_rows is not None or self.bias is not None
+        return self.has_lists() or self.bias is not None
 
     def packed(self) -> AttentionCall:
         """The call with its sequences, all of one length, packed."""
@@ -364,16 +389,14 @@ READ = tuple(name for name in FIELDS if name not in APPENDED)
 TENSORS = tuple(
     x.name for x in fields(AttentionCall) if x.name in FIELDS and "Tensor" in str(x.type)
 )
-# What only a call over a cache may have.
-OVER_CACHE = ("cache_batch_idx", "seqlen_k", *(name for name in APPENDED if name in TENSORS))
 # What a backward's operators take: their random numbers are those that the forward had (Incoming).
 OF_BACKWARD = tuple(name for name in READ if name != "rng_state")
 DIFFERENTIABLE = _names(lambda said: said.has_gradient)
 # Of a call over e4m3, what its backward refuses the gradients of.
 WITH_SCALES = (*DIFFERENTIABLE, "q_descale", "k_descale", "v_descale")
 OVER_PAIRS = _names(lambda said: said.over_pairs)
-# (name, sizes, dtype) of what is checked by its declaration alone.
-ARRAYS = tuple((name, x.sizes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+# (name, shapes, dtype) of what is checked by its declaration alone.
+ARRAYS = tuple((name, x.shapes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
 _INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
 # Arguments of operators among what comes into a backward, and what of it has a shape.
 INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")
@@ -402,11 +425,11 @@ class Names(NamedTuple):
     total_k: str = "total_k"
     seqused_k: str = "seqused_k"
     leftpad_k: str = "leftpad_k"
+    k_new: str = "k_new"
+    v_new: str = "v_new"
 
 
 NAMES = Names()
 CACHE_NAMES = Names(
-    k="k_cache",
-    v="v_cache",
-    **{name: said.name_of_cache for name, said in ARGUMENTS.items() if said.name_of_cache},
+    **{name: said.name_of_cache for name, said in ARGUMENTS.items() if said.name_of_cache}
 )

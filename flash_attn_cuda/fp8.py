@@ -131,7 +131,7 @@ def add_scales(
     tensors = {names.q: call.q, names.k: call.k, names.v: call.v}
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refuse_forward_gradients(**tensors, **scales)
-    _check_given(call, names, scales, quantize)
+    _check_given(call, names, scales)
     if call.q.dtype is E4M3:
         dtype = getattr(out, "dtype", None)
         call.q = call.q.to(dtype if dtype in CUDA_DTYPES else torch.bfloat16)
@@ -143,53 +143,31 @@ def add_scales(
         call.quantizes_tokens = True
 
 
-def _check_given(
-    call: AttentionCall, names: Names, scales: dict[str, Any], quantize: str | None
-) -> None:
-    """Raise where there is a scale without its tensor, or a tensor without its scale."""
-    given = {"q_descale": (names.q, call.q), "k_descale": (names.k, call.k)}
-    given |= {"v_descale": (names.v, call.v)}
+def _check_given(call: AttentionCall, names: Names, scales: dict[str, Any]) -> None:
+    """Raise for what a call of products does not show: bytes, and a q of e4m3 or its scale."""
     if call.q.dtype is E4M3 and call.k.dtype is not E4M3:
         raise TypeError(f"{names.q}: must be of {E4M3} only where {names.k} is, got {call.k.dtype}")
-    for name, (of, tensor) in given.items():
-        scale = scales[name]
-        check_tensor(of, tensor)
+    of = {"q_descale": names.q, "k_descale": names.k, "v_descale": names.v}
+    for (name, scale), tensor in zip(scales.items(), (call.q, call.k, call.v), strict=True):
+        check_tensor(of[name], tensor)
         if scale is not None and tensor.dtype is torch.uint8:
             raise TypeError(
-                f"{of}: must be of {E4M3} where {name} is given, as .view({E4M3}) is, "
+                f"{of[name]}: must be of {E4M3} where {name} is given, as .view({E4M3}) is, "
                 f"got {tensor.dtype}"
             )
-        if scale is not None and tensor.dtype is not E4M3:
-            raise ValueError(
-                f"{name}: must be None where {of} is not of {E4M3} but of {tensor.dtype}, "
-                f"got {_shown(scale)}"
-            )
-        if scale is None and tensor.dtype is E4M3:
-            raise ValueError(f"{name}: must be given where {of} is of {E4M3}, got None")
-    if quantize is None:
-        return
-    if call.k.dtype is not E4M3:
+    scale, dtype = scales["q_descale"], call.q.dtype
+    if scale is None and dtype is E4M3:
+        raise ValueError(f"q_descale: must be given where {names.q} is of {E4M3}, got None")
+    if scale is not None and dtype is not E4M3:
         raise ValueError(
-            f"quantize: must be None where {names.k} is not of {E4M3} but of {call.k.dtype}, "
-            f"got {quantize!r}"
+            f"q_descale: must be None where {names.q} is not of {E4M3} but of {dtype}, "
+            f"got {'a tensor' if isinstance(scale, Tensor) else repr(scale)}"
         )
-    if call.k_new is None:
-        raise ValueError(f"quantize: must be None without k, got {quantize!r}")
-    for name in ("k_descale", "v_descale"):
-        if not isinstance(scales[name], Tensor):
-            raise ValueError(
-                f"{name}: must be a tensor with a scale for every token of the cache where "
-                f"quantize writes it, got {_shown(scales[name])}"
-            )
 
 
 def _is_of_all(scale: Tensor) -> bool:
     """Whether it is one number, as checkpoints hold it; a scale for every token is no such."""
     return scale.dim() < 3 and scale.numel() == 1
-
-
-def _shown(scale: Any) -> str:
-    return "a tensor" if isinstance(scale, Tensor) else repr(scale)
 
 
 def _as_tensor(name: str, scale: Any, heads_k: int, q: Tensor) -> Tensor:

@@ -10,11 +10,6 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-// Whether new keys are numbers of the cache already.
-bool appends_e4m3(const AttentionCall& call) {
-  return has_e4m3(call) && call.k_new.defined() && call.k_new.scalar_type() == at::kFloat8_e4m3fn;
-}
-
 // Such numbers are copied two at a time, as words of 16 bits: rows have a multiple of 16 of them
 // and begin at multiples of 16 bytes.
 void copy_as_words(AppendParams& params) {
@@ -59,9 +54,6 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& k = call.k_new;
   const at::Tensor& v = call.v_new;
   const at::Tensor& bounds = call.cu_seqlens_k_new;
-  require(k.defined() || !v.defined(), "k: must be given where v is, got None");
-  require(v.defined() || !k.defined(), "v: must be given where k is, got None");
-  require(k.defined() || !bounds.defined(), "k: must be given where cu_seqlens_k_new is, got None");
   if (!k.defined()) return;
   const bool are_packed = has_packed_new_keys(call);
   TORCH_CHECK_VALUE(are_packed || k.dim() == 4, "k: must have 4 dimensions (batch, seqlen, heads, ",
@@ -71,7 +63,7 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
                     "got shape ", k.sizes());
   const std::int64_t heads = call.k.size(2);
   const std::int64_t head_dim = call.k.size(3);
-  const at::ScalarType dtype = appends_e4m3(call) ? at::kFloat8_e4m3fn : q.scalar_type();
+  const at::ScalarType dtype = appends_fp8(call) ? at::kFloat8_e4m3fn : q.scalar_type();
   if (!are_packed) {
     check_like("k", k, {batch, k.size(1), heads, head_dim}, dtype, q);
   } else {
@@ -105,14 +97,7 @@ void check_rotary(const AttentionCall& call) {
   const at::Tensor& cos = call.rotary_cos;
   const at::Tensor& sin = call.rotary_sin;
   const at::Tensor& q = call.q;
-  require(call.k_new.defined() || !cos.defined(),
-          "rotary_cos: must be None without k: a rotation is one of new keys");
-  require(cos.defined() || !sin.defined(),
-          "rotary_cos: must be given where rotary_sin is, got None");
-  require(sin.defined() || !cos.defined(),
-          "rotary_sin: must be given where rotary_cos is, got None");
   if (!cos.defined()) return;
-  refuse(appends_e4m3(call), "rotary_cos: must be None where k is of Float8_e4m3fn, got a tensor");
   if (!is_packed(call)) check_rows("q", q.size(0) * q.size(1), max_size);
   const std::int64_t head_dim = q.size(q.dim() - 1);
   TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && cos.size(1) <= head_dim / 2,
@@ -155,7 +140,7 @@ Append begin_append(const AttentionCall& call) {
 
   AppendParams params{
       .dtype = dtype_of(q),
-      .e4m3_cache = has_e4m3(call),
+      .e4m3_cache = is_fp8(call),
       .quantizes_tokens = call.quantizes_tokens && writes,
       .shape = shape_of(call),
       .sequences = sequence_params(call),
@@ -179,7 +164,7 @@ Append begin_append(const AttentionCall& call) {
     params.v_new = input_view(call.v_new);
     params.k_cache = output_view(call.k);
     params.v_cache = output_view(call.v);
-    if (appends_e4m3(call)) copy_as_words(params);
+    if (appends_fp8(call)) copy_as_words(params);
   }
   Append append;
   if (writes) append.written = {call.k, call.v};

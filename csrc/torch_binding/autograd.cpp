@@ -330,15 +330,6 @@ void check_no_gradient(const char* name, const at::Tensor& tensor) {
 
 bool requires_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
-// Nothing is differentiated beside k and v of e4m3.
-void check_no_gradient_beside_e4m3(const AttentionCall& call) {
-  if (!at::GradMode::is_enabled() || !has_e4m3(call)) return;
-  visit_differentiable(call, {}, [](const char* name, const at::Tensor& input, const auto&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!requires_grad(input), name,
-                                ": must not require grad beside k and v of Float8_e4m3fn");
-  });
-}
-
 bool records(const AttentionCall& call) {
   if (!at::GradMode::is_enabled()) return false;
   bool found = false;
@@ -390,7 +381,6 @@ Results forward(const AttentionCall& given, bool returns_lse) {
   check_no_gradient("q_descale", given.q_descale);
   check_no_gradient("k_descale", given.k_descale);
   check_no_gradient("v_descale", given.v_descale);
-  check_no_gradient_beside_e4m3(given);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
   require(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),
@@ -399,8 +389,8 @@ Results forward(const AttentionCall& given, bool returns_lse) {
           "out: must be None where gradients are wanted, got a tensor");
   refuse(is_recorded && given.fp32_results,
          "fp32_results: must be False in a call whose gradients are wanted, got True");
+  if (is_recorded) check_gradients_exist(given, requires_grad(given.bias));
   const AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
-  if (is_recorded) check_gradients_exist(call, requires_grad(given.bias));
   return differentiable(given, call, is_recorded, returns_lse);
 }
 

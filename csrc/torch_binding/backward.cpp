@@ -6,22 +6,13 @@
 #include "torch_binding/check.h"
 #include "torch_binding/checked_call.h"
 #include "torch_binding/errors.h"
+#include "torch_binding/generated_rules.h"
 #include "torch_binding/launch_scope.h"
 #include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
-
-void check_accumulate(const Incoming& given, const AttentionCall& call) {
-  require(call.fp32_results, "accumulate: must be False without fp32_results, got True");
-  const auto check = [](const char* name, const at::Tensor& target) {
-    TORCH_CHECK_VALUE(target.defined(), name, ": must be given with accumulate, got None");
-  };
-  check("dq", given.dq);
-  check("dk", given.dk);
-  check("dv", given.dv);
-}
 
 at::Tensor allocate_softmax_d(const at::Tensor& q) {
   if (q.dim() == 3) return allocate_rows(q, q.size(0));
@@ -92,19 +83,9 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
 }  // namespace
 
 void check_results(const Incoming& given, const AttentionCall& call) {
-  const at::Tensor& q = call.q;
-  const at::DimVector outputs = output_sizes(call);
-  if (given.dout.defined()) check_like("dout", given.dout, outputs, q.scalar_type(), q);
-  check_like("out", given.out, outputs, q.scalar_type(), q);
-  const std::int64_t packed_rows[] = {q.size(1), q.size(0)};
-  const std::int64_t dense_rows[] = {q.size(0), q.dim() == 4 ? q.size(2) : 0, q.size(1)};
-  const at::IntArrayRef rows =
-      is_packed(call) ? at::IntArrayRef(packed_rows) : at::IntArrayRef(dense_rows);
-  check_like("softmax_lse", given.softmax_lse, rows, at::kFloat, q);
-  if (given.dlse.defined()) check_like("dlse", given.dlse, rows, at::kFloat, q);
-  if (given.out_rounding.defined() && given.out_rounding.numel() > 0)
-    check_like("out_rounding", given.out_rounding, outputs, at::kChar, q);
-  if (given.accumulate) check_accumulate(given, call);
+  const ArgumentNames& names = names_of(call);
+  check_rules_of_incoming(call, given, names);
+  check_arrays_of_incoming(call, given, names);
 }
 
 Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
@@ -112,8 +93,6 @@ Gradients run_backward_call(const AttentionCall& call, const Incoming& given) {
 }
 
 Gradients run_hvp_call(const AttentionCall& call, const Incoming& given, const Tangents& tangents) {
-  refuse(call.fp32_results,
-         "fp32_results: must be False in a call that is differentiated in a direction, got True");
   return run(call, given, tangent_params(call, tangents));
 }
 

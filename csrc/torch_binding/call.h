@@ -23,30 +23,33 @@ using OptionalTensor = std::optional<at::Tensor>;
 inline bool is_packed(const AttentionCall& call) { return call.cu_seqlens_q.defined(); }
 inline bool is_paged(const AttentionCall& call) { return call.block_table.defined(); }
 inline bool drops(const AttentionCall& call) { return call.dropout_p > 0.0; }
+inline bool wants_s_dmask(const AttentionCall& call) { return call.return_softmax && drops(call); }
+
+// Whether all sequences have the length that q and k say.
+inline bool is_of_one_length(const AttentionCall& call) {
+  return !is_packed(call) && !call.over_cache;
+}
 
 // Whether k and v are a cache or pages, which nobody copies and nothing differentiates.
 inline bool reads_in_place(const AttentionCall& call) { return call.over_cache || is_paged(call); }
 
-// What errors call k and v.
-inline const char* k_name_of(const AttentionCall& call) {
-  return call.over_cache ? "k_cache" : "k";
-}
-inline const char* v_name_of(const AttentionCall& call) {
-  return call.over_cache ? "v_cache" : "v";
-}
-
 // Whether k and v are of e4m3 beside a q of 16 bits, and stand for what their scales say.
-inline bool has_e4m3(const AttentionCall& call) {
-  return call.k.scalar_type() == at::kFloat8_e4m3fn;
-}
+inline bool is_fp8(const AttentionCall& call) { return call.k.scalar_type() == at::kFloat8_e4m3fn; }
 
 // Whether there is a scale for each token and head, laid out as k.
 inline bool is_per_token(const at::Tensor& scale) { return scale.defined() && scale.dim() == 3; }
 
-// Whether pairs are hidden or scores changed by tensors over them.
-inline bool has_masks(const AttentionCall& call) {
-  return call.block_rows.defined() || call.bias.defined();
+// Whether new keys are numbers of a cache of e4m3 already.
+inline bool appends_fp8(const AttentionCall& call) {
+  return call.k_new.defined() && is_fp8(call) && call.k_new.scalar_type() == at::kFloat8_e4m3fn;
 }
+
+inline bool has_lists(const AttentionCall& call) {
+  return call.block_rows.defined() || call.block_columns.defined();
+}
+
+// Whether pairs are hidden or scores changed by tensors over them.
+inline bool has_masks(const AttentionCall& call) { return has_lists(call) || call.bias.defined(); }
 
 inline bool has_packed_new_keys(const AttentionCall& call) {
   return call.k_new.defined() && call.k_new.dim() == 3;
@@ -55,6 +58,11 @@ inline bool has_packed_new_keys(const AttentionCall& call) {
 // Keys that are appended to every sequence; 0 where they are packed.
 inline std::int64_t seqlen_k_new(const AttentionCall& call) {
   return call.k_new.defined() && call.k_new.dim() == 4 ? call.k_new.size(1) : 0;
+}
+
+// The shape of scales of each token of a cache or pages; empty: k is neither, and has none.
+inline at::IntArrayRef tokens_in_place(const AttentionCall& call) {
+  return reads_in_place(call) ? call.k.sizes().slice(0, call.k.dim() - 1) : at::IntArrayRef();
 }
 
 inline std::int64_t batch_of(const AttentionCall& call) {

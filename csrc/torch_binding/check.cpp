@@ -2,6 +2,7 @@
 
 #include <ATen/ops/alias.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "flash_attn/api.h"
@@ -12,7 +13,35 @@ namespace {
 constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::FuncTorchGradWrapper,
                                         c10::DispatchKey::FuncTorchBatched});
 
+std::string any_of(std::initializer_list<at::IntArrayRef> shapes) {
+  std::string text;
+  for (const at::IntArrayRef shape : shapes) {
+    if (!shape.empty()) text += (text.empty() ? "" : " or ") + in_python(shape);
+  }
+  return text;
+}
+
 }  // namespace
+
+std::string in_python(at::ScalarType dtype) {
+  return c10::str("torch.", c10::getDtypeNames(dtype).first);
+}
+
+std::string in_python(at::IntArrayRef shape) {
+  return c10::str("(", c10::Join(", ", shape), shape.size() == 1 ? ",)" : ")");
+}
+
+void raise_value_error(const char* name, const char* must, const Where& where,
+                       const std::string& got) {
+  TORCH_CHECK_VALUE(false, name, ": must be ", must, " ", where.before, where.name, where.after,
+                    ", got ", got);
+}
+
+void raise_not_implemented(const char* name, const char* must, const Where& where,
+                           const std::string& got) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": must be ", must, " ", where.before, where.name,
+                              where.after, ", got ", got);
+}
 
 at::Tensor unwrapped(const char* name, at::Tensor tensor) {
   if (!tensor.key_set().has_any(wrappers)) return tensor;
@@ -49,15 +78,25 @@ void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& 
 void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
                  const at::Tensor& q) {
   check_device(name, tensor, q);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ",
-                   tensor.scalar_type());
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", in_python(dtype),
+                   ", got ", in_python(tensor.scalar_type()));
 }
 
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q) {
   check_place(name, tensor, dtype, q);
-  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, ": must have shape ", shape, ", got ",
-                    tensor.sizes());
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, ": must have shape ", in_python(shape), ", got ",
+                    in_python(tensor.sizes()));
+}
+
+void check_strided(const char* name, const at::Tensor& tensor,
+                   std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
+                   const at::Tensor& q) {
+  check_place(name, tensor, dtype, q);
+  const bool fits = std::ranges::any_of(
+      shapes, [&](at::IntArrayRef shape) { return !shape.empty() && tensor.sizes() == shape; });
+  TORCH_CHECK_VALUE(fits, name, ": must have shape ", any_of(shapes), ", got ",
+                    in_python(tensor.sizes()));
 }
 
 void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

@@ -6,9 +6,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/StringUtil.h>
+
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace flash_attn_cuda::binding {
@@ -24,6 +28,32 @@ constexpr std::int64_t max_keys = 1'000'000'000;
 inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }
 inline void refuse(bool is_asked, const char* rule) {
   TORCH_CHECK_NOT_IMPLEMENTED(!is_asked, rule);
+}
+
+// As Python writes them.
+std::string in_python(at::ScalarType dtype);
+std::string in_python(at::IntArrayRef shape);
+
+// A fact in an error's words, maybe around the name of an argument.
+struct Where {
+  const char* before;
+  const char* name = "";
+  const char* after = "";
+};
+
+[[noreturn]] void raise_value_error(const char* name, const char* must, const Where& where,
+                                    const std::string& got);
+[[noreturn]] void raise_not_implemented(const char* name, const char* must, const Where& where,
+                                        const std::string& got);
+
+// The same of an argument, which `must` be something where a fact holds (generated_rules.h).
+template <class Got>
+void require(bool holds, const char* name, const char* must, const Where& where, const Got& got) {
+  if (!holds) raise_value_error(name, must, where, c10::str(got));
+}
+template <class Got>
+void refuse(bool is_asked, const char* name, const char* must, const Where& where, const Got& got) {
+  if (is_asked) raise_not_implemented(name, must, where, c10::str(got));
 }
 
 // The tensor as torch's operators see it. One that was made inside a transform of torch.func, which
@@ -51,6 +81,12 @@ void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtyp
 // The tensor passes check_place() and has this shape.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q);
+
+// The tensor passes check_place() and has one of these shapes, but for empty ones. Kernels read it
+// by its strides.
+void check_strided(const char* name, const at::Tensor& tensor,
+                   std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
+                   const at::Tensor& q);
 
 // The tensor passes check_like() and is contiguous: kernels read it as a plain array.
 void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

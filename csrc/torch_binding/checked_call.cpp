@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <utility>
 
 #include "flash_attn/params.h"
 #include "host/normalize_window.h"
 #include "torch_binding/append.h"
 #include "torch_binding/check.h"
+#include "torch_binding/generated_rules.h"
 #include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
 
@@ -109,58 +109,13 @@ void check_capacity(const AttentionCall& call) {
                     " * ", rows);
 }
 
-void check_origin(const AttentionCall& call) {
-  if (!call.origin.defined()) return;
-  require(is_packed(call), "origin: must be None without cu_seqlens_q, got a tensor");
-  refuse(is_paged(call), "origin: must be None with a block_table, got a tensor");
-  refuse(call.over_cache, "origin: must be None with a cache, got a tensor");
-  refuse(has_masks(call), "origin: must be None with a mask or a bias, got a tensor");
-  refuse(call.return_softmax && drops(call),
-         "origin: must be None with return_softmax, got a tensor");
+void check_rows_with_origin(const AttentionCall& call) {
   const std::int64_t rows = std::max(call.q.size(0), call.k.size(0));
   TORCH_CHECK_VALUE(rows <= max_seqlen_with_origin, "origin: must be None for more than ",
                     max_seqlen_with_origin, " rows, got ", rows);
 }
 
-// -- what does not go together --------------------------------------------------------------------
-
-bool is_given_for_cache(const AttentionCall& call) {
-  const auto are = {&call.k_new,      &call.v_new,      &call.cu_seqlens_k_new,
-                    &call.rotary_cos, &call.rotary_sin, &call.cache_batch_idx};
-  return call.seqlen_k.has_value() ||
-         std::ranges::any_of(are, [](const at::Tensor* x) { return x->defined(); });
-}
-
-void check_refused(const AttentionCall& call, const char* dropout_p_name) {
-  const bool in_place = reads_in_place(call);
-  TORCH_CHECK_NOT_IMPLEMENTED(call.dropout_p == 0.0 || !in_place, dropout_p_name,
-                              ": must be 0 with a block_table, got ", call.dropout_p);
-  refuse(in_place && has_masks(call), "attn_mask: must be None with a block_table, got a tensor");
-  refuse(in_place && call.fp32_results, "fp32_results: must be False with a block_table, got True");
-  refuse(call.fp32_results && has_masks(call),
-         "fp32_results: must be False with a mask or a bias, got True");
-  const std::int64_t longest = std::max(call.max_seqlen_q, call.max_seqlen_k);
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.return_softmax || !drops(call) || longest <= max_size,
-                              "return_softmax: must be False where max_seqlen_q or max_seqlen_k is "
-                              "above ",
-                              max_size, " (", longest, "), got True");
-  require(call.over_cache || !is_given_for_cache(call),
-          "over_cache: must be set where keys are appended, entries chosen or seqlen_k given, got "
-          "False");
-}
-
 // -- scores and numbers ---------------------------------------------------------------------------
-
-// fp32 (heads_q) or (batch, heads_q).
-void check_alibi_slopes(const at::Tensor& slopes, std::int64_t batch, const at::Tensor& q) {
-  check_place("alibi_slopes", slopes, at::kFloat, q);
-  const std::int64_t heads = q.size(q.dim() - 2);
-  const bool is_shared = slopes.dim() == 1 && slopes.size(0) == heads;
-  const bool is_per_sequence =
-      slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == heads;
-  TORCH_CHECK_VALUE(is_shared || is_per_sequence, "alibi_slopes: must have shape (", heads,
-                    ",) or (", batch, ", ", heads, "), got ", slopes.sizes());
-}
 
 float checked_softcap(double softcap) {
   if (softcap <= 0.0) return 0.0f;
@@ -171,13 +126,17 @@ float checked_softcap(double softcap) {
   return cap;
 }
 
-void check_numbers(const AttentionCall& call, const char* dropout_p_name) {
-  constexpr std::int64_t most_splits = 256;
-  TORCH_CHECK_VALUE(call.dropout_p >= 0.0 && call.dropout_p < 1.0, dropout_p_name,
+void check_numbers(const AttentionCall& call, const ArgumentNames& names) {
+  const std::int64_t longest = std::max(call.max_seqlen_q, call.max_seqlen_k);
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_s_dmask(call) || longest <= max_size,
+                              "return_softmax: must be False where max_seqlen_q or max_seqlen_k is "
+                              "above ",
+                              max_size, " (", longest, "), got True");
+  TORCH_CHECK_VALUE(call.dropout_p >= 0.0 && call.dropout_p < 1.0, names.dropout_p,
                     ": must be at least 0 and below 1, got ", call.dropout_p);
-  TORCH_CHECK_VALUE(call.num_splits >= 0 && call.num_splits <= most_splits,
-                    "num_splits: must be from 0 (as many as serve the device) to ", most_splits,
-                    ", got ", call.num_splits);
+  TORCH_CHECK_VALUE(call.num_splits >= 0 && call.num_splits <= max_splits,
+                    "num_splits: must be from 0, for automatic, to ", max_splits, ", got ",
+                    call.num_splits);
 }
 
 // -- as kernels read it ---------------------------------------------------------------------------
@@ -218,8 +177,7 @@ void check_inputs(const AttentionCall& call) {
   const int kv_dims = has_packed_keys ? 3 : 4;
   const char* const kv_layout =
       is_paged(call) ? "num_pages, page_size" : (has_packed_keys ? "total" : "batch, seqlen");
-  const char* const k_name = k_name_of(call);
-  const char* const v_name = v_name_of(call);
+  const auto [k_name, v_name] = std::pair(names_of(call).k, names_of(call).v);
   check_input("q", q, q, q_dims, is_packed(call) ? "total" : "batch, seqlen");
   TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
                    "q: dtype must be float16 or bfloat16, got ", q.scalar_type());
@@ -251,8 +209,8 @@ void check_inputs(const AttentionCall& call) {
 void check_16_bits(const AttentionCall& call) {
   const auto is_e4m3 = [](const at::Tensor& x) { return x.scalar_type() == at::kFloat8_e4m3fn; };
   if (!is_e4m3(call.k) && !is_e4m3(call.v)) return;  // what else is wrong has checks of its own
-  check_dtype_of_q(k_name_of(call), call.k, call.q, /*may_be_e4m3=*/false);
-  check_dtype_of_q(v_name_of(call), call.v, call.q, /*may_be_e4m3=*/false);
+  check_dtype_of_q(names_of(call).k, call.k, call.q, /*may_be_e4m3=*/false);
+  check_dtype_of_q(names_of(call).v, call.v, call.q, /*may_be_e4m3=*/false);
 }
 
 float checked_softmax_scale(const AttentionCall& call) {
@@ -263,18 +221,17 @@ float checked_softmax_scale(const AttentionCall& call) {
   return scale;
 }
 
-AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name) {
+AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* names) {
   check_inputs(call);
-  return with_kernel_layouts(described_call(std::move(call), pass, dropout_p_name));
+  return with_kernel_layouts(described_call(std::move(call), pass, names));
 }
 
-AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_p_name) {
-  require(is_packed(call) || !call.cu_seqlens_k.defined(),
-          "cu_seqlens_q: must be given where cu_seqlens_k is, got None");
-  check_refused(call, dropout_p_name);
+AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames* given_names) {
+  const ArgumentNames& names = given_names == nullptr ? names_of(call) : *given_names;
+  check_rules_of_call(call, names);
   if (reads_in_place(call)) {
-    check_read_in_place(k_name_of(call), call.k);
-    check_read_in_place(v_name_of(call), call.v);
+    check_read_in_place(names.k, call.k);
+    check_read_in_place(names.v, call.v);
   }
   const std::int64_t batch = checked_batch(call);
   if (call.over_cache)
@@ -283,16 +240,11 @@ AttentionCall described_call(AttentionCall call, Pass pass, const char* dropout_
     check_packed_keys(call, batch);
   if (is_paged(call)) check_block_table(call, batch);
   if (reads_in_place(call)) check_capacity(call);
-  check_origin(call);
-  const auto check = [&call](const char* name, const at::Tensor& tensor,
-                             std::initializer_list<std::int64_t> shape, at::ScalarType dtype) {
-    if (tensor.defined()) check_array(name, tensor, shape, dtype, call.q);
-  };
-  check_arrays(call, batch, call.q.size(call.q.dim() - 2), check);
-  check_numbers(call, dropout_p_name);
-  check_scales(call, batch, dropout_p_name);
+  if (call.origin.defined()) check_rows_with_origin(call);
+  check_arrays(call, names);
+  check_numbers(call, names);
+  is_fp8(call) ? check_e4m3(call, names) : check_16_bits(call);
   if (call.over_cache) check_append(call, batch);
-  if (call.alibi_slopes.defined()) check_alibi_slopes(call.alibi_slopes, batch, call.q);
   return as_kernels_read(std::move(call), pass, batch);
 }
 
@@ -310,17 +262,8 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
 }
 
 void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
-  refuse(has_e4m3(call), "k: must not be of Float8_e4m3fn in a call whose gradients are wanted");
-  refuse(
-      reads_in_place(call),
-      "block_table: must be None in a call whose gradients are wanted, got a tensor, or a cache");
-  refuse(call.deterministic && call.block_columns.defined(),
-         "deterministic: must be False with block_columns, got True");
-  refuse(call.deterministic && call.bias.defined(),
-         "deterministic: must be False with a bias, got True");
-  require(!wants_dbias || call.bias.defined(),
-          "wants_dbias: must be False without a bias, got True");
-  TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.softcap == 0.0,
+  check_rules_of_backward(call, names_of(call));
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_dbias || call.softcap <= 0.0,
                               "wants_dbias: must be False with softcap (", call.softcap,
                               "), got True");
 }

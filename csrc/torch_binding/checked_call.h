@@ -11,13 +11,12 @@ enum class Pass { forward, backward, both };
 // The call with numbers as kernels use them, tensors that they read as plain arrays contiguous, and
 // q, k, v and new keys where they can address them; pages and caches stay where they are. Lengths
 // in device memory decide what is computed; max_seqlen_q may choose a kernel, and masks and biases
-// of packed sequences must hold the max_seqlens. dropout_p_name: in errors.
-AttentionCall checked_call(AttentionCall call, Pass pass, const char* dropout_p_name = "dropout_p");
+// of packed sequences must hold the max_seqlens. names: null for names_of(call).
+AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* names = nullptr);
 
 // checked_call() for tensors that no kernel may be able to read, such as those without memory: q,
 // k, v and new keys stay as they are.
-AttentionCall described_call(AttentionCall call, Pass pass,
-                             const char* dropout_p_name = "dropout_p");
+AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames* names = nullptr);
 
 // Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, but for k and
 // v of e4m3, and heads that fit.
@@ -26,8 +25,8 @@ void check_inputs(const AttentionCall& call);
 // Raises for k and v of e4m3 on behalf of callers that cannot say their scales.
 void check_16_bits(const AttentionCall& call);
 
-// Raises unless k and v of e4m3, if they are, and scales fit the call.
-void check_scales(const AttentionCall& call, std::int64_t batch, const char* dropout_p_name);
+// Raises unless kernels can read such k and v of e4m3, and write their scales where the call asks.
+void check_e4m3(const AttentionCall& call, const ArgumentNames& names);
 
 // The scale, given or not, in the fp32 that kernels use.
 float checked_softmax_scale(const AttentionCall& call);

@@ -29,11 +29,19 @@ at::Tensor or_empty(at::Tensor tensor, at::ScalarType dtype, const at::Tensor& q
   return tensor.defined() ? tensor : allocate({0}, dtype, q);
 }
 
+// As errors call a call's arguments.
+ArgumentNames names_in_flash_attn_2(const AttentionCall& call) {
+  ArgumentNames names = names_of(call);
+  names.dropout_p = "p_dropout";
+  return names;
+}
+
 // [out, softmax_lse, S_dmask, rng_state]
 std::vector<at::Tensor> forward_outputs(Description given) {
-  check_16_bits(std::get<AttentionCall>(given));
-  const AttentionCall call =
-      checked_call(std::move(std::get<AttentionCall>(given)), Pass::forward, "p_dropout");
+  AttentionCall& described = std::get<AttentionCall>(given);
+  check_16_bits(described);
+  const ArgumentNames names = names_in_flash_attn_2(described);
+  const AttentionCall call = checked_call(std::move(described), Pass::forward, &names);
   Results results = run_forward_call(call);
   return {std::move(results.out), std::move(results.softmax_lse),
           or_empty(std::move(results.S_dmask), call.q.scalar_type(), call.q),
@@ -53,8 +61,9 @@ std::vector<at::Tensor> backward_outputs(Description given) {
   auto& [call, incoming] = given;
   check_16_bits(call);
   incoming.wants_softmax_d = true;
+  const ArgumentNames names = names_in_flash_attn_2(call);
   Gradients results =
-      run_backward_call(checked_call(std::move(call), Pass::backward, "p_dropout"), incoming);
+      run_backward_call(checked_call(std::move(call), Pass::backward, &names), incoming);
   return {std::move(results.dq), std::move(results.dk), std::move(results.dv),
           std::move(results.softmax_d)};
 }

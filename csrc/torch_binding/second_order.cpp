@@ -5,6 +5,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/errors.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/generated_rules.h"
 #include "torch_binding/launch_scope.h"
 #include "torch_binding/layout.h"
 #include "torch_binding/to_params.h"
@@ -12,55 +13,19 @@
 namespace flash_attn_cuda::binding {
 namespace {
 
-at::DimVector row_sizes(const AttentionCall& call) {
-  const at::Tensor& q = call.q;
-  if (is_packed(call)) return {q.size(1), q.size(0)};
-  return {q.size(0), q.size(2), q.size(1)};
-}
-
 // Raises unless each tangent is like what it is of. The result has them where kernels can address
 // them.
-Tangents checked_tangents(const AttentionCall& call, const Tangents& given) {
-  refuse(reads_in_place(call),
-         "block_table: must be None in a call that is differentiated in a "
-         "direction, as must be a cache");
-  refuse(has_e4m3(call),
-         "k: must not be of Float8_e4m3fn in a call that is differentiated in a direction");
-  refuse(call.fp32_results,
-         "fp32_results: must be False in a call that is differentiated in a direction, got True");
-  const at::Tensor& q = call.q;
-  Tangents tangents = given;
-  const auto adopt = [&q](const char* name, at::Tensor& tangent, const at::Tensor& of) {
-    if (!tangent.defined()) return;
-    check_like(name, tangent, of.sizes(), of.scalar_type(), q);
-    tangent = with_kernel_layout(tangent);
-  };
-  adopt("tq", tangents.tq, call.q);
-  adopt("tk", tangents.tk, call.k);
-  adopt("tv", tangents.tv, call.v);
-  require(call.bias.defined() || !given.tbias.defined(),
-          "tbias: must be None without bias, got a tensor");
-  require(call.sink.defined() || !given.tsink.defined(),
-          "tsink: must be None without sink, got a tensor");
-  if (given.tbias.defined()) {
-    check_like("tbias", given.tbias, call.bias.sizes(), call.bias.scalar_type(), q);
-    tangents.tbias = with_contiguous_rows(given.tbias);
-  }
-  if (given.tsink.defined()) {
-    check_like("tsink", given.tsink, call.sink.sizes(), at::kFloat, q);
-    tangents.tsink = contiguous(given.tsink);
-  }
-  if (given.tout.defined()) {
-    check_like("tout", given.tout, output_sizes(call), q.scalar_type(), q);
-    tangents.tout = with_kernel_layout(given.tout);
-  }
-  if (given.tout_rounding.defined() && given.tout_rounding.numel() > 0)
-    check_like("tout_rounding", given.tout_rounding, output_sizes(call), at::kChar, q);
-  tangents.tout_rounding = known_rounding(given.tout_rounding);
-  if (given.tlse.defined()) {
-    check_like("tlse", given.tlse, row_sizes(call), at::kFloat, q);
-    tangents.tlse = contiguous(given.tlse);
-  }
+Tangents checked_tangents(const AttentionCall& call, Tangents tangents) {
+  const ArgumentNames& names = names_of(call);
+  check_rules_of_direction(call, names);
+  check_rules_of_tangents(call, tangents, names);
+  check_arrays_of_tangents(call, tangents, names);
+  for (at::Tensor* const x : {&tangents.tq, &tangents.tk, &tangents.tv, &tangents.tout})
+    if (x->defined()) *x = with_kernel_layout(*x);
+  for (at::Tensor* const x : {&tangents.tsink, &tangents.tlse})
+    if (x->defined()) *x = contiguous(*x);
+  if (tangents.tbias.defined()) tangents.tbias = with_contiguous_rows(tangents.tbias);
+  tangents.tout_rounding = known_rounding(tangents.tout_rounding);
   return tangents;
 }
 
@@ -75,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> jvp(const AttentionCall& given,
   Tangents tangents = checked_tangents(call, directions);
   const LaunchScope scope(call.q);
   tangents.tout = allocate(output_sizes(call), call.q.scalar_type(), call.q);
-  tangents.tlse = allocate(row_sizes(call), at::kFloat, call.q);
+  tangents.tlse = allocate(lse_sizes(call), at::kFloat, call.q);
   const at::Tensor out = with_kernel_layout(incoming.out);
   const at::Tensor out_rounding = known_rounding(incoming.out_rounding);
   if (out_rounding.defined())

@@ -150,6 +150,12 @@ at::DimVector output_sizes(const AttentionCall& call) {
   return with_columns(call.q.sizes(), call.v.size(call.v.dim() - 1));
 }
 
+at::DimVector lse_sizes(const AttentionCall& call) {
+  const at::Tensor& q = call.q;
+  if (is_packed(call)) return {q.size(1), q.size(0)};
+  return {q.size(0), q.size(2), q.size(1)};
+}
+
 DeviceInfo device_of_call(const AttentionCall& call) {
   DeviceInfo device = device_info(call.q.device().index());
   device.num_sms = std::max(1, device.num_sms - static_cast<int>(call.sm_margin));
@@ -181,7 +187,7 @@ ForwardParams forward_params(const AttentionCall& call) {
     params.shape.seqlen_k = static_cast<int>(*call.seqlen_k + seqlen_k_new(call));
     params.sequences.seqlen_k_new = 0;
   }
-  params.e4m3_kv = has_e4m3(call);
+  params.e4m3_kv = is_fp8(call);
   params.scales = {.q = scale_view(call.q_descale),
                    .k = scale_view(call.k_descale),
                    .v = scale_view(call.v_descale)};

@@ -15,6 +15,7 @@ AttentionShape shape_of(const AttentionCall& call);
 // The sizes with `columns` as the last one, and so those of the call's result.
 at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns);
 at::DimVector output_sizes(const AttentionCall& call);
+at::DimVector lse_sizes(const AttentionCall& call);
 
 // The call's device, without the multiprocessors that are left to other kernels.
 DeviceInfo device_of_call(const AttentionCall& call);
@@ -50,7 +51,7 @@ std::int64_t cache_capacity(const AttentionCall& call);
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);
 
-// A descale of a checked call, laid out as check_scales says; of an undefined one: none.
+// A descale of a checked call, laid out as call.py says; of an undefined one: none.
 ScaleView scale_view(const at::Tensor& scale, bool is_written = false);
 
 // A contiguous (batch, heads, rows) or (heads, rows) tensor.

@@ -2,7 +2,8 @@
 and on the CPU the contents of its lengths and indices, which on CUDA kernels check themselves
 (device_errors.py).
 
-The rules of single arguments are in tensors.py, lengths.py and masks.py.
+Which arguments go together, rules.py says; the rules of single ones are in tensors.py, lengths.py
+and masks.py.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 
+from .. import rules
 from ..call import (
     ARRAYS,
     CACHE_NAMES,
     INCOMING_ARRAYS,
     NAMES,
-    OVER_CACHE,
     TANGENTS,
+    TARGETS,
+    Argument,
     AttentionCall,
     Incoming,
     Names,
@@ -25,6 +28,7 @@ from ..call import (
 )
 from ..rounding import is_known
 from . import lengths, masks, tensors
+from .rules import check_rules, first_broken
 from .tensors import E4M3
 
 
@@ -39,9 +43,8 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     `is_padded`: head dims are what CUDA kernels read, not what a public function pads.
     """
     names = names_of(call) if names is None else names
-    _check_tensors(call, names)
     check_numbers(call)
-    tensors.check_alibi_slopes(call.alibi_slopes, call.batch(), call.q)
+    _check_tensors(call, names)
     if call.rng_state is not None:
         tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
     lengths.check_splits(call.num_splits)
@@ -50,14 +53,11 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
         _check_new_keys(call)
         _check_rotary(call)
         _check_length_of_all(call)
-    else:
-        _check_without_cache(call)
     extent = extent_of(call)
     masks.check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
     masks.check_bias("bias", call.bias, extent, call.q)
     if is_padded and not call.over_cache:
         tensors.check_cuda_head_dims(call.q, call.v)
-    _check_refused(call)
 
 
 def check_numbers(call: AttentionCall) -> None:
@@ -84,6 +84,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     is_dense = not (is_packed or call.over_cache)
     qkv_names = (names.q, names.k, names.v)
     tensors.check_qkv(q, k, call.v, qkv_names, layout, of_keys, allows_fp8=not is_dense)
+    check_rules(rules.OF_CALL, names, call)
     if is_packed:
         lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
         lengths.check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
@@ -97,44 +98,14 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
         _check_one_length(call, names)
     _check_arrays(call, names, batch)
     lengths.check_block_table(call.block_table, rows, k, q, names.k)
-    _check_scales(call, names)
-
-
-def _check_scales(call: AttentionCall, names: Names) -> None:
-    """Scales are those of tensors of e4m3."""
-    is_fp8, heads = call.is_fp8(), call.k.shape[-2]
-    for name, of in (("q_descale", names.k), ("k_descale", names.k), ("v_descale", names.v)):
-        scales: Any = getattr(call, name)
-        if scales is None:
-            if is_fp8 and name != "q_descale":
-                raise ValueError(f"{name}: must be given where {of} is of {E4M3}, got None")
-            continue
-        if not is_fp8:
-            raise ValueError(f"{name}: must be None where {of} is not of {E4M3}, got a tensor")
-        tensors.check_place(name, scales, torch.float32, call.q, names.q)
-        shapes = [(heads,), (call.batch(), heads)]
-        if call.reads_in_place() and name != "q_descale":
-            shapes.append(tuple(call.k.shape[:-1]))
-        if not any(_has_shape(scales, shape) for shape in shapes):
-            allowed = " or ".join(map(str, shapes))
-            raise ValueError(f"{name}: must have shape {allowed}, got {tuple(scales.shape)}")
     if call.quantizes_tokens:
         _check_written_scales(call, names)
-
-
-def _has_shape(x: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    # One by one: where a compiler traces, `in` takes a symbol for another number.
-    return x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
+    if call.origin is not None:
+        lengths.check_rows_with_origin(max(q.shape[0], k.shape[0]))
 
 
 def _check_written_scales(call: AttentionCall, names: Names) -> None:
     """quantize="token" writes a scale for every new token and head."""
-    if not call.is_fp8():
-        raise ValueError(f"quantize: must be None where {names.k} is not of {E4M3}, got 'token'")
-    if not call.over_cache or call.k_new is None:
-        raise ValueError("quantize: must be None without k, got 'token'")
-    if call.k_new.dtype == E4M3:
-        raise ValueError(f"quantize: must be None where k is of {E4M3} already, got 'token'")
     for name in ("k_descale", "v_descale"):
         scales: Any = getattr(call, name)
         if scales.dim() != 3:
@@ -156,15 +127,26 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
     """Arrays whose shape and dtype the declaration says."""
-    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2]}
-    dtypes = {"int32": torch.int32, "int64": torch.int64, "lse": call.lse_dtype()}
-    for name, symbols, dtype in ARRAYS:
+    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2], "Hk": call.k.shape[-2]}
+    dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
+    dtypes["lse"] = call.lse_dtype()
+    for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
         if array is not None:
-            shape: list[Any] = []
-            for symbol in symbols:
-                shape.append(sizes.get(symbol, symbol))
-            tensors.check_like(getattr(names, name, name), array, shape, dtypes[dtype], call.q)
+            known = getattr(names, name, name)
+            tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
+            tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call))
+
+
+def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list[tuple[int, ...]]:
+    """Without that of tokens, unless k is a cache or pages."""
+    made: list[tuple[int, ...]] = []
+    for shape in shapes:
+        if shape != ("tokens",):
+            made.append(tuple([sizes.get(symbol, symbol) for symbol in shape]))
+        elif call.reads_in_place():
+            made.append(tuple(call.k.shape[:-1]))
+    return made
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
@@ -184,9 +166,6 @@ def _check_one_length(call: AttentionCall, names: Names) -> None:
         raise ValueError(
             f"{names.k}: batch must be that of {names.q} ({call.q.shape[0]}), got {call.k.shape[0]}"
         )
-    for name in ("cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table"):
-        if getattr(call, name) is not None:
-            raise ValueError(f"{name}: must be None without cu_seqlens_q, got a tensor")
     for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
         if getattr(call, name) not in (0, x.shape[1]):
             raise ValueError(
@@ -219,18 +198,9 @@ def _check_length_of_all(call: AttentionCall) -> None:
         )
 
 
-def _check_without_cache(call: AttentionCall) -> None:
-    for name in OVER_CACHE:
-        if getattr(call, name) is not None:
-            raise ValueError(f"{name}: must be None without over_cache, got a value")
-
-
 def _check_new_keys(call: AttentionCall) -> None:
     q, k, v, bounds = call.q, call.k_new, call.v_new, call.cu_seqlens_k_new
-    tensors.check_pair("k", k, "v", v)
     if k is None or v is None:
-        if bounds is not None:
-            raise ValueError("cu_seqlens_k_new: must be None without k")
         return
     if call.seqused_k is None and call.seqlen_k is None:
         raise ValueError("cache_seqlens: must be given with k, got None")
@@ -238,7 +208,7 @@ def _check_new_keys(call: AttentionCall) -> None:
     for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
         heads, head_dim = cache.shape[-2:]
         tensors.check_tensor(name, tensor)
-        if call.is_fp8() and k.dtype == E4M3:
+        if call.appends_fp8():
             tensors.check_like(name, tensor, tensor.shape, E4M3, q)
         else:
             tensors.check_device_and_dtype(name, tensor, q)
@@ -264,13 +234,8 @@ def _check_new_keys(call: AttentionCall) -> None:
 
 def _check_rotary(call: AttentionCall) -> None:
     cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
-    tensors.check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None or sin is None:
         return
-    if call.k_new is None:
-        raise ValueError("rotary_cos: must be None without k: a rotation is one of new keys")
-    if call.k_new.dtype == E4M3:
-        raise NotImplementedError(f"rotary_cos: must be None where k is of {E4M3}, got a tensor")
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         tensors.check_tensor(name, table)
         tensors.check_device_and_dtype(name, table, q)
@@ -307,56 +272,6 @@ def extent_of(call: AttentionCall) -> masks.PairExtent:
     return masks.PairExtent(call.batch(), call.q.shape[-2], *seqlens, call.is_packed())
 
 
-def _check_refused(call: AttentionCall) -> None:
-    """What fits together, and no backend does."""
-    has_masks, in_place = call.has_masks(), call.reads_in_place()
-    if call.wants_s_dmask() and has_masks:
-        raise NotImplementedError(
-            "return_softmax: must be False where there is dropout and a mask or a bias, got True "
-            f"and dropout_p {call.dropout_p}"
-        )
-    if call.origin is not None:
-        _check_origin(call)
-    if call.is_fp8():
-        _check_refused_of_fp8(call)
-    if call.fp32_results:
-        reasons = {"a mask or a bias": has_masks, "a block_table": in_place}
-        tensors.refuse_with("fp32_results: must be False with {}, got True", reasons)
-    if in_place and call.dropout_p > 0.0:
-        raise NotImplementedError(f"dropout_p: must be 0 with a block_table, got {call.dropout_p}")
-    if in_place and has_masks:
-        raise NotImplementedError("attn_mask: must be None with a block_table")
-
-
-def _check_refused_of_fp8(call: AttentionCall) -> None:
-    where = f"where keys are of {E4M3}"
-    if call.dropout_p > 0.0:
-        raise NotImplementedError(f"dropout_p: must be 0 {where}, got {call.dropout_p}")
-    if call.has_masks():
-        raise NotImplementedError(f"attn_mask: must be None {where}, as must be a block_mask")
-    if call.fp32_results:
-        raise NotImplementedError(f"fp32_results: must be False {where}, got True")
-    if call.origin is not None:
-        raise NotImplementedError(f"origin: must be None {where}, got a tensor")
-
-
-def _check_origin(call: AttentionCall) -> None:
-    if not call.is_packed():
-        raise ValueError("origin: must be None without cu_seqlens_q, got a tensor")
-    reasons = {
-        "a block_table": call.block_table is not None,
-        "a cache": call.over_cache,
-        "a mask or a bias": call.has_masks(),
-        "return_softmax": call.wants_s_dmask(),
-    }
-    tensors.refuse_with("origin: must be None with {}, got a tensor", reasons)
-    rows = max(call.q.shape[0], call.k.shape[0])
-    if rows > lengths.MAX_ROWS_WITH_ORIGIN:
-        raise ValueError(
-            f"origin: must be None for more than {lengths.MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
-        )
-
-
 def check_return_attn_probs(call: AttentionCall) -> None:
     """Raise for a public call with dropout whose S_dmask no backend makes."""
     if call.has_masks() or call.sink is not None:
@@ -368,21 +283,13 @@ def check_return_attn_probs(call: AttentionCall) -> None:
 
 def missing_backward(call: AttentionCall) -> str | None:
     """Why the backward of a call refuses to run, or None."""
-    wanted = "in a call whose gradients are wanted"
-    if call.is_fp8():
-        name = names_of(call).k
-        return f"{name}: must not be of {E4M3} {wanted}, as attention over it has no backward"
-    if call.over_cache:
-        return f"k_cache: must not be attended to {wanted}, as that has no backward"
-    return None if call.block_table is None else f"block_table: must be None {wanted}, got a tensor"
+    broken = first_broken(rules.OF_BACKWARD, names_of(call), call)
+    return None if broken is None else broken[1]
 
 
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
     """Raise for a forward that has no backward, whatever it reads."""
-    if call.deterministic:
-        lists, bias = call.block_rows is not None, call.bias is not None
-        reasons = {"a block mask": lists, "a floating attn_mask": bias}
-        tensors.refuse_with("deterministic: must be False with {}, got True", reasons)
+    check_rules(rules.OF_DETERMINISTIC, NAMES, call)
     if wants_dbias and call.softcap > 0.0:
         raise NotImplementedError(
             f"attn_mask: has no gradient with softcap, got a softcap of {call.softcap}"
@@ -391,53 +298,38 @@ def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
 
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
-    q, k, v = call.q, call.k, call.v
     if (reason := missing_backward(call)) is not None:
         raise NotImplementedError(reason)
     check_gradients(call, incoming.wants_dbias)
-    if incoming.wants_dbias and call.bias is None:
-        raise ValueError("wants_dbias: must be False without a bias, got True")
-    tensors.check_rng_state(incoming.rng_state, call.dropout_p, q)
-    if incoming.accumulate and not call.fp32_results:
-        raise ValueError("accumulate: must be False without fp32_results, got True")
-    shapes: dict[str, Any] = {"out": tensors.output_shape(q, v), "lse": call.lse_shape()}
-    shapes |= {"q": q.shape, "k": k.shape, "v": v.shape}
-    dtypes = {"q": q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
-    dtypes["int8"] = torch.int8
-    for name, said in INCOMING_ARRAYS.items():
-        array: Any = getattr(incoming, name)
-        if said.dtype == "int8" and not is_known(array):
-            continue
-        if array is not None or said.is_needed:
-            tensors.check_like(name, array, shapes[said.shape], dtypes[said.dtype], q)
-            if said.part == "target":
-                tensors.check_may_be_written(name, array)
-        elif incoming.accumulate and said.part == "target":
-            raise ValueError(f"{name}: must be given with accumulate, got None")
+    check_rules(rules.OF_INCOMING, NAMES, incoming, call)
+    tensors.check_rng_state(incoming.rng_state, call.dropout_p, call.q)
+    _check_likenesses(incoming, INCOMING_ARRAYS, call)
+    for name in TARGETS:
+        if (target := getattr(incoming, name)) is not None:
+            tensors.check_may_be_written(name, target)
 
 
 def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
     """Raise unless each tangent is like what it is of, in this call, which is checked."""
-    if call.is_fp8():
-        raise NotImplementedError(
-            f"k: must not be of {E4M3} in a call that is differentiated in a direction"
-        )
-    if call.fp32_results:
-        raise NotImplementedError(
-            "fp32_results: must be False in a call that is differentiated in a direction, got True"
-        )
+    check_rules(rules.OF_DIRECTION, names_of(call), call)
+    check_rules(rules.OF_TANGENTS, NAMES, tangents, call)
+    _check_likenesses(tangents, TANGENTS, call)
+
+
+def _check_likenesses(described: Any, declared: dict[str, Argument], call: AttentionCall) -> None:
+    """Arrays whose shape and dtype are those of something in the call or its results."""
     shapes = {"out": tensors.output_shape(call.q, call.v), "lse": call.lse_shape()}
-    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "int8": torch.int8}
-    for name, said in TANGENTS.items():
-        tangent: Any = getattr(tangents, name)
-        if tangent is None or (said.dtype == "int8" and not is_known(tangent)):
+    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
+    dtypes["int8"] = torch.int8
+    for name, said in declared.items():
+        array: Any = getattr(described, name)
+        is_missing = array is None and not said.is_needed
+        if is_missing or (said.dtype == "int8" and not is_known(array)):
             continue
-        argument: Any = getattr(call, said.shape, None)
-        if said.shape not in shapes and argument is None:
-            raise ValueError(f"{name}: must be None without {said.shape}, got a tensor")
-        shape = shapes[said.shape] if argument is None else argument.shape
-        dtype = dtypes.get(said.dtype) or argument.dtype
-        tensors.check_like(name, tangent, shape, dtype, call.q)
+        like: Any = getattr(call, said.shape, None)
+        shape = shapes.get(said.shape) or like.shape
+        dtype = dtypes.get(said.dtype) or like.dtype
+        tensors.check_like(name, array, shape, dtype, call.q)
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------

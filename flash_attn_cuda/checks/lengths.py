@@ -93,6 +93,14 @@ def check_sm_margin(sm_margin: Any) -> None:
         raise ValueError(f"sm_margin: must not be negative, got {sm_margin}")
 
 
+def check_rows_with_origin(rows: int) -> None:
+    """Raise for more rows of queries or keys than kernels count from an origin."""
+    if rows > MAX_ROWS_WITH_ORIGIN:
+        raise ValueError(
+            f"origin: must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
+        )
+
+
 # -- contents, on the CPU ------------------------------------------------------------------------
 
 

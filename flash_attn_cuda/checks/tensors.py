@@ -190,21 +190,6 @@ def check_number(name: str, value: Any, wanted: str = "a number") -> None:
         raise TypeError(f"{name}: must be {wanted}, got {type(value).__name__}")
 
 
-def check_alibi_slopes(slopes: Any, batch: int, q: Tensor) -> None:
-    """Raise unless slopes is None or an fp32 tensor (Hq,) or (batch, Hq) on the device of q."""
-    if slopes is None:
-        return
-    check_place("alibi_slopes", slopes, torch.float32, q)
-    heads = q.shape[-2]
-    # Compared one by one: where a compiler traces, `in` takes a symbol for another number.
-    per_head = slopes.dim() == 1 and slopes.shape[0] == heads
-    if not per_head and tuple(slopes.shape) != (batch, heads):
-        raise ValueError(
-            f"alibi_slopes: must have shape ({heads},) or ({batch}, {heads}), "
-            f"got {tuple(slopes.shape)}"
-        )
-
-
 def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
     """Raise unless a backward with dropout has the forward's (seed, offset), int64."""
     if dropout_p == 0.0:
@@ -236,6 +221,18 @@ def check_like(
     check_place(name, tensor, dtype, q, q_name)
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+
+
+def check_shapes(name: str, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+    """Raise unless `tensor` has one of these shapes."""
+    if not any(_has_shape(tensor, shape) for shape in shapes):
+        allowed = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{name}: must have shape {allowed}, got {tuple(tensor.shape)}")
+
+
+def _has_shape(x: Tensor, shape: Sequence[int]) -> bool:
+    # One by one: where a compiler traces, `in` takes a symbol for another number.
+    return x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
 
 
 def check_cuda_head_dims(q: Tensor, v: Tensor) -> None:

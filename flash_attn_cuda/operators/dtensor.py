@@ -70,15 +70,17 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     else:
         entries = keys
     new = keys if call.cu_seqlens_k_new is not None else (batch, *keys)
-    declared: dict[Any, Any] = {"B": batch, "Hq": HEADS}
-    arrays = {name: tuple(declared.get(x, WHOLE) for x in sizes) for name, sizes, _ in ARRAYS}
+    sizes: dict[Any, Any] = {"B": batch, "Hq": HEADS, "Hk": KEY_HEADS}
+    arrays: dict[str, Layout] = {}
+    for name, shapes, _ in ARRAYS:
+        allowed = [tuple(sizes.get(x, WHOLE) for x in shape) for shape in shapes]
+        if ("tokens",) in shapes:
+            allowed[shapes.index(("tokens",))] = entries[:-1]
+        given: Any = getattr(call, name)
+        arrays[name] = next(x for x in allowed if given is None or len(x) == given.dim())
     pairs = (batch, HEADS, WHOLE, WHOLE)
     table = (WHOLE if call.cache_batch_idx is not None else batch, WHOLE)
-    slopes = (HEADS,) if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else pairs[:2]
-    scales: dict[int, Layout] = {1: (KEY_HEADS,), 2: (batch, KEY_HEADS), 3: entries[:-1]}
-    of_scales = {name: x for name in SCALES if (x := getattr(call, name)) is not None}
     return {
-        **{name: scales[x.dim()] for name, x in of_scales.items()},
         **{"q": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
         **arrays,
         **dict.fromkeys(OVER_PAIRS, pairs),
@@ -86,7 +88,6 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
             ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "rng_state"), (WHOLE,)
         ),
         **dict.fromkeys(("rotary_cos", "rotary_sin"), (WHOLE, WHOLE)),
-        "alibi_slopes": slopes,
         "block_table": table,
     }
 
@@ -114,8 +115,6 @@ def _titles_of(call: AttentionCall, names: Any = None) -> dict[str, str]:
     else:
         masks = dict.fromkeys(OVER_PAIRS, "attn_mask, block_mask")
         titles = {**names._asdict(), **masks, "bias": "attn_mask"}
-    if call.over_cache:
-        titles |= {"k_new": "k", "v_new": "v"}
     return titles
 
 

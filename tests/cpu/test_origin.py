@@ -225,42 +225,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "batch": ({"origin": torch.zeros(3, 4, dtype=torch.int32)}, ValueError, "origin: must have"),
     "dtype": ({"origin": torch.zeros(2, 4)}, TypeError, "origin: dtype must be torch.int32"),
     "type": ({"origin": 3}, TypeError, "origin: must be a torch.Tensor"),
-    "one length": (
-        {
-            "cu_seqlens_q": None,
-            "cu_seqlens_k": None,
-            "max_seqlen_q": 0,
-            "max_seqlen_k": 0,
-            **{name: lambda x, n=name: getattr(x, n)[:2][:, None] for name in "qkv"},
-        },
-        ValueError,
-        "origin: must be None without cu_seqlens_q",
-    ),
-    "bias": (
-        {"bias": torch.zeros(1, 1, 40, 48, dtype=torch.bfloat16)},
-        NotImplementedError,
-        "origin: must be None with a mask or a bias",
-    ),
-    "lists": (
-        {f"block_{x}": torch.zeros(1, 1, 1, 3, dtype=torch.int32) for x in ("rows", "columns")},
-        NotImplementedError,
-        "origin: must be None with a mask or a bias",
-    ),
-    "probabilities": (
-        {"return_softmax": True, "dropout_p": 0.5},
-        NotImplementedError,
-        "origin: must be None with return_softmax",
-    ),
-    "pages": (
-        {
-            "block_table": torch.zeros(2, 1, dtype=torch.int32),
-            "seqused_k": torch.zeros(2, dtype=torch.int32),
-            "k": lambda x: x.k[None],
-            "v": lambda x: x.v[None],
-        },
-        NotImplementedError,
-        "origin: must be None with a block_table",
-    ),
     "state": (
         {"rng_state": torch.zeros(2), "dropout_p": 0.5},
         TypeError,
@@ -276,15 +240,6 @@ def test_refusals(refused: str) -> None:
         check_call(changed(a_call(), **changes))
 
 
-def test_fp32_results_are_refused_with_masks() -> None:
-    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
-    bias = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
-    lists = {f"block_{x}": torch.zeros(1, 1, 1, 3, dtype=torch.int32) for x in ("rows", "columns")}
-    for given in ({"bias": bias}, lists):
-        with pytest.raises(NotImplementedError, match=r"^fp32_results: must be False with a mask"):
-            check_call(AttentionCall(q, q, q, fp32_results=True, **given))
-
-
 @pytest.mark.parametrize(
     ("margin", "error"), [(-1, ValueError), (True, TypeError), (1.5, TypeError)]
 )
@@ -295,16 +250,6 @@ def test_a_margin_is_a_number_of_multiprocessors(margin: Any, error: type[Except
     with pytest.raises(error, match=r"^sm_margin: must"):
         ContextParallel(sm_margin=margin)
     check_call(AttentionCall(q, q, q, sm_margin=8))
-
-
-def test_a_cache_is_refused() -> None:
-    q = torch.randn(2, 1, 2, 8)
-    cache = torch.randn(2, 16, 2, 8)
-    call = AttentionCall(q, cache, cache, over_cache=True)
-    with pytest.raises(ValueError, match=r"^origin: must be None without cu_seqlens_q"):
-        check_call(replace(call, origin=torch.zeros(2, 4, dtype=torch.int32)))
-    with pytest.raises(NotImplementedError, match=r"^fp32_results: must be False"):
-        check_call(replace(call, fp32_results=True))
 
 
 @pytest.mark.parametrize("row", [(0, 8, 0, 0), (0, 0, 17, 0), (0, -16, 0, 0)])

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cuda import flash_attn_combine, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_cuda.call import OVER_CACHE, READ, AttentionCall
-from flash_attn_cuda.checks.calls import check_call
 from flash_attn_cuda.interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -268,23 +266,3 @@ def test_bounds_of_pages_without_cu_seqlens_k(max_seqlen_k: int, message: str) -
         flash_attn_varlen_func(
             *(q, pages, pages, cu_seqlens, None, 3, max_seqlen_k), block_table=table, seqused_k=used
         )
-
-
-# -- what only a cache has -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OVER_CACHE)
-def test_without_a_cache(name: str) -> None:
-    """A length of a cache would have kernels read behind keys that are none."""
-    q = torch.randn(2, 3, 4, 8)
-    given: dict[str, Any] = dict.fromkeys(OVER_CACHE, q) | {
-        "cache_batch_idx": int32(0, 1),
-        "cu_seqlens_k_new": int32(0, 1, 2),
-        "seqlen_k": 1 << 20,
-    }
-    call = AttentionCall(q, q, q, **{name: given[name]})
-    with pytest.raises(ValueError, match=f"^{name}: must be None without over_cache, got"):
-        check_call(call)
-    if name in READ:
-        with pytest.raises(ValueError, match=f"^{name}: must be None without over_cache, got"):
-            torch.ops.flash_attn_cuda.attention(*arguments(q, q, q, **{name: given[name]}))

@@ -106,7 +106,7 @@ def made(argument: str, change: Change) -> Any:
 
 # argument, change, error, what the message says after the argument's name
 SHARED_ERRORS = [
-    ("mask_bits", torch.int64, TypeError, "dtype must be Int, got Long"),
+    ("mask_bits", torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
     (
         "mask_bits",
         (1, 1, SEQLEN_Q - 1, 12),
@@ -132,7 +132,7 @@ SHARED_ERRORS = [
     ("bias", torch.zeros(2, 2).to_sparse(), TypeError, "must be a dense tensor, got layout Sparse"),
 ]
 LIST_ERRORS = [
-    (torch.int64, TypeError, "dtype must be Int, got Long"),
+    (torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
     ((3, 1, 2, 5), ValueError, "must have shape (2 or 1, 4 or 1, "),
     ((1, HEADS_K, 2, 5), ValueError, "must have shape"),
     ((1, 1, 4, 5), ValueError, "must have shape"),
@@ -142,9 +142,9 @@ LIST_ERRORS = [
     (torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
 ]
 SINK_ERRORS = [
-    (torch.bfloat16, TypeError, "dtype must be Float, got BFloat16"),
-    ((HEADS + 1,), ValueError, "must have shape [4], got [5]"),
-    ((1, HEADS), ValueError, "must have shape [4], got [1, 4]"),
+    (torch.bfloat16, TypeError, "dtype must be torch.float32, got torch.bfloat16"),
+    ((HEADS + 1,), ValueError, "must have shape (4,), got (5,)"),
+    ((1, HEADS), ValueError, "must have shape (4,), got (1, 4)"),
     (torch.zeros(HEADS), ValueError, "must be on the device of q (cuda:0), got cpu"),
 ]
 
@@ -253,14 +253,14 @@ def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> 
         (
             {"deterministic": True, "block_columns": torch.int32},
             NotImplementedError,
-            "deterministic: must be False with block_columns, got True",
+            "deterministic: must be False with a block mask, got True",
         ),
         ({"dropout_p": 0.5}, ValueError, "rng_state: must be that of the forward"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: must be at least 0 and below 1, got 1"),
         ({"dout": torch.zeros(1)}, ValueError, "dout: must be on the device of q"),
         ({"softmax_lse": torch.zeros(1)}, ValueError, "softmax_lse: must be on the device of q"),
         ({"dlse": torch.zeros(1)}, ValueError, "dlse: must be on the device of q"),
-        ({"cu_seqlens_k": torch.zeros(1)}, ValueError, "cu_seqlens_q: must be given where"),
+        ({"cu_seqlens_k": torch.zeros(1)}, ValueError, "cu_seqlens_k: must be None without"),
     ],
 )
 def test_bad_backwards(

@@ -1,0 +1,179 @@
+"""Writes the extension's checks of what both sides check alike: C++ functions of the tables of
+flash_attn_cuda/rules.py, and of the arrays whose shape and dtype flash_attn_cuda/call.py declares.
+The build of the extension calls it.
+
+python -m build_tools.generate_rules   # prints it
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from build_tools.generate_call import Field, descriptions
+from build_tools.generate_units import write_if_changed
+from build_tools.toolchain import REPO
+
+HEADER = "torch_binding/generated_rules.h"  # as sources include it
+TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))  # without the package, and torch
+
+# What is told of a call, and what comes with it: class, parameter.
+CALL, INCOMING, TANGENTS = (
+    ("AttentionCall", "call"),
+    ("Incoming", "incoming"),
+    ("Tangents", "tangents"),
+)
+# Function, its tables, and what it is told beside the call.
+RULES = {
+    "check_rules_of_call": (("OF_CALL",), CALL),
+    "check_rules_of_backward": (("OF_BACKWARD", "OF_DETERMINISTIC"), CALL),
+    "check_rules_of_direction": (("OF_DIRECTION",), CALL),
+    "check_rules_of_incoming": (("OF_INCOMING",), INCOMING),
+    "check_rules_of_tangents": (("OF_TANGENTS",), TANGENTS),
+}
+# Of a field's type: whether it is set, what it must be where it must not, and what it is then.
+SET = {
+    "Tensor | None": ("{}.defined()", '"None"', '"a tensor"'),
+    "int | None": ("{}.has_value()", '"None"', "{}.value_or(0)"),
+    "float": ("({} > 0.0)", '"0"', "{}"),
+    "bool": ("{}", '"False"', '"True"'),
+}
+DTYPES = {
+    "int32": "at::kInt",
+    "int64": "at::kLong",
+    "int8": "at::kChar",
+    "fp32": "at::kFloat",
+    "lse": "at::kFloat",
+    "q": "call.q.scalar_type()",
+    "bias": "call.bias.scalar_type()",
+}
+
+
+class Writer:
+    """The C++ of rules of a call and, maybe, what comes with it."""
+
+    def __init__(self, described: dict[str, list[Field]], told: tuple[str, str]) -> None:
+        self.places = {x.name: (x, place) for name, place in (CALL, told) for x in described[name]}
+
+    def value(self, name: str) -> tuple[str, str, str]:
+        """As SET says, of a field, or of a function of the call."""
+        if name not in self.places:
+            condition = must = got = f"{name}(call)"
+        else:
+            field, place = self.places[name]
+            condition, must, got = (x.format(f"{place}.{name}") for x in SET[field.type])
+        if known := TABLES["KNOWN"].get(name):
+            must, got = f'"{known.absent}"', f'"{known.given}"'
+        return condition, must, got
+
+    def name(self, name: str) -> str:
+        if name in TABLES["KNOWN"]:
+            return f'"{TABLES["KNOWN"][name].name}"'
+        is_renamed = name in self.places and self.places[name][0].is_renamed
+        return f"names.{name}" if is_renamed else f'"{name}"'
+
+    def rules(self, rules: Any) -> Iterator[str]:
+        condition, *_ = self.value(rules.fact.removeprefix("not "))
+        fact = f"!{condition}" if rules.fact.startswith("not ") else condition
+        if rules.refusal:
+            yield f"  TORCH_CHECK_NOT_IMPLEMENTED(!{fact}, {words(rules.refusal)});"
+            return
+        yield f"  if ({fact}) {{"
+        yield f"    const Where where{{{words(rules.where)}}};"
+        for check, names in (("require(!", rules.absent), ("refuse(", rules.refused)):
+            for name in names:
+                condition, must, got = self.value(name)
+                yield f"    {check}{condition}, {self.name(name)}, {must}, where, {got});"
+        for name in rules.given:
+            condition, *_ = self.value(name)
+            yield f'    require({condition}, {self.name(name)}, "given", where, "None");'
+        yield "  }"
+
+
+def words(text: str) -> str:
+    """A string with the name of an argument in it, {k}, as a list of three."""
+    parts = re.split(r"\{(\w+)\}", text)
+    return ", ".join(f"names.{x}" if i == 1 else f'"{x}"' for i, x in enumerate(parts))
+
+
+def function(name: str, told: tuple[str, str], body: Iterator[str]) -> Iterator[str]:
+    parameters = ", ".join(f"const {x}& {place}" for x, place in dict((CALL, told)).items())
+    yield f"inline void {name}({parameters},"
+    yield "    [[maybe_unused]] const ArgumentNames& names) {"
+    yield from body
+    yield "}"
+    yield ""
+
+
+def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
+    yield "  const at::Tensor& q = call.q;"
+    yield "  const std::int64_t B = batch_of(call);"
+    yield "  const std::int64_t Hq = q.size(q.dim() - 2);"
+    yield "  const std::int64_t Hk = call.k.size(call.k.dim() - 2);"
+    yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
+    for x in fields:
+        if shape := x.said.get("shape"):
+            sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")
+            given = f"{writer.name(x.name)}, call.{x.name}"
+            dtype = DTYPES[x.said.get("dtype", "int32")]
+            is_strided = x.said.get("is_strided")
+            check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
+            yield f"  if (call.{x.name}.defined())"
+            yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
+
+
+def arrays_like(fields: list[Field], place: str) -> Iterator[str]:
+    """Of what comes into a backward, or tangents; OutputTensor checks what is written."""
+    yield "  const at::DimVector out = output_sizes(call);"
+    yield "  const at::DimVector lse = lse_sizes(call);"
+    for x in fields:
+        shape, dtype = x.said.get("shape", ""), x.said.get("dtype", "")
+        if not shape or x.said.get("part") == "target":
+            continue
+        value, sizes = f"{place}.{x.name}", shape if shape in ("out", "lse") else f"call.{shape}"
+        is_known = f" && {value}.numel() > 0" if dtype == "int8" else ""
+        if not x.is_required:
+            yield f"  if ({value}.defined(){is_known})"
+        indent = "  " if x.is_required else "    "
+        sizes += ".sizes()" if sizes.startswith("call") else ""
+        yield f'{indent}check_like("{x.name}", {value}, {sizes}, {DTYPES[dtype]}, call.q);'
+
+
+def lines() -> Iterator[str]:
+    described = descriptions()
+    yield "// Made of flash_attn_cuda/rules.py and flash_attn_cuda/call.py by"
+    yield "// build_tools/generate_rules.py."
+    yield "#pragma once"
+    yield ""
+    yield '#include "torch_binding/check.h"'
+    yield '#include "torch_binding/to_params.h"'
+    yield ""
+    yield "namespace flash_attn_cuda::binding {"
+    yield ""
+    for name, (tables, told) in RULES.items():
+        writer = Writer(described, told)
+        made = (line for table in tables for x in TABLES[table] for line in writer.rules(x))
+        yield from function(name, told, made)
+    arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
+    yield from function("check_arrays", CALL, arrays)
+    for told in (INCOMING, TANGENTS):
+        body = arrays_like(described[told[0]], told[1])
+        yield from function(f"check_arrays_of_{told[1]}", told, body)
+    yield "}  // namespace flash_attn_cuda::binding"
+
+
+def text() -> str:
+    return "\n".join(lines()) + "\n"
+
+
+def write(folder: Path) -> None:
+    """Writes the header below ``folder``, which is to be searched for includes."""
+    write_if_changed(folder / HEADER, text())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

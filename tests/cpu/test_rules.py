@@ -1,0 +1,202 @@
+"""Every rule of which arguments go together (flash_attn_cuda/rules.py), by the road of Python and
+by that of the extension: a call that breaks it and no rule before it raises the same on both.
+
+The extension describes a call of tensors on the CPU (explain_settings). The rules of what comes
+into a backward or a derivative, which want a GPU there, are broken by the operators' tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cuda import build_info, rules
+from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.checks.calls import check_call, check_incoming, check_tangents
+
+EXTENSION: Any = build_info.extension
+E4M3 = torch.float8_e4m3fn
+OF_E4M3, NOT_OF_E4M3 = f"is of {E4M3}", f"is not of {E4M3}"
+# Field: how errors call it, what breaks a rule against it, what it must be instead, what it is said
+# to be. Others are tensors.
+FIELDS: dict[str, tuple[str, Any, str, str]] = {
+    "dropout_p": ("dropout_p", 0.5, "0", "0.5"),
+    "seqlen_k": ("seqlen_k", 3, "None", "3"),
+    "bias": ("attn_mask", torch.zeros(2, 4, 3, 10), "None", "a tensor"),
+    "quantizes_tokens": ("quantize", True, "None", "'token'"),
+    "fp32_results": ("fp32_results", True, "False", "True"),
+    "deterministic": ("deterministic", True, "False", "True"),
+}
+OF_TRAINING = "dropout_p bias fp32_results origin"
+ROTARY = "rotary_cos rotary_sin"
+
+Described = dict[str, Any]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+def integers(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+ONE_LENGTH: Described = {"q": zeros(2, 3, 4, 16), "k": zeros(2, 10, 2, 16)}
+PACKED: Described = {"q": zeros(6, 4, 16), "k": zeros(20, 2, 16)}
+PACKED |= {f"cu_seqlens_{x}": integers(3) for x in "qk"} | {f"max_seqlen_{x}": 9 for x in "qk"}
+PAGED: Described = PACKED | {"k": zeros(5, 8, 2, 16), "block_table": integers(2, 3)}
+CACHE: Described = ONE_LENGTH | {"over_cache": True, "seqused_k": integers(2)}
+LISTS: Described = {x: integers(1, 1, 1, 3) for x in ("block_rows", "block_columns")}
+APPENDS: Described = {f"{x}_new": zeros(2, 1, 2, 16) for x in "kv"}
+
+
+def fp8(call: Described) -> Described:
+    scales = {f"{x}_descale": torch.ones(2) for x in "kv"}
+    return call | scales | {"k": call["k"].to(E4M3)}
+
+
+# A call of which the fact holds, and which obeys all rules so far.
+CALLS: dict[str, Described] = {
+    "is_of_one_length": ONE_LENGTH,
+    "not over_cache": ONE_LENGTH,
+    "over_cache": CACHE,
+    "block_table": PAGED,
+    "has_masks": PACKED | {"bias": zeros(2, 4, 9, 9)},
+    "has_lists": ONE_LENGTH | LISTS,
+    "bias": ONE_LENGTH | {"bias": zeros(1, 1, 3, 10)},
+    "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
+    "is_fp8": fp8(PACKED),
+    "not is_fp8": CACHE,
+    "appends_fp8": fp8(CACHE) | {x: y.to(E4M3) for x, y in APPENDS.items()},
+    "v_new": CACHE | {"v_new": APPENDS["v_new"]},
+    "k_new": CACHE | {"k_new": APPENDS["k_new"]},
+    "not k_new": fp8(CACHE),
+    "rotary_cos": CACHE | APPENDS | {"rotary_cos": zeros(9, 8)},
+    "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
+    "reads_in_place": PAGED,
+    "fp32_results": ONE_LENGTH | {"fp32_results": True},
+}
+
+
+def a_call(fact: str, **changes: Any) -> AttentionCall:
+    given = CALLS[fact] | changes
+    return AttentionCall(**given, v=given["k"])
+
+
+# Fact, exception, the end of its words, fields that each break a rule where the fact holds.
+ABSENT = (
+    ("is_of_one_length", ValueError, "without cu_seqlens_q",
+     "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table"),
+    ("not over_cache", ValueError, "without over_cache",
+     f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
+    ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
+    ("block_table", NotImplementedError, "with a block_table", OF_TRAINING),
+    ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
+    ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
+    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", OF_TRAINING),
+    ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}",
+     "q_descale k_descale v_descale quantizes_tokens"),
+    ("appends_fp8", ValueError, f"where k {OF_E4M3}", "quantizes_tokens"),
+    ("appends_fp8", NotImplementedError, f"where k {OF_E4M3}", ROTARY),
+    ("not k_new", ValueError, "without k", f"cu_seqlens_k_new {ROTARY} quantizes_tokens"),
+)  # fmt: skip
+GIVEN = (
+    ("is_fp8", "k_descale", f"k_descale: must be given where k {OF_E4M3}, got None"),
+    ("is_fp8", "v_descale", f"v_descale: must be given where k {OF_E4M3}, got None"),
+    ("v_new", "k_new", "k: must be given with v, got None"),
+    ("k_new", "v_new", "v: must be given with k, got None"),
+    ("rotary_cos", "rotary_sin", "rotary_sin: must be given with rotary_cos, got None"),
+    ("rotary_sin", "rotary_cos", "rotary_cos: must be given with rotary_sin, got None"),
+)
+WANTED = "in a call whose gradients are wanted"
+DIRECTED = "in a call that is differentiated in a direction"
+# Fact, what is changed beside it, words.
+OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
+    ("is_fp8", {},
+     f"k: must not be of {E4M3} {WANTED}, as attention over it has no backward"),
+    ("over_cache", {},
+     f"k_cache: must not be attended to {WANTED}, as that has no backward"),
+    ("block_table", {}, f"block_table: must be None {WANTED}, got a tensor"),
+    ("has_lists", {"deterministic": True},
+     "deterministic: must be False with a block mask, got True"),
+    ("bias", {"deterministic": True},
+     "deterministic: must be False with a floating attn_mask, got True"),
+)  # fmt: skip
+OF_DIRECTION = (
+    ("is_fp8", f"k: must not be of {E4M3} {DIRECTED}"),
+    ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
+    ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
+)
+
+
+def cases() -> Iterator[tuple[tuple[str, str], Any, type[Exception], str]]:
+    """(fact, field), what the field is to be, exception, words."""
+    for fact, kind, where, names in ABSENT:
+        for name in names.split():
+            known, value, must, got = FIELDS.get(name, (name, integers(2), "None", "a tensor"))
+            yield (fact, name), value, kind, f"{known}: must be {must} {where}, got {got}"
+    for fact, name, words in GIVEN:
+        yield (fact, name), None, ValueError, words
+
+
+CASES = {" ".join(broken): (broken, *case) for broken, *case in cases()}
+
+
+def assert_refused(run: Callable[[], Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as raised:
+        run()
+    assert type(raised.value) is kind and str(raised.value) == words
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_a_call(case: str) -> None:
+    (fact, name), value, kind, words = CASES[case]
+    call = a_call(fact, **{name: value})
+    assert_refused(lambda: check_call(call), kind, words)
+    if EXTENSION is not None:
+        assert_refused(lambda: EXTENSION.explain_settings(call), kind, words)
+
+
+@pytest.mark.parametrize(("fact", "changes", "words"), OF_BACKWARD)
+def test_of_a_backward(fact: str, changes: Described, words: str) -> None:
+    call = a_call(fact, **changes)
+    call.q = call.q.clone().requires_grad_()
+    incoming = Incoming(None, None, call.q, call.q, None)
+    assert_refused(lambda: check_incoming(call, incoming), NotImplementedError, words)
+    if EXTENSION is not None:
+        assert_refused(lambda: EXTENSION.forward(call), NotImplementedError, words)
+
+
+@pytest.mark.parametrize(("fact", "words"), OF_DIRECTION)
+def test_of_a_direction(fact: str, words: str) -> None:
+    """The extension's road wants a GPU."""
+    call = a_call(fact)
+    assert_refused(lambda: check_tangents(call, Tangents()), NotImplementedError, words)
+
+
+def test_every_rule_is_broken_here() -> None:
+    """By a call of which its fact holds."""
+    named = {"bias": "has_masks"}
+    broken = {(fact, named.get(name, name)) for (fact, name), *_ in CASES.values()}
+    stated = {
+        (each.fact, name)
+        for each in rules.OF_CALL
+        for name in (*each.absent, *each.refused, *each.given)
+    }
+    assert broken == stated
+    backward = (*rules.OF_BACKWARD, *rules.OF_DETERMINISTIC)
+    assert [fact for fact, *_ in OF_BACKWARD] == [each.fact for each in backward]
+    assert [fact for fact, _ in OF_DIRECTION] == [each.fact for each in rules.OF_DIRECTION]
+
+
+def test_what_obeys() -> None:
+    """Every call but those of a pair of which one is missing."""
+    pairs = ("k_new", "v_new", "rotary_cos", "rotary_sin")
+    for fact in CALLS.keys() - pairs:
+        check_call(a_call(fact))
+        if EXTENSION is not None:
+            EXTENSION.explain_settings(a_call(fact))
