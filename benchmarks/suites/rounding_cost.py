@@ -51,7 +51,9 @@ def groups(device: str = "cuda", quick: bool = False) -> list[RoundingGroup]:
     ]
 
 
-def calls(case: AttentionCase, which: Pass, keeps: bool, inputs: list[AttentionInputs]) -> list[Call]:
+def calls(
+    case: AttentionCase, which: Pass, keeps: bool, inputs: list[AttentionInputs]
+) -> list[Call]:
     from flash_attn_cuda import flash_attn_func
 
     attend = partial(flash_attn_func, causal=case.causal, keep_rounding=keeps)
