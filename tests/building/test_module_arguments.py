@@ -1,5 +1,5 @@
-"""The functions of flash_attn_cuda._C: FlashAttention-2's arguments, which callers pass by position,
-and the description of a call.
+"""The functions of flash_attn_cuda._C: FlashAttention-2's arguments, which callers pass by
+position, and the description of a call.
 """
 
 from __future__ import annotations
