@@ -17,7 +17,7 @@ from pathlib import Path
 from build_tools.toolchain import REPO
 
 FOLDERS = ("flash_attn_cuda", "csrc", "build_tools")
-SUFFIXES = (".py", ".pyi", ".cpp", ".cu", ".h")
+SUFFIXES = (".py", ".cpp", ".cu", ".h")
 WORDS = ("sink", "softcap", "leftpad_k")
 # Around the package's own functions: they pass arguments on.
 AROUND = ("surfaces", "integrations", "context_parallel")

@@ -41,6 +41,7 @@ from benchmarks.context_parallel.programs import (
 from benchmarks.core.documents import environment, write_outputs
 from benchmarks.core.feature_tables import Column, Row, number, print_document, quotient, ratio
 from benchmarks.core.lengths import log_normal_lengths
+from benchmarks.core.markdown import markdown_table
 from benchmarks.core.runner import Status
 from flash_attn_cuda.context_parallel import Band
 
@@ -231,19 +232,17 @@ def summary(rows: Sequence[Row]) -> str:
     by_key = {(x["group"], x["scheme"], x["pass"]): x for x in rows}
 
     def cell(group: str, scheme: str) -> str:
-        shown = []
-        for which in PASSES:
-            efficiency = by_key.get((group, scheme, which), {}).get("efficiency")
-            shown.append("-" if efficiency is None else ratio(efficiency))
+        found = (by_key.get((group, scheme, x), {}).get("efficiency") for x in PASSES)
+        shown = ["-" if efficiency is None else ratio(efficiency) for efficiency in found]
         return shown[0] if set(shown) == {"-"} else " / ".join(shown)
 
-    lines = [["problem", "share ms", *schemes], ["---", *["---:"] * (1 + len(schemes))]]
+    lines = []
     for group in groups:
         some = [by_key[key] for key in by_key if key[0] == group and "efficiency" in by_key[key]]
         shares = {x["pass"]: x["share_milliseconds"] for x in some}
         share = " / ".join(number(3)(shares[x]) for x in PASSES if x in shares)
         lines.append([group, share, *(cell(group, scheme) for scheme in schemes)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(["problem", "share ms", *schemes], lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.core.markdown import markdown_table
 from benchmarks.core.metrics import Timing
 from benchmarks.core.runner import Measurement, Status
 from benchmarks.core.turns import describe_protocol
@@ -147,14 +148,12 @@ def target_lines(document: Row) -> Iterator[str]:
 def markdown(document: Row, columns: Sequence[Column]) -> str:
     """A table with figures below their target in bold."""
     columns = with_power(columns, document["results"])
-    lines: list[Sequence[str]] = [
-        [column.header for column in columns],
-        ["---" if column.show is str else "---:" for column in columns],
-    ]
-    for row in document["results"]:
-        cells = cells_of(row, columns)
-        lines.append([f"**{cell.text}**" if cell.met is False else cell.text for cell in cells])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = (
+        [f"**{x.text}**" if x.met is False else x.text for x in cells_of(row, columns)]
+        for row in document["results"]
+    )
+    words = [column.header for column in columns if column.show is str]
+    table = markdown_table([column.header for column in columns], lines, words)
     return "\n".join([table, "", facts(document), "", *target_lines(document)])
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.core.markdown import markdown_table
 from benchmarks.core.metrics import geometric_mean
 from benchmarks.core.turns import describe_protocol
 
@@ -99,7 +100,6 @@ def markdown(document: Row) -> str:
     """Speed by sequence length, one line per pass, head dim, mask and backend."""
     lengths, lines = table_rows(document)
     header = ["pass", "dtype", "D", "mask", "backend", *(f"S = {length}" for length in lengths)]
-    rules = ["---"] * 5 + ["---:"] * len(lengths)
     body = [
         [*map(str, key), *(speed_and_power(rows.get(length)) for length in lengths)]
         for key, rows in lines.items()
@@ -111,7 +111,7 @@ def markdown(document: Row) -> str:
         f"{(facts['commit'] or 'unknown')[:12]}: `{document['command']}`"
     )
     summary = "\n".join(f"- {line}" for line in summary_lines(document))
-    return f"{as_table([header, rules, *body])}\n\n{origin}\n\n{summary}\n"
+    return f"{markdown_table(header, body, header[:5])}\n\n{origin}\n\n{summary}\n"
 
 
 def speed_and_power(row: Row | None) -> str:
@@ -148,7 +148,7 @@ def ratio_table(document: Row, peers: Sequence[str] | None = None) -> str:
             for length in lengths
         ]
         body.append([which, head_dims, mask, *cells])
-    return as_table([header, ["---"] * len(header), *body])
+    return markdown_table(header, body, header[:3])
 
 
 def speed_and_ratios(ours: Row | None, peers: Sequence[Row | None]) -> str:
@@ -170,11 +170,7 @@ def peer_table(document: Row) -> str:
         ]
         for entry in against_peers(document)
     ]
-    return as_table([header, ["---"] * 2 + ["---:"] * 3 + ["---"], *body])
-
-
-def as_table(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(header, body, ("pass", "ours over", "where"))
 
 
 def speed(row: Row | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import mean
+from typing import TypeVar
 
 from benchmarks.core.grid_tables import (
     OURS,
@@ -16,12 +17,12 @@ from benchmarks.core.grid_tables import (
     table_rows,
     three_digits,
 )
+from benchmarks.core.markdown import markdown_table
 from benchmarks.core.result_files import (
     CARDS,
     PASSES,
     all_files,
     commit_of,
-    compact,
     least_to_most,
     load,
     mean_and_lowest,
@@ -39,89 +40,96 @@ PACKED = {"sdpa_flash": "over_torch", "fa3": "over_fa3"}
 DECODE = {"sdpa_flash": "torch flash", "fa3": "FlashAttention-3"}
 
 
+Line, Column = TypeVar("Line"), TypeVar("Column")
+
+
+def pivot(
+    corner: str,
+    columns: dict[str, Column],
+    lines: dict[str, Line],
+    cell: Callable[[Line, Column], str],
+    *names: str,
+) -> str:
+    """A table with a cell for each of lines and columns, by their labels."""
+    body = [[label, *(cell(line, x) for x in columns.values())] for label, line in lines.items()]
+    return table([corner, *columns], body, *names)
+
+
+def by_card(suite: str) -> dict[str, str]:
+    """A suite's files by their card."""
+    return {what: f"{card}_{suite}" for card, what in CARDS.items()}
+
+
+def by_pass(suite: str) -> dict[str, tuple[str, str]]:
+    """File and pass by card and pass."""
+    return {f"{x} {which}": (name, which) for x, name in by_card(suite).items() for which in PASSES}
+
+
+EACH_PASS = {which: which for which in PASSES}
+
+
 # -- the grid --------------------------------------------------------------------------------------
 
 
 def summary(card: str) -> str:
     """README's table: ours over each peer, by what is called."""
-    names = [f"{card}_{suite}" for suite in (*(f"{x}_sm90" for x in PASSES), "sm90_varlen")]
-    header = [f"{CARDS[card]}: mean (lowest)", *PEERS.values()]
-    lines = [[which, *of_grid(f"{card}_{which}_sm90")] for which in PASSES]
-    lines += [[f"packed, {which}", *of_packed(card, which)] for which in PASSES]
-    lines.append(["decoding", *of_decoding(card)])
-    return table(header, lines, *names, f"{card}_decode")
+    lines: dict[str, Callable[[str], str]] = {
+        **{which: partial(of_grid, f"{card}_{which}_sm90") for which in PASSES},
+        **{f"packed, {which}": partial(of_packed, card, which) for which in PASSES},
+        "decoding": partial(of_decoding, card),
+    }
+    suites = (*(f"{which}_sm90" for which in PASSES), "sm90_varlen", "decode")
+    names = [f"{card}_{suite}" for suite in suites]
+    peers = {what: peer for peer, what in PEERS.items()}
+    corner = f"{CARDS[card]}: mean (lowest)"
+    return pivot(corner, peers, lines, lambda of_what, peer: of_what(peer), *names)
 
 
-def of_grid(name: str) -> list[str]:
-    entries = {entry["baseline"]: entry for entry in against_peers(load(name))}
-    return [
-        f"{entries[peer]['geomean_ratio']:.2f} ({entries[peer]['minimum_ratio']:.2f})"
-        for peer in PEERS
-    ]
+def of_grid(name: str, peer: str, which: str | None = None) -> str:
+    entries = against_peers(load(name))
+    (entry,) = (x for x in entries if x["baseline"] == peer and which in (None, x["pass"]))
+    return f"{entry['geomean_ratio']:.2f} ({entry['minimum_ratio']:.2f})"
 
 
-def of_packed(card: str, which: str) -> list[str]:
+def of_packed(card: str, which: str, peer: str) -> str:
+    if peer not in PACKED:
+        return ""
     rows = rows_of(f"{card}_sm90_varlen", what="packed", which=which)
-    return [
-        mean_and_lowest(row[PACKED[peer]] for row in rows) if peer in PACKED else ""
-        for peer in PEERS
-    ]
+    return mean_and_lowest(row[PACKED[peer]] for row in rows)
 
 
-def of_decoding(card: str) -> list[str]:
+def of_decoding(card: str, peer: str) -> str:
     """Shares of bandwidth; a peer may lack a cache that we read."""
     rates = decode_rates(card)
-    ours = [key for key, what in rates if what == "dense"]
-    return [
-        mean_and_lowest(
-            rates[key, "dense"] / rates[key, DECODE[peer]]
-            for key in ours
-            if rates.get((key, DECODE[peer]))
-        )
-        if peer in DECODE
-        else ""
-        for peer in PEERS
-    ]
+    theirs = {group: rate for (group, what), rate in rates.items() if what == DECODE.get(peer)}
+    return mean_and_lowest(rates[group, "dense"] / rate for group, rate in theirs.items() if rate)
 
 
-def decode_rates(card: str) -> dict[tuple[str, str], float | None]:
-    """TB/s by (shape, contender)."""
+def decode_rates(card: str) -> dict[tuple[str, str], float]:
+    """TB/s by (shape, contender), 0 of one that did not run."""
     rows = rows_of(f"{card}_decode")
-    return {(row["group"], row["what"]): row["terabytes_per_second"] for row in rows}
+    return {(row["group"], row["what"]): row["terabytes_per_second"] or 0.0 for row in rows}
 
 
 def grid(name: str, peers: Sequence[str] = tuple(PEERS)) -> str:
     """Our TFLOP/s and its ratios to the peers, a column for each length."""
     lengths, by_problem = table_rows(load(name))
-    lines = []
-    for (*problem, backend), ours in by_problem.items():
-        if backend == OURS:
-            theirs = [by_problem.get((*problem, peer), {}) for peer in peers]
-            cells = (
-                speed_and_ratios(ours.get(length), [rows.get(length) for rows in theirs])
-                for length in lengths
-            )
-            _, _, head_dims, mask = problem
-            lines.append([f"{head_dims} {mask}", *(cell.replace(" / ", "/") for cell in cells)])
-    return table(["D, mask", *map(thousands, lengths)], lines, name)
+    ours = {f"{key[2]} {key[3]}": key[:4] for key in by_problem if key[4] == OURS}
+
+    def cell(problem: tuple, length: int) -> str:
+        mine, *theirs = (by_problem.get((*problem, x), {}).get(length) for x in (OURS, *peers))
+        return speed_and_ratios(mine, theirs).replace(" / ", "/")
+
+    return pivot("D, mask", {thousands(x): x for x in lengths}, ours, cell, name)
 
 
 def fa3_alone() -> str:
-    names = of_cards("fa3_sm90")
-    lines = []
-    for head_dim in (64, 128, 256):
-        cells = [
-            mean_and_lowest(
-                row["ratio"]
-                for row in rows_of(name, backend=OURS, head_dim=head_dim, which=which)
-                if row["ratio"] is not None
-            )
-            for name in names
-            for which in PASSES
-        ]
-        lines.append([str(head_dim), *cells])
-    header = ["D", *(f"{card} {which}" for card in CARDS.values() for which in PASSES)]
-    return table(header, lines, *names)
+    def cell(head_dim: int, of: tuple[str, str]) -> str:
+        rows = rows_of(*of, backend=OURS, head_dim=head_dim)
+        return mean_and_lowest(row["ratio"] for row in rows if row["ratio"] is not None)
+
+    columns, lines = by_pass("fa3_sm90"), {str(x): x for x in (64, 128, 256)}
+    return pivot("D", columns, lines, cell, *of_cards("fa3_sm90"))
 
 
 SHAPES = {
@@ -130,8 +138,7 @@ SHAPES = {
     "D = 96": "b4-q4096k4096-h16/16-d96-bf16-causal",
     "D = 192": "b4-q4096k4096-h16/16-d192-bf16-causal",
     "D = 192, values of 128": "b4-q4096k4096-h16/16-d192v128-bf16-causal",
-}
-IMAGES = {
+    # Images.
     "256 x 128 tokens": "b256-q128k128-h16/16-d64-bf16-full",
     "256 x 197 tokens": "b256-q197k197-h12/12-d64-bf16-full",
     "128 x 257 tokens": "b128-q257k257-h12/12-d64-bf16-full",
@@ -141,22 +148,26 @@ IMAGES = {
 
 def shapes() -> str:
     """Ours over the two peers that are nearest, forward and backward."""
-    peers = ("sdpa_cudnn", "fa3")
     suites = [f"{which}_sm90_{suite}" for suite in ("shapes", "short") for which in PASSES]
     names = [name for suite in suites for name in of_cards(suite)]
-    lines = [
-        [what, *(ratios(over(names, case, card, peer), "/") for card in CARDS for peer in peers)]
-        for what, case in {**SHAPES, **IMAGES}.items()
-    ]
-    header = ["", *(f"{card}: {PEERS[peer]}" for card in CARDS.values() for peer in peers)]
-    return table(header, lines, *names)
+
+    def cell(case: str, beside: tuple[str, str]) -> str:
+        card, peer = beside
+        found = [name for name in names if name.startswith(card)]
+        return ratios(over(found, case, peer), "/")
+
+    columns = {
+        f"{CARDS[card]}: {PEERS[peer]}": (card, peer)
+        for card in CARDS
+        for peer in ("sdpa_cudnn", "fa3")
+    }
+    return pivot("", columns, SHAPES, cell, *names)
 
 
-def over(names: Sequence[str], case: str, card: str, peer: str) -> Iterator[float | None]:
+def over(names: Sequence[str], case: str, peer: str) -> Iterator[float | None]:
     """Ours over the peer, a value for each pass that was measured."""
     for which in PASSES:
-        wanted = {"case": case, "which": which}
-        rows = [row for name in names if name.startswith(card) for row in rows_of(name, **wanted)]
+        rows = [row for name in names for row in rows_of(name, which, case=case)]
         speeds = {row["backend"]: row["tflops"] for row in rows}
         if speeds.get(peer):
             yield speeds[OURS] / speeds[peer]
@@ -168,16 +179,15 @@ def wide_heads() -> str:
         "h200_wide_heads": ("", ("ffpa", "sdpa_efficient")),
         "h200_wide_heads_sm80": ("sm80 kernels: ", ("sdpa_efficient",)),
     }
-    lines = []
+    lines = {}
     for name, (kernels, peers) in tables.items():
         for case in dict.fromkeys(row["case"] for row in rows_of(name)):
             heads, mask = case.split("-")[2].removeprefix("h"), case.rpartition("-")[2]
-            cells = (wide_cell(name, case, which, peers) for which in PASSES)
-            lines.append([f"{kernels}{heads} heads, {mask}", *cells])
-    return table(["", *PASSES], lines, *tables)
+            lines[f"{kernels}{heads} heads, {mask}"] = (name, case, peers)
+    return pivot("", EACH_PASS, lines, lambda line, which: wide_cell(*line, which), *tables)
 
 
-def wide_cell(name: str, case: str, which: str, peers: Sequence[str]) -> str:
+def wide_cell(name: str, case: str, peers: Sequence[str], which: str) -> str:
     """609/1.25/5.20, 0.06 GiB; a peer that does not compute the case leaves a gap."""
     rows = {row["backend"]: row for row in rows_of(name, which, case=case)}
     ours = rows[OURS]
@@ -191,44 +201,43 @@ def wide_cell(name: str, case: str, which: str, peers: Sequence[str]) -> str:
 
 def packed() -> str:
     """Per card and pass: TFLOP/s, and the ratios to the peers."""
+
+    def cell(shape: Row, of: tuple[str, str]) -> str:
+        (row,) = rows_of(*of, **shape, what="packed")
+        figures = (row["over_torch"], row["over_fa3"], row["over_dense"])
+        return f"{three_digits(row['tflops'])}/{ratios(figures, '/')}"
+
     names = of_cards("sm90_varlen")
-    lines = []
-    for row in rows_of(names[0], what="packed", which="forward"):
-        shape = {"head_dim": row["head_dim"], "mean": row["mean"], "what": "packed"}
-        cells = [
-            packed_cell(only(name, **shape, which=which)) for name in names for which in PASSES
-        ]
-        lines.append([f"{row['head_dim']}, {row['mean']}", *cells])
-    header = ["D, mean", *(f"{card} {which}" for card in CARDS.values() for which in PASSES)]
-    return table(header, lines, *names)
-
-
-def packed_cell(row: Row) -> str:
-    figures = (row["over_torch"], row["over_fa3"], row["over_dense"])
-    return f"{three_digits(row['tflops'])}/{ratios(figures, '/')}"
+    lines = {
+        f"{row['head_dim']}, {row['mean']}": {"head_dim": row["head_dim"], "mean": row["mean"]}
+        for row in rows_of(names[0], what="packed", which="forward")
+    }
+    return pivot("D, mean", by_pass("sm90_varlen"), lines, cell, *names)
 
 
 def decode() -> str:
     """Microseconds, TB/s, the ratios to torch's kernel and FlashAttention-3, and pages' shares."""
-    lines = [
-        [row["group"], *(decode_cell(card, row["group"]) for card in CARDS)]
-        for row in rows_of("h200_decode", what="dense")
-    ]
-    pages = [
-        least_to_most(row["over_dense"] for row in rows_of(name) if "paged" in row["what"])
-        for name in of_cards("decode")
-    ]
-    copies = (row for name in of_cards("decode") for row in rows_of(name, group="device copy"))
-    lines.append(["pages, of dense", *pages])
-    lines.append(["a copy, TB/s", *(f"{row['terabytes_per_second']:.2f}" for row in copies)])
-    return table(["batch, keys", *CARDS.values()], lines, *of_cards("decode"))
+
+    def pages(card: str) -> str:
+        rows = (row for row in rows_of(f"{card}_decode") if "paged" in row["what"])
+        return least_to_most(row["over_dense"] for row in rows)
+
+    def copy(card: str) -> str:
+        return f"{only(f'{card}_decode', group='device copy')['terabytes_per_second']:.2f}"
+
+    groups = [row["group"] for row in rows_of("h200_decode", what="dense")]
+    lines = {group: partial(decode_cell, group) for group in groups}
+    lines |= {"pages, of dense": pages, "a copy, TB/s": copy}
+    cards = {what: card for card, what in CARDS.items()}
+    names = of_cards("decode")
+    return pivot("batch, keys", cards, lines, lambda of_what, card: of_what(card), *names)
 
 
-def decode_cell(card: str, group: str) -> str:
+def decode_cell(group: str, card: str) -> str:
     rates = decode_rates(card)
     if (group, "dense") not in rates:
         return ""
-    ours = rates[group, "dense"] or 0.0
+    ours = rates[group, "dense"]
     time = only(f"{card}_decode", group=group, what="dense")["microseconds"]
     theirs = [rates.get((group, peer)) for peer in DECODE.values()]
     shares = "/".join(f"{ours / rate:.2f}" if rate else "-" for rate in theirs)
@@ -247,47 +256,44 @@ FEATURES = {
 def features() -> str:
     """What a feature leaves of the plain call's speed, full and causal, of one card and another."""
     names = of_cards("sm90_features")
-    columns = [(which, head_dim) for which in PASSES for head_dim in (64, 128, 256)]
-    columns.remove(("forward", 256))
-    lines = []
-    for what, kinds in FEATURES.items():
-        cells = [
-            [ratios(shares(name, kinds, *column), "/") for name in names] for column in columns
-        ]
-        lines.append([what, *(", ".join(filter(None, cell)) for cell in cells)])
-    header = [", ".join(CARDS.values()), *(f"{which}, {x}" for which, x in columns)]
-    return table(header, lines, *names)
 
+    def cell(kinds: Sequence[str], of: tuple[str, int]) -> str:
+        which, head_dim = of
+        wanted = {"head_dim": head_dim, "seqlen": 4096, "which": which}
+        rows = ([x for x in rows_of(name, **wanted) if x["what"] in kinds] for name in names)
+        cells = (ratios((x["over_plain"] for x in of_card), "/") for of_card in rows)
+        return ", ".join(filter(None, cells))
 
-def shares(name: str, kinds: Sequence[str], which: str, head_dim: int) -> list[float]:
-    rows = rows_of(name, head_dim=head_dim, seqlen=4096, which=which)
-    return [row["over_plain"] for row in rows if row["what"] in kinds]
+    columns = {f"{which}, {x}": (which, x) for which in PASSES for x in (64, 128, 256)}
+    del columns["forward, 256"]
+    return pivot(", ".join(CARDS.values()), columns, FEATURES, cell, *names)
 
 
 def prefill() -> str:
     name = "h200_sm90_prefill"
     kinds = ("dense", "paged 256", "paged 64", "paged 16", "torch flash")
-    lines = []
-    for row in rows_of(name, what="dense", head_dim=128):
-        speeds = (three_digits(only(name, group=row["group"], what=x)["tflops"]) for x in kinds)
-        lines.append([row["group"].removeprefix("d128 "), *speeds])
-    return table(["TFLOP/s", *kinds], lines, name)
+    groups = [row["group"] for row in rows_of(name, what="dense", head_dim=128)]
+
+    def cell(group: str, what: str) -> str:
+        return three_digits(only(name, group=group, what=what)["tflops"])
+
+    lines = {group.removeprefix("d128 "): group for group in groups}
+    return pivot("TFLOP/s", {what: what for what in kinds}, lines, cell, name)
 
 
 def masks() -> str:
     """Time over that of dense attention, and FlexAttention's time over ours."""
     name = "h200_masks"
-    lines = []
-    for density in (0.5, 0.25, 0.1, 0.05):
-        cells = []
-        for which in PASSES:
-            rows = rows_of(name, what="block mask", density=density, which=which)
-            cells.append(least_to_most((row["time_ratio"] for row in rows), 3))
-            cells.append(least_to_most(row["speedup"] for row in rows))
-        lines.append([f"{density:g}", *cells])
-    kinds = ("of dense", "FlexAttention")
-    header = ["density", *(f"{which}: {kind}" for which in PASSES for kind in kinds)]
-    return table(header, lines, name)
+
+    def cell(density: float, of: tuple[str, str, int]) -> str:
+        which, figure, digits = of
+        rows = rows_of(name, what="block mask", density=density, which=which)
+        return least_to_most((row[figure] for row in rows), digits)
+
+    kinds = {"of dense": ("time_ratio", 3), "FlexAttention": ("speedup", 2)}
+    columns = {f"{x}: {kind}": (x, *of) for x in PASSES for kind, of in kinds.items()}
+    lines = {f"{density:g}": density for density in (0.5, 0.25, 0.1, 0.05)}
+    return pivot("density", columns, lines, cell, name)
 
 
 def beside_masks() -> str:
@@ -305,53 +311,44 @@ def beside_masks() -> str:
 
 
 HOST = {
-    "ours": "flash_attn_cuda",
-    "sdpa_ours": "torch, this package activated",
-    "sdpa_flash": "torch, flash",
-    "sdpa_cudnn": "torch, cuDNN",
+    "flash_attn_cuda": "ours",
+    "torch, this package activated": "sdpa_ours",
+    "torch, flash": "sdpa_flash",
+    "torch, cuDNN": "sdpa_cudnn",
 }
 MODES = ("inference", "recording", "training")
 
 
 def host() -> str:
     """Microseconds forward, recorded for autograd, and with the backward."""
-    names = of_cards("host_overhead")
-    lines = [
-        [what, *(host_times(name, backend) for name in names)] for backend, what in HOST.items()
-    ]
-    return table(["us", *CARDS.values()], lines, *names)
 
+    def cell(backend: str, name: str) -> str:
+        times = (only(name, backend=backend, mode=mode)["median_us"] for mode in MODES)
+        return "/".join(map(three_digits, times))
 
-def host_times(name: str, backend: str) -> str:
-    times = (only(name, backend=backend, mode=mode)["median_us"] for mode in MODES)
-    return "/".join(map(three_digits, times))
+    return pivot("us", by_card("host_overhead"), HOST, cell, *of_cards("host_overhead"))
 
 
 def rotary() -> str:
     name = "h200_rotary"
-    lines = [
-        [what, *(least_to_most(of_copies(name, what, which)) for which in ROTARY_PASSES)]
-        for what in ("ours", "torch.compile", "torch operators")
-    ]
-    return table(["share of a copy's speed", *ROTARY_PASSES], lines, name)
 
+    def cell(what: str, which: str) -> str:
+        return least_to_most(row["over_copy"] for row in rows_of(name, which, what=what))
 
-ROTARY_PASSES = ("forward", "in place", "backward")
-
-
-def of_copies(name: str, what: str, which: str) -> list[float]:
-    return [row["over_copy"] for row in rows_of(name, what=what, which=which)]
+    columns = {which: which for which in ("forward", "in place", "backward")}
+    lines = {what: what for what in ("ours", "torch.compile", "torch operators")}
+    return pivot("share of a copy's speed", columns, lines, cell, name)
 
 
 def sdpa() -> str:
     """The speed of SDPA with this package activated, as a share of our own call's."""
-    names = of_cards("sdpa")
-    lines = []
-    for length in (1024, 4096, 16384):
-        wanted = {"backend": "sdpa_ours", "seqlen_q": length}
-        cells = (ratios((row["ratio"] for row in rows_of(name, **wanted)), "/") for name in names)
-        lines.append([thousands(length), *cells])
-    return table(["S", *CARDS.values()], lines, *names)
+
+    def cell(length: int, name: str) -> str:
+        rows = rows_of(name, backend="sdpa_ours", seqlen_q=length)
+        return ratios((row["ratio"] for row in rows), "/")
+
+    lines = {thousands(length): length for length in (1024, 4096, 16384)}
+    return pivot("S", by_card("sdpa"), lines, cell, *of_cards("sdpa"))
 
 
 TRAINED = {
@@ -364,88 +361,82 @@ TRAINED = {
 
 def train() -> str:
     name = "h200_train_350m"
-    lines = []
-    for attention, what in TRAINED.items():
-        row = only(name, attention=attention)
-        speed = f"{round(mean(row['tokens_per_second']), -2):,.0f}"
-        memory = f"{row['peak_gib']:.1f}"
-        lines.append([what, speed, memory, f"{row['train_losses'][-1]:.4f}"])
+    rows = {what: only(name, attention=attention) for attention, what in TRAINED.items()}
+    lines = [
+        [what, tokens(row), f"{row['peak_gib']:.1f}", f"{row['train_losses'][-1]:.4f}"]
+        for what, row in rows.items()
+    ]
     return table(["", "tokens/s", "GiB", "last loss"], lines, name)
+
+
+def tokens(row: Row) -> str:
+    """A second."""
+    return f"{round(mean(row['tokens_per_second']), -2):,.0f}"
 
 
 def gemma() -> str:
     """Training of a model with Gemma 4's layers."""
     name = "h200_gemma"
-    rows = rows_of(name)
-    ours = mean(only(name, attention="ours")["tokens_per_second"])
-    lines = []
-    for row in rows:
-        speed = mean(row["tokens_per_second"])
-        ratio = "" if row["attention"] == "ours" else f"{ours / speed:.2f}"
-        lines.append(
-            [row["attention"], f"{round(speed, -2):,.0f}", ratio, f"{row['peak_gib']:.1f}"]
-        )
+    speeds = {row["attention"]: mean(row["tokens_per_second"]) for row in rows_of(name)}
+    over = {x: f"{speeds['ours'] / speed:.2f}" for x, speed in speeds.items() if x != "ours"}
+    lines = [
+        [row["attention"], tokens(row), over.get(row["attention"], ""), f"{row['peak_gib']:.1f}"]
+        for row in rows_of(name)
+    ]
     return table(["attention", "tokens/s", "ours over it", "GiB"], lines, name)
 
 
 SCHEMES = ("all_gather", "ring", "ulysses", "ring-flash-attention", "torch")
-LONG = "h100x2_context_parallel_long"
 
 
 def context_parallel() -> str:
-    """Efficiency on two GPUs, forward and backward."""
-    name = "h100x2_context_parallel"
-    of_problem: dict[str, str] = {row["group"]: name for row in rows_of(name)}
-    of_problem |= {row["group"]: LONG for row in rows_of(LONG)}
-    lines = []
-    for group, file in of_problem.items():
-        cells = [
-            ratios((row["efficiency"] for row in rows_of(file, group=group, scheme=x)), "/")
-            for x in SCHEMES
-        ]
-        length, _, documents = group.partition(" documents of ")
-        what = thousands(int(length[1:]))
-        lines.append([f"{what} in {thousands(int(documents))}" if documents else what, *cells])
-    return table(["tokens", *SCHEMES], lines, name, LONG)
+    """Efficiency on two GPUs, forward and backward; of what both files have, from the second."""
+    names = ("h100x2_context_parallel", "h100x2_context_parallel_long")
+
+    def cell(of: tuple[str, str], scheme: str) -> str:
+        name, group = of
+        return ratios((x["efficiency"] for x in rows_of(name, group=group, scheme=scheme)), "/")
+
+    lines = {}
+    for name in names:
+        for group in dict.fromkeys(row["group"] for row in rows_of(name)):
+            length, *documents = (int(x) for x in group[1:].split(" documents of "))
+            lines[" in ".join(map(thousands, (length, *documents)))] = (name, group)
+    return pivot("tokens", {scheme: scheme for scheme in SCHEMES}, lines, cell, *names)
 
 
 def joules() -> str:
     """Of a call, and as a share of FlashAttention-3's."""
-    names = of_cards("sm90_joules")
-    lines = [
-        [f"{which}, {mask}", *(energy(name, which, mask == "causal") for name in names)]
-        for which in PASSES
-        for mask in ("full", "causal")
-    ]
-    return table(["J, share", *CARDS.values()], lines, *names)
 
+    def cell(of: tuple[str, bool], name: str) -> str:
+        which, causal = of
+        rows = rows_of(name, which, causal=causal)
+        joules = {row["backend"]: row["joules_per_call"] for row in rows}
+        return f"{joules[OURS]:.3g}/{joules[OURS] / joules['fa3']:.2f}"
 
-def energy(name: str, which: str, causal: bool) -> str:
-    rows = rows_of(name, causal=causal, which=which)
-    joules = {row["backend"]: row["joules_per_call"] for row in rows}
-    return f"{joules[OURS]:.3g}/{joules[OURS] / joules['fa3']:.2f}"
+    kinds = {"full": False, "causal": True}
+    lines = {f"{which}, {mask}": (which, x) for which in PASSES for mask, x in kinds.items()}
+    return pivot("J, share", by_card("sm90_joules"), lines, cell, *of_cards("sm90_joules"))
 
 
 def limits() -> str:
     """Ours over a large matrix product's speed, in the same turns."""
+
+    def cell(of: tuple[str, int], name: str) -> str:
+        which, head_dim = of
+        rows = rows_of(name, which, what=OURS, head_dim=head_dim)
+        return ratios(row["over_matmul"] for row in rows)
+
     names = of_cards("sm90_limits")
-    problems = dict.fromkeys((row["pass"], row["head_dim"]) for row in rows_of(names[0]))
-    lines = []
-    for which, head_dim in problems:
-        wanted = {"what": OURS, "head_dim": head_dim, "which": which}
-        cells = (ratios(row["over_matmul"] for row in rows_of(name, **wanted)) for name in names)
-        lines.append([f"{which}, {head_dim}", *cells])
-    return table(["pass, D", *CARDS.values()], lines, *names)
+    problems = [(row["pass"], row["head_dim"]) for row in rows_of(names[0])]
+    lines = {f"{which}, {head_dim}": (which, head_dim) for which, head_dim in problems}
+    return pivot("pass, D", by_card("sm90_limits"), lines, cell, *names)
 
 
 def sm80() -> str:
     name = "h200_sm80"
-    entries = {entry["pass"]: entry for entry in against_peers(load(name))}
-    cells = [
-        f"{entries[which]['geomean_ratio']:.2f} ({entries[which]['minimum_ratio']:.2f})"
-        for which in PASSES
-    ]
-    return table(["mean (lowest)", *PASSES], [["over FlashAttention-2", *cells]], name)
+    lines = {"over FlashAttention-2": "sdpa_flash"}
+    return pivot("mean (lowest)", EACH_PASS, lines, partial(of_grid, name), name)
 
 
 # -- what was measured -----------------------------------------------------------------------------
@@ -496,8 +487,9 @@ def files() -> str:
         _, _, suite = path.stem.partition("_")
         commit = f" ({commit_of(path.stem)})" if path.suffix == ".json" else ""
         of_suite[suite].append(f"`{path.name}`{commit}")
-    lines = [[SUITES[suite], ", ".join(names)] for suite, names in of_suite.items()]
-    return compact([["what", "files (commits)"], ["---", "---"], *lines])
+    lines = [[SUITES[suite], ", ".join(names)] for suite, names in of_suite.items() if names]
+    header = ["what", "files (commits)"]
+    return markdown_table(header, lines, header)
 
 
 SOFTWARE = {"torch": "torch", "cudnn": "cuDNN", "driver": "driver"}

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.core.grid_tables import Row
+from benchmarks.core.markdown import markdown_table
 from benchmarks.core.metrics import geometric_mean
 from benchmarks.core.turns import TURN_MS, describe_protocol
 
@@ -78,13 +79,7 @@ def least_to_most(values: Iterable[float], digits: int = 2) -> str:
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]], *names: str) -> str:
     """Markdown, and the line that says which files it is of."""
-    rules = ["---", *["---:"] * (len(header) - 1)]
-    return f"{compact([header, rules, *lines])}\n\n{source(*names)}"
-
-
-def compact(lines: Iterable[Sequence[str]]) -> str:
-    """Markdown without the spaces that are for those who edit it."""
-    return "\n".join(f"|{'|'.join(cell or ' ' for cell in line)}|" for line in lines)
+    return f"{markdown_table(header, lines)}\n\n{source(*names)}"
 
 
 def of_cards(suite: str) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from benchmarks.core.documents import environment, write_outputs
 from benchmarks.core.feature_tables import Column, Row, failures, print_document
@@ -32,6 +35,15 @@ def new_document(
         "environment": environment(options.device),
         "results": [],
     }
+
+
+def one_by_one(problems: dict[str, Callable[[], Iterable[Row]]]) -> Iterator[list[Row]]:
+    """The rows of one problem after another; its name is told before, and memory given back."""
+    for index, (name, measure) in enumerate(problems.items(), start=1):
+        print(f"[{index}/{len(problems)}] {name}", file=sys.stderr, flush=True)
+        yield list(measure())
+        gc.collect()
+        torch.cuda.empty_cache()  # of which there is none without CUDA
 
 
 def fill(

@@ -15,15 +15,15 @@ Backward is timed alone, without the forward.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.core.feature_tables import Row
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.turns import add_options, protocol_of
 from benchmarks.suites import decode as decode_speed
 from benchmarks.suites import feature_cost, rounding_cost
@@ -58,12 +58,9 @@ def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     if module is decode_speed:
         yield [decode_speed.measure_copy(options.device, protocol)]
     groups = module.groups(options.device, options.quick)
-    for index, group in enumerate(groups, start=1):
-        print(f"[{index}/{len(groups)}] {group}", file=sys.stderr, flush=True)
-        yield list(module.measure_group(group, protocol))
-        gc.collect()
-        if torch.device(options.device).type == "cuda":
-            torch.cuda.empty_cache()
+    yield from one_by_one(
+        {str(group): partial(module.measure_group, group, protocol) for group in groups}
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,9 +15,8 @@ of 100 ms; what is compared is timed in one process, and ratios are medians over
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.core.feature_tables import Column, Row, Target, number, ratio, timing_of
 from benchmarks.core.metrics import Timing
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.runner import Call, Subject, measure
 from benchmarks.core.turns import Protocol, add_options, protocol_of
 from benchmarks.peers.backends import require_ours
@@ -432,17 +431,6 @@ def targets_of(part: str, shape: Shape, what: str) -> list[Target]:
 PARTS = {"decode": decode_rows, "prefill": prefill_rows, "append": append_rows}
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of one part and shape after another."""
-    wanted = [(part, shape) for part in options.parts for shape in shapes(part, options)]
-    for index, (part, shape) in enumerate(wanted, start=1):
-        print(f"[{index}/{len(wanted)}] {part} {shape}", file=sys.stderr, flush=True)
-        yield PARTS[part](shape, options, protocol_of(options))
-        gc.collect()
-        if torch.device(options.device).type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def shapes(part: str, options: argparse.Namespace) -> Sequence[Shape]:
     found = options.shape or SHAPES[part]
     return found[:1] if options.quick else found
@@ -452,7 +440,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     program = "python -m benchmarks.suites.fp8_cache"
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
-    return status_of(fill(document, measure_all(options), COLUMNS, options.out))
+    problems = {
+        f"{part} {shape}": partial(PARTS[part], shape, options, protocol_of(options))
+        for part in options.parts
+        for shape in shapes(part, options)
+    }
+    return status_of(fill(document, one_by_one(problems), COLUMNS, options.out))
 
 
 if __name__ == "__main__":

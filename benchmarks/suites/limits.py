@@ -28,7 +28,7 @@ from benchmarks.core.feature_tables import (
     timing_of,
 )
 from benchmarks.core.metrics import Pass, operations
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.runner import Call, Subject, make_calls, make_input_sets, measure
 from benchmarks.core.turns import Protocol, add_options, protocol_of
 from benchmarks.peers.backends import BACKENDS, is_cuda
@@ -131,17 +131,17 @@ def measure_problem(
         yield row
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[Iterator[Row]]:
-    for case, which, target in problems(options):
-        print(f"{case} {which.value}", file=sys.stderr, flush=True)
-        yield measure_problem(case, which, target, options.size, protocol_of(options))
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     program = "python -m benchmarks.suites.limits"
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
-    return status_of(fill(document, measure_all(options), COLUMNS, options.json))
+    measures = {
+        f"{case} {which.value}": partial(
+            measure_problem, case, which, target, options.size, protocol_of(options)
+        )
+        for case, which, target in problems(options)
+    }
+    return status_of(fill(document, one_by_one(measures), COLUMNS, options.json))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ Backward is timed alone, without the forward. `python -m benchmarks.core.report 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ import torch
 
 from benchmarks.core.feature_tables import Row, timing_of
 from benchmarks.core.metrics import Pass
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.runner import Call, Status, Subject, make_call
 from benchmarks.core.runner import measure as measure_in_turns
 from benchmarks.core.turns import Protocol, add_options, protocol_of
@@ -73,17 +72,6 @@ def groups(options: argparse.Namespace) -> list[MaskGroup]:
         for part in options.parts
         for group in PARTS[part][0](options.device, options.quick, head_dims)
     ]
-
-
-def measure(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of one group after another."""
-    wanted = groups(options)
-    for index, group in enumerate(wanted, start=1):
-        print(f"[{index}/{len(wanted)}] {group}", file=sys.stderr, flush=True)
-        yield measure_group(group, protocol_of(options))
-        gc.collect()
-        if group.on_cuda:
-            torch.cuda.empty_cache()
 
 
 def measure_group(group: MaskGroup, protocol: Protocol) -> list[Row]:
@@ -137,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     program = "python -m benchmarks.suites.masks"
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
-    rows = fill(document, measure(options), COLUMNS, options.out, shown=short)
+    protocol = protocol_of(options)
+    problems = {str(group): partial(measure_group, group, protocol) for group in groups(options)}
+    rows = fill(document, one_by_one(problems), COLUMNS, options.out, shown=short)
     return status_of(rows, wrong_results=[row["name"] for row in rows if is_wrong(row)])
 
 

@@ -14,12 +14,12 @@ timed in one process, and the share of the copy is the median over its rounds.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from benchmarks.core.feature_tables import (
     ratio,
     timing_of,
 )
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.runner import CACHE_MULTIPLE, MAX_INPUT_SETS, Call, Subject, measure
 from benchmarks.core.turns import Protocol, add_options, protocol_of
 from benchmarks.peers.backends import require_ours
@@ -151,9 +151,9 @@ def calls_of(
     return [partial(torch.autograd.grad, out, leaf, x, retain_graph=True) for x in inputs]
 
 
-def measure_pass(
-    group: RotaryGroup, which: str, inputs: Sequence[Tensor], protocol: Protocol
-) -> Iterator[Row]:
+def measure_pass(group: RotaryGroup, which: str, protocol: Protocol) -> Iterator[Row]:
+    inputs = group.input_sets()
+    torch._dynamo.reset()
     subjects = [
         Subject(name, partial(calls_of, rotate, which, inputs, name == OURS))
         for name, rotate in rotations(group, which == "in place").items()
@@ -190,26 +190,15 @@ def measure_pass(
         yield row
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of one group and pass after another."""
-    wanted = groups(options)
-    for index, group in enumerate(wanted, start=1):
-        print(f"[{index}/{len(wanted)}] {group}", file=sys.stderr, flush=True)
-        inputs = group.input_sets()
-        for which in PASSES:
-            yield list(measure_pass(group, which, inputs, protocol_of(options)))
-        del inputs
-        gc.collect()
-        torch._dynamo.reset()
-        if group.on_cuda:
-            torch.cuda.empty_cache()
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     program = "python -m benchmarks.suites.rotary"
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
-    return status_of(fill(document, measure_all(options), COLUMNS, options.out))
+    problems = {
+        f"{group} {which}": partial(measure_pass, group, which, protocol_of(options))
+        for group, which in product(groups(options), PASSES)
+    }
+    return status_of(fill(document, one_by_one(problems), COLUMNS, options.out))
 
 
 if __name__ == "__main__":

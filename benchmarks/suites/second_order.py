@@ -16,7 +16,6 @@ compared is timed in one process.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.core.feature_tables import Column, Row, number, ratio, timing_of
-from benchmarks.core.row_programs import fill, new_document, status_of
+from benchmarks.core.row_programs import fill, new_document, one_by_one, status_of
 from benchmarks.core.runner import CACHE_MULTIPLE, MAX_INPUT_SETS, Call, Subject, measure
-from benchmarks.core.turns import Protocol, add_options, protocol_of
+from benchmarks.core.turns import add_options, protocol_of
 from benchmarks.peers.backends import Unsupported, require_ours
 
 SCHEMA = 1
@@ -204,13 +203,16 @@ def calls_of(group: Group, which: str, what: str, inputs: Sequence[Sequence[Tens
     return make(attend_of(what, group), inputs)
 
 
-def measure_group(
-    group: Group, which: str, options: argparse.Namespace, protocol: Protocol
-) -> Iterator[Row]:
+def measure_pass(group: Group, which: str, options: argparse.Namespace) -> Iterator[Row]:
     inputs = group.input_sets()
     entrants = [what for what in ENTRANTS[which] if what not in options.without]
     subjects = [Subject(what, partial(calls_of, group, which, what, inputs)) for what in entrants]
-    measured = measure(subjects, records=which == "hvp", on_cuda=group.on_cuda, protocol=protocol)
+    measured = measure(
+        subjects,
+        records=which == "hvp",
+        on_cuda=group.on_cuda,
+        protocol=protocol_of(options),
+    )
     ours = measured[entrants.index(OURS)].timing if OURS in entrants else None
     for what, measurement in zip(entrants, measured, strict=True):
         timing, products = measurement.timing, PRODUCTS.get((which, what))
@@ -233,22 +235,15 @@ def measure_group(
         }
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of one group and pass after another."""
-    wanted = list(product(groups(options), options.passes))
-    for index, (group, which) in enumerate(wanted, start=1):
-        print(f"[{index}/{len(wanted)}] {group} {which}", file=sys.stderr, flush=True)
-        yield list(measure_group(group, which, options, protocol_of(options)))
-        gc.collect()
-        if group.on_cuda:
-            torch.cuda.empty_cache()
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     program = "python -m benchmarks.suites.second_order"
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
-    return status_of(fill(document, measure_all(options), COLUMNS, options.out))
+    problems = {
+        f"{group} {which}": partial(measure_pass, group, which, options)
+        for group, which in product(groups(options), options.passes)
+    }
+    return status_of(fill(document, one_by_one(problems), COLUMNS, options.out))
 
 
 if __name__ == "__main__":

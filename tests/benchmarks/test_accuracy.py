@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -14,60 +13,43 @@ from benchmarks.core import accuracy_figure, performance, report, result_files
 from benchmarks.peers.backends import BACKENDS
 from benchmarks.suites import accuracy, key_bias
 from tests.cases.attention import AttentionCase
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.reference import attention_with_gradients
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEERS_OF_CUDA = {"sdpa_cudnn", "fa3"}
 
 
-@cache
-def small_run() -> str:
-    """What it writes."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """The result file of a small run."""
+    path = tmp_path_factory.mktemp("results") / "h200_accuracy.json"
     shapes = ["--seqlens", "128", "32", "--head-dims", "128", "16x8"]
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "accuracy.json")
-        assert accuracy.main(["--device", "cpu", *shapes, "--json", str(path)]) == 0
-        return path.read_text()
+    assert accuracy.main(["--device", "cpu", *shapes, "--json", str(path)]) == 0
+    return path
 
 
-@pytest.fixture
-def document() -> dict:
-    return json.loads(small_run())
-
-
-def test_a_row_of_each_cell(document: dict) -> None:
-    rows = document["results"]
-    pairs = [len(accuracy.MEANS), len(accuracy.FEW_MEANS)]
-    assert len(rows) == 2 * (2 * sum(pairs) + 3 * pairs[1])
+def test_a_row_of_each_cell(written: Path) -> None:
+    """A mean of keys and values is an error of dq where D is made of an O in 16 bits."""
+    document = json.loads(written.read_text())
+    rows, pairs = document["results"], [len(accuracy.MEANS), len(accuracy.FEW_MEANS)]
+    assert len(rows) == len({row["name"] for row in rows}) == 2 * (2 * sum(pairs) + 3 * pairs[1])
     assert document["missing"].keys() >= PEERS_OF_CUDA
-    assert len({row["name"] for row in rows}) == len(rows)
     for row in rows:
         assert row["status"] == "ok", row["reason"]
-        of_contenders = [row[name] for name in accuracy.CONTENDERS if name in row]
-        assert {"ours", "maths"} <= row.keys()
-        assert "sdpa_flash" in row or "sdpa_flash" in row["absent"]
-        for errors in of_contenders:
+        assert {"ours", "maths"} <= row.keys() and ("sdpa_flash" in row or row["absent"])
+        for errors in (row[name] for name in accuracy.CONTENDERS if name in row):
             assert list(errors) == ["out", "dq", "dk", "dv"]
             unit = 2.0**-9 if row["dtype"] == "bf16" else 2.0**-12
             assert unit / 4 < errors["out"] < 2 * unit
         assert row["over_maths"] == pytest.approx(row["ours"]["dq"] / row["maths"]["dq"], rel=0.02)
-
-
-def test_a_mean_of_keys_and_values_is_an_error_of_dq(document: dict) -> None:
-    """Torch's kernel makes D of an O in 16 bits."""
-    for causal in (False, True):
-        errors = {
-            tuple(row["means"]): [row[name]["dq"] for name in ("maths", "sdpa_flash")]
-            for row in document["results"]
-            if (row["head_dim"], row["seqlen"], row["dtype"]) == (128, 128, "bf16")
-            and row["causal"] is causal
-            and row["heads"] == [2, 2]
-        }
-        assert max(errors[0, 0]) < 0.004
-        of_maths, of_flash = errors[4, 4]
-        assert of_maths < 0.01 and of_flash > 10 * of_maths
+    of_flash = {
+        tuple(row["means"]): row
+        for row in rows
+        if (row["head_dim"], row["seqlen"], row["dtype"]) == (128, 128, "bf16")
+        and row["heads"] == [2, 2]
+    }
+    assert of_flash[0, 0]["sdpa_flash"]["dq"] < 0.004
+    of_maths, errors = (of_flash[4, 4][name]["dq"] for name in ("maths", "sdpa_flash"))
+    assert of_maths < 0.01 and errors > 10 * of_maths
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -82,8 +64,8 @@ def test_maths_is_attention(causal: bool) -> None:
         torch.testing.assert_close(x.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_what_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def refuse(case: AttentionCase) -> accuracy.Attend:
+def test_what_fails_fails_the_run(monkeypatch, capsys) -> None:
+    def refuse(case: AttentionCase) -> Any:
         if case.head_dim == 16:
             raise ValueError("a defect")
         return BACKENDS["ours"].prepare(case)
@@ -95,23 +77,19 @@ def test_what_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys) -> No
     assert "d16-bf16-full means 0, 0" in capsys.readouterr().err
 
 
-def test_the_figure_and_the_table_of_a_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
-) -> None:
+def test_the_figure_and_the_table_of_a_result(written: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "h200_accuracy.json"
-    path.write_text(small_run())
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", written.parent)
     monkeypatch.setattr(accuracy_figure, "SEQLENS", [128])
     result_files.load.cache_clear()
-    figure = tmp_path / "accuracy_h200.svg"
+    figure = written.with_name("accuracy_h200.svg")
     assert performance.main(["--figure", str(figure)]) == 0
     assert performance.shows_results(figure)
+    result_files.load.cache_clear()
     shown = figure.read_text()
     assert all(text in shown for text in ("flash_attn_cuda", "softmax of fp32"))
-    result_files.load.cache_clear()
-    assert report.main([str(path), "--markdown"]) == 0
-    assert "| 4, 1 |" in capsys.readouterr().out
+    assert report.main([str(written), "--markdown"]) == 0
+    assert "4, 1" in capsys.readouterr().out
 
 
 def test_a_model_with_biases(tmp_path: Path) -> None:
@@ -123,19 +101,17 @@ def test_a_model_with_biases(tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["group"] for row in rows)) == groups
     for row in rows:
         assert row["what"] not in PEERS_OF_CUDA
-        for weights in key_bias.WEIGHTS:
-            assert 1e-8 < row[weights] < 1e-4  # of fp32 against fp64
+        assert all(1e-8 < row[weights] < 1e-4 for weights in key_bias.WEIGHTS)  # fp32 against fp64
     trained = [row for row in rows if "loss" in row]
     assert trained[0]["what"] == "fp32" and trained[0]["loss_difference"] == 0.0
-    for row in trained:
-        assert row["group"] == groups[-1] and row["loss_difference"] < 1e-5
+    assert all(x["group"] == groups[-1] and x["loss_difference"] < 1e-5 for x in trained)
 
 
 def test_biases_of_keys_are_in_columns_that_turn_least() -> None:
     preset = key_bias.PRESETS["tiny"]
     model = key_bias.new_model(preset, (4, 1), torch.device("cpu"))
     of_keys, of_values = model.blocks[1].attention.biases.detach().unbind()
-    head_dim = preset.model.head_dim
     assert of_keys.square().mean(-1).sqrt() == pytest.approx(4.0)
     assert of_values.square().mean(-1).sqrt() == pytest.approx(1.0)
-    assert not of_keys.unflatten(-1, (2, -1))[..., : 3 * head_dim // 8].any()
+    still = 3 * preset.model.head_dim // 8
+    assert not of_keys.unflatten(-1, (2, -1))[..., :still].any()

@@ -1,5 +1,5 @@
-"""The functions of flash_attn_cuda._C as its sources have them: FlashAttention-2's arguments, which
-callers pass by position, and the stub, _C.pyi, which type checkers read in the module's place.
+"""The functions of flash_attn_cuda._C: FlashAttention-2's arguments, which callers pass by
+position, and the description of a call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from build_tools import generate_call, generate_stub
+from build_tools import generate_call
 from flash_attn_cuda import build_info
 from flash_attn_cuda.call import ARGUMENTS, DIFFERENTIABLE, OF_BACKWARD, AttentionCall, Incoming
 
@@ -40,31 +40,22 @@ POSITIONAL = {
         f"block_table alibi_slopes out softmax_scale {MASK} is_rotary_interleaved num_splits"
     ),
 }
-FUNCTIONS = {function.name: function for function in generate_stub.functions()}
-
 
 needs_extension = pytest.mark.skipif(
     build_info.extension is None, reason="flash_attn_cuda._C is not built here"
 )
 
 
-def built_arguments(name: str) -> list[tuple[str, str | None]]:
-    """(name, default) of each, as pybind11 writes the signature into the docstring. Its spelling of
-    types is another one in every release.
-    """
-    line = getattr(build_info.extension, name).__doc__.split("\n", 1)[0]
-    (built,) = ast.parse(f"def {line}: ...").body
-    assert isinstance(built, ast.FunctionDef) and built.name == name
-    defaults = [None] * (len(built.args.args) - len(built.args.defaults))
-    defaults += [ast.unparse(x) for x in built.args.defaults]
-    return [(x.arg, y) for x, y in zip(built.args.args, defaults, strict=True)]
-
-
 @needs_extension
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_flash_attention_2s_arguments(name: str) -> None:
-    """Those and no others: what this package adds is in the description of a call."""
-    assert [x for x, _ in built_arguments(name)] == POSITIONAL[name].split()
+    """Those and no others: what this package adds is in the description of a call. The docstring
+    begins with the signature, as pybind11 writes it.
+    """
+    signature = getattr(build_info.extension, name).__doc__.split("\n", 1)[0]
+    (function,) = ast.parse(f"def {signature}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    assert [x.arg for x in function.args.args] == POSITIONAL[name].split()
 
 
 @pytest.mark.parametrize("described", [AttentionCall, Incoming])
@@ -104,34 +95,6 @@ def test_what_autograd_keeps() -> None:
     assert not {"num_splits", "return_softmax", "block_table", "k_new", "out"} & set(names)
     inputs = re.findall(r'visitor\("(\w+)", call\.\1, found\.d\1\)', text)
     assert inputs == list(DIFFERENTIABLE)
-
-
-# -- the stub --------------------------------------------------------------------------------------
-
-
-def test_the_stub_is_what_the_sources_say() -> None:
-    assert generate_stub.STUB.read_text() == generate_stub.stub()
-    assert generate_stub.main(["--check"]) == 0
-
-
-def test_names_that_are_not_those_of_the_declaration() -> None:
-    declared = "std::vector<at::Tensor> f(const at::Tensor& q, double scale);"
-    bound = ' wrap_pybind_function(&binding::f), "", py::arg("q"), py::arg("{}")'
-    function = generate_stub.function_of("f", bound.format("scale"), declared)
-    assert str(function) == "def f(q: Tensor, scale: float) -> list[Tensor]: ..."
-    with pytest.raises(ValueError, match=r"f: module\.cpp's names are not those"):
-        generate_stub.function_of("f", bound.format("scales"), declared)
-
-
-@needs_extension
-def test_the_stub_against_the_built_module() -> None:
-    """Its functions, and the arguments of those that this package calls."""
-    module = build_info.extension
-    assert module is not None
-    assert [x for x in dir(module) if not x.startswith("_")] == sorted(FUNCTIONS)
-    for name in FUNCTIONS.keys() - POSITIONAL.keys():
-        wanted = [(x.name, x.default) for x in FUNCTIONS[name].arguments]
-        assert built_arguments(name) == wanted, name
 
 
 @needs_extension
