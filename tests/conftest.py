@@ -49,12 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Rooms whose tests start other programs come first, so that no worker ends on a long one.
 FIRST_ROOMS = ("examples", "building", "context_parallel", "benchmarks", "surfaces")
+# Fixtures that a module keeps, processes or a trained model: one worker runs what uses one of them.
+KEPT = ("two", "four", "demo", "losses_of_one_process")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     reason = _no_gpu_reason()
     for item in items:
+        for name in set(KEPT).intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}"))
         if item.get_closest_marker("gpu") is None:
             continue
         if reason is not None:

@@ -1,6 +1,6 @@
 """What arrives at the extension, or at an operator's implementation, by whichever road a call takes
-(tests/cpu/test_roads.py, tests/cpu/test_torchs_roads.py): recorded, and described by the extension
-as kernels read it (explain_settings). Parameters are made of that alone
+(tests/cpu/test_roads.py, tests/cpu/test_torchs_roads.py and others): recorded, and described by the
+extension as kernels read it (explain_settings). Parameters are made of that alone
 (csrc/torch_binding/to_params.h).
 """
 
@@ -76,20 +76,41 @@ class Arrivals:
 
 
 class Extension:
-    """Stands where the extension does, for tensors on the CPU that are taken for a GPU's."""
+    """Stands where the extension does, for tensors on the CPU that are taken for a GPU's. With an
+    error it refuses every call.
+    """
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
+        self.error: Exception | None = None
+
+    @property
+    def calls(self) -> list[AttentionCall]:
+        return self.arrivals.forward
 
     def forward(self, call: AttentionCall, returns_lse: bool = True) -> Results:
-        self.arrivals.forward.append(call)
-        return forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        results = forward_on_cpu(call, torch.zeros(2, dtype=torch.int64))
+        if call.out is None:
+            return results
+        return results._replace(out=call.out.copy_(results.out))
 
     def attention(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         q, k, v, softmax_scale, causal, _ = arguments
         call = AttentionCall(q, k, v, softmax_scale=softmax_scale, causal=causal)
         results = self.forward(call)
         return results.out, results.softmax_lse
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Extension:
+    """Which plain calls of tensors on the CPU reach."""
+    stand_in = Extension(Arrivals())
+    monkeypatch.setattr(build_info, "extension", stand_in)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
+    return stand_in
 
 
 @pytest.fixture

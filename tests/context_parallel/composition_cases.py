@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda import flash_attn_func
-from flash_attn_cuda.context_parallel import ContextParallel, Plan
+from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.context_parallel.parallel import IS_TRACED
 
 WIDTH, HEADS, SEQLEN, BATCH = 32, 4, 32, 4
@@ -242,16 +242,17 @@ def with_tensor_parallel(scheme: str, has_alibi: bool, place: Place = CPU) -> No
     assert_close(found, wanted)
 
 
-def compiled(scheme: str, backend: str, ulysses_size: int | None = None) -> None:
-    """A model, in one graph where dynamo traces attend, by ring for two lengths of sequences:
-    results and gradients are those without compilation.
+def compiled(
+    scheme: str, backend: str, seqlens: tuple[int, ...], ulysses_size: int | None = None
+) -> None:
+    """A model, in one graph where dynamo traces attend: results and gradients are those without
+    compilation.
     """
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme, ulysses_size=ulysses_size)
     model = model_of(causal(parallel), layers=1)  # a compile takes seconds a layer
     fast = torch.compile(model, backend=backend, fullgraph=IS_TRACED)
-    # Another length compiles anew, which one scheme shows: it takes as long again.
-    for seqlen in (16, 32, 16) if scheme == "ring" else (16, 16):
+    for seqlen in seqlens:
         x, _ = whole_input()
         x = parallel.shard(x[:, :seqlen])
         results = []
@@ -299,37 +300,36 @@ def compiled_options(scheme: str) -> None:
     assert_close(*results[::-1])
 
 
-def compiled_where_ranks_send_nothing(scheme: str, name: str) -> None:
-    """In hops of a window, or of rows in order, some ranks send no row and some receive none. At
-    last rank 0's loss leaves out what others' losses have.
+def compiled_where_ranks_send_nothing(scheme: str) -> None:
+    """In hops of a window some ranks send no row and some receive none. Rank 0's loss leaves out
+    what others' losses have.
     """
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme)
-    ranks, rows = dist.get_world_size(), 16 * dist.get_world_size()
-    plans = {"window": parallel.plan([0, rows]), "in order": Plan.contiguous([rows], ranks)}
-    plan, window = plans[name], (5 if name == "window" else -1, -1)
+    rows = 16 * dist.get_world_size()
+    plan = parallel.plan([0, rows])
     generator = torch.Generator().manual_seed(2)
     q, k, v = (
         parallel.shard(torch.randn(rows, HEADS, 8, generator=generator, dtype=torch.float64), plan)
         for _ in range(3)
     )
 
-    def loss_of(q: Tensor, k: Tensor, v: Tensor, leaves_out: bool) -> Tensor:
-        given: dict[str, Any] = {"causal": True, "window_size": window, "return_lse": True}
+    leaves_out = dist.get_rank() == 0
+
+    def loss_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        given: dict[str, Any] = {"causal": True, "window_size": (5, -1), "return_lse": True}
         out, softmax_lse = parallel.attend(q, k, v, plan, **given)
         loss = softmax_lse.square().sum()
         return loss if leaves_out else loss + out.square().sum()
 
-    compiled_loss = torch.compile(loss_of, backend="aot_eager", fullgraph=IS_TRACED)
-    for leaves_out in (False, dist.get_rank() == 0):
-        results = []
-        for function in (loss_of, compiled_loss):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            loss = function(*leaves, leaves_out)
-            loss.backward()
-            grads = {n: x.grad for n, x in zip("qkv", leaves, strict=True)}
-            results.append({"loss": loss.detach(), **grads})
-        assert_close(*results[::-1])
+    results = []
+    for function in (loss_of, torch.compile(loss_of, backend="aot_eager", fullgraph=IS_TRACED)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        loss = function(*leaves)
+        loss.backward()
+        grads = {n: x.grad for n, x in zip("qkv", leaves, strict=True)}
+        results.append({"loss": loss.detach(), **grads})
+    assert_close(*results[::-1])
 
 
 def compiled_dropout() -> None:
@@ -348,7 +348,7 @@ def compiled_dropout() -> None:
     assert abs(first.mean().item() - 1.0) < 0.05
 
 
-def checkpointed(scheme: str, use_reentrant: bool, is_compiled: bool) -> None:
+def checkpointed(scheme: str, use_reentrant: bool, is_compiled: bool = False) -> None:
     """Blocks whose activations are computed again in the backward."""
     torch._dynamo.reset()
     parallel = ContextParallel(None, scheme)

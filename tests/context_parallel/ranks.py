@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 # A server imports these once and forks a process for each rank, which then starts in no time.
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    "torch._inductor.compile_fx",  # as long to import as a small graph to compile
     *("flash_attn_cuda.context_parallel", "tests.context_parallel.composition_cases"),
 )
 

@@ -13,13 +13,11 @@ from hypothesis import HealthCheck, given, settings
 
 from flash_attn_cuda.context_parallel.head_exchange import check_heads
 from flash_attn_cuda.context_parallel.plan import equal_plan
+from tests.cases.pairwise import pairwise
 from tests.context_parallel import cases
 from tests.context_parallel.cases import Case, Whole
 from tests.context_parallel.drawn_cases import any_case
 from tests.context_parallel.ranks import Ranks
-
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 SCHEMES = {
     "ring": Case("ring", 4),
@@ -53,9 +51,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "layout", "option"),
+    [
+        tuple(row.values())
+        for row in pairwise({"scheme": [*SCHEMES], "layout": [*LAYOUTS], "option": [*OPTIONS]})
+    ],
+)
 def test_equals_the_whole(four: Ranks, scheme: str, layout: str, option: str) -> None:
     case = replace(SCHEMES[scheme], **{**LAYOUTS[layout], **OPTIONS[option]})
     if layout == "documents" or layout == "few":

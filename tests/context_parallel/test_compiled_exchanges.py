@@ -24,10 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan
 from flash_attn_cuda.context_parallel.parallel import IS_TRACED
 
-pytestmark = [
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.skipif(not IS_TRACED, reason="attend is a graph break"),
-]
+pytestmark = pytest.mark.skipif(not IS_TRACED, reason="attend is a graph break")
 
 Exchange = tuple[str, list[int], list[int]]  # rows from each rank and to each
 # The last rank has no row, and of the others one sends and one receives.

@@ -13,8 +13,6 @@ from tests.context_parallel import derivative_cases as cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SCHEMES = {
     "all_gather": Case("all_gather", 2),
     "all_gather-in-uneven-groups": Case("all_gather", 2, head_groups=(1, 3)),

@@ -16,8 +16,6 @@ from tests.context_parallel import dtensor_demo_cases
 from tests.context_parallel.dtensor_cases import Case
 from tests.context_parallel.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CUTS = ("heads", "batch", None)
 HEADS = [Case(heads_k=heads, cut=cut) for heads in (4, 2) for cut in CUTS]
 # Key heads that every rank has: one, as many as ranks, and more than ranks.

@@ -8,8 +8,6 @@ from tests.context_parallel import exchange_cases as cases
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASE = Case("ulysses", 2, heads_q=8)
 SCHEMES = pytest.mark.parametrize("scheme", ["ulysses", "all_gather", "ring"])
 

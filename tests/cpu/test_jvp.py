@@ -16,7 +16,6 @@ from torch.func import jacfwd, jvp, linearize, vmap
 from torch.library import opcheck
 
 from flash_attn_cuda import (
-    build_info,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -37,6 +36,7 @@ from tests.cases.masked_operators import backward_fields, int32
 from tests.cases.memory import PeakBytes
 from tests.cases.operators import jvp_arguments
 from tests.cases.pairwise import pairwise
+from tests.cases.roads import Extension, extension
 from tests.cases.second_order import (
     DENSE,
     LEAVES,
@@ -51,6 +51,8 @@ from tests.cases.second_order import (
 )
 from tests.cases.small_calls import attend, expected, make_inputs, tensors
 from tests.reference import attention
+
+__all__ = ["extension"]  # pytest finds it here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -328,34 +330,20 @@ def test_vmap_with_a_bias_and_a_sink() -> None:
     torch.testing.assert_close(found, of(lambda x, s: attention(q, k, v, bias=x, sink=s)[0]))
 
 
-def test_forward_mode_goes_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_mode_goes_by_operators(extension: Extension) -> None:
     """Plain CUDA calls too, which else go to the extension, whose autograd has no forward mode."""
-
-    class Extension:
-        calls = 0
-
-        def attention(self, q: Tensor, *_: Any) -> tuple[Tensor, None]:
-            self.calls += 1
-            return q, None
-
-        def forward(self, call: AttentionCall, _: bool) -> Results:
-            self.calls += 1
-            return Results(call.q, None, None, None)
-
-    extension, inputs = Extension(), [x.bfloat16() for x in make_inputs()]
-    monkeypatch.setattr(build_info, "extension", extension)
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
+    inputs = [x.bfloat16() for x in make_inputs()]
 
     def call_both(q: Tensor) -> None:
         for options in ({}, {"softcap": 2.0}):
             flash_attn_func(q, *inputs[1:], **options)
 
     call_both(inputs[0])
-    assert extension.calls == 2
+    assert len(extension.calls) == 2
     with forward_ad.dual_level():
         call_both(inputs[0])
         call_both(forward_ad.make_dual(inputs[0], inputs[0]))
-    assert extension.calls == 2
+    assert len(extension.calls) == 2
 
 
 def test_few_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:

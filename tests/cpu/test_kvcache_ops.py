@@ -13,18 +13,20 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from flash_attn_cuda import (
-    build_info,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import APPENDED, AttentionCall, Results
+from flash_attn_cuda.call import APPENDED
 from tests.cases.operators import (
     append_arguments,
     arguments,
     backward_arguments,
     gradients_arguments,
 )
+from tests.cases.roads import Extension, extension
+
+__all__ = ["extension"]  # pytest finds it here
 
 _ops = torch.ops.flash_attn_cuda
 
@@ -313,25 +315,6 @@ def test_combined_lse_has_flash_attention_3s_layout(device: str, given: bool) ->
 class TestExtensionRoute:
     """Plain calls go to the extension, with a stand-in for it and its CUDA tensors."""
 
-    class Extension:
-        def __init__(self) -> None:
-            self.calls: list[AttentionCall] = []
-
-        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
-            self.calls.append(call)
-            if call.num_splits < 0:
-                raise RuntimeError("the extension's own words")
-            batch, seqlen_q, heads_q, _ = call.q.shape
-            assert returns_lse
-            return Results(call.q, call.q.new_empty(batch, heads_q, seqlen_q), None, None)
-
-    @pytest.fixture
-    def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
-        extension = self.Extension()
-        monkeypatch.setattr(build_info, "extension", extension)
-        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
-        return extension
-
     def test_arguments(self, extension: Extension) -> None:
         made = make_cache(new=1, dtype=torch.bfloat16)
         options = {"window_size": (10**12, 0), "cache_batch_idx": int32(0, 2)}
@@ -346,6 +329,7 @@ class TestExtensionRoute:
         assert given.scale() == 0.25 and given.cu_seqlens_k_new is None
 
     def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
+        extension.error = RuntimeError("the extension's own words")
         with pytest.raises(ValueError, match=r"^num_splits: must be from 0"):
             attend(**make_cache(), cache_batch_idx=int32(0, 2), num_splits=-1)
         assert len(extension.calls) == 1

@@ -162,8 +162,15 @@ def test_compile_with_dynamic_shapes() -> None:
         assert len(graphs) == 1, function.__name__
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_compile_with_a_dense_mask(packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("packed", "backend", "sizes"),
+    [(False, "aot_eager", [(40, 50)]), (True, "eager", [(40, 50), (140, 150)])],
+    ids=["dense", "packed"],
+)
+def test_compile_with_a_dense_mask(
+    packed: bool, backend: str, sizes: list[tuple[int, int]]
+) -> None:
+    """Lists of blocks are made in the graph; of symbols, where there are several sizes."""
     torch._dynamo.reset()
 
     def model(q: Tensor, k: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
@@ -175,8 +182,9 @@ def test_compile_with_a_dense_mask(packed: bool) -> None:
         out = flash_attn_varlen_func(*tensors, *cu_seqlens, *most, attn_mask=mask)
         return out.view_as(q)
 
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for seqlens in ((40, 50), (140, 150)):
+    dynamic = len(sizes) > 1
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    for seqlens in sizes:
         q, k, *_ = make_inputs(requires_grad=True, seqlens=seqlens)
         mask = torch.rand(2, 4, *seqlens) < 0.5
         actual, expected = compiled(q, k, mask, int32(0, 1, 2)), attention(q, k, k, mask=mask)[0]

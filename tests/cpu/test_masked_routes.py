@@ -9,16 +9,17 @@ from torch import Tensor
 
 from flash_attn_cuda import (
     BlockSparsity,
-    build_info,
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_attn_cuda.call import AttentionCall, Results
 from flash_attn_cuda.cpu import backward_on_cpu
 from flash_attn_cuda.cpu.tiles import sink_gradient
 from tests.cases.masked_operators import backward_fields, int32, make_inputs, make_sparsity
 from tests.cases.operators import backward_call
+from tests.cases.roads import Extension, extension
 from tests.reference import attention
+
+__all__ = ["extension"]  # pytest finds it here
 
 # -- dropout, autocast -----------------------------------------------------------------------------
 
@@ -77,22 +78,6 @@ def test_autocast() -> None:
 
 class TestExtensionRoute:
     """What the extension is given, with a stand-in for it and its CUDA tensors."""
-
-    class Extension:
-        def __init__(self) -> None:
-            self.calls: list[AttentionCall] = []
-
-        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
-            self.calls.append(call)
-            lse = torch.zeros(call.lse_shape()) if returns_lse else None
-            return Results(call.q.clone(), lse, None, None)
-
-    @pytest.fixture
-    def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
-        extension = self.Extension()
-        monkeypatch.setattr(build_info, "extension", extension)
-        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
-        return extension
 
     def test_inference(self, extension: Extension) -> None:
         """Straight to the extension: head_dim padded, a parameter as the tensor that it is."""

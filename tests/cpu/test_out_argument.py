@@ -11,12 +11,13 @@ from torch import Tensor
 
 from flash_attn_cuda import (
     BlockSparsity,
-    build_info,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import AttentionCall, Results
 from tests.cases.harness import DEVICE
+from tests.cases.roads import Extension, extension
+
+__all__ = ["extension"]  # pytest finds it here
 
 DEVICES = ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)]
 HEAD_DIMS = [16, 11]  # as kernels read it, and padded for them
@@ -175,27 +176,6 @@ def test_in_a_full_graph(
     assert torch.equal(out, expected) and torch.equal(result, expected)
 
 
-class Extension:
-    """A stand-in that keeps the calls it is given, and writes ones into their out."""
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
-        self.calls.append(call)
-        out = torch.empty_like(call.q) if call.out is None else call.out
-        lse = torch.zeros(call.lse_shape()) if returns_lse else None
-        return Results(out.fill_(1.0), lse, None, None)
-
-
-@pytest.fixture
-def extension(monkeypatch: pytest.MonkeyPatch) -> Extension:
-    extension = Extension()
-    monkeypatch.setattr(build_info, "extension", extension)
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
-    return extension
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_extension_writes_it(extension: Extension, head_dim: int) -> None:
     """Unless its result has columns that out has not."""
@@ -203,8 +183,8 @@ def test_the_extension_writes_it(extension: Extension, head_dim: int) -> None:
         (VARLEN, packed(head_dim=head_dim)),
         (CACHE, cached(head_dim=head_dim)),
     ):
-        out = torch.zeros_like(given["q"])
-        assert function(**given, out=out) is out and (out == 1.0).all()
+        expected, out = function(**given), torch.zeros_like(given["q"])
+        assert function(**given, out=out) is out and torch.equal(out, expected)
         call = extension.calls.pop()
         is_padded = head_dim % 8 != 0 and function is VARLEN
         assert call.out is (None if is_padded else out)

@@ -19,8 +19,6 @@ from tests.surfaces import ring_flash_attn_cases as cases
 from tests.surfaces.public_names import RING_FLASH_ATTENTION
 from tests.surfaces.ring_flash_attn_cases import Call
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BATCH = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 PACKED = (
     "ring_flash_attn_varlen",

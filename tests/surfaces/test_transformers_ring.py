@@ -5,7 +5,6 @@ one process.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,15 +14,6 @@ from tests.context_parallel.ranks import Ranks
 pytest.importorskip("transformers")
 
 from tests.surfaces import transformers_ring_cases as cases
-
-pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize(
