@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -213,13 +214,14 @@ def test_what_no_call_finds_is_for_less_shared_memory() -> None:
     assert left_out and all("smem" in row.variant for row in left_out)
 
 
-def test_a_build_for_hopper_alone_has_one_sm80_backward_of_a_tile_without_masks() -> None:
-    """The fastest instructions, and what they serve, are all there."""
+def test_a_build_for_hopper_alone_has_two_sm80_backwards_of_a_tile_without_masks() -> None:
+    """The plain one, and that of all features. The fastest instructions are all there."""
     assert {row for row in ALL_ROWS if row.family is Family.sm90} <= NEEDED
     rows = [row for row in NEEDED if row.kernel is Kernel.sm80_backward and row.writes_fp32]
     head_dims = {row.head_dim for row in ALL_ROWS if row.kernel is Kernel.sm80_backward}
-    assert sorted(row.head_dim for row in rows) == sorted([*head_dims, *head_dims])
-    assert {row.variant for row in rows} == {"dropout"}
+    assert {(row.head_dim, row.variant, row.dtype) for row in rows} == set(
+        product(head_dims, ("", "dropout"), Dtype)
+    )
 
 
 def test_a_row_behind_one_that_serves_more_is_found_by_no_call() -> None:
