@@ -1,6 +1,6 @@
 """Writes the extension's checks of what both sides check alike: C++ functions of the tables of
-flash_attn_cuda/rules.py, and of the arrays whose shape and dtype flash_attn_cuda/call.py declares.
-The build of the extension calls it.
+flash_attn_cuda/rules.py, and of the arrays whose shape and dtype, and the numbers whose range,
+flash_attn_cuda/call.py declares. The build of the extension calls it.
 
 python -m build_tools.generate_rules   # prints it
 """
@@ -50,6 +50,13 @@ DTYPES = {
     "lse": "at::kFloat",
     "q": "call.q.scalar_type()",
     "bias": "call.bias.scalar_type()",
+}
+# Of a number's range: signs, and what holds of a value.
+BOUNDS = {"at_least": ">=", "at_most": "<=", "below": "<"}
+IN_FLOAT32 = {
+    "finite": "std::isfinite(static_cast<float>({0}))",
+    "normal": "{0} <= 0.0 || std::isnormal(static_cast<float>({0}))",
+    "": "",
 }
 
 
@@ -109,6 +116,16 @@ def function(name: str, told: tuple[str, str], body: Iterator[str]) -> Iterator[
     yield ""
 
 
+def ranges(fields: list[Field], writer: Writer) -> Iterator[str]:
+    for x in fields:
+        value = f"call.{x.name}" + (".value_or(0.0)" if "None" in x.type else "")
+        bounds = (f"{value} {BOUNDS[name]} {x.said[name]}" for name in BOUNDS if name in x.said)
+        holds = IN_FLOAT32[x.said.get("in_float32", "")].format(value) or " && ".join(bounds)
+        if holds:
+            must = TABLES["range_in_words"](x.said)
+            yield f'  require({holds}, {writer.name(x.name)}, "{must}", {value});'
+
+
 def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const at::Tensor& q = call.q;"
     yield "  const std::int64_t B = batch_of(call);"
@@ -149,6 +166,8 @@ def lines() -> Iterator[str]:
     yield "// build_tools/generate_rules.py."
     yield "#pragma once"
     yield ""
+    yield "#include <cmath>"
+    yield ""
     yield '#include "torch_binding/check.h"'
     yield '#include "torch_binding/to_params.h"'
     yield ""
@@ -158,6 +177,8 @@ def lines() -> Iterator[str]:
         writer = Writer(described, told)
         made = (line for table in tables for x in TABLES[table] for line in writer.rules(x))
         yield from function(name, told, made)
+    numbers = ranges(described[CALL[0]], Writer(described, CALL))
+    yield from function("check_numbers", CALL, numbers)
     arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
     yield from function("check_arrays", CALL, arrays)
     for told in (INCOMING, TANGENTS):

@@ -46,7 +46,12 @@ struct Where {
 [[noreturn]] void raise_not_implemented(const char* name, const char* must, const Where& where,
                                         const std::string& got);
 
-// The same of an argument, which `must` be something where a fact holds (generated_rules.h).
+// The same of an argument, which `must` be something, maybe where a fact holds
+// (generated_rules.h).
+template <class Got>
+void require(bool holds, const char* name, const char* must, const Got& got) {
+  TORCH_CHECK_VALUE(holds, name, ": must be ", must, ", got ", got);
+}
 template <class Got>
 void require(bool holds, const char* name, const char* must, const Where& where, const Got& got) {
   if (!holds) raise_value_error(name, must, where, c10::str(got));

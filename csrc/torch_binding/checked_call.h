@@ -29,7 +29,7 @@ void check_16_bits(const AttentionCall& call);
 void check_e4m3(const AttentionCall& call, const ArgumentNames& names);
 
 // The scale, given or not, in the fp32 that kernels use.
-float checked_softmax_scale(const AttentionCall& call);
+float softmax_scale_of(const AttentionCall& call);
 
 // Raises unless lists, bits and bias fit the call. The result has those that the pass reads.
 AttentionCall with_checked_masks(AttentionCall call, Pass pass);

@@ -14,10 +14,12 @@ import torch
 
 from .. import rules
 from ..call import (
+    ARGUMENTS,
     ARRAYS,
     CACHE_NAMES,
     INCOMING_ARRAYS,
     NAMES,
+    RANGES,
     TANGENTS,
     TARGETS,
     Argument,
@@ -28,7 +30,7 @@ from ..call import (
 )
 from ..rounding import is_known
 from . import lengths, masks, tensors
-from .rules import check_rules, first_broken
+from .rules import check_in_range, check_rules, first_broken
 from .tensors import E4M3
 
 
@@ -43,12 +45,10 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     `is_padded`: head dims are what CUDA kernels read, not what a public function pads.
     """
     names = names_of(call) if names is None else names
-    check_numbers(call)
+    check_numbers(call, names)
     _check_tensors(call, names)
     if call.rng_state is not None:
         tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
-    lengths.check_splits(call.num_splits)
-    lengths.check_sm_margin(call.sm_margin)
     if call.over_cache:
         _check_new_keys(call)
         _check_rotary(call)
@@ -60,19 +60,23 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
         tensors.check_cuda_head_dims(call.q, call.v)
 
 
-def check_numbers(call: AttentionCall) -> None:
+def check_numbers(call: AttentionCall, names: Names = NAMES) -> None:
     """Raise unless the numbers of a call are some that kernels compute with."""
-    scale, dropout_p, softcap = call.softmax_scale, call.dropout_p, call.softcap
-    if scale is not None and not isinstance(scale, torch.SymFloat):
-        tensors.check_number("softmax_scale", scale, "None or a number")
-        if not abs(scale) <= tensors.MAX_FLOAT32:
-            raise ValueError(f"softmax_scale: must be finite in float32, got {scale}")
-    tensors.check_number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
-    tensors.check_number("softcap", softcap)
-    if not (softcap <= 0.0 or tensors.MIN_FLOAT32 <= softcap <= tensors.MAX_FLOAT32):
-        raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
+    if call.softmax_scale is not None:
+        tensors.check_number("softmax_scale", call.softmax_scale, "None or a number")
+    tensors.check_number("dropout_p", call.dropout_p)
+    tensors.check_number("softcap", call.softcap)
+    lengths.check_splits(call.num_splits)
+    check_sm_margin(call.sm_margin)
+    for name in RANGES:
+        check_in_range(getattr(names, name, name), getattr(call, name), ARGUMENTS[name])
+
+
+def check_sm_margin(sm_margin: Any) -> None:
+    """Raise unless sm_margin is a number of multiprocessors."""
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin: must be an integer, got {type(sm_margin).__name__}")
+    check_in_range("sm_margin", sm_margin, ARGUMENTS["sm_margin"])
 
 
 def _check_tensors(call: AttentionCall, names: Names) -> None:
@@ -87,7 +91,6 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     check_rules(rules.OF_CALL, names, call)
     if is_packed:
         lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
-        lengths.check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
     batch = call.batch()
     rows = None if call.cache_batch_idx is not None else batch
     if call.over_cache:
@@ -150,7 +153,6 @@ def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list
 
 
 def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
-    lengths.check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
     if call.cu_seqlens_k is None and call.block_table is not None and call.seqused_k is not None:
         return
     entries = lengths.check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)

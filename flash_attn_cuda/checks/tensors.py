@@ -22,6 +22,7 @@ MAX_HEAD_DIM = 512
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -140,7 +140,7 @@ OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
     "sink": ({"sink": zeros(3, dtype=torch.float32)}, "sink: must have shape (4,), got (3,)"),
     "scale": ({"softmax_scale": 1e39}, "softmax_scale: must be finite in float32, got 1e+39"),
     "softcap": ({"softcap": 1e-42}, "softcap: must be off (0) or a normal number in float32, got"),
-    "splits": ({"num_splits": 300}, "num_splits: must be from 0, for automatic, to 256, got 300"),
+    "splits": ({"num_splits": 300}, "num_splits: must be from 0 to 256, got 300"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "probabilities": (

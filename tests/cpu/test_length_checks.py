@@ -82,7 +82,7 @@ BAD_PACKED = {
     "max < 0": (
         packed(max_seqlen_q=-1),
         ValueError,
-        r"^max_seqlen_q: must not be negative, got -1",
+        r"^max_seqlen_q: must be at least 0, got -1",
     ),
     "max": (
         packed(max_seqlen_q=6),
