@@ -51,6 +51,7 @@ DTYPES = {
     "q": "call.q.scalar_type()",
     "bias": "call.bias.scalar_type()",
 }
+MORE = ("false", "false", "or_more", "or_more")  # dimensions over pairs that may be larger
 # Of a number's range: signs, and what holds of a value.
 BOUNDS = {"at_least": ">=", "at_most": "<=", "below": "<"}
 IN_FLOAT32 = {
@@ -133,7 +134,7 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const std::int64_t Hk = call.k.size(call.k.dim() - 2);"
     yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
     for x in fields:
-        if shape := x.said.get("shape"):
+        if (shape := x.said.get("shape")) and not x.said.get("over_pairs"):
             sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")
             given = f"{writer.name(x.name)}, call.{x.name}"
             dtype = DTYPES[x.said.get("dtype", "int32")]
@@ -141,6 +142,24 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
             check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
             yield f"  if (call.{x.name}.defined())"
             yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
+
+
+def arrays_over_pairs(fields: list[Field]) -> Iterator[str]:
+    yield "  const auto [B, Hq, Sq, Sk, Tq, Tk, or_more] = extent_of(call);"
+    for x in fields:
+        if x.said.get("over_pairs"):
+            names = x.said["shape"].strip("()").split(", ")
+            sizes = ", ".join(size_rule(*each) for each in zip(names, MORE, strict=True))
+            dtypes = ", ".join(DTYPES[each] for each in x.said.get("dtype", "int32").split(" or "))
+            yield f"  if (call.{x.name}.defined())"
+            given = f'"{x.name}", call.{x.name}'
+            yield f"    check_over_pairs({given}, {{{sizes}}}, {{{dtypes}}}, call.q);"
+
+
+def size_rule(name: str, or_more: str) -> str:
+    """Of "Sq?": {Sq, true, or_more}."""
+    or_one = str(name.endswith("?")).lower()
+    return f"{{{name.rstrip('?')}, {or_one}, {or_more}}}"
 
 
 def arrays_like(fields: list[Field], place: str) -> Iterator[str]:
@@ -169,6 +188,7 @@ def lines() -> Iterator[str]:
     yield "#include <cmath>"
     yield ""
     yield '#include "torch_binding/check.h"'
+    yield '#include "torch_binding/over_pairs.h"'
     yield '#include "torch_binding/to_params.h"'
     yield ""
     yield "namespace flash_attn_cuda::binding {"
@@ -181,6 +201,7 @@ def lines() -> Iterator[str]:
     yield from function("check_numbers", CALL, numbers)
     arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
     yield from function("check_arrays", CALL, arrays)
+    yield from function("check_pairs", CALL, arrays_over_pairs(described[CALL[0]]))
     for told in (INCOMING, TANGENTS):
         body = arrays_like(described[told[0]], told[1])
         yield from function(f"check_arrays_of_{told[1]}", told, body)

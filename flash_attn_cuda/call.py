@@ -41,7 +41,8 @@ class Argument(NamedTuple):
     is_strided: kernels read that array by its strides, not as a plain one.
     is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
-    over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
+    over_pairs: of queries and keys: what has "?" behind it may be 1. Sq and Sk are
+    the lengths, of packed sequences the bounds, or more; Tq and Tk tiles of them.
     at_least, at_most, below: the range of a number.
     in_float32: what a number is there: "finite", or "normal" where it is above 0.
     """
@@ -101,8 +102,9 @@ class AttentionCall:
     alibi_slopes: Tensor | None = argument(
         None, shape="(Hq,) | (B, Hq)", dtype="fp32", is_strided=True
     )
-    # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
-    bias: Tensor | None = argument(None, has_gradient=True, over_pairs=True)
+    bias: Tensor | None = argument(
+        None, shape="(B?, Hq?, Sq?, Sk)", dtype="q or fp32", has_gradient=True, over_pairs=True
+    )
     # exp(sink) joins the denominator of every softmax of its head
     sink: Tensor | None = argument(
         None, shape="(Hq,)", dtype="lse", has_gradient=True, is_in_lse=True
@@ -125,11 +127,11 @@ class AttentionCall:
     max_seqlen_q: int = argument(0, at_least=0)
     max_seqlen_k: int = argument(0, at_least=0)
     block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
-    # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads, and its derivative in a direction (masks/)
-    block_rows: Tensor | None = argument(None, over_pairs=True)
-    # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
-    block_columns: Tensor | None = argument(None, over_pairs=True)
-    mask_bits: Tensor | None = argument(None, over_pairs=True)  # (B|1, Hq|1, Sq, 4 * Tk)
+    # which a forward reads, and its derivative in a direction (masks/)
+    block_rows: Tensor | None = argument(None, shape="(B?, Hq?, Tq, 2 + Tk)", over_pairs=True)
+    # which a backward reads
+    block_columns: Tensor | None = argument(None, shape="(B?, Hq?, Tk, 2 + Tq)", over_pairs=True)
+    mask_bits: Tensor | None = argument(None, shape="(B?, Hq?, Sq, 4 * Tk)", over_pairs=True)
     return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
     # 0: chosen, for pages and caches; others are not split
     num_splits: int = argument(0, at_least=0, at_most=256, part="forward")
@@ -407,7 +409,9 @@ OVER_PAIRS = _names(lambda said: said.over_pairs)
 # Numbers that have a range.
 RANGES = _names(lambda said: said.at_least is not None or said.in_float32 != "")
 # (name, shapes, dtype) of what is checked by its declaration alone.
-ARRAYS = tuple((name, x.shapes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+ARRAYS = tuple(
+    (name, x.shapes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape and not x.over_pairs
+)
 _INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
 # Arguments of operators among what comes into a backward, and what of it has a shape.
 INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")

@@ -80,6 +80,7 @@ OF_CALL = (
     Rules("over_cache", "over a cache", refused=_OF_TRAINING),
     Rules("block_table", "with a block_table", refused=_OF_TRAINING),
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
+    Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
     Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=_OF_TRAINING, given=_SCALES),
     Rules(

@@ -79,9 +79,9 @@ void check_capability(const char* name, const at::Tensor& tensor);
 void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& q,
                   const char* q_name = "q");
 
-// The tensor passes check_device() and has this dtype.
-void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
-                 const at::Tensor& q);
+// The tensor passes check_device() and has one of these dtypes.
+void check_place(const char* name, const at::Tensor& tensor,
+                 std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q);
 
 // The tensor passes check_place() and has this shape.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

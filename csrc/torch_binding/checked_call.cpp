@@ -12,6 +12,7 @@
 #include "torch_binding/check.h"
 #include "torch_binding/generated_rules.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/over_pairs.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -77,7 +78,7 @@ void check_cache_entries(const AttentionCall& call, std::int64_t batch) {
 // int32 (batch, max_pages), or of any number of rows where entries are chosen.
 void check_block_table(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& table = call.block_table;
-  check_place("block_table", table, at::kInt, call.q);
+  check_place("block_table", table, {at::kInt}, call.q);
   TORCH_CHECK_VALUE(table.dim() == 2, "block_table: must have 2 dimensions (batch, max_pages), ",
                     "got shape ", table.sizes());
   TORCH_CHECK_VALUE(call.cache_batch_idx.defined() || table.size(0) == batch,
@@ -118,8 +119,8 @@ void check_s_dmask(const AttentionCall& call) {
 
 // -- as kernels read it ---------------------------------------------------------------------------
 
-AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch) {
-  AttentionCall call = with_checked_masks(std::move(given), pass);
+AttentionCall as_kernels_read(AttentionCall given, std::int64_t batch) {
+  AttentionCall call = with_contiguous_masks(std::move(given));
   if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
   call.softmax_scale = softmax_scale_of(call);
   call.softcap = std::max(0.0f, static_cast<float>(call.softcap));
@@ -202,6 +203,7 @@ AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* n
 
 AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames* given_names) {
   const ArgumentNames& names = given_names == nullptr ? names_of(call) : *given_names;
+  call = with_lists_of(pass, std::move(call));
   check_numbers(call, names);
   check_rules_of_call(call, names);
   if (reads_in_place(call)) {
@@ -217,10 +219,12 @@ AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames*
   if (reads_in_place(call)) check_capacity(call);
   if (call.origin.defined()) check_rows_with_origin(call);
   check_arrays(call, names);
+  check_pairs(call, names);
+  check_bits_of_lists(call);
   check_s_dmask(call);
   is_fp8(call) ? check_e4m3(call, names) : check_16_bits(call);
   if (call.over_cache) check_append(call, batch);
-  return as_kernels_read(std::move(call), pass, batch);
+  return as_kernels_read(std::move(call), batch);
 }
 
 AttentionCall with_kernel_layouts(AttentionCall call) {

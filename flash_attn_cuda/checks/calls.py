@@ -53,9 +53,7 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
         _check_new_keys(call)
         _check_rotary(call)
         _check_length_of_all(call)
-    extent = extent_of(call)
-    masks.check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
-    masks.check_bias("bias", call.bias, extent, call.q)
+    masks.check_over_pairs(call, extent_of(call))
     if is_padded and not call.over_cache:
         tensors.check_cuda_head_dims(call.q, call.v)
 

@@ -202,12 +202,20 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
     check_like("rng_state", rng_state, (2,), torch.int64, q)
 
 
-def check_place(name: str, tensor: Any, dtype: torch.dtype, q: Tensor, q_name: str = "q") -> None:
-    """Raise unless `tensor` has this dtype and lies on the device of q."""
+def check_place(
+    name: str,
+    tensor: Any,
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    q: Tensor,
+    q_name: str = "q",
+) -> None:
+    """Raise unless `tensor` has one of these dtypes and lies on the device of q."""
     check_tensor(name, tensor)
     check_device(name, tensor, q, q_name)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+    allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if tensor.dtype not in allowed:
+        text = " or ".join(dict.fromkeys(map(str, allowed)))
+        raise TypeError(f"{name}: dtype must be {text}, got {tensor.dtype}")
 
 
 def check_like(

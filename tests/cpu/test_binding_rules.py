@@ -117,21 +117,17 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "table": ({"block_table": integers(1)}, "block_table: must have 2 dimensions"),
 }
 OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
-    "bits alone": (
-        {"mask_bits": zeros(1, 1, 3, 4, dtype=torch.int32)},
-        "mask_bits: must be None without lists of blocks, got shape [1, 1, 3, 4]",
-    ),
     "lists": (
         {"block_columns": zeros(1, 1, 1, 4, dtype=torch.int32)},
-        "block_columns: must have shape (2 or 1, 4 or 1, 1, 3), got [1, 1, 1, 4]",
+        "block_columns: must have shape (2 or 1, 4 or 1, 1, 3), got (1, 1, 1, 4)",
     ),
     "bits": (
         {**LISTS, "mask_bits": zeros(1, 1, 2, 4, dtype=torch.int32)},
-        "mask_bits: must have shape (2 or 1, 4 or 1, 3 or more, 4), got [1, 1, 2, 4]",
+        "mask_bits: must have shape (2 or 1, 4 or 1, 3, 4), got (1, 1, 2, 4)",
     ),
     "bias": (
         {"bias": zeros(2, 3, 3, 10)},
-        "bias: must have shape (2 or 1, 4 or 1, 3 or 1, 10), got [2, 3, 3, 10]",
+        "bias: must have shape (2 or 1, 4 or 1, 3 or 1, 10), got (2, 3, 3, 10)",
     ),
     "slopes": (
         {"alibi_slopes": zeros(3, dtype=torch.float32)},
