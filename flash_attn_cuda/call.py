@@ -113,7 +113,8 @@ class AttentionCall:
     # (2,), int64: a forward's seed and offset; None: drawn
     rng_state: Tensor | None = argument(None, part="forward")
     cu_seqlens_q: Tensor | None = argument(None)  # (B + 1,); lengths and indices are int32
-    cu_seqlens_k: Tensor | None = argument(None)  # (B + 1,); of pages the lengths alone, or None
+    # of pages the lengths alone, or None
+    cu_seqlens_k: Tensor | None = argument(None, shape="(1 + B,)")
     seqused_q: Tensor | None = argument(None, shape="(B,)")
     # of a cache before anything is appended
     seqused_k: Tensor | None = argument(None, shape="(B,)", name_of_cache="cache_seqlens")
@@ -143,8 +144,8 @@ class AttentionCall:
     # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
     k_new: Tensor | None = argument(None, part="append", name_of_cache="k")
     v_new: Tensor | None = argument(None, part="append", name_of_cache="v")
-    # (B + 1,); None for packed ones: cu_seqlens_q
-    cu_seqlens_k_new: Tensor | None = argument(None, part="append")
+    # None for packed ones: cu_seqlens_q
+    cu_seqlens_k_new: Tensor | None = argument(None, shape="(1 + B,)", part="append")
     rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = argument(None, part="append")
     rotary_interleaved: bool = argument(True, part="append")

@@ -53,14 +53,9 @@ std::int64_t checked_batch(const AttentionCall& call) {
   return checked_num_sequences("cu_seqlens_q", call.cu_seqlens_q, call.q);
 }
 
-void check_packed_keys(const AttentionCall& call, std::int64_t batch) {
-  if (!call.cu_seqlens_k.defined()) {
-    require(is_paged(call) && call.seqused_k.defined(), "cu_seqlens_k: must be given, got None");
-    return;
-  }
-  const std::int64_t batch_k = checked_num_sequences("cu_seqlens_k", call.cu_seqlens_k, call.q);
-  TORCH_CHECK_VALUE(batch_k == batch, "cu_seqlens_k: must have as many entries as cu_seqlens_q (",
-                    batch + 1, "), got ", batch_k + 1);
+void check_packed_keys(const AttentionCall& call) {
+  require(call.cu_seqlens_k.defined() || (is_paged(call) && call.seqused_k.defined()),
+          "cu_seqlens_k: must be given, got None");
 }
 
 void check_cache_entries(const AttentionCall& call, std::int64_t batch) {
@@ -214,7 +209,7 @@ AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames*
   if (call.over_cache)
     check_cache_entries(call, batch);
   else if (is_packed(call))
-    check_packed_keys(call, batch);
+    check_packed_keys(call);
   if (is_paged(call)) check_block_table(call, batch);
   if (reads_in_place(call)) check_capacity(call);
   if (call.origin.defined()) check_rows_with_origin(call);

@@ -94,7 +94,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     if call.over_cache:
         _check_entries(call, rows)
     elif is_packed:
-        _check_packed_keys(call, names, batch)
+        _check_packed_keys(call, names)
     else:
         _check_one_length(call, names)
     _check_arrays(call, names, batch)
@@ -128,7 +128,12 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
     """Arrays whose shape and dtype the declaration says."""
-    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2], "Hk": call.k.shape[-2]}
+    sizes: dict[Any, int] = {
+        "B": batch,
+        "1 + B": 1 + batch,
+        "Hq": call.q.shape[-2],
+        "Hk": call.k.shape[-2],
+    }
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
     dtypes["lse"] = call.lse_dtype()
     for name, shapes, dtype in ARRAYS:
@@ -150,15 +155,10 @@ def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list
     return made
 
 
-def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
-    if call.cu_seqlens_k is None and call.block_table is not None and call.seqused_k is not None:
-        return
-    entries = lengths.check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)
-    if entries != batch + 1:
-        raise ValueError(
-            f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
-            f"({batch + 1}), got {entries}"
-        )
+def _check_packed_keys(call: AttentionCall, names: Names) -> None:
+    """Their lengths are given."""
+    if call.block_table is None or call.seqused_k is None:
+        tensors.check_tensor(names.cu_seqlens_k, call.cu_seqlens_k)
 
 
 def _check_one_length(call: AttentionCall, names: Names) -> None:
@@ -205,27 +205,16 @@ def _check_new_keys(call: AttentionCall) -> None:
     if call.seqused_k is None and call.seqlen_k is None:
         raise ValueError("cache_seqlens: must be given with k, got None")
     layout = tensors.DENSE_LAYOUT if bounds is None else tensors.PACKED_LAYOUT
-    for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
-        heads, head_dim = cache.shape[-2:]
-        tensors.check_tensor(name, tensor)
-        if call.appends_fp8():
-            tensors.check_like(name, tensor, tensor.shape, E4M3, q)
-        else:
-            tensors.check_device_and_dtype(name, tensor, q)
-        dims = layout.count(",") + 1
-        if tensor.dim() != dims or tensor.shape[-2] != heads or tensor.shape[-1] != head_dim:
-            raise ValueError(
-                f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
-                f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
-            )
-        tensors.check_may_be_written(f"{name}_cache", cache)
-    tensors.check_values_like("v", v, "k", k)
-    if bounds is not None:
-        lengths.check_cu_seqlens("cu_seqlens_k_new", bounds, q)
-        tensors.check_like("cu_seqlens_k_new", bounds, (call.batch() + 1,), torch.int32, q)
-    elif k.shape[0] != call.batch():
-        raise ValueError(f"k: batch must be that of q ({call.batch()}), got {k.shape[0]}")
-    elif isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
+    tensors.check_tensor("k", k)
+    tensors.check_dims("k", k, layout)
+    dtype = E4M3 if call.appends_fp8() else q.dtype
+    rows = (call.batch(), k.shape[1]) if bounds is None else k.shape[:1]
+    heads, head_dim = call.k.shape[-2:]
+    tensors.check_like("k", k, (*rows, heads, head_dim), dtype, q)
+    tensors.check_like("v", v, (*rows, heads, call.v.shape[-1]), dtype, q)
+    for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
+        tensors.check_may_be_written(name, cache)
+    if bounds is None and isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
         raise ValueError(
             f"k: must fit the cache, which holds {call.capacity()} rows of a sequence, "
             f"got {k.shape[1]}"
@@ -236,19 +225,13 @@ def _check_rotary(call: AttentionCall) -> None:
     cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
     if cos is None or sin is None:
         return
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        tensors.check_tensor(name, table)
-        tensors.check_device_and_dtype(name, table, q)
-        if table.dim() != 2 or not 2 <= 2 * table.shape[1] <= q.shape[-1]:
-            raise ValueError(
-                f"{name}: must have shape (seqlen_rotary, rotary_dim / 2), with rotary_dim from 2 "
-                f"to head_dim ({q.shape[-1]}), got {tuple(table.shape)}"
-            )
-    if sin.shape != cos.shape:
+    tensors.check_place("rotary_cos", cos, q.dtype, q)
+    if cos.dim() != 2 or not 2 <= 2 * cos.shape[1] <= q.shape[-1]:
         raise ValueError(
-            f"rotary_sin: must have the shape of rotary_cos, {tuple(cos.shape)}, "
-            f"got {tuple(sin.shape)}"
+            "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 "
+            f"to head_dim ({q.shape[-1]}), got {tuple(cos.shape)}"
         )
+    tensors.check_like("rotary_sin", sin, cos.shape, q.dtype, q)
 
 
 def check_out(call: AttentionCall) -> None:

@@ -19,13 +19,12 @@ MOST_FIRST = 2**30
 ORIGIN_STEP = 16  # queries and keys that dropout decides about together
 
 
-def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
-    """Raise unless `tensor` is (batch + 1,), int32, on the device of q; returns its entries."""
+def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> None:
+    """Raise unless `tensor` is (batch + 1,), int32, on the device of q."""
     check_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.shape[0] < 1:
         raise ValueError(f"{name}: must have shape (batch + 1,), got {tuple(tensor.shape)}")
     check_place(name, tensor, torch.int32, q)
-    return tensor.shape[0]
 
 
 def check_block_table(

@@ -254,6 +254,15 @@ def check_cuda_head_dims(q: Tensor, v: Tensor) -> None:
             )
 
 
+def check_dims(name: str, tensor: Tensor, layout: str) -> None:
+    """Raise unless `tensor` has the dimensions that the layout names."""
+    dims = layout.count(",") + 1
+    if tensor.dim() != dims:
+        raise ValueError(
+            f"{name}: must have {dims} dimensions {layout}, got shape {tuple(tensor.shape)}"
+        )
+
+
 def check_packed(name: str, tensor: Any, layout: str, packed: int) -> None:
     """Raise unless `tensor` has this layout, with `packed` tensors along the dimension before the
     last two.
@@ -353,11 +362,7 @@ def _check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype,
     check_tensor(name, tensor)
     if not is_compiling() and _functorch.is_batchedtensor(tensor):
         _check_is_mapped(name)
-    dims = layout.count(",") + 1
-    if tensor.dim() != dims:
-        raise ValueError(
-            f"{name}: must have {dims} dimensions {layout}, got shape {tuple(tensor.shape)}"
-        )
+    check_dims(name, tensor, layout)
     device = tensor.device.type
     if device not in ("cuda", "cpu", "meta"):
         raise ValueError(f"{name}: must be a CUDA or CPU tensor, got one on {tensor.device}")

@@ -57,18 +57,19 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "two dimensions": (
         {"k_new": zeros(2, 1), "v_new": zeros(2, 1)},
         "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, heads, "
-        "head_dim), got shape [2, 1]",
+        "head_dim), as with cu_seqlens_k_new, got shape [2, 1]",
     ),
     "bounds of keys that are not packed": (
         new_keys(1, cu_seqlens_k_new=integers(0, 1, 2)),
-        "k: must have 3 dimensions (total, heads, head_dim) with cu_seqlens_k_new, got shape",
+        "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, heads, "
+        "head_dim), as with cu_seqlens_k_new, got shape [2, 1, 2, 16]",
     ),
     "heads": (new_keys(1, heads=3), "k: must have shape (2, 1, 2, 16), got (2, 1, 3, 16)"),
     "values": (new_keys(1, head_dim_v=8), "v: must have shape (2, 1, 2, 16), got (2, 1, 2, 8)"),
     "no bounds": (PACKED_KEYS, "cu_seqlens_k_new: must be given where k is packed, got None"),
     "bounds": (
         PACKED_KEYS | {"cu_seqlens_k_new": integers(0, 1)},
-        "cu_seqlens_k_new: must have 3 entries, got 2",
+        "cu_seqlens_k_new: must have shape (3,), got (2,)",
     ),
     "packed rows that kernels cannot number": (
         {name: zeros(1, 2, 16).expand(10**9 + 1, -1, -1) for name in ("k_new", "v_new")}
