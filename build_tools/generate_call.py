@@ -1,5 +1,5 @@
 """Writes the extension's form of flash_attn_cuda/call.py: a C++ struct for each of its dataclasses,
-functions over the fields that the declarations speak of, and the bounds that checks of both sides
+functions over the fields that the declarations speak of, and a bound that checks of both sides
 have. What is checked of them, generate_rules.py makes. The build of the extension calls it.
 
 python -m build_tools.generate_call   # prints it
@@ -19,10 +19,7 @@ from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"
 HEADER = "torch_binding/generated_call.h"  # as sources include it
-BOUNDS = {
-    "MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py",
-    "MAX_SPLITS": REPO / "flash_attn_cuda/checks/lengths.py",
-}
+BOUNDS = {"MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py"}
 
 # A tensor that is None is undefined; other optional values say whether they are there.
 CPP_TYPES = {

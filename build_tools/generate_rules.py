@@ -1,6 +1,6 @@
 """Writes the extension's checks of what both sides check alike: C++ functions of the tables of
-flash_attn_cuda/rules.py, and of the arrays whose shape and dtype flash_attn_cuda/call.py declares.
-The build of the extension calls it.
+flash_attn_cuda/rules.py, and of the arrays whose shape and dtype, and the numbers whose range,
+flash_attn_cuda/call.py declares. The build of the extension calls it.
 
 python -m build_tools.generate_rules   # prints it
 """
@@ -50,6 +50,14 @@ DTYPES = {
     "lse": "at::kFloat",
     "q": "call.q.scalar_type()",
     "bias": "call.bias.scalar_type()",
+}
+MORE = ("false", "false", "or_more", "or_more")  # dimensions over pairs that may be larger
+# Of a number's range: signs, and what holds of a value.
+BOUNDS = {"at_least": ">=", "at_most": "<=", "below": "<"}
+IN_FLOAT32 = {
+    "finite": "std::isfinite(static_cast<float>({0}))",
+    "normal": "{0} <= 0.0 || std::isnormal(static_cast<float>({0}))",
+    "": "",
 }
 
 
@@ -109,6 +117,16 @@ def function(name: str, told: tuple[str, str], body: Iterator[str]) -> Iterator[
     yield ""
 
 
+def ranges(fields: list[Field], writer: Writer) -> Iterator[str]:
+    for x in fields:
+        value = f"call.{x.name}" + (".value_or(0.0)" if "None" in x.type else "")
+        bounds = (f"{value} {BOUNDS[name]} {x.said[name]}" for name in BOUNDS if name in x.said)
+        holds = IN_FLOAT32[x.said.get("in_float32", "")].format(value) or " && ".join(bounds)
+        if holds:
+            must = TABLES["range_in_words"](x.said)
+            yield f'  require({holds}, {writer.name(x.name)}, "{must}", {value});'
+
+
 def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const at::Tensor& q = call.q;"
     yield "  const std::int64_t B = batch_of(call);"
@@ -116,7 +134,7 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const std::int64_t Hk = call.k.size(call.k.dim() - 2);"
     yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
     for x in fields:
-        if shape := x.said.get("shape"):
+        if (shape := x.said.get("shape")) and not x.said.get("over_pairs"):
             sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")
             given = f"{writer.name(x.name)}, call.{x.name}"
             dtype = DTYPES[x.said.get("dtype", "int32")]
@@ -124,6 +142,24 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
             check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
             yield f"  if (call.{x.name}.defined())"
             yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
+
+
+def arrays_over_pairs(fields: list[Field]) -> Iterator[str]:
+    yield "  const auto [B, Hq, Sq, Sk, Tq, Tk, or_more] = extent_of(call);"
+    for x in fields:
+        if x.said.get("over_pairs"):
+            names = x.said["shape"].strip("()").split(", ")
+            sizes = ", ".join(size_rule(*each) for each in zip(names, MORE, strict=True))
+            dtypes = ", ".join(DTYPES[each] for each in x.said.get("dtype", "int32").split(" or "))
+            yield f"  if (call.{x.name}.defined())"
+            given = f'"{x.name}", call.{x.name}'
+            yield f"    check_over_pairs({given}, {{{sizes}}}, {{{dtypes}}}, call.q);"
+
+
+def size_rule(name: str, or_more: str) -> str:
+    """Of "Sq?": {Sq, true, or_more}."""
+    or_one = str(name.endswith("?")).lower()
+    return f"{{{name.rstrip('?')}, {or_one}, {or_more}}}"
 
 
 def arrays_like(fields: list[Field], place: str) -> Iterator[str]:
@@ -149,7 +185,10 @@ def lines() -> Iterator[str]:
     yield "// build_tools/generate_rules.py."
     yield "#pragma once"
     yield ""
+    yield "#include <cmath>"
+    yield ""
     yield '#include "torch_binding/check.h"'
+    yield '#include "torch_binding/over_pairs.h"'
     yield '#include "torch_binding/to_params.h"'
     yield ""
     yield "namespace flash_attn_cuda::binding {"
@@ -158,8 +197,11 @@ def lines() -> Iterator[str]:
         writer = Writer(described, told)
         made = (line for table in tables for x in TABLES[table] for line in writer.rules(x))
         yield from function(name, told, made)
+    numbers = ranges(described[CALL[0]], Writer(described, CALL))
+    yield from function("check_numbers", CALL, numbers)
     arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
     yield from function("check_arrays", CALL, arrays)
+    yield from function("check_pairs", CALL, arrays_over_pairs(described[CALL[0]]))
     for told in (INCOMING, TANGENTS):
         body = arrays_like(described[told[0]], told[1])
         yield from function(f"check_arrays_of_{told[1]}", told, body)

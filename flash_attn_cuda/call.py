@@ -41,7 +41,10 @@ class Argument(NamedTuple):
     is_strided: kernels read that array by its strides, not as a plain one.
     is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
-    over_pairs: (B|1, Hq|1, queries or tiles of them, keys or tiles of them).
+    over_pairs: of queries and keys: what has "?" behind it may be 1. Sq and Sk are
+    the lengths, of packed sequences the bounds, or more; Tq and Tk tiles of them.
+    at_least, at_most, below: the range of a number.
+    in_float32: what a number is there: "finite", or "normal" where it is above 0.
     """
 
     part: str = ""
@@ -53,6 +56,10 @@ class Argument(NamedTuple):
     is_in_lse: bool = False
     over_pairs: bool = False
     is_strided: bool = False
+    at_least: int | None = None
+    at_most: int | None = None
+    below: int | None = None
+    in_float32: str = ""
 
     def shapes(self) -> tuple[tuple[str | int, ...], ...]:
         """That the array may have: sizes such as "B" or 4, or "tokens" for those of k's rows."""
@@ -85,17 +92,19 @@ class AttentionCall:
     q: Tensor = argument(has_gradient=True)
     k: Tensor = argument(has_gradient=True, name_of_cache="k_cache")
     v: Tensor = argument(has_gradient=True, name_of_cache="v_cache")
-    dropout_p: float = argument(0.0)
-    softmax_scale: float | None = argument(None)  # default_softmax_scale(D)
+    dropout_p: float = argument(0.0, at_least=0, below=1)
+    # default_softmax_scale(D)
+    softmax_scale: float | None = argument(None, in_float32="finite")
     causal: bool = argument(False)
     window_size_left: int = argument(-1)  # negative: none
     window_size_right: int = argument(-1)
-    softcap: float = argument(0.0)  # zero or negative: off
+    softcap: float = argument(0.0, in_float32="normal")  # zero or negative: off
     alibi_slopes: Tensor | None = argument(
         None, shape="(Hq,) | (B, Hq)", dtype="fp32", is_strided=True
     )
-    # (B|1, Hq|1, Sq|1, Sk), of q's dtype or fp32
-    bias: Tensor | None = argument(None, has_gradient=True, over_pairs=True)
+    bias: Tensor | None = argument(
+        None, shape="(B?, Hq?, Sq?, Sk)", dtype="q or fp32", has_gradient=True, over_pairs=True
+    )
     # exp(sink) joins the denominator of every softmax of its head
     sink: Tensor | None = argument(
         None, shape="(Hq,)", dtype="lse", has_gradient=True, is_in_lse=True
@@ -104,7 +113,8 @@ class AttentionCall:
     # (2,), int64: a forward's seed and offset; None: drawn
     rng_state: Tensor | None = argument(None, part="forward")
     cu_seqlens_q: Tensor | None = argument(None)  # (B + 1,); lengths and indices are int32
-    cu_seqlens_k: Tensor | None = argument(None)  # (B + 1,); of pages the lengths alone, or None
+    # of pages the lengths alone, or None
+    cu_seqlens_k: Tensor | None = argument(None, shape="(1 + B,)")
     seqused_q: Tensor | None = argument(None, shape="(B,)")
     # of a cache before anything is appended
     seqused_k: Tensor | None = argument(None, shape="(B,)", name_of_cache="cache_seqlens")
@@ -114,17 +124,18 @@ class AttentionCall:
     # first_q and keys from first_k, multiples of 16; window and ALiBi have shift, clamped to
     # +-2^30, instead of seqlen_k - seqlen_q, and window sizes from 2^29 on are none.
     origin: Tensor | None = argument(None, shape="(B, 4)")
-    max_seqlen_q: int = argument(0)  # of packed sequences, upper bounds; 0: not known
-    max_seqlen_k: int = argument(0)
+    # of packed sequences, upper bounds; 0: not known
+    max_seqlen_q: int = argument(0, at_least=0)
+    max_seqlen_k: int = argument(0, at_least=0)
     block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
-    # (B|1, Hq|1, Tq, 2 + Tk), which a forward reads, and its derivative in a direction (masks/)
-    block_rows: Tensor | None = argument(None, over_pairs=True)
-    # (B|1, Hq|1, Tk, 2 + Tq), which a backward reads
-    block_columns: Tensor | None = argument(None, over_pairs=True)
-    mask_bits: Tensor | None = argument(None, over_pairs=True)  # (B|1, Hq|1, Sq, 4 * Tk)
+    # which a forward reads, and its derivative in a direction (masks/)
+    block_rows: Tensor | None = argument(None, shape="(B?, Hq?, Tq, 2 + Tk)", over_pairs=True)
+    # which a backward reads
+    block_columns: Tensor | None = argument(None, shape="(B?, Hq?, Tk, 2 + Tq)", over_pairs=True)
+    mask_bits: Tensor | None = argument(None, shape="(B?, Hq?, Sq, 4 * Tk)", over_pairs=True)
     return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
     # 0: chosen, for pages and caches; others are not split
-    num_splits: int = argument(0, part="forward")
+    num_splits: int = argument(0, at_least=0, at_most=256, part="forward")
     batch_invariant: bool = argument(False, part="forward")
     over_cache: bool = argument(False, part="cache")
     cache_batch_idx: Tensor | None = argument(None, shape="(B,)", part="cache")
@@ -133,8 +144,8 @@ class AttentionCall:
     # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
     k_new: Tensor | None = argument(None, part="append", name_of_cache="k")
     v_new: Tensor | None = argument(None, part="append", name_of_cache="v")
-    # (B + 1,); None for packed ones: cu_seqlens_q
-    cu_seqlens_k_new: Tensor | None = argument(None, part="append")
+    # None for packed ones: cu_seqlens_q
+    cu_seqlens_k_new: Tensor | None = argument(None, shape="(1 + B,)", part="append")
     rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None = argument(None, part="append")
     rotary_interleaved: bool = argument(True, part="append")
@@ -151,7 +162,8 @@ class AttentionCall:
     # scales of new keys and values are made of them, and written into k_descale and v_descale
     quantizes_tokens: bool = argument(False, part="append")
     fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
-    sm_margin: int = argument(0)  # multiprocessors that the kernels of Hopper's family leave
+    # multiprocessors that the kernels of Hopper's family leave
+    sm_margin: int = argument(0, at_least=0)
     # of out, what rounding takes from it (rounding.py), for a backward; where autograd records a
     # call, of its own accord
     keeps_rounding: bool = argument(False, part="forward")
@@ -395,8 +407,12 @@ DIFFERENTIABLE = _names(lambda said: said.has_gradient)
 # Of a call over e4m3, what its backward refuses the gradients of.
 WITH_SCALES = (*DIFFERENTIABLE, "q_descale", "k_descale", "v_descale")
 OVER_PAIRS = _names(lambda said: said.over_pairs)
+# Numbers that have a range.
+RANGES = _names(lambda said: said.at_least is not None or said.in_float32 != "")
 # (name, shapes, dtype) of what is checked by its declaration alone.
-ARRAYS = tuple((name, x.shapes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape)
+ARRAYS = tuple(
+    (name, x.shapes(), x.dtype) for name, x in ARGUMENTS.items() if x.shape and not x.over_pairs
+)
 _INCOMING: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Incoming)}
 # Arguments of operators among what comes into a backward, and what of it has a shape.
 INCOMING = tuple(name for name, said in _INCOMING.items() if said.part == "")

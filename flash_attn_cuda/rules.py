@@ -2,14 +2,15 @@
 
 A rule has one line here. checks/rules.py interprets it for the CPU, compilers and transforms;
 build_tools/generate_call.py makes the extension's C++ of it, with the same words and the same
-exceptions. Shapes and dtypes of arrays stand with the fields (call.py).
+exceptions. Shapes and dtypes of arrays and ranges of numbers stand with the fields (call.py).
 
 This file imports nothing of the package: a build reads it before torch is there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 E4M3 = "torch.float8_e4m3fn"
 WANTED = "in a call whose gradients are wanted"
@@ -52,6 +53,19 @@ KNOWN = {
 
 NUMBERS = ("dropout_p",)  # which are off at 0
 
+IN_FLOAT32 = {"finite": "finite in float32", "normal": "off (0) or a normal number in float32"}
+
+
+def range_in_words(said: Mapping[str, Any]) -> str:
+    """What a number must be, of what its field's argument() says."""
+    least, most, below = (said.get(x) for x in ("at_least", "at_most", "below"))
+    if kind := said.get("in_float32"):
+        return IN_FLOAT32[kind]
+    if most is not None:
+        return f"from {least} to {most}"
+    return f"at least {least}" + ("" if below is None else f" and below {below}")
+
+
 # What calls alone have that a backward follows.
 _OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin")
 _OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table")
@@ -66,6 +80,7 @@ OF_CALL = (
     Rules("over_cache", "over a cache", refused=_OF_TRAINING),
     Rules("block_table", "with a block_table", refused=_OF_TRAINING),
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
+    Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
     Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=_OF_TRAINING, given=_SCALES),
     Rules(

@@ -29,14 +29,8 @@ void check_may_be_written(const char* name, const at::Tensor& cache) {
                     cache.strides());
 }
 
-void check_packed_new_keys(const AttentionCall& call, std::int64_t batch) {
-  const at::Tensor& bounds = call.cu_seqlens_k_new;
-  if (bounds.defined()) {
-    const std::int64_t sequences = checked_num_sequences("cu_seqlens_k_new", bounds, call.q);
-    TORCH_CHECK_VALUE(sequences == batch, "cu_seqlens_k_new: must have ", batch + 1,
-                      " entries, got ", sequences + 1);
-    return;
-  }
+void check_packed_new_keys(const AttentionCall& call) {
+  if (call.cu_seqlens_k_new.defined()) return;
   require(is_packed(call), "cu_seqlens_k_new: must be given where k is packed, got None");
   TORCH_CHECK_VALUE(call.k_new.size(0) == call.q.size(0), "k: must have as many rows as q (",
                     call.q.size(0), ") without cu_seqlens_k_new, got ", call.k_new.size(0));
@@ -53,14 +47,11 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& q = call.q;
   const at::Tensor& k = call.k_new;
   const at::Tensor& v = call.v_new;
-  const at::Tensor& bounds = call.cu_seqlens_k_new;
   if (!k.defined()) return;
   const bool are_packed = has_packed_new_keys(call);
-  TORCH_CHECK_VALUE(are_packed || k.dim() == 4, "k: must have 4 dimensions (batch, seqlen, heads, ",
-                    "head_dim), or 3 (total, heads, head_dim), got shape ", k.sizes());
-  TORCH_CHECK_VALUE(are_packed || !bounds.defined(),
-                    "k: must have 3 dimensions (total, heads, head_dim) with cu_seqlens_k_new, ",
-                    "got shape ", k.sizes());
+  TORCH_CHECK_VALUE(are_packed || (k.dim() == 4 && !call.cu_seqlens_k_new.defined()),
+                    "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, ",
+                    "heads, head_dim), as with cu_seqlens_k_new, got shape ", k.sizes());
   const std::int64_t heads = call.k.size(2);
   const std::int64_t head_dim = call.k.size(3);
   const at::ScalarType dtype = appends_fp8(call) ? at::kFloat8_e4m3fn : q.scalar_type();
@@ -68,7 +59,7 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
     check_like("k", k, {batch, k.size(1), heads, head_dim}, dtype, q);
   } else {
     check_like("k", k, {k.size(0), heads, head_dim}, dtype, q);
-    check_packed_new_keys(call, batch);
+    check_packed_new_keys(call);
   }
   check_like("v", v, with_columns(k.sizes(), call.v.size(3)), dtype, q);
   check_rows("k", are_packed ? k.size(0) : batch * k.size(1), are_packed ? max_keys : max_size);

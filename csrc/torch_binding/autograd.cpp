@@ -19,6 +19,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/functions.h"
+#include "torch_binding/generated_rules.h"
 #include "torch_binding/kept_call.h"
 #include "torch_binding/to_params.h"
 
@@ -370,7 +371,8 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                       .num_splits = 1};
   check_inputs(given);
   check_16_bits(given);
-  given.softmax_scale = checked_softmax_scale(given);
+  check_numbers(given, names_of_fields);
+  given.softmax_scale = softmax_scale_of(given);
   check_no_forward_gradients(given);
   Results results = differentiable(given, with_kernel_layouts(given), records(given), returns_lse);
   return {std::move(results.out), if_defined(results.softmax_lse)};

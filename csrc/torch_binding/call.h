@@ -20,6 +20,9 @@ namespace flash_attn_cuda::binding {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Which lists of blocks a call needs.
+enum class Pass { forward, backward, both };
+
 inline bool is_packed(const AttentionCall& call) { return call.cu_seqlens_q.defined(); }
 inline bool is_paged(const AttentionCall& call) { return call.block_table.defined(); }
 inline bool drops(const AttentionCall& call) { return call.dropout_p > 0.0; }

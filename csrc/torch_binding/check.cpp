@@ -13,10 +13,14 @@ namespace {
 constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::FuncTorchGradWrapper,
                                         c10::DispatchKey::FuncTorchBatched});
 
-std::string any_of(std::initializer_list<at::IntArrayRef> shapes) {
+bool is_given(at::IntArrayRef shape) { return !shape.empty(); }
+bool is_given(at::ScalarType /*dtype*/) { return true; }
+
+template <class Allowed>
+std::string any_of(std::initializer_list<Allowed> allowed) {
   std::string text;
-  for (const at::IntArrayRef shape : shapes) {
-    if (!shape.empty()) text += (text.empty() ? "" : " or ") + in_python(shape);
+  for (const Allowed& each : allowed) {
+    if (is_given(each)) text += (text.empty() ? "" : " or ") + in_python(each);
   }
   return text;
 }
@@ -75,16 +79,17 @@ void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& 
                     " (", q.device(), "), got ", tensor.device());
 }
 
-void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
-                 const at::Tensor& q) {
+void check_place(const char* name, const at::Tensor& tensor,
+                 std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q) {
   check_device(name, tensor, q);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": dtype must be ", in_python(dtype),
-                   ", got ", in_python(tensor.scalar_type()));
+  const bool fits = std::ranges::find(dtypes, tensor.scalar_type()) != dtypes.end();
+  TORCH_CHECK_TYPE(fits, name, ": dtype must be ", any_of(dtypes), ", got ",
+                   in_python(tensor.scalar_type()));
 }
 
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, const at::Tensor& q) {
-  check_place(name, tensor, dtype, q);
+  check_place(name, tensor, {dtype}, q);
   TORCH_CHECK_VALUE(tensor.sizes() == shape, name, ": must have shape ", in_python(shape), ", got ",
                     in_python(tensor.sizes()));
 }
@@ -92,7 +97,7 @@ void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shap
 void check_strided(const char* name, const at::Tensor& tensor,
                    std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
                    const at::Tensor& q) {
-  check_place(name, tensor, dtype, q);
+  check_place(name, tensor, {dtype}, q);
   const bool fits = std::ranges::any_of(
       shapes, [&](at::IntArrayRef shape) { return !shape.empty() && tensor.sizes() == shape; });
   TORCH_CHECK_VALUE(fits, name, ": must have shape ", any_of(shapes), ", got ",
@@ -127,7 +132,7 @@ void check_read_in_place(const char* name, const at::Tensor& tensor) {
 
 std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
                                    const at::Tensor& q) {
-  check_place(name, cu_seqlens, at::kInt, q);
+  check_place(name, cu_seqlens, {at::kInt}, q);
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, name,
                     ": must have shape (batch + 1,), got ", cu_seqlens.sizes());
   TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), name, ": must be contiguous, got strides ",

@@ -46,7 +46,12 @@ struct Where {
 [[noreturn]] void raise_not_implemented(const char* name, const char* must, const Where& where,
                                         const std::string& got);
 
-// The same of an argument, which `must` be something where a fact holds (generated_rules.h).
+// The same of an argument, which `must` be something, maybe where a fact holds
+// (generated_rules.h).
+template <class Got>
+void require(bool holds, const char* name, const char* must, const Got& got) {
+  TORCH_CHECK_VALUE(holds, name, ": must be ", must, ", got ", got);
+}
 template <class Got>
 void require(bool holds, const char* name, const char* must, const Where& where, const Got& got) {
   if (!holds) raise_value_error(name, must, where, c10::str(got));
@@ -74,9 +79,9 @@ void check_capability(const char* name, const at::Tensor& tensor);
 void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& q,
                   const char* q_name = "q");
 
-// The tensor passes check_device() and has this dtype.
-void check_place(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
-                 const at::Tensor& q);
+// The tensor passes check_device() and has one of these dtypes.
+void check_place(const char* name, const at::Tensor& tensor,
+                 std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q);
 
 // The tensor passes check_place() and has this shape.
 void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

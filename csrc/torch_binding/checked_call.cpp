@@ -12,6 +12,7 @@
 #include "torch_binding/check.h"
 #include "torch_binding/generated_rules.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/over_pairs.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -47,27 +48,14 @@ void check_head_dim(const char* name, const char* dimension, std::int64_t size, 
 
 // -- lengths --------------------------------------------------------------------------------------
 
-// Whether it is an upper bound of lengths, device memory tells alone.
-void check_max_seqlen(const char* name, std::int64_t max_seqlen) {
-  TORCH_CHECK_VALUE(max_seqlen >= 0, name, ": must not be negative, got ", max_seqlen);
-}
-
 std::int64_t checked_batch(const AttentionCall& call) {
   if (!is_packed(call)) return call.q.size(0);
-  const std::int64_t batch = checked_num_sequences("cu_seqlens_q", call.cu_seqlens_q, call.q);
-  check_max_seqlen("max_seqlen_q", call.max_seqlen_q);
-  return batch;
+  return checked_num_sequences("cu_seqlens_q", call.cu_seqlens_q, call.q);
 }
 
-void check_packed_keys(const AttentionCall& call, std::int64_t batch) {
-  check_max_seqlen("max_seqlen_k", call.max_seqlen_k);
-  if (!call.cu_seqlens_k.defined()) {
-    require(is_paged(call) && call.seqused_k.defined(), "cu_seqlens_k: must be given, got None");
-    return;
-  }
-  const std::int64_t batch_k = checked_num_sequences("cu_seqlens_k", call.cu_seqlens_k, call.q);
-  TORCH_CHECK_VALUE(batch_k == batch, "cu_seqlens_k: must have as many entries as cu_seqlens_q (",
-                    batch + 1, "), got ", batch_k + 1);
+void check_packed_keys(const AttentionCall& call) {
+  require(call.cu_seqlens_k.defined() || (is_paged(call) && call.seqused_k.defined()),
+          "cu_seqlens_k: must be given, got None");
 }
 
 void check_cache_entries(const AttentionCall& call, std::int64_t batch) {
@@ -85,7 +73,7 @@ void check_cache_entries(const AttentionCall& call, std::int64_t batch) {
 // int32 (batch, max_pages), or of any number of rows where entries are chosen.
 void check_block_table(const AttentionCall& call, std::int64_t batch) {
   const at::Tensor& table = call.block_table;
-  check_place("block_table", table, at::kInt, call.q);
+  check_place("block_table", table, {at::kInt}, call.q);
   TORCH_CHECK_VALUE(table.dim() == 2, "block_table: must have 2 dimensions (batch, max_pages), ",
                     "got shape ", table.sizes());
   TORCH_CHECK_VALUE(call.cache_batch_idx.defined() || table.size(0) == batch,
@@ -115,43 +103,28 @@ void check_rows_with_origin(const AttentionCall& call) {
                     max_seqlen_with_origin, " rows, got ", rows);
 }
 
-// -- scores and numbers ---------------------------------------------------------------------------
-
-float checked_softcap(double softcap) {
-  if (softcap <= 0.0) return 0.0f;
-  const float cap = static_cast<float>(softcap);
-  // Scores are divided by it.
-  TORCH_CHECK_VALUE(std::isnormal(cap), "softcap: must be off (0) or a normal number in float32, ",
-                    "got ", softcap);
-  return cap;
-}
-
-void check_numbers(const AttentionCall& call, const ArgumentNames& names) {
+// Kernels number the pairs of probabilities that a call returns.
+void check_s_dmask(const AttentionCall& call) {
   const std::int64_t longest = std::max(call.max_seqlen_q, call.max_seqlen_k);
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_s_dmask(call) || longest <= max_size,
                               "return_softmax: must be False where max_seqlen_q or max_seqlen_k is "
                               "above ",
                               max_size, " (", longest, "), got True");
-  TORCH_CHECK_VALUE(call.dropout_p >= 0.0 && call.dropout_p < 1.0, names.dropout_p,
-                    ": must be at least 0 and below 1, got ", call.dropout_p);
-  TORCH_CHECK_VALUE(call.num_splits >= 0 && call.num_splits <= max_splits,
-                    "num_splits: must be from 0, for automatic, to ", max_splits, ", got ",
-                    call.num_splits);
 }
 
 // -- as kernels read it ---------------------------------------------------------------------------
 
-AttentionCall as_kernels_read(AttentionCall given, Pass pass, std::int64_t batch) {
-  AttentionCall call = with_checked_masks(std::move(given), pass);
+AttentionCall as_kernels_read(AttentionCall given, std::int64_t batch) {
+  AttentionCall call = with_contiguous_masks(std::move(given));
   if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
-  call.softmax_scale = checked_softmax_scale(call);
-  call.softcap = checked_softcap(call.softcap);
+  call.softmax_scale = softmax_scale_of(call);
+  call.softcap = std::max(0.0f, static_cast<float>(call.softcap));
   const Window window = window_of(call);
   call.window_size_left = window.left;
   call.window_size_right = window.right;
   // A packed batch fills the device without splits; a cache, or pages, may be long.
   if (call.num_splits == 0 && !reads_in_place(call)) call.num_splits = 1;
-  call.sm_margin = std::clamp<std::int64_t>(call.sm_margin, 0, most_margin);
+  call.sm_margin = std::min(call.sm_margin, most_margin);
   // cu_seqlens_k of pages tells lengths, which seqused_k replaces, as in FlashAttention-2.
   if (call.over_cache || (is_paged(call) && call.seqused_k.defined())) call.cu_seqlens_k.reset();
   if (!has_packed_new_keys(call)) return call;
@@ -213,12 +186,9 @@ void check_16_bits(const AttentionCall& call) {
   check_dtype_of_q(names_of(call).v, call.v, call.q, /*may_be_e4m3=*/false);
 }
 
-float checked_softmax_scale(const AttentionCall& call) {
-  const std::int64_t head_dim = call.q.size(call.q.dim() - 1);
-  const double given = call.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
-  const float scale = static_cast<float>(given);
-  TORCH_CHECK_VALUE(std::isfinite(scale), "softmax_scale: must be finite in float32, got ", given);
-  return scale;
+float softmax_scale_of(const AttentionCall& call) {
+  const auto head_dim = static_cast<double>(call.q.size(call.q.dim() - 1));
+  return static_cast<float>(call.softmax_scale.value_or(1.0 / std::sqrt(head_dim)));
 }
 
 AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* names) {
@@ -228,6 +198,8 @@ AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* n
 
 AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames* given_names) {
   const ArgumentNames& names = given_names == nullptr ? names_of(call) : *given_names;
+  call = with_lists_of(pass, std::move(call));
+  check_numbers(call, names);
   check_rules_of_call(call, names);
   if (reads_in_place(call)) {
     check_read_in_place(names.k, call.k);
@@ -237,15 +209,17 @@ AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames*
   if (call.over_cache)
     check_cache_entries(call, batch);
   else if (is_packed(call))
-    check_packed_keys(call, batch);
+    check_packed_keys(call);
   if (is_paged(call)) check_block_table(call, batch);
   if (reads_in_place(call)) check_capacity(call);
   if (call.origin.defined()) check_rows_with_origin(call);
   check_arrays(call, names);
-  check_numbers(call, names);
+  check_pairs(call, names);
+  check_bits_of_lists(call);
+  check_s_dmask(call);
   is_fp8(call) ? check_e4m3(call, names) : check_16_bits(call);
   if (call.over_cache) check_append(call, batch);
-  return as_kernels_read(std::move(call), pass, batch);
+  return as_kernels_read(std::move(call), batch);
 }
 
 AttentionCall with_kernel_layouts(AttentionCall call) {

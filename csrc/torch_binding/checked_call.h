@@ -5,9 +5,6 @@
 
 namespace flash_attn_cuda::binding {
 
-// Which lists of blocks a call needs.
-enum class Pass { forward, backward, both };
-
 // The call with numbers as kernels use them, tensors that they read as plain arrays contiguous, and
 // q, k, v and new keys where they can address them; pages and caches stay where they are. Lengths
 // in device memory decide what is computed; max_seqlen_q may choose a kernel, and masks and biases
@@ -29,10 +26,7 @@ void check_16_bits(const AttentionCall& call);
 void check_e4m3(const AttentionCall& call, const ArgumentNames& names);
 
 // The scale, given or not, in the fp32 that kernels use.
-float checked_softmax_scale(const AttentionCall& call);
-
-// Raises unless lists, bits and bias fit the call. The result has those that the pass reads.
-AttentionCall with_checked_masks(AttentionCall call, Pass pass);
+float softmax_scale_of(const AttentionCall& call);
 
 // The call with q, k, v and new keys where kernels can address them.
 AttentionCall with_kernel_layouts(AttentionCall call);

@@ -15,13 +15,14 @@ namespace {
 
 void check_partials(const at::Tensor& out_partial, const at::Tensor& lse_partial) {
   check_cuda("out_partial", out_partial);
-  check_place("out_partial", out_partial, at::kFloat, out_partial);
+  check_place("out_partial", out_partial, {at::kFloat}, out_partial);
   TORCH_CHECK_VALUE(out_partial.dim() == 5, "out_partial: must have 5 dimensions (splits, batch, ",
                     "seqlen, heads, head_dim), got shape ", out_partial.sizes());
   check_sizes("out_partial", out_partial);
   TORCH_CHECK_VALUE(out_partial.size(4) >= 1, "out_partial: last dimension (head_dim) must be at ",
                     "least 1, got shape ", out_partial.sizes());
-  check_like("lse_partial", lse_partial, out_partial.sizes().slice(0, 4), at::kFloat, out_partial);
+  check_like("lse_partial", lse_partial, out_partial.sizes().slice(0, 4), {at::kFloat},
+             out_partial);
 }
 
 at::ScalarType checked_out_dtype(const OptionalTensor& out,

@@ -14,10 +14,12 @@ import torch
 
 from .. import rules
 from ..call import (
+    ARGUMENTS,
     ARRAYS,
     CACHE_NAMES,
     INCOMING_ARRAYS,
     NAMES,
+    RANGES,
     TANGENTS,
     TARGETS,
     Argument,
@@ -28,7 +30,7 @@ from ..call import (
 )
 from ..rounding import is_known
 from . import lengths, masks, tensors
-from .rules import check_rules, first_broken
+from .rules import check_in_range, check_rules, first_broken
 from .tensors import E4M3
 
 
@@ -43,36 +45,36 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
     `is_padded`: head dims are what CUDA kernels read, not what a public function pads.
     """
     names = names_of(call) if names is None else names
-    check_numbers(call)
+    check_numbers(call, names)
     _check_tensors(call, names)
     if call.rng_state is not None:
         tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
-    lengths.check_splits(call.num_splits)
-    lengths.check_sm_margin(call.sm_margin)
     if call.over_cache:
         _check_new_keys(call)
         _check_rotary(call)
         _check_length_of_all(call)
-    extent = extent_of(call)
-    masks.check_lists(call.block_rows, call.block_columns, call.mask_bits, extent, call.q)
-    masks.check_bias("bias", call.bias, extent, call.q)
+    masks.check_over_pairs(call, extent_of(call))
     if is_padded and not call.over_cache:
         tensors.check_cuda_head_dims(call.q, call.v)
 
 
-def check_numbers(call: AttentionCall) -> None:
+def check_numbers(call: AttentionCall, names: Names = NAMES) -> None:
     """Raise unless the numbers of a call are some that kernels compute with."""
-    scale, dropout_p, softcap = call.softmax_scale, call.dropout_p, call.softcap
-    if scale is not None and not isinstance(scale, torch.SymFloat):
-        tensors.check_number("softmax_scale", scale, "None or a number")
-        if not abs(scale) <= tensors.MAX_FLOAT32:
-            raise ValueError(f"softmax_scale: must be finite in float32, got {scale}")
-    tensors.check_number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: must be at least 0 and below 1, got {dropout_p}")
-    tensors.check_number("softcap", softcap)
-    if not (softcap <= 0.0 or tensors.MIN_FLOAT32 <= softcap <= tensors.MAX_FLOAT32):
-        raise ValueError(f"softcap: must be off (0) or a normal number in float32, got {softcap}")
+    if call.softmax_scale is not None:
+        tensors.check_number("softmax_scale", call.softmax_scale, "None or a number")
+    tensors.check_number("dropout_p", call.dropout_p)
+    tensors.check_number("softcap", call.softcap)
+    lengths.check_splits(call.num_splits)
+    check_sm_margin(call.sm_margin)
+    for name in RANGES:
+        check_in_range(getattr(names, name, name), getattr(call, name), ARGUMENTS[name])
+
+
+def check_sm_margin(sm_margin: Any) -> None:
+    """Raise unless sm_margin is a number of multiprocessors."""
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin: must be an integer, got {type(sm_margin).__name__}")
+    check_in_range("sm_margin", sm_margin, ARGUMENTS["sm_margin"])
 
 
 def _check_tensors(call: AttentionCall, names: Names) -> None:
@@ -87,13 +89,12 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     check_rules(rules.OF_CALL, names, call)
     if is_packed:
         lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
-        lengths.check_max_seqlen(names.max_seqlen_q, call.max_seqlen_q)
     batch = call.batch()
     rows = None if call.cache_batch_idx is not None else batch
     if call.over_cache:
         _check_entries(call, rows)
     elif is_packed:
-        _check_packed_keys(call, names, batch)
+        _check_packed_keys(call, names)
     else:
         _check_one_length(call, names)
     _check_arrays(call, names, batch)
@@ -127,7 +128,12 @@ def _check_written_scales(call: AttentionCall, names: Names) -> None:
 
 def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
     """Arrays whose shape and dtype the declaration says."""
-    sizes: dict[Any, int] = {"B": batch, "Hq": call.q.shape[-2], "Hk": call.k.shape[-2]}
+    sizes: dict[Any, int] = {
+        "B": batch,
+        "1 + B": 1 + batch,
+        "Hq": call.q.shape[-2],
+        "Hk": call.k.shape[-2],
+    }
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
     dtypes["lse"] = call.lse_dtype()
     for name, shapes, dtype in ARRAYS:
@@ -149,16 +155,10 @@ def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list
     return made
 
 
-def _check_packed_keys(call: AttentionCall, names: Names, batch: int) -> None:
-    lengths.check_max_seqlen(names.max_seqlen_k, call.max_seqlen_k)
-    if call.cu_seqlens_k is None and call.block_table is not None and call.seqused_k is not None:
-        return
-    entries = lengths.check_cu_seqlens(names.cu_seqlens_k, call.cu_seqlens_k, call.q)
-    if entries != batch + 1:
-        raise ValueError(
-            f"{names.cu_seqlens_k}: must have as many entries as {names.cu_seqlens_q} "
-            f"({batch + 1}), got {entries}"
-        )
+def _check_packed_keys(call: AttentionCall, names: Names) -> None:
+    """Their lengths are given."""
+    if call.block_table is None or call.seqused_k is None:
+        tensors.check_tensor(names.cu_seqlens_k, call.cu_seqlens_k)
 
 
 def _check_one_length(call: AttentionCall, names: Names) -> None:
@@ -205,27 +205,16 @@ def _check_new_keys(call: AttentionCall) -> None:
     if call.seqused_k is None and call.seqlen_k is None:
         raise ValueError("cache_seqlens: must be given with k, got None")
     layout = tensors.DENSE_LAYOUT if bounds is None else tensors.PACKED_LAYOUT
-    for name, tensor, cache in (("k", k, call.k), ("v", v, call.v)):
-        heads, head_dim = cache.shape[-2:]
-        tensors.check_tensor(name, tensor)
-        if call.appends_fp8():
-            tensors.check_like(name, tensor, tensor.shape, E4M3, q)
-        else:
-            tensors.check_device_and_dtype(name, tensor, q)
-        dims = layout.count(",") + 1
-        if tensor.dim() != dims or tensor.shape[-2] != heads or tensor.shape[-1] != head_dim:
-            raise ValueError(
-                f"{name}: must have shape {layout} with the heads and head_dim of {name}_cache "
-                f"({heads}, {head_dim}), got {tuple(tensor.shape)}"
-            )
-        tensors.check_may_be_written(f"{name}_cache", cache)
-    tensors.check_values_like("v", v, "k", k)
-    if bounds is not None:
-        lengths.check_cu_seqlens("cu_seqlens_k_new", bounds, q)
-        tensors.check_like("cu_seqlens_k_new", bounds, (call.batch() + 1,), torch.int32, q)
-    elif k.shape[0] != call.batch():
-        raise ValueError(f"k: batch must be that of q ({call.batch()}), got {k.shape[0]}")
-    elif isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
+    tensors.check_tensor("k", k)
+    tensors.check_dims("k", k, layout)
+    dtype = E4M3 if call.appends_fp8() else q.dtype
+    rows = (call.batch(), k.shape[1]) if bounds is None else k.shape[:1]
+    heads, head_dim = call.k.shape[-2:]
+    tensors.check_like("k", k, (*rows, heads, head_dim), dtype, q)
+    tensors.check_like("v", v, (*rows, heads, call.v.shape[-1]), dtype, q)
+    for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
+        tensors.check_may_be_written(name, cache)
+    if bounds is None and isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
         raise ValueError(
             f"k: must fit the cache, which holds {call.capacity()} rows of a sequence, "
             f"got {k.shape[1]}"
@@ -236,19 +225,13 @@ def _check_rotary(call: AttentionCall) -> None:
     cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
     if cos is None or sin is None:
         return
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        tensors.check_tensor(name, table)
-        tensors.check_device_and_dtype(name, table, q)
-        if table.dim() != 2 or not 2 <= 2 * table.shape[1] <= q.shape[-1]:
-            raise ValueError(
-                f"{name}: must have shape (seqlen_rotary, rotary_dim / 2), with rotary_dim from 2 "
-                f"to head_dim ({q.shape[-1]}), got {tuple(table.shape)}"
-            )
-    if sin.shape != cos.shape:
+    tensors.check_place("rotary_cos", cos, q.dtype, q)
+    if cos.dim() != 2 or not 2 <= 2 * cos.shape[1] <= q.shape[-1]:
         raise ValueError(
-            f"rotary_sin: must have the shape of rotary_cos, {tuple(cos.shape)}, "
-            f"got {tuple(sin.shape)}"
+            "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 "
+            f"to head_dim ({q.shape[-1]}), got {tuple(cos.shape)}"
         )
+    tensors.check_like("rotary_sin", sin, cos.shape, q.dtype, q)
 
 
 def check_out(call: AttentionCall) -> None:

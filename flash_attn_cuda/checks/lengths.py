@@ -10,25 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .tensors import as_index, check_place, check_tensor
 
-MAX_SPLITS = 256
-MAX_INT64 = 2**63 - 1
 MAX_ROWS_WITH_ORIGIN = 2**28
 MOST_BOUND_WITH_ORIGIN = 2**29 - 1  # of a window; larger ones are none
 MOST_FIRST = 2**30
 ORIGIN_STEP = 16  # queries and keys that dropout decides about together
 
 
-def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> int:
-    """Raise unless `tensor` is (batch + 1,), int32, on the device of q; returns its entries."""
+def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> None:
+    """Raise unless `tensor` is (batch + 1,), int32, on the device of q."""
     check_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.shape[0] < 1:
         raise ValueError(f"{name}: must have shape (batch + 1,), got {tuple(tensor.shape)}")
     check_place(name, tensor, torch.int32, q)
-    return tensor.shape[0]
 
 
 def check_block_table(
@@ -53,44 +49,15 @@ def check_block_table(
         )
 
 
-def check_max_seqlen(name: str, max_seqlen: Any) -> None:
-    """Raise for a negative bound, or one beyond an operator's 64 bits; whether it is one of the
-    lengths, their contents tell alone.
-
-    What a compiler may hold as symbols is left alone: a comparison would bind it to this call's
-    numbers.
-    """
-    if is_compiling() or not isinstance(max_seqlen, int):
-        return
-    if max_seqlen < 0:
-        raise ValueError(f"{name}: must not be negative, got {max_seqlen}")
-    if max_seqlen > MAX_INT64:
-        raise ValueError(f"{name}: must be at most {MAX_INT64}, got {max_seqlen}")
-
-
 def check_splits(num_splits: Any, batch_invariant: Any = False) -> int:
-    """Raise unless num_splits is 0, for automatic, or a number of splits, which is returned, and
-    batch_invariant is a bool.
-    """
+    """Raise unless num_splits is an integer, which is returned, and batch_invariant is a bool."""
     if isinstance(num_splits, Tensor):  # an index too, but might have to be waited for
         raise TypeError(f"num_splits: must be an integer, got {type(num_splits).__name__}")
     splits = as_index("num_splits", num_splits)
-    if not isinstance(splits, torch.SymInt) and not 0 <= splits <= MAX_SPLITS:
-        raise ValueError(
-            f"num_splits: must be from 0, for automatic, to {MAX_SPLITS}, got {num_splits}"
-        )
     if not isinstance(batch_invariant, bool):
         kind = type(batch_invariant).__name__
         raise TypeError(f"batch_invariant: must be a bool, got {kind}")
     return splits
-
-
-def check_sm_margin(sm_margin: Any) -> None:
-    """Raise unless sm_margin is a number of multiprocessors."""
-    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
-        raise TypeError(f"sm_margin: must be an integer, got {type(sm_margin).__name__}")
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin: must not be negative, got {sm_margin}")
 
 
 def check_rows_with_origin(rows: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import ARGUMENTS, OVER_PAIRS, Argument, AttentionCall
 from ..masks.lists import PIECE, tiles_of
 from ..operators.support import is_mapped
 from .tensors import check_device, check_pair, check_place, check_tensor
@@ -25,87 +26,75 @@ class PairExtent(NamedTuple):
     is_packed: bool
 
 
-def check_lists(rows: Any, columns: Any, bits: Any, extent: PairExtent, q: Tensor) -> None:
-    """Raise unless these are the lists and bits of one mask over the pairs, or all None.
+class Size(NamedTuple):
+    """The sizes that a dimension may have."""
 
-    Contents are never checked: whoever reads them drops what is out of range.
+    size: int
+    or_one: bool
+    or_more: bool
+
+    def allows(self, given: int) -> bool:
+        # Not `in`: where a compiler traces, that takes a symbol for another number than its value.
+        if self.or_one and given == 1:
+            return True
+        return given >= self.size if self.or_more else given == self.size
+
+    def __str__(self) -> str:
+        or_more = " or more" if self.or_more else ""
+        return f"{self.size}{or_more}" + (" or 1" if self.or_one and self.size != 1 else "")
+
+
+def check_over_pairs(call: AttentionCall, extent: PairExtent) -> None:
+    """Raise unless lists, bits and bias have the shapes that the declaration says, and are of one
+    mask. Contents are never checked: whoever reads them drops what is out of range.
     """
-    check_pair("block_rows", rows, "block_columns", columns)
-    if rows is None:
-        if bits is not None:
-            raise ValueError("mask_bits: must be None without block_rows, got a tensor")
-        return
+    check_pair("block_rows", call.block_rows, "block_columns", call.block_columns)
+    dtypes = {"int32": (torch.int32,), "q or fp32": (call.q.dtype, torch.float32)}
+    for name in OVER_PAIRS:
+        tensor, said = getattr(call, name), ARGUMENTS[name]
+        if tensor is not None:
+            check_place(name, tensor, dtypes[said.dtype], call.q)
+            _check_sizes(name, tensor, _sizes(said, extent))
+    if call.block_rows is not None:
+        _check_one_mask(call.block_rows, call.block_columns, call.mask_bits)
+
+
+def _sizes(said: Argument, extent: PairExtent) -> list[Size]:
     tiles_q, tiles_k = tiles_of(extent.seqlen_q), tiles_of(extent.seqlen_k)
-    _check_list("block_rows", rows, (tiles_q, tiles_k + 2), extent, q)
-    given_q, given_k = rows.shape[2], rows.shape[3] - 2
-    expected = (*rows.shape[:2], given_k, given_q + 2)
-    _check_list("block_columns", columns, (tiles_k, tiles_q + 2), extent, q)
+    sizes: dict[Any, int] = {"B": extent.batch, "Hq": extent.heads_q}
+    sizes |= {"Sq": extent.seqlen_q, "Sk": extent.seqlen_k, "Tq": tiles_q, "Tk": tiles_k}
+    sizes |= {"2 + Tq": 2 + tiles_q, "2 + Tk": 2 + tiles_k, "4 * Tk": 4 * tiles_k}
+    (symbols,) = said.shapes()
+    return [
+        Size(sizes[str(x).rstrip("?")], str(x).endswith("?"), extent.is_packed and index > 1)
+        for index, x in enumerate(symbols)
+    ]
+
+
+def _check_sizes(name: str, tensor: Tensor, sizes: list[Size]) -> None:
+    if tensor.dim() != len(sizes) or not all(
+        wanted.allows(given) for given, wanted in zip(tensor.shape, sizes, strict=True)
+    ):
+        shape = ", ".join(map(str, sizes))
+        raise ValueError(f"{name}: must have shape ({shape}), got {tuple(tensor.shape)}")
+
+
+def _check_one_mask(rows: Tensor, columns: Any, bits: Tensor | None) -> None:
+    """Those of packed sequences may be larger, and then all are."""
+    tiles_q, tiles_k = rows.shape[2], rows.shape[3] - 2
+    expected = (*rows.shape[:2], tiles_k, tiles_q + 2)
     if tuple(columns.shape) != expected:
         raise ValueError(
             f"block_columns: must have shape {expected} as block_rows has {tuple(rows.shape)}, "
             f"got {tuple(columns.shape)}"
         )
-    if bits is not None:
-        _check_list("mask_bits", bits, (extent.seqlen_q, 4 * tiles_k), extent, q)
-        if bits.shape[3] != 4 * given_k or tiles_of(bits.shape[2]) != given_q:
-            raise ValueError(
-                f"mask_bits: must have the rows and words of {given_q} x {given_k} tiles, "
-                f"got shape {tuple(bits.shape)}"
-            )
-
-
-def check_bias(name: str, bias: Any, extent: PairExtent, q: Tensor) -> None:
-    """Raise unless bias is None or (B|1, Hq|1, Sq|1, Sk), of packed sequences or larger, and of q's
-    dtype or fp32.
-    """
-    if bias is None:
+    if bits is None:
         return
-    check_tensor(name, bias)
-    check_device(name, bias, q)
-    if bias.dtype not in (q.dtype, torch.float32):
-        allowed = " or ".join(dict.fromkeys((str(q.dtype), str(torch.float32))))
-        raise TypeError(f"{name}: dtype must be {allowed}, got {bias.dtype}")
-    fits = bias.dim() == 4 and _is_shared_or(bias, extent)
-    fits = fits and (bias.shape[2] == 1 or _fits(bias.shape[2], extent.seqlen_q, extent.is_packed))
-    if not (fits and _fits(bias.shape[3], extent.seqlen_k, extent.is_packed)):
+    if bits.shape[3] != 4 * tiles_k or tiles_of(bits.shape[2]) != tiles_q:
         raise ValueError(
-            f"{name}: must have shape ({extent.batch} or 1, {extent.heads_q} or 1, "
-            f"{extent.seqlen_q} or 1, {extent.seqlen_k}), got {tuple(bias.shape)}"
+            f"mask_bits: must have the rows and words of {tiles_q} x {tiles_k} tiles, "
+            f"got shape {tuple(bits.shape)}"
         )
-
-
-def _check_list(
-    name: str, tensor: Any, last: tuple[int, int], extent: PairExtent, q: Tensor
-) -> None:
-    check_place(name, tensor, torch.int32, q)
-    if not (
-        tensor.dim() == 4
-        and _is_shared_or(tensor, extent)
-        and all(
-            _fits(size, wanted, extent.is_packed)
-            for size, wanted in zip(tensor.shape[2:], last, strict=True)
-        )
-    ):
-        or_more = " or more" if extent.is_packed else ""
-        raise ValueError(
-            f"{name}: must have shape ({extent.batch} or 1, {extent.heads_q} or 1, "
-            f"{last[0]}{or_more}, {last[1]}{or_more}), got {tuple(tensor.shape)}"
-        )
-
-
-def _is_shared_or(tensor: Tensor, extent: PairExtent) -> bool:
-    """Whether batch and heads are those of the call, or 1 for all of them."""
-    batch, heads = tensor.shape[:2]
-    return _is_one_or(batch, extent.batch) and _is_one_or(heads, extent.heads_q)
-
-
-def _is_one_or(size: int, wanted: int) -> bool:
-    """Not `in`: where a compiler traces, that takes a symbol for another number than its value."""
-    return size == 1 or size == wanted
-
-
-def _fits(size: int, wanted: int, or_more: bool) -> bool:
-    return size >= wanted if or_more else size == wanted
 
 
 # -- the public functions ------------------------------------------------------------------------
@@ -129,7 +118,7 @@ def check_attn_mask(attn_mask: Any, extent: PairExtent, q: Tensor) -> None:
     shape = tuple(attn_mask.shape)
     fits = 2 <= len(shape) <= 4 and shape[-1] == extent.seqlen_k
     if not fits or not all(
-        _is_one_or(size, most)
+        Size(most, or_one=True, or_more=False).allows(size)
         for size, most in zip(reversed(shape[:-1]), reversed(wanted), strict=False)
     ):
         raise ValueError(
@@ -175,7 +164,7 @@ def check_sparsity(sparsity: Any, name: str, extent: PairExtent, q: Tensor) -> N
         ("batch", sparsity.batch, extent.batch),
         ("heads", sparsity.heads, extent.heads_q),
     ):
-        if not _is_one_or(size, most):
+        if not Size(most, or_one=True, or_more=False).allows(size):
             raise ValueError(f"{name}: {what} must be 1 or that of q ({most}), got {size}")
     for what, bound, size, wanted in (
         ("queries", "max_seqlen_q", sparsity.seqlen_q, extent.seqlen_q),

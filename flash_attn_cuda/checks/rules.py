@@ -1,4 +1,4 @@
-"""Interprets the rules of which arguments go together (rules.py).
+"""Interprets the rules of which arguments go together (rules.py) and of numbers' ranges (call.py).
 
 A fact asks whether something is given, on, or of a dtype. It compares no sizes, so that a compiler
 may trace it.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
+from torch.compiler import is_compiling
 
-from ..rules import KNOWN, NUMBERS, Rules
+from ..rules import KNOWN, NUMBERS, Rules, range_in_words
+from .tensors import MAX_FLOAT32, MAX_INT64, MIN_FLOAT32
 
 Broken = tuple[type[Exception], str]
 _ELSEWHERE = object()
@@ -25,11 +27,37 @@ def check_rules(rules: tuple[Rules, ...], names: Any, *described: Any) -> None:
         raise kind(words)
 
 
+def check_in_range(name: str, value: Any, said: Any) -> None:
+    """Raise unless a number is None or what its field's Argument says.
+
+    What a compiler holds as symbols, or may, is left alone: a comparison would bind it to this
+    call's numbers. dropout_p and softcap choose what is computed, and are bound.
+    """
+    is_symbol = isinstance(value, SymInt) or (is_compiling() and isinstance(value, int))
+    is_scale = isinstance(value, SymFloat) and said.in_float32 == "finite"
+    if value is None or is_symbol or is_scale:
+        return
+    if not _is_in_range(value, said):
+        raise ValueError(f"{name}: must be {range_in_words(said._asdict())}, got {value}")
+    if said.at_least is not None and value > MAX_INT64:  # more than operators take
+        raise ValueError(f"{name}: must be at most {MAX_INT64}, got {value}")
+
+
+def _is_in_range(value: float, said: Any) -> bool:
+    if said.in_float32 == "finite":
+        return abs(value) <= MAX_FLOAT32
+    if said.in_float32 == "normal":
+        return value <= 0.0 or MIN_FLOAT32 <= value <= MAX_FLOAT32
+    is_below = said.below is None or value < said.below
+    return said.at_least <= value and is_below and (said.at_most is None or value <= said.at_most)
+
+
 def first_broken(rules: tuple[Rules, ...], names: Any, *described: Any) -> Broken | None:
     """The exception of the first rule that does not hold, and its words."""
     for each in rules:
-        fact = each.fact.removeprefix("not ")
-        if _is_set(fact, described) == (fact == each.fact):
+        # A compiler's symbol for a bool, as of dropout_p, is branched on and not compared.
+        is_set = _is_set(each.fact.removeprefix("not "), described)
+        if (not is_set) if each.fact.startswith("not ") else is_set:
             if each.refusal:
                 return NotImplementedError, each.refusal.format_map(names._asdict())
             if (broken := _broken(each, names, described)) is not None:

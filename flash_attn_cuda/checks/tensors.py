@@ -22,6 +22,7 @@ MAX_HEAD_DIM = 512
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -201,12 +202,20 @@ def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
     check_like("rng_state", rng_state, (2,), torch.int64, q)
 
 
-def check_place(name: str, tensor: Any, dtype: torch.dtype, q: Tensor, q_name: str = "q") -> None:
-    """Raise unless `tensor` has this dtype and lies on the device of q."""
+def check_place(
+    name: str,
+    tensor: Any,
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    q: Tensor,
+    q_name: str = "q",
+) -> None:
+    """Raise unless `tensor` has one of these dtypes and lies on the device of q."""
     check_tensor(name, tensor)
     check_device(name, tensor, q, q_name)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: dtype must be {dtype}, got {tensor.dtype}")
+    allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if tensor.dtype not in allowed:
+        text = " or ".join(dict.fromkeys(map(str, allowed)))
+        raise TypeError(f"{name}: dtype must be {text}, got {tensor.dtype}")
 
 
 def check_like(
@@ -243,6 +252,15 @@ def check_cuda_head_dims(q: Tensor, v: Tensor) -> None:
                 f"{name}: last dimension ({dimension}) must be a multiple of 8 on CUDA, "
                 f"got {x.shape[-1]}"
             )
+
+
+def check_dims(name: str, tensor: Tensor, layout: str) -> None:
+    """Raise unless `tensor` has the dimensions that the layout names."""
+    dims = layout.count(",") + 1
+    if tensor.dim() != dims:
+        raise ValueError(
+            f"{name}: must have {dims} dimensions {layout}, got shape {tuple(tensor.shape)}"
+        )
 
 
 def check_packed(name: str, tensor: Any, layout: str, packed: int) -> None:
@@ -344,11 +362,7 @@ def _check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype,
     check_tensor(name, tensor)
     if not is_compiling() and _functorch.is_batchedtensor(tensor):
         _check_is_mapped(name)
-    dims = layout.count(",") + 1
-    if tensor.dim() != dims:
-        raise ValueError(
-            f"{name}: must have {dims} dimensions {layout}, got shape {tuple(tensor.shape)}"
-        )
+    check_dims(name, tensor, layout)
     device = tensor.device.type
     if device not in ("cuda", "cpu", "meta"):
         raise ValueError(f"{name}: must be a CUDA or CPU tensor, got one on {tensor.device}")

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..arguments import cast_for_autocast, needs_padding, pad_head_dim
 from ..attend import may_be_differentiated
 from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, options_of
-from ..checks.calls import check_numbers
-from ..checks.lengths import check_sm_margin
+from ..checks.calls import check_numbers, check_sm_margin
 from ..checks.tensors import check_device_and_dtype
 from ..kept import are_tensors_fake, outside_transforms
 from ..window import UNLIMITED, WindowSize, window_bounds

@@ -57,18 +57,19 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "two dimensions": (
         {"k_new": zeros(2, 1), "v_new": zeros(2, 1)},
         "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, heads, "
-        "head_dim), got shape [2, 1]",
+        "head_dim), as with cu_seqlens_k_new, got shape [2, 1]",
     ),
     "bounds of keys that are not packed": (
         new_keys(1, cu_seqlens_k_new=integers(0, 1, 2)),
-        "k: must have 3 dimensions (total, heads, head_dim) with cu_seqlens_k_new, got shape",
+        "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, heads, "
+        "head_dim), as with cu_seqlens_k_new, got shape [2, 1, 2, 16]",
     ),
     "heads": (new_keys(1, heads=3), "k: must have shape (2, 1, 2, 16), got (2, 1, 3, 16)"),
     "values": (new_keys(1, head_dim_v=8), "v: must have shape (2, 1, 2, 16), got (2, 1, 2, 8)"),
     "no bounds": (PACKED_KEYS, "cu_seqlens_k_new: must be given where k is packed, got None"),
     "bounds": (
         PACKED_KEYS | {"cu_seqlens_k_new": integers(0, 1)},
-        "cu_seqlens_k_new: must have 3 entries, got 2",
+        "cu_seqlens_k_new: must have shape (3,), got (2,)",
     ),
     "packed rows that kernels cannot number": (
         {name: zeros(1, 2, 16).expand(10**9 + 1, -1, -1) for name in ("k_new", "v_new")}
@@ -117,21 +118,17 @@ OVER_CACHE: dict[str, tuple[dict[str, Any], str]] = {
     "table": ({"block_table": integers(1)}, "block_table: must have 2 dimensions"),
 }
 OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
-    "bits alone": (
-        {"mask_bits": zeros(1, 1, 3, 4, dtype=torch.int32)},
-        "mask_bits: must be None without lists of blocks, got shape [1, 1, 3, 4]",
-    ),
     "lists": (
         {"block_columns": zeros(1, 1, 1, 4, dtype=torch.int32)},
-        "block_columns: must have shape (2 or 1, 4 or 1, 1, 3), got [1, 1, 1, 4]",
+        "block_columns: must have shape (2 or 1, 4 or 1, 1, 3), got (1, 1, 1, 4)",
     ),
     "bits": (
         {**LISTS, "mask_bits": zeros(1, 1, 2, 4, dtype=torch.int32)},
-        "mask_bits: must have shape (2 or 1, 4 or 1, 3 or more, 4), got [1, 1, 2, 4]",
+        "mask_bits: must have shape (2 or 1, 4 or 1, 3, 4), got (1, 1, 2, 4)",
     ),
     "bias": (
         {"bias": zeros(2, 3, 3, 10)},
-        "bias: must have shape (2 or 1, 4 or 1, 3 or 1, 10), got [2, 3, 3, 10]",
+        "bias: must have shape (2 or 1, 4 or 1, 3 or 1, 10), got (2, 3, 3, 10)",
     ),
     "slopes": (
         {"alibi_slopes": zeros(3, dtype=torch.float32)},
@@ -140,7 +137,7 @@ OF_ONE_LENGTH: dict[str, tuple[dict[str, Any], str]] = {
     "sink": ({"sink": zeros(3, dtype=torch.float32)}, "sink: must have shape (4,), got (3,)"),
     "scale": ({"softmax_scale": 1e39}, "softmax_scale: must be finite in float32, got 1e+39"),
     "softcap": ({"softcap": 1e-42}, "softcap: must be off (0) or a normal number in float32, got"),
-    "splits": ({"num_splits": 300}, "num_splits: must be from 0, for automatic, to 256, got 300"),
+    "splits": ({"num_splits": 300}, "num_splits: must be from 0 to 256, got 300"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "probabilities": (

@@ -138,12 +138,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"k": NEW["k"]}, TypeError, "v: dtype must be torch.float8_e4m3fn, got torch.bfloat16",
     ),
     "new values without keys": (
-        {"v": NEW["v"]}, TypeError, r"v: must have the dtype of q \(torch.bfloat16\), got .*e4m3fn",
+        {"v": NEW["v"]}, TypeError, r"v: dtype must be torch.bfloat16, got .*e4m3fn",
     ),
     "new keys for 16 bits": (
         NEW | NO_SCALES | {"k_cache": WIDE, "v_cache": WIDE[..., :16]},
         TypeError,
-        r"k: must have the dtype of q \(torch.bfloat16\), got torch.float8_e4m3fn",
+        r"k: dtype must be torch.bfloat16, got torch.float8_e4m3fn",
     ),
     "bytes": (
         {"v_cache": torch.zeros(2, 9, 2, 16, dtype=torch.uint8)},

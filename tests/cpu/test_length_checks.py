@@ -62,7 +62,11 @@ BAD_PACKED = {
         ValueError,
         r"^cu_.*device of",
     ),
-    "cu sizes": (packed(cu_seqlens_k=int32(0, 10)), ValueError, r"^cu_seqlens_k: .*\(4\), got 2"),
+    "cu sizes": (
+        packed(cu_seqlens_k=int32(0, 10)),
+        ValueError,
+        r"^cu_seqlens_k: .*\(4,\), got \(2,\)",
+    ),
     "start": (packed(cu_seqlens_q=int32(1, 3, 3, 10)), ValueError, r"^cu_seqlens_q: .*0, got 1 at"),
     "order": (
         packed(cu_seqlens_k=int32(0, 6, 5, 10)),
@@ -82,7 +86,7 @@ BAD_PACKED = {
     "max < 0": (
         packed(max_seqlen_q=-1),
         ValueError,
-        r"^max_seqlen_q: must not be negative, got -1",
+        r"^max_seqlen_q: must be at least 0, got -1",
     ),
     "max": (
         packed(max_seqlen_q=6),
@@ -289,14 +293,18 @@ BAD_CACHES = {
     "k shape": (
         cached(**{**NEW, "k": zeros(2, 3, 4, 8)}),
         ValueError,
-        r"^k: must have shape .*\(2, 8\)",
+        r"^k: must have shape \(2, 3, 2, 8\), got \(2, 3, 4, 8\)",
     ),
     "v shape": (
         cached(**{**NEW, "v": zeros(2, 2, 2, 8)}),
         ValueError,
-        r"^v: must have the shape of k",
+        r"^v: must have shape \(2, 3, 2, 8\), got \(2, 2, 2, 8\)",
     ),
-    "k batch": (cached(k=zeros(3, 3, 2, 8), v=zeros(3, 3, 2, 8)), ValueError, r"^k: batch must"),
+    "k batch": (
+        cached(**{**NEW, "k": zeros(3, 3, 2, 8)}),
+        ValueError,
+        r"^k: must have shape \(2, 3, 2, 8\), got \(3, 3, 2, 8\)",
+    ),
     "no lengths": (cached(**NEW, cache_seqlens=None), ValueError, r"^cache_seqlens: must be given"),
     "index shape": (cached(cache_batch_idx=int32(0)), ValueError, r"^cache_batch_idx: .*\(2,\)"),
     "index": (

@@ -300,7 +300,7 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"sink": torch.zeros(4), "num_splits": -1}, ValueError, "num_splits: must be from 0"),
     ({"sink": torch.zeros(4), "max_seqlen_q": "7"}, TypeError, "max_seqlen_q: must be an integer"),
-    ({"sink": torch.zeros(4), "max_seqlen_q": -7}, ValueError, "max_seqlen_q: must not be"),
+    ({"sink": torch.zeros(4), "max_seqlen_q": -7}, ValueError, "max_seqlen_q: must be at least"),
     (
         {"sink": torch.zeros(4), "cu_seqlens_k": None},
         TypeError,

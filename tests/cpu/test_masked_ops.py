@@ -387,7 +387,7 @@ OPERATOR: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
         False,
         {"block_rows": None, "block_columns": None},
         ValueError,
-        "mask_bits: must be None without block_rows, got a tensor",
+        "mask_bits: must be None without a block mask, got a tensor",
     ),
     (
         False,

@@ -256,7 +256,7 @@ def test_the_private_functions_of_packed_sequences_need_their_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_seqlen_k", "message"), [(-5, "must not be negative, got -5"), (2**63, "must be at most")]
+    ("max_seqlen_k", "message"), [(-5, "must be at least 0, got -5"), (2**63, "must be at most")]
 )
 def test_bounds_of_pages_without_cu_seqlens_k(max_seqlen_k: int, message: str) -> None:
     q, pages = torch.randn(3, 2, 16), torch.randn(4, 4, 2, 16)

@@ -1,5 +1,6 @@
-"""Every rule of which arguments go together (flash_attn_cuda/rules.py), by the road of Python and
-by that of the extension: a call that breaks it and no rule before it raises the same on both.
+"""Every rule of which arguments go together (flash_attn_cuda/rules.py) and of a number's range
+(flash_attn_cuda/call.py), by the road of Python and by that of the extension: a call that breaks it
+and no rule before it raises the same on both.
 
 The extension describes a call of tensors on the CPU (explain_settings). The rules of what comes
 into a backward or a derivative, which want a GPU there, are broken by the operators' tests.
@@ -7,7 +8,10 @@ into a backward or a derivative, which want a GPU there, are broken by the opera
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import build_info, rules
-from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.call import RANGES, AttentionCall, Incoming, Tangents
 from flash_attn_cuda.checks.calls import check_call, check_incoming, check_tangents
 
 EXTENSION: Any = build_info.extension
@@ -67,6 +71,7 @@ CALLS: dict[str, Described] = {
     "block_table": PAGED,
     "has_masks": PACKED | {"bias": zeros(2, 4, 9, 9)},
     "has_lists": ONE_LENGTH | LISTS,
+    "not has_lists": ONE_LENGTH,
     "bias": ONE_LENGTH | {"bias": zeros(1, 1, 3, 10)},
     "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
     "is_fp8": fp8(PACKED),
@@ -96,6 +101,7 @@ ABSENT = (
     ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
     ("block_table", NotImplementedError, "with a block_table", OF_TRAINING),
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
+    ("not has_lists", ValueError, "without a block mask", "mask_bits"),
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", OF_TRAINING),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}",
@@ -131,6 +137,16 @@ OF_DIRECTION = (
     ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
     ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
 )
+# Of a number: values out of its range, what it must be, and the bounds themselves.
+OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
+    "dropout_p": ((-0.5, 1.5, math.nan), "at least 0 and below 1", (0.0, 0.99)),
+    "softmax_scale": ((1e39, -math.inf, math.nan), "finite in float32", (-3.4e38, 0.0)),
+    "softcap": ((1e-42, 1e39, math.nan), "off (0) or a normal number in float32", (-1.5, 1.2e-38)),
+    "max_seqlen_q": ((-1,), "at least 0", (0,)),
+    "max_seqlen_k": ((-1,), "at least 0", (0, 2**63 - 1)),
+    "num_splits": ((-1, 257), "from 0 to 256", (0, 256)),
+    "sm_margin": ((-1,), "at least 0", (0, 2**63 - 1)),
+}
 
 
 def cases() -> Iterator[tuple[tuple[str, str], Any, type[Exception], str]]:
@@ -159,6 +175,18 @@ def test_of_a_call(case: str) -> None:
     assert_refused(lambda: check_call(call), kind, words)
     if EXTENSION is not None:
         assert_refused(lambda: EXTENSION.explain_settings(call), kind, words)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_of_a_number(name: str) -> None:
+    values, must, within = OUT_OF_RANGE[name]
+    roads = (check_call, *([] if EXTENSION is None else [EXTENSION.explain_settings]))
+    for value, road in itertools.product(values, roads):
+        call = AttentionCall(**PACKED | {"v": PACKED["k"], name: value})
+        words = f"{name}: must be {must}, got {value}"
+        assert_refused(partial(road, call), ValueError, words)
+    for value, road in itertools.product(within, roads):
+        road(AttentionCall(**PACKED | {"v": PACKED["k"], name: value}))
 
 
 @pytest.mark.parametrize(("fact", "changes", "words"), OF_BACKWARD)

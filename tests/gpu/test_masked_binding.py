@@ -111,17 +111,22 @@ SHARED_ERRORS = [
         "mask_bits",
         (1, 1, SEQLEN_Q - 1, 12),
         ValueError,
-        "must have shape (2 or 1, 4 or 1, 200 or more, 12), got [1, 1, 199, 12]",
+        "must have shape (2 or 1, 4 or 1, 200, 12), got (1, 1, 199, 12)",
     ),
     ("mask_bits", (1, 1, SEQLEN_Q, 11), ValueError, "must have shape"),
     ("mask_bits", (1, 3, SEQLEN_Q, 12), ValueError, "must have shape"),
     ("mask_bits", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
-    ("bias", torch.float16, TypeError, "dtype must be that of q (BFloat16) or Float, got Half"),
+    (
+        "bias",
+        torch.float16,
+        TypeError,
+        "dtype must be torch.bfloat16 or torch.float32, got torch.float16",
+    ),
     (
         "bias",
         (1, 1, SEQLEN_Q, SEQLEN_K - 1),
         ValueError,
-        "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got [1, 1, 200, 299]",
+        "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got (1, 1, 200, 299)",
     ),
     ("bias", (1, 1, SEQLEN_Q, 1), ValueError, "must have shape"),
     ("bias", (1, 1, SEQLEN_Q + 1, SEQLEN_K), ValueError, "must have shape"),
@@ -175,7 +180,7 @@ def test_bad_lists(extension: Any, argument: str, change: Change, error: Any, me
 
 def test_lists_of_the_other_pass(extension: Any) -> None:
     with pytest.raises(
-        ValueError, match=said("block_rows", "must have shape (2 or 1, 4 or 1, 2, 5), got [1, 1, 3")
+        ValueError, match=said("block_rows", "must have shape (2 or 1, 4 or 1, 2, 5), got (1, 1, 3")
     ):
         forward(extension, **inputs(), block_rows=made("block_columns", torch.int32))
     with pytest.raises(
@@ -186,7 +191,7 @@ def test_lists_of_the_other_pass(extension: Any) -> None:
 
 @pytest.mark.parametrize("function", [forward, backward])
 def test_bits_without_lists(extension: Any, function: Any) -> None:
-    with pytest.raises(ValueError, match=said("mask_bits", "must be None without lists of blocks")):
+    with pytest.raises(ValueError, match=said("mask_bits", "must be None without a block mask")):
         function(extension, **inputs(), mask_bits=made("mask_bits", torch.int32))
 
 
@@ -197,7 +202,7 @@ def test_bits_without_lists(extension: Any, function: Any) -> None:
         ("block_rows", (1, 1, 2, 4), "3 or 1, 4 or 1, 2 or more, 5 or more"),
         ("block_rows", (2, 1, 2, 5), "3 or 1, 4 or 1, 2 or more, 5 or more"),
         ("block_columns", (1, 1, 2, 5), "3 or 1, 4 or 1, 3 or more, 4 or more"),
-        ("mask_bits", (1, 1, SEQLEN_Q - 1, 12), "3 or 1, 4 or 1, 200 or more, 12"),
+        ("mask_bits", (1, 1, SEQLEN_Q - 1, 12), "3 or 1, 4 or 1, 200 or more, 12 or more"),
         ("bias", (1, 1, SEQLEN_Q - 1, SEQLEN_K), "3 or 1, 4 or 1, 200 or more or 1, 300 or more"),
         ("bias", (1, 1, 1, SEQLEN_K - 1), "3 or 1, 4 or 1, 200 or more or 1, 300 or more"),
     ],
@@ -210,9 +215,7 @@ def test_bad_masks_of_packed_sequences(
     given = {argument: made(argument, shape)}
     if argument == "mask_bits":
         given["block_rows"] = made("block_rows", torch.int32)
-    with pytest.raises(
-        ValueError, match=said(argument, f"must have shape ({rule}), got {list(shape)}")
-    ):
+    with pytest.raises(ValueError, match=said(argument, f"must have shape ({rule}), got {shape}")):
         function(extension, **packed(), **given)
 
 
@@ -220,7 +223,7 @@ def test_bits_must_serve_their_lists(extension: Any) -> None:
     """Lists that are made for more queries than any sequence has need as many rows of bits."""
     given = {**packed(), "block_rows": made("block_rows", (1, 1, 4, 6))}
     with pytest.raises(
-        ValueError, match=said("mask_bits", "must have shape (3 or 1, 4 or 1, 385 or more, 16)")
+        ValueError, match=said("mask_bits", "must have the rows and words of 4 x 4 tiles, got")
     ):
         forward(extension, **given, mask_bits=made("mask_bits", (1, 1, 384, 16)))
 

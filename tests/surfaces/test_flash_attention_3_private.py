@@ -161,7 +161,7 @@ def test_errors_have_their_names() -> None:
     q, k, v = dense("cpu")
     with pytest.raises(ValueError, match=r"^kv_batch_idx: .* got 7"):
         forward(q, k, v, kv_batch_idx=int32("cpu", 1, 7))
-    with pytest.raises(TypeError, match=r"^k_new: must have the dtype of q"):
+    with pytest.raises(TypeError, match=r"^k_new: dtype must be torch.float64, got"):
         forward(q, k, v, k[:, :1].float(), v[:, :1], seqused_k=int32("cpu", 1, 7))
 
 
