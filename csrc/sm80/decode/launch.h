@@ -1,7 +1,6 @@
 // Host side of the sm80 decode kernels: from a plan to a launch.
 #pragma once
 
-#include "flash_attn/instance.h"
 #include "shared/launch.h"
 #include "shared/scores/score_scale.h"
 #include "sm80/decode/kernel.h"
@@ -33,16 +32,12 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .arrivals = plan.arrivals.in(params.workspace),
       .tickets = plan.item_tickets.in(params.workspace),
       .call_mark = mark_of_next_call()};
-  launch_early<&decode_kernel<Tag>>(plan.grid, Traits::threads,
-                                    sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_early<&decode_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_decode_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename DecodeTraits<Tag>::SharedStorage)),
-          .launch = &launch_decode<Tag>};
+  return make_instance<DecodeTraits<Tag>>(name, &launch_decode<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -9,6 +9,7 @@
 #include "shared/scores/score_modifiers.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/scores/bias.h"
 
@@ -160,8 +161,7 @@ struct BackwardTraits {
   static constexpr bool rounds_differences = own.rounds_differences && config.dtype == Dtype::bf16;
   static_assert(!rounds_differences || !has(feature::dropout), "its marks are signs of P");
 
-  // What setmaxnreg makes of the 128 registers that the launch gives every thread.
-  static constexpr int launch_registers = 128;
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int dq_registers = own.dq_registers;
   static constexpr int key_registers = own.key_registers;

@@ -8,6 +8,7 @@
 #include "shared/scores/score_modifiers.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/scores/bias.h"
 #include "sm90/scores/dropout_bits.h"
@@ -104,11 +105,8 @@ struct ForwardTraits {
       !is_sparse && !is_paged && !has_bias && !has_score_modifiers && !has_dropout;
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
-  // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups, 128 of four, 96 of five and 80 of two times three: not one more may be asked for
-  // than there are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in
-  // hand overlap.
-  static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
+  // Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
+  static constexpr int launch_registers = launch_registers_of(threads, ctas_per_sm);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int drawing_registers = own.drawing_registers;
   static constexpr int consumer_registers = own.consumer_registers;

@@ -6,6 +6,7 @@
 #include "shared/schedule/tile_work.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -21,6 +22,7 @@ struct JvpTraits {
   static constexpr int threads = 128 * (1 + consumers);
   static constexpr int rows_per_thread = 2;
   static constexpr int stages = own.stages_kv;
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
   static_assert(config.features == feature::tangent, "other calls have sm80/jvp/");

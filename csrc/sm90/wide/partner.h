@@ -29,6 +29,12 @@ struct Partner {
   unsigned told_steps = 0;
   unsigned heard_steps = 0;
 
+  CUTE_DEVICE static void init(Told (&told)[2][2]) {
+    for (auto& of_step : told) {
+      for (auto& one : of_step) one.init();
+    }
+  }
+
   template <class Operand>
   CUTE_DEVICE void tell(Operand const& operand) {
     Told& own = told[told_steps % 2][warpgroup];

@@ -58,6 +58,7 @@ struct WideForwardTraits {
   using KeyLayout = TileLayout<Element, block_n, key_columns, slots>;
   using ValueLayout = TileLayout<Element, value_rows, columns_v, slots>;
 
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
   static constexpr int work_stages = 2;  // the tile in hand and the next
