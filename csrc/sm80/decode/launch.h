@@ -17,7 +17,7 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, plan.table),
-      .group = Divider::by(shape.num_heads_q / shape.num_heads_k),
+      .group = Divider::by(shape.heads_per_key_head()),
       .scale_log2 = scales_scores ? log2e : positive_scale(scale * log2e),
       .negate_q = !scales_scores && scale < 0.0f,
       .scales_scores = scales_scores,

@@ -19,7 +19,7 @@ struct JvpTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
-  static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
   static constexpr int rows_per_thread = 2;
   static constexpr int stages = own.stages_kv;
   static constexpr int launch_registers = launch_registers_of(threads);
@@ -51,7 +51,7 @@ struct JvpTraits {
 
   static_assert(block_m == 64 * consumers && config.head_dim_v == head_dim);
   static_assert(instruction_columns<ScoresMma> == block_n, "instructions as wide as a step");
-  static_assert(sizeof(SharedStorage) <= 232448);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90

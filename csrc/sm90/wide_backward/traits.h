@@ -51,7 +51,7 @@ struct WideBackwardTraits {
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = 2;
   static constexpr int loaders = consumers;  // a ring of buffers for each
-  static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
   // The columns of a gradient that one warpgroup has.
   static constexpr int columns = head_dim / consumers;
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
@@ -87,7 +87,7 @@ struct WideBackwardTraits {
 
   static_assert(block == 64 && config.block_n == block && config.head_dim_v == head_dim);
   static_assert(config.features == 0 || config.features == feature::deterministic);
-  static_assert(sizeof(SharedStorage) <= 232448);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90
