@@ -128,8 +128,7 @@ template <class Element, bool kTangents>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
   const BackwardParams& params = args.params;
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   // Rows of the tiles of all heads, one after the other. Shifts and 32-bit divisions: every lane
   // pays for them.
   const int rows_per_block = threads >> args.log2_lanes_per_row;

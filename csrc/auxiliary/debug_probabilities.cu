@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(threads)
   const int query = static_cast<int>(blockIdx.x % args.rows);
   const int batch_head = static_cast<int>(blockIdx.x / args.rows);
   const int head = batch_head % shape.num_heads_q;
-  const int head_k = head / (shape.num_heads_q / shape.num_heads_k);
+  const int head_k = shape.key_head(head);
   const Sequence sequence = debug_sequence(params, batch_head / shape.num_heads_q);
   Element* result =
       static_cast<Element*>(args.probabilities) + std::int64_t{blockIdx.x} * args.columns;

@@ -34,8 +34,7 @@ __device__ void add(float4& sum, float4 const& x) {
 template <class Element>
 __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ ReduceArguments args) {
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   const AttentionShape& shape = args.shape;
   const std::int64_t rows = args.key_rows * shape.num_heads_k;
   const std::int64_t index = std::int64_t(blockIdx.x) * threads + threadIdx.x;

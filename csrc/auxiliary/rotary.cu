@@ -224,8 +224,7 @@ __global__ void __launch_bounds__(most_threads, least_blocks)
   const std::int64_t token = std::int64_t{blockIdx.x} * args.tokens_per_block + threadIdx.z;
   if (token >= args.tokens) return;
 
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   const TokenPlace place = TokenPlace::find(params, token);
   const Element* const source = place.row_of<const Element>(params.x);
   Element* const target = place.row_of<Element>(params.out);

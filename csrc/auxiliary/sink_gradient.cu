@@ -22,8 +22,7 @@ struct SinkGradientArguments {
 // One head.
 __global__ void __launch_bounds__(threads)
     sum_sink_gradient_kernel(const __grid_constant__ SinkGradientArguments args) {
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   const int head = static_cast<int>(blockIdx.x);
   const float* shares = args.shares + std::int64_t{head} * args.shares_per_head;
   float sum = 0.0f;

@@ -44,10 +44,13 @@ struct AttentionShape {
   int seqlen_q = 0;
   int seqlen_k = 0;
   int num_heads_q = 0;
-  int num_heads_k =
-      0;  // divides num_heads_q; query head h reads key head h / (num_heads_q / num_heads_k)
-  int head_dim = 0;    // of q, k, dq and dk
-  int head_dim_v = 0;  // of v, out, dv and dout
+  int num_heads_k = 0;  // divides num_heads_q
+  int head_dim = 0;     // of q, k, dq and dk
+  int head_dim_v = 0;   // of v, out, dv and dout
+
+  // Query heads that read a key head, and the one that a query head reads.
+  constexpr int heads_per_key_head() const { return num_heads_q / num_heads_k; }
+  constexpr int key_head(int head) const { return head / heads_per_key_head(); }
 };
 
 // Where the sequences lie and how long they are, as far as device memory says it; null for what

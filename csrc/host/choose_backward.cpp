@@ -120,7 +120,7 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
   if (ctas == 0 || config.is_wide || params.sequences.leftpad_k != nullptr) return 1;
 
-  const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
+  const std::int64_t group = shape.heads_per_key_head();
   const std::int64_t affordable = group * shape.seqlen_q / (2 * std::int64_t{shape.seqlen_k});
   const std::int64_t largest = std::min(group, affordable);
   const std::int64_t evening =

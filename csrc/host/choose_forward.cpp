@@ -33,8 +33,7 @@ int typical_seqlen(const ForwardParams& params) {
 // Rows of a sequence's queries and of the heads that share a key head.
 std::int64_t packed_rows(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
-  return std::int64_t{most_queries(shape, params.sequences)} *
-         (shape.num_heads_q / shape.num_heads_k);
+  return std::int64_t{most_queries(shape, params.sequences)} * shape.heads_per_key_head();
 }
 
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are

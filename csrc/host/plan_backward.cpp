@@ -136,7 +136,7 @@ void plan_tiles(const BackwardParams& params, const DeviceInfo& device, Backward
   const std::int64_t bytes_per_query =
       bytes_of(params.dtype) * (shape.head_dim + shape.head_dim_v) +  // Q and dO
       std::int64_t{sizeof(float)} * config.head_dim;                  // the sum of dQ
-  const std::int64_t group = shape.num_heads_q / shape.num_heads_k;
+  const std::int64_t group = shape.heads_per_key_head();
   // A sequence's queries stay in L2, not all of a packed call's (sm80: not timed).
   const int queries_at_once = is_sm90 ? most_queries(shape, params.sequences) : shape.seqlen_q;
   // What the heads of one split read and add to stays in L2 where all of a group's would not.

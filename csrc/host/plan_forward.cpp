@@ -70,7 +70,7 @@ bool lengths_decide(const ForwardParams& params, const ForwardPlan& plan) {
 // Rows that a query stands for.
 int rows_per_query(const ForwardParams& params, const ForwardConfig& config) {
   const bool packs_heads = (config.features & feature::packed_gqa) != 0;
-  return packs_heads ? params.shape.num_heads_q / params.shape.num_heads_k : 1;
+  return packs_heads ? params.shape.heads_per_key_head() : 1;
 }
 
 // A right bound hides most keys from the first queries, so the last tiles are the long ones.
@@ -85,7 +85,7 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   const bool is_even = has_even_tiles(params);
   const bool stays = stays_on_sm(config);
   const int heads_per_row = rows_per_query(params, config);
-  const int group = shape.num_heads_q / shape.num_heads_k;
+  const int group = shape.heads_per_key_head();
   const std::int64_t bytes_per_key =
       std::int64_t{bytes_of_keys(params)} * (shape.head_dim + shape.head_dim_v);
   // A sequence's keys stay in L2, not all of a packed call's (sm80: not timed).

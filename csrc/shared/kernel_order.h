@@ -22,4 +22,9 @@ __device__ inline void let_next_kernel_start() {
 #endif
 }
 
+__device__ inline void follow_earlier_kernels() {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+}
+
 }  // namespace flash_attn_cuda

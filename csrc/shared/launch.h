@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "flash_attn/api.h"
+#include "flash_attn/instance.h"
 
 namespace flash_attn_cuda {
 
@@ -101,6 +101,34 @@ void launch_early(std::int64_t grid, dim3 threads, std::size_t smem_bytes, Strea
   void* arguments[] = {const_cast<Argument*>(&argument)};
   check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments),
              "kernel launch");
+}
+
+// Of a kernel's row: what its Traits say of a thread block.
+template <class Traits>
+inline constexpr std::size_t smem_bytes_of = sizeof(typename Traits::SharedStorage);
+
+template <auto kKernel, class Traits, class Argument>
+void launch_kernel(std::int64_t grid, Stream stream, const Argument& argument) {
+  launch_kernel<kKernel>(grid, Traits::threads, smem_bytes_of<Traits>, stream, argument);
+}
+
+template <auto kKernel, class Traits, class Argument>
+void launch_early(std::int64_t grid, Stream stream, const Argument& argument, int cluster = 1) {
+  launch_early<kKernel>(grid, Traits::threads, smem_bytes_of<Traits>, stream, argument, cluster);
+}
+
+template <class Traits>
+constexpr ForwardInstance make_instance(const char* name,
+                                        decltype(ForwardInstance::launch) launch) {
+  return {name, Traits::config, smem_bytes_of<Traits>, launch};
+}
+
+template <class Traits>
+constexpr BackwardInstance make_instance(const char* name,
+                                         decltype(BackwardInstance::launch) launch,
+                                         decltype(BackwardInstance::convert_dq) convert_dq,
+                                         bool writes_dq = false) {
+  return {name, Traits::config, smem_bytes_of<Traits>, launch, convert_dq, writes_dq};
 }
 
 }  // namespace flash_attn_cuda

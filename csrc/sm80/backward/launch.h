@@ -11,8 +11,7 @@ template <class Tag>
 void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = BackwardTraits<Tag>;
   const BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
-  launch_kernel<&backward_kernel<Tag>>(plan.grid, Traits::threads,
-                                       sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_kernel<&backward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
@@ -26,11 +25,7 @@ void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, S
 
 template <class Tag>
 constexpr BackwardInstance make_backward_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename BackwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_backward<Tag>,
-          .convert_dq = &launch_convert_dq<Tag>};
+  return make_instance<BackwardTraits<Tag>>(name, &launch_backward<Tag>, &launch_convert_dq<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -325,8 +325,7 @@ __global__ void __launch_bounds__(DecodeTraits<Tag>::threads, DecodeTraits<Tag>:
   extern __shared__ __align__(128) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
   const ItemPlace place = ItemPlace::of_cta(args);
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   const float steps_wanted =
       args.lengths_decide && args.keys_per_split == 0 ? balanced_steps<Traits>(args, smem) : 0.0f;
   DecodeItem item;

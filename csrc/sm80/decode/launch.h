@@ -1,7 +1,6 @@
 // Host side of the sm80 decode kernels: from a plan to a launch.
 #pragma once
 
-#include "flash_attn/instance.h"
 #include "shared/launch.h"
 #include "shared/scores/score_scale.h"
 #include "sm80/decode/kernel.h"
@@ -18,7 +17,7 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .params = params,
       .schedule = plan.schedule,
       .table = SequenceTable::at(params.workspace, plan.table),
-      .group = Divider::by(shape.num_heads_q / shape.num_heads_k),
+      .group = Divider::by(shape.heads_per_key_head()),
       .scale_log2 = scales_scores ? log2e : positive_scale(scale * log2e),
       .negate_q = !scales_scores && scale < 0.0f,
       .scales_scores = scales_scores,
@@ -33,16 +32,12 @@ void launch_decode(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .arrivals = plan.arrivals.in(params.workspace),
       .tickets = plan.item_tickets.in(params.workspace),
       .call_mark = mark_of_next_call()};
-  launch_early<&decode_kernel<Tag>>(plan.grid, Traits::threads,
-                                    sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_early<&decode_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_decode_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename DecodeTraits<Tag>::SharedStorage)),
-          .launch = &launch_decode<Tag>};
+  return make_instance<DecodeTraits<Tag>>(name, &launch_decode<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
   Sequence const& sequence = work.sequence;
   const BlockRange range = smem.range;
   if (work.tile == no_tile) return;
-  const int head_k = work.head / (shape.num_heads_q / shape.num_heads_k);
+  const int head_k = shape.key_head(work.head);
   const int query_begin = work.tile * block_m;
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim)

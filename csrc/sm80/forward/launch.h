@@ -1,7 +1,6 @@
 // Host side of the sm80 forward kernels: from a plan to a launch.
 #pragma once
 
-#include "flash_attn/instance.h"
 #include "shared/launch.h"
 #include "shared/scores/score_scale.h"
 #include "sm80/forward/kernel.h"
@@ -27,16 +26,12 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .out_partial = plan.out_partial.in(params.workspace),
       .lse_partial = plan.lse_partial.in(params.workspace),
       .ctas_per_row = ctas_of_columns(Tag::config.columns_per_cta, params.shape.head_dim_v)};
-  launch_kernel<&forward_kernel<Tag>>(plan.grid, Traits::threads,
-                                      sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_kernel<&forward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_forward_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename ForwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_forward<Tag>};
+  return make_instance<ForwardTraits<Tag>>(name, &launch_forward<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   const bool moves_v = tangents.v.data != nullptr;
   const int head_k = work.head / args.dkdv_splits;
   const int split = work.head - head_k * args.dkdv_splits;
-  const int heads_per_cta = shape.num_heads_q / shape.num_heads_k / args.dkdv_splits;
+  const int heads_per_cta = shape.heads_per_key_head() / args.dkdv_splits;
   const int first_head = (head_k * args.dkdv_splits + split) * heads_per_cta;
   const int key_begin = work.tile * block_n;
 

@@ -11,8 +11,7 @@ template <class Tag>
 void launch_hvp(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   using Traits = HvpTraits<Tag>;
   const BackwardArguments arguments = backward_arguments(plan, params, /*can_modify=*/true);
-  launch_kernel<&hvp_kernel<Tag>>(plan.grid, Traits::threads,
-                                  sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_kernel<&hvp_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
@@ -26,11 +25,7 @@ void launch_convert_hvp_dq(const BackwardPlan& plan, const BackwardParams& param
 
 template <class Tag>
 constexpr BackwardInstance make_hvp_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename HvpTraits<Tag>::SharedStorage)),
-          .launch = &launch_hvp<Tag>,
-          .convert_dq = &launch_convert_hvp_dq<Tag>};
+  return make_instance<HvpTraits<Tag>>(name, &launch_hvp<Tag>, &launch_convert_hvp_dq<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm80

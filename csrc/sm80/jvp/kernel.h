@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(JvpTraits<Tag>::threads)
   Sequence const& sequence = work.sequence;
   const BlockRange range = smem.range;
   if (work.tile == no_tile) return;
-  const int head_k = work.head / (shape.num_heads_q / shape.num_heads_k);
+  const int head_k = shape.key_head(work.head);
   const int query_begin = work.tile * block_m;
   const bool moves_q = tangents.q.data != nullptr;
   const bool moves_k = tangents.k.data != nullptr;

@@ -23,7 +23,7 @@ struct BackwardKernelArguments {
 
 // Query heads that a key tile is of.
 CUTE_HOST_DEVICE int heads_per_tile(BackwardArguments const& call) {
-  return call.params.shape.num_heads_q / call.params.shape.num_heads_k / call.dkdv_splits;
+  return call.params.shape.heads_per_key_head() / call.dkdv_splits;
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -95,8 +95,7 @@ CUTE_DEVICE bool find_tile(BackwardKernelArguments const& args, int id, int& til
     work.tile = next_swept_tile<Traits>(call, sequence, tiles_left);
   if constexpr (Traits::is_sparse) {
     // The first of the query heads that share the key head.
-    const int head =
-        work.head / call.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
+    const int head = work.head / call.dkdv_splits * params.shape.heads_per_key_head();
     work.tile = ranked_tile<Traits::block_n>(params, call.table, sequence.index, head, work.tile);
   }
   const int key_begin = work.tile * Traits::block_n;

@@ -158,7 +158,7 @@ CUTE_DEVICE void mma_dq(BackwardKernelArguments const& args, typename Traits::Sh
   constexpr int products = block_m / 64 * (Traits::cta_columns / dq_columns);
   using Operands = DqOperands<Traits>;
   BackwardArguments const& call = args.call;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   PipelineState<Traits::work_stages> work_state;
   PipelineState<Traits::key_stages> key_state;
   PipelineState<Traits::ds_stages> ds_state;
@@ -214,7 +214,7 @@ CUTE_DEVICE void mma_dq(BackwardKernelArguments const& args, typename Traits::Sh
         const bool resumes = target.resumes();
         if (resumes) {
           if (product == 0) wait_for_turn();
-          DqAccumulator<128>::load(target.sums, tQrdQ, thread);
+          DqAccumulator<warpgroup_threads>::load(target.sums, tQrdQ, thread);
         }
         CUTE_UNROLL
         for (int part = 0; part < Traits::key_parts; ++part) {
@@ -237,9 +237,9 @@ CUTE_DEVICE void mma_dq(BackwardKernelArguments const& args, typename Traits::Sh
           write_query_gradient<Traits>(call, sequence, step, 64 * m, first_column + n * dq_columns,
                                        tQrdQ, thread);
         } else if (target.is_started) {
-          DqAccumulator<128>::add(target.sums, tQrdQ, thread);
+          DqAccumulator<warpgroup_threads>::add(target.sums, tQrdQ, thread);
         } else {
-          DqAccumulator<128>::store(target.sums, tQrdQ, thread);
+          DqAccumulator<warpgroup_threads>::store(target.sums, tQrdQ, thread);
         }
         target.sums += 64 * dq_columns;  // pairs: of the only 64 queries
       }

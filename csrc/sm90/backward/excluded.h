@@ -19,7 +19,8 @@ struct StepPairs {
 
   // The first of a thread's two keys.
   CUTE_DEVICE int first_key() const {
-    return key_begin + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    return key_begin +
+           static_cast<int>(threadIdx.x % warpgroup_threads / 32 * 16 + threadIdx.x % 32 / 4);
   }
 };
 

@@ -62,14 +62,14 @@ struct Strip {
   }
 };
 
-// Where the lane's sums of a strip begin, its atoms DqAccumulator<128>::offset apart.
+// Where the lane's sums of a strip begin, its atoms DqAccumulator<warpgroup_threads>::offset apart.
 template <class Traits, class Arguments>
 CUTE_DEVICE float const* strip_sums(Arguments const& call, float const* dq_accum,
                                     Strip const& strip, int lane) {
   const int thread = strip.row % 64 * 2 + lane;  // of the warpgroup that summed 64 rows
   const std::int64_t query_tile = std::int64_t{strip.head} * call.q_tiles + strip.tile;
   return dq_accum + (query_tile * Traits::block_m + strip.row / 64 * 64) * Traits::head_dim +
-         DqAccumulator<128>::offset(0, 0, thread);
+         DqAccumulator<warpgroup_threads>::offset(0, 0, thread);
 }
 
 // One warp: a strip of the sums -> dq in fp32, kAtOnce times 16 columns at a time.
@@ -88,7 +88,7 @@ CUTE_DEVICE void write_fp32_strip(Arguments const& call, float const* dq_accum, 
     CUTE_UNROLL
     for (int atom = 0; atom < atoms; ++atom) {
       values[atom] = __ldcg(reinterpret_cast<float4 const*>(
-          sums + 64 * begin + DqAccumulator<128>::offset(atom, 0, 0)));
+          sums + 64 * begin + DqAccumulator<warpgroup_threads>::offset(atom, 0, 0)));
     }
     CUTE_UNROLL
     for (int atom = 0; atom < atoms; ++atom) {
@@ -128,7 +128,7 @@ CUTE_DEVICE void write_strip(Arguments const& call, float const* dq_accum, float
       CUTE_UNROLL
       for (int atom = 0; atom < 4; ++atom) {
         values[group][atom] = __ldcg(reinterpret_cast<float4 const*>(
-            sums + 64 * begin + DqAccumulator<128>::offset(4 * group + atom, 0, 0)));
+            sums + 64 * begin + DqAccumulator<warpgroup_threads>::offset(4 * group + atom, 0, 0)));
       }
     }
     CUTE_UNROLL

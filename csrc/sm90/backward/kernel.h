@@ -11,14 +11,12 @@
 // and how often: SharedStorage of traits.h.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "shared/block_sum.h"
-#include "shared/kernel_order.h"
 #include "sm90/backward/dq.h"
 #include "sm90/backward/finish.h"
 #include "sm90/backward/producer.h"
 #include "sm90/backward/separate_keys.h"
+#include "sm90/frame.h"
 #include "sm90/isa/cta_pair.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -97,48 +95,42 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     smem.added_ring.init(1, Traits::dq_warps);
     FullBarrier::init(&smem.tile_wanted, 1);
     smem.has_loads = 1;
-    cutlass::arch::fence_barrier_init();
-    prefetch_tma_descriptor(&args.q_map);
-    prefetch_tma_descriptor(&args.k_map);
-    prefetch_tma_descriptor(&args.v_map);
-    prefetch_tma_descriptor(&args.dout_map);
+    publish_barriers(args.q_map, args.k_map, args.v_map, args.dout_map);
   }
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   if constexpr (Traits::in_pairs) {
     sync_pair();
   } else {
     __syncthreads();
   }
 
-  // The shuffle tells the compiler that all lanes have the same number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 0) {
+    set_registers<Traits, Traits::producer_registers>();
+    if (warp == loading_warp) {
       if (elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
-    } else if (warp == 2) {
+    } else if (warp == finding_warp) {
       if (elect_one_sync()) BackwardDispatcher<Traits>{args, smem}.run();
     } else {
-      if (warp == 1) {
+      if (warp == clearing_warp) {
         sum_sink_shares(args.call);
         clear_unseen_tiles<Traits>(args);
       }
       if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args, smem, warp / 2);
     }
   } else if (warpgroup == 1) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::dq_registers>();
+    set_registers<Traits, Traits::dq_registers>();
     mma_dq<Traits>(args, smem);
   } else {
     if constexpr (!Traits::separate) {
-      cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
+      set_registers<Traits, Traits::key_registers>();
       mma_dkdv<Traits>(args, smem, warpgroup - 2);
     } else if (warpgroup == 2) {
-      cutlass::arch::warpgroup_reg_alloc<Traits::value_registers>();
+      set_registers<Traits, Traits::value_registers>();
       mma_dv<Traits>(args, smem);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<Traits::key_registers>();
+      set_registers<Traits, Traits::key_registers>();
       mma_dk<Traits>(args, smem);
     }
   }

@@ -22,7 +22,8 @@ CUTE_DEVICE void producer_commit_in_pair(typename Traits::SharedStorage& smem,
   if (threadIdx.x % 32 != 0) return;
   constexpr int size = 16 * Traits::block_m;
   constexpr int bytes = size * int(sizeof(typename Traits::Element));
-  const int first = (Traits::ds_tile(state.stage, part) * 4 + threadIdx.x % 128 / 32) * size;
+  const int first =
+      (Traits::ds_tile(state.stage, part) * 4 + threadIdx.x % warpgroup_threads / 32) * size;
   std::uint64_t* full = &smem.ds_ring.full[state.stage];
   FullBarrier::arrive_and_expect_tx(full, bytes);
   copy_to_peer(smem.from_peer.ds + first, smem.ds + first, bytes, full);
@@ -126,7 +127,7 @@ CUTE_DEVICE void mma_dkdv(BackwardKernelArguments const& args, typename Traits::
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   BackwardArguments const& call = args.call;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   using Math = ScoreMath<Traits>;
   const Math math(call);
   PipelineState<Traits::work_stages> work_state;

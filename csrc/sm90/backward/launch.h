@@ -41,9 +41,7 @@ void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Str
     }
   }
   arguments.call.scale_log2 = positive_scale(arguments.call.scale_log2);
-  launch_early<&backward_kernel<Tag>>(plan.grid, Traits::threads,
-                                      sizeof(typename Traits::SharedStorage), stream, arguments,
-                                      Traits::ctas_per_tile);
+  launch_early<&backward_kernel<Tag>, Traits>(plan.grid, stream, arguments, Traits::ctas_per_tile);
 }
 
 template <class Tag>
@@ -54,13 +52,8 @@ void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, S
 
 template <class Tag>
 constexpr BackwardInstance make_backward_instance(const char* name) {
-  using Traits = BackwardTraits<Tag>;
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename Traits::SharedStorage)),
-          .launch = &launch_backward<Tag>,
-          .convert_dq = &launch_convert_dq<Tag>,
-          .writes_dq = Traits::writes_dq};
+  return make_instance<BackwardTraits<Tag>>(name, &launch_backward<Tag>, &launch_convert_dq<Tag>,
+                                            BackwardTraits<Tag>::writes_dq);
 }
 
 }  // namespace flash_attn_cuda::sm90

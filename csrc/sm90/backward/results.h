@@ -166,8 +166,8 @@ CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem cons
     return of_ctas * Traits::key_warpgroups + warpgroup;
   };
   float* sums = call.part_sums + place(item.part) * (dk_size + dv_size);
-  DqAccumulator<128>::store(sums, dk, thread);
-  DqAccumulator<128>::store(sums + dk_size, dv, thread);
+  DqAccumulator<warpgroup_threads>::store(sums, dk, thread);
+  DqAccumulator<warpgroup_threads>::store(sums + dk_size, dv, thread);
   __threadfence();
   sync_output(warpgroup);
   if (thread == 0) parts_done = atomicAdd(call.part_counters + place(0), 1);
@@ -175,13 +175,13 @@ CUTE_DEVICE bool join_parts(BackwardArguments const& call, BackwardWorkItem cons
   if (*const_cast<int volatile*>(&parts_done) + 1 < item.parts) return false;
   __threadfence();
   sums = call.part_sums + place(0) * (dk_size + dv_size);
-  DqAccumulator<128>::load(sums, dk, thread);
-  DqAccumulator<128>::load(sums + dk_size, dv, thread);
+  DqAccumulator<warpgroup_threads>::load(sums, dk, thread);
+  DqAccumulator<warpgroup_threads>::load(sums + dk_size, dv, thread);
   CUTE_NO_UNROLL
   for (int part = 1; part < item.parts; ++part) {
     sums = call.part_sums + place(part) * (dk_size + dv_size);
-    DqAccumulator<128>::load_and_add(sums, dk, thread);
-    DqAccumulator<128>::load_and_add(sums + dk_size, dv, thread);
+    DqAccumulator<warpgroup_threads>::load_and_add(sums, dk, thread);
+    DqAccumulator<warpgroup_threads>::load_and_add(sums + dk_size, dv, thread);
   }
   return true;
 }

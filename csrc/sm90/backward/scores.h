@@ -214,7 +214,9 @@ struct ScoreMath {
   }
 
   // Signed, for what it makes of coordinates.
-  CUTE_DEVICE static int thread_of_warpgroup() { return static_cast<int>(threadIdx.x % 128); }
+  CUTE_DEVICE static int thread_of_warpgroup() {
+    return static_cast<int>(threadIdx.x % warpgroup_threads);
+  }
 
   // (keys, queries) -> (key, query), and (queries, keys) -> (query, key)
   template <int kQueries>

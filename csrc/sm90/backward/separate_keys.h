@@ -17,7 +17,7 @@ CUTE_DEVICE void send_weights(typename Traits::SharedStorage& smem,
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
   for (int i = 0; i < size(vectors); ++i)
-    smem.weights[state.stage][i][threadIdx.x % 128] = vectors(i);
+    smem.weights[state.stage][i][threadIdx.x % warpgroup_threads] = vectors(i);
   __syncwarp();
   producer_commit(smem.weights_ring, state);
 }
@@ -29,7 +29,7 @@ CUTE_DEVICE void receive_weights(typename Traits::SharedStorage& smem,
   auto vectors = recast<uint4>(weights);
   CUTE_UNROLL
   for (int i = 0; i < size(vectors); ++i)
-    vectors(i) = smem.weights[state.stage][i][threadIdx.x % 128];
+    vectors(i) = smem.weights[state.stage][i][threadIdx.x % warpgroup_threads];
   __syncwarp();
   consumer_release(smem.weights_ring, state);
 }
@@ -39,7 +39,7 @@ template <class Traits>
 CUTE_DEVICE void mma_dv(BackwardKernelArguments const& args, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
   BackwardArguments const& call = args.call;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   using Math = ScoreMath<Traits>;
   const Math math(call);
   PipelineState<Traits::work_stages> work_state;
@@ -117,7 +117,7 @@ template <class Traits>
 CUTE_DEVICE void mma_dk(BackwardKernelArguments const& args, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
   BackwardArguments const& call = args.call;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   using Math = ScoreMath<Traits>;
   const Math math(call);
   PipelineState<Traits::work_stages> work_state;

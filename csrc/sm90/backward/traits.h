@@ -9,6 +9,7 @@
 #include "shared/scores/score_modifiers.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/scores/bias.h"
 
@@ -106,7 +107,7 @@ struct BackwardTraits {
   static_assert(separate == (key_parts < key_warpgroups));
   static constexpr int dq_warps = 4;
   static constexpr int dout_stages = own.stages_do;
-  static constexpr int threads = 128 * (2 + key_warpgroups);
+  static constexpr int threads = warpgroup_threads * (2 + key_warpgroups);
 
   static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
   static constexpr bool has_score_modifiers = has(modifier_features);
@@ -160,8 +161,7 @@ struct BackwardTraits {
   static constexpr bool rounds_differences = own.rounds_differences && config.dtype == Dtype::bf16;
   static_assert(!rounds_differences || !has(feature::dropout), "its marks are signs of P");
 
-  // What setmaxnreg makes of the 128 registers that the launch gives every thread.
-  static constexpr int launch_registers = 128;
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int dq_registers = own.dq_registers;
   static constexpr int key_registers = own.key_registers;
@@ -174,7 +174,9 @@ struct BackwardTraits {
   using HeldScoresMma = HeldMma<Element, block_m, head_dim>;
   // dV = P^T dO and dK = dS^T Q; in halves where a whole row's accumulator is all the registers
   // that the launch gives, because that is as many as an instruction may name.
-  static constexpr int accumulator_registers(int columns) { return 64 * columns / 128; }
+  static constexpr int accumulator_registers(int columns) {
+    return 64 * columns / warpgroup_threads;
+  }
   template <int kColumns>
   using GradientMma =
       RegisterMma<Element,
@@ -189,7 +191,6 @@ struct BackwardTraits {
                                    TransposedMma<Element, dq_columns, 64>>;
   static_assert(cta_columns % dq_columns == 0);
 
-  static constexpr int smem_limit = 232448;  // of a block, on the only GPUs with wgmma
   static constexpr int key_bytes =
       cta_keys * (head_dim + (in_pairs ? cta_columns : 0)) * int(sizeof(Element));
   static constexpr int value_bytes = cta_keys * head_dim_v * int(sizeof(Element));
@@ -229,7 +230,9 @@ struct BackwardTraits {
   // The alignment of a tile that TMA copies, or of the few elements in place of a missing one.
   static constexpr int tile_alignment(bool exists) { return exists ? 1024 : 16; }
 
-  static constexpr int weight_vectors = block_m * 64 * int(sizeof(Element)) / 128 / 16;
+  static constexpr int weight_vectors =
+      block_m * 64 * int(sizeof(Element)) / warpgroup_threads / 16;
+  static constexpr int weight_threads = separate ? warpgroup_threads : 1;
 
   // What a CTA of a pair has of the other one.
   struct FromPeer {
@@ -253,7 +256,7 @@ struct BackwardTraits {
     alignas(128) float softmax_d[dout_stages][block_m];
     alignas(tile_alignment(has_bias)) Element bias[has_bias ? stages * block_n * block_m : 8];
     alignas(separate ? 128 : 16)
-        uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][separate ? 128 : 1];
+        uint4 weights[separate ? ds_stages : 1][separate ? weight_vectors : 1][weight_threads];
     Ring<key_stages> key_ring;    // K, and what says that K and V are read
     Ring<key_stages> value_ring;  // V
     Ring<stages> q_ring;          // with lse_log2 and bias
@@ -286,7 +289,7 @@ struct BackwardTraits {
   static_assert(!separate || !marks_dropped, "dV there is made of P as it is");
   static_assert((block_m & (block_m - 1)) == 0, "the preprocess kernel shifts by it");
   static_assert(instruction_columns<ScoresMma> == block_m, "instructions as wide as a step");
-  static_assert(sizeof(SharedStorage) <= smem_limit);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90

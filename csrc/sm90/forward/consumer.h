@@ -21,7 +21,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
                          int warpgroup) {
   using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
       warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
   PipelineState<Traits::work_stages> work_state;

@@ -80,7 +80,7 @@ struct E4m3Producer {
   template <class Tensor>
   CUTE_DEVICE std::int64_t first_offset(TileWork const& work, Tensor const& tensor) const {
     AttentionShape const& shape = args.params.shape;
-    const int head = work.head / (shape.num_heads_q / shape.num_heads_k);
+    const int head = shape.key_head(work.head);
     const std::int64_t offset = head * tensor.head_stride;
     if (is_paged()) return offset;
     Sequence const& sequence = work.sequence;

@@ -179,7 +179,7 @@ struct E4m3Scales {
                           float query_unit) {
     ScaleParams const& scales = tile.params.scales;
     of_scores =
-        ScoreScales::of(scales, tile.sequence.index, key_head(tile.params.shape, head), query_unit);
+        ScoreScales::of(scales, tile.sequence.index, tile.params.shape.key_head(head), query_unit);
     values_have_own = scales.v.per_token;
     unit = {};
     return of_scores.leave_to_softmax(scale_log2);
@@ -189,7 +189,7 @@ struct E4m3Scales {
   CUTE_DEVICE float of_output(ForwardTile<Traits> const& tile, int head) const {
     if (values_have_own) return unit.unit * ValueUnit::most_per_unit;
     return scale_of_head(tile.params.scales.v, tile.sequence.index,
-                         key_head(tile.params.shape, head));
+                         tile.params.shape.key_head(head));
   }
 
   // Before K's stage is released.
@@ -219,11 +219,6 @@ struct E4m3Scales {
         for (auto& of_row : p) of_row[col] *= of_values[key] * per_unit;
       }
     };
-  }
-
- private:
-  CUTE_DEVICE static int key_head(AttentionShape const& shape, int head) {
-    return head / (shape.num_heads_q / shape.num_heads_k);
   }
 };
 

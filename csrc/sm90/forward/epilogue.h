@@ -78,7 +78,7 @@ CUTE_DEVICE void write_rounding_of_rows(ForwardParams const& params, Sequence co
   if constexpr (Traits::keeps_rounding) {
     TensorView const& view = params.out_rounding;
     if (view.data == nullptr) return;
-    const int first_row = thread / 32 * 16 + thread % 32 / 4;
+    const int first_row = first_row_of(thread);
     write_rounding<Traits::config.dtype>(
         static_cast<std::int8_t*>(view.data) + output_offset(view, sequence, head, query_begin) +
             first_column,
@@ -87,10 +87,8 @@ CUTE_DEVICE void write_rounding_of_rows(ForwardParams const& params, Sequence co
   }
 }
 
-// The warp's first of the 64 rows. The shuffle tells the compiler that all lanes have the same.
-CUTE_DEVICE int first_row_of_warp(int thread) {
-  return __shfl_sync(0xffffffffu, thread / 32, 0) * 16;
-}
+// The warp's first of the 64 rows.
+CUTE_DEVICE int first_row_of_warp(int thread) { return same_in_warp(thread / 32) * 16; }
 
 // Rows that are the sequence's but do not attend get out 0 and lse -inf, those beyond are left
 // alone. tOrO: this thread's share of the 64 rows from query_begin on. value_scale: what O is to be

@@ -13,14 +13,12 @@
 // bytes of a block (traits.h).
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
-#include "shared/kernel_order.h"
 #include "sm90/forward/consumer.h"
 #include "sm90/forward/dropout.h"
 #include "sm90/forward/e4m3_producer.h"
 #include "sm90/forward/producer.h"
 #include "sm90/forward/two_ctas.h"
+#include "sm90/frame.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -47,46 +45,43 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     if constexpr (Traits::is_sparse) {
       for (auto& ring : smem.sparse.bits_ring) ring.init(4);
     }
-    cutlass::arch::fence_barrier_init();
-    prefetch_tma_descriptor(&args.q_map);
-    if constexpr (!Traits::is_e4m3) {
-      prefetch_tma_descriptor(&args.k_map);
-      prefetch_tma_descriptor(&args.v_map);
+    if constexpr (Traits::is_e4m3) {
+      publish_barriers(args.q_map);
+    } else {
+      publish_barriers(args.q_map, args.k_map, args.v_map);
     }
   }
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   if constexpr (Traits::has_dropout) publish_rng(args.params.dropout, blockIdx.x, threadIdx.x);
   __syncthreads();
 
-  // The shuffle tells the compiler that all lanes have the same number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
+    set_registers<Traits, Traits::producer_registers>();
     if constexpr (Traits::is_e4m3) {
       produce_from_e4m3<Traits>(args, smem, warp);
-      if (warp == 1) clear_empty_tiles<Traits>(args);
-    } else if (warp == 1) {
+      if (warp == clearing_warp) clear_empty_tiles<Traits>(args);
+    } else if (warp == clearing_warp) {
       clear_empty_tiles<Traits>(args);
-    } else if (Traits::has_finder && warp == 2) {
+    } else if (Traits::has_finder && warp == finding_warp) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
     } else if constexpr (Traits::is_paged) {
-      Producer<Traits>{args, smem}.run_over_cache(warp == 3);
-    } else if (warp == 0) {
+      Producer<Traits>{args, smem}.run_over_cache(warp == assisting_warp);
+    } else if (warp == loading_warp) {
       if (elect_one_sync()) Producer<Traits>{args, smem}.run();
     } else if constexpr (Traits::is_sparse) {
       if (has_bits && elect_one_sync()) load_bits<Traits>(args, smem);
     }
   } else if (!Traits::draws_ahead || warpgroup <= Traits::consumers) {
-    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    set_registers<Traits, Traits::consumer_registers>();
     if constexpr (Traits::overlaps_softmax) {
       consume<Traits>(args, smem, warpgroup - 1);
     } else {
       consume_beside_a_cta<Traits>(args, smem, warpgroup - 1);
     }
   } else if constexpr (Traits::draws_ahead) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::drawing_registers>();
+    set_registers<Traits, Traits::drawing_registers>();
     if (draws) draw_words<Traits>(args, smem, warp % 4);
   }
 }

@@ -3,7 +3,6 @@
 
 #include <numeric>
 
-#include "flash_attn/instance.h"
 #include "host/tensor_map.h"
 #include "shared/launch.h"
 #include "shared/schedule/marked_counter.h"
@@ -58,16 +57,12 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
     arguments.bits_map = make_pair_map(pair_tensor(params.sparsity.bits, shape),
                                        {MaskBits::queries, MaskBits::elements});
   }
-  launch_early<&forward_kernel<Tag>>(plan.grid, Traits::threads,
-                                     sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_early<&forward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_forward_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename ForwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_forward<Tag>};
+  return make_instance<ForwardTraits<Tag>>(name, &launch_forward<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -229,7 +229,7 @@ struct Producer {
     AttentionShape const& shape = args.params.shape;
     Sequence const& sequence = work.sequence;
     const int key = block * block_n;
-    const int head = work.head / (shape.num_heads_q / shape.num_heads_k);
+    const int head = shape.key_head(work.head);
     if constexpr (Traits::is_paged) {
       return find_span<block_n>(KeyRows::of(args.params.paged, sequence), head, args.key_box_rows,
                                 key, sequence.seqlen_k, args.params.errors);

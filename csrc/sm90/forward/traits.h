@@ -8,6 +8,7 @@
 #include "shared/scores/score_modifiers.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/scores/bias.h"
 #include "sm90/scores/dropout_bits.h"
@@ -76,7 +77,7 @@ struct ForwardTraits {
   static_assert(has_dropout || !draws_ahead);
   static_assert(draws_ahead || !drops_turns, "consumers that draw for themselves take turns");
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
-  static constexpr int threads = 128 * warpgroups;
+  static constexpr int threads = warpgroup_threads * warpgroups;
 
   // A second CTA on the SM multiplies while the first begins or ends a tile. It takes the registers
   // in which a warpgroup would hold the scores of one step beside the probabilities of another:
@@ -104,11 +105,8 @@ struct ForwardTraits {
       !is_sparse && !is_paged && !has_bias && !has_score_modifiers && !has_dropout;
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
 
-  // What setmaxnreg makes of the registers that the launch gives every thread, 168 of three
-  // warpgroups, 128 of four, 96 of five and 80 of two times three: not one more may be asked for
-  // than there are. Without a spill in the kernel ptxas lets the blocks that a drawing warp has in
-  // hand overlap.
-  static constexpr int launch_registers = 65536 / (threads * ctas_per_sm) / 8 * 8;
+  // Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
+  static constexpr int launch_registers = launch_registers_of(threads, ctas_per_sm);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int drawing_registers = own.drawing_registers;
   static constexpr int consumer_registers = own.consumer_registers;
@@ -131,8 +129,7 @@ struct ForwardTraits {
   static constexpr int key_bytes = block_n * head_dim * int(sizeof(Element));
   static constexpr int value_bytes = block_n * head_dim_v * int(sizeof(Element));
   static constexpr int stage_bytes = key_bytes + value_bytes;
-  // What an SM has of those GPUs that have wgmma, but for 1 KiB that every block costs.
-  static constexpr int smem_limit = 233472 / ctas_per_sm - 1024;
+  static constexpr int smem_limit = smem_limit_of(ctas_per_sm);
   // Barriers and work; a mask's bits fit beside. What tokens' scales take is not in it: the last
   // assertion below counts them.
   static constexpr int smem_reserved = 2048;
@@ -163,7 +160,7 @@ struct ForwardTraits {
   static constexpr int word_stages = 1;
   struct DropoutWords {
     Ring<word_stages> ring[consumers];  // each warpgroup is at a step of its own
-    std::uint32_t words[consumers][word_stages][Words::words][128];
+    std::uint32_t words[consumers][word_stages][Words::words][warpgroup_threads];
   };
   struct Nothing {};
 

@@ -19,7 +19,7 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
   using Element = typename Traits::Element;
   constexpr int block_n = Traits::block_n;
   ForwardParams const& params = args.params;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   PipelineState<Traits::work_stages> work_state;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
   auto tSrS = products.make_scores();

@@ -6,6 +6,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "sm90/isa/cta.h"
+
 namespace flash_attn_cuda::sm90 {
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -91,7 +93,8 @@ struct PingPong {
   int warpgroup;
   bool goes_without;
 
-  static constexpr int threads = 2 * 128;  // those that pass the turn on and those that take it
+  // Those that pass the turn on and those that take it.
+  static constexpr int threads = 2 * warpgroup_threads;
 
   CUTE_DEVICE static std::uint32_t barrier(int warpgroup) {
     return static_cast<std::uint32_t>(NamedBarrier::first_turn) + warpgroup;
@@ -118,13 +121,14 @@ struct PingPong {
 
 // All threads of the dQ warpgroup.
 CUTE_DEVICE void sync_dq() {
-  cutlass::arch::NamedBarrier::sync(128, static_cast<std::uint32_t>(NamedBarrier::dq));
+  cutlass::arch::NamedBarrier::sync(warpgroup_threads,
+                                    static_cast<std::uint32_t>(NamedBarrier::dq));
 }
 
 // All threads of a consumer warpgroup, about its results, and about its Q where it converts that.
 CUTE_DEVICE void sync_output(int warpgroup) {
   cutlass::arch::NamedBarrier::sync(
-      128, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);
+      warpgroup_threads, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -21,7 +21,7 @@ struct JvpRows {
 
   CUTE_DEVICE static JvpRows of(ForwardParams const& params, TileWork const& work, int query_begin,
                                 int thread) {
-    JvpRows rows{.first_query = query_begin + thread / 32 * 16 + thread % 32 / 4};
+    JvpRows rows{.first_query = first_row_of(thread, query_begin)};
     const float* lse_of_head = lse_rows(params.lse, work.sequence, work.head);
     CUTE_UNROLL
     for (int row = 0; row < 2; ++row) {
@@ -113,7 +113,7 @@ CUTE_DEVICE void consume_jvp(JvpArguments const& args, typename Traits::SharedSt
   TileWork const& work = smem.work;
   Sequence const& sequence = work.sequence;
   const BlockRange range = smem.range;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   const int query_begin = work.tile * Traits::block_m + 64 * warpgroup;
   PipelineState<Traits::stages> state;  // K and V of a block lie in the same place of their rings
 

@@ -7,9 +7,7 @@
 // tangents block_n x head_dim each in `stages` buffers (traits.h).
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
-#include "shared/kernel_order.h"
+#include "sm90/frame.h"
 #include "sm90/jvp/consumer.h"
 #include "sm90/jvp/producer.h"
 
@@ -37,25 +35,23 @@ __global__ void __launch_bounds__(JvpTraits<Tag>::threads, 1)
   using Traits = JvpTraits<Tag>;
   extern __shared__ __align__(1024) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   if (threadIdx.x == 0) {
     smem.q_ring.init(1);
     smem.k_ring.init(4 * Traits::consumers);
     smem.v_ring.init(4 * Traits::consumers);
-    cutlass::arch::fence_barrier_init();
+    publish_barriers();
     find_jvp_tile<Traits>(args, smem);
   }
   __syncthreads();
   if (smem.work.tile == no_tile) return;
 
-  // The shuffle tells the compiler that all lanes have the same number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = warp_of_cta();
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 0 && elect_one_sync()) JvpProducer<Traits>{args, smem}.run();
+    set_registers<Traits, Traits::producer_registers>();
+    if (warp == loading_warp && elect_one_sync()) JvpProducer<Traits>{args, smem}.run();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    set_registers<Traits, Traits::consumer_registers>();
     consume_jvp<Traits>(args, smem, warp / 4 - 1);
   }
 }

@@ -1,7 +1,6 @@
 // Host side of the Hopper kernels of derivatives in a direction: from a plan to a launch.
 #pragma once
 
-#include "flash_attn/instance.h"
 #include "host/tensor_map.h"
 #include "shared/launch.h"
 #include "shared/scores/score_scale.h"
@@ -28,16 +27,12 @@ void launch_jvp(const ForwardPlan& plan, const ForwardParams& params, Stream str
                                .schedule = plan.schedule,
                                .table = SequenceTable::at(params.workspace, plan.table),
                                .scale_log2 = positive_scale(params.score.softmax_scale * log2e)};
-  launch_early<&jvp_kernel<Tag>>(plan.grid, Traits::threads, sizeof(typename Traits::SharedStorage),
-                                 stream, arguments);
+  launch_early<&jvp_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_jvp_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename JvpTraits<Tag>::SharedStorage)),
-          .launch = &launch_jvp<Tag>};
+  return make_instance<JvpTraits<Tag>>(name, &launch_jvp<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm90

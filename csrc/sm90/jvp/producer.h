@@ -45,7 +45,7 @@ struct JvpProducer {
     TileWork const& work = smem.work;
     Sequence const& sequence = work.sequence;
     const RowSpan span{.batch = sequence.batch_k,
-                       .head = work.head / (shape.num_heads_q / shape.num_heads_k),
+                       .head = shape.key_head(work.head),
                        .row = sequence.row_k + block * block_n,
                        .rows = sequence.seqlen_k - block * block_n};
     producer_acquire(ring, state);

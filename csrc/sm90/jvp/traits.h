@@ -6,6 +6,7 @@
 #include "shared/schedule/tile_work.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -18,9 +19,10 @@ struct JvpTraits {
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
-  static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
   static constexpr int rows_per_thread = 2;
   static constexpr int stages = own.stages_kv;
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
   static_assert(config.features == feature::tangent, "other calls have sm80/jvp/");
@@ -49,7 +51,7 @@ struct JvpTraits {
 
   static_assert(block_m == 64 * consumers && config.head_dim_v == head_dim);
   static_assert(instruction_columns<ScoresMma> == block_n, "instructions as wide as a step");
-  static_assert(sizeof(SharedStorage) <= 232448);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90

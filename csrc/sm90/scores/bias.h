@@ -7,6 +7,7 @@
 #include "flash_attn/params.h"
 #include "shared/fragments.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -75,7 +76,7 @@ CUTE_DEVICE void scale_and_add(float* scores, float factor, std::uint32_t const 
 template <int kRows, int kKeys, class Element, class Accumulator>
 CUTE_DEVICE void add_bias(Element const* tile, int first_row, float factor, Accumulator& tSrS) {
   const unsigned lane = threadIdx.x % 32;
-  const unsigned row = first_row + threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const unsigned row = first_row + threadIdx.x % warpgroup_threads / 32 * 16 + lane % 16;
   const unsigned first =
       cast_smem_ptr_to_uint(tile) + row * box_row_bytes + ((lane / 16) ^ (row % 8)) * 16;
   CUTE_UNROLL
@@ -93,7 +94,7 @@ CUTE_DEVICE void add_bias(Element const* tile, int first_row, float factor, Accu
 // box's 64 keys; those of the next 16 queries lie 16 rows further on.
 CUTE_DEVICE unsigned transposed_matrices(void const* box) {
   const unsigned lane = threadIdx.x % 32;
-  const unsigned chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+  const unsigned chunk = threadIdx.x % warpgroup_threads / 32 * 2 + lane / 8 % 2;
   return cast_smem_ptr_to_uint(box) + (lane / 16 * 8 + lane % 8) * box_row_bytes +
          (chunk ^ (lane % 8)) * 16;
 }
@@ -139,7 +140,7 @@ CUTE_DEVICE void add_bias_tile(BiasGradient const& dbias, BiasParams const& bias
   CUTE_UNROLL
   for (int begin = 0; begin < kKeys; begin += box_keys) {
     CUTE_NO_UNROLL
-    for (int i = thread; i < kRows * (box_keys / chunk); i += 128) {
+    for (int i = thread; i < kRows * (box_keys / chunk); i += warpgroup_threads) {
       const int row = i / (box_keys / chunk);
       const int place = i % (box_keys / chunk);
       const int key = begin + place * chunk;

@@ -10,8 +10,8 @@ namespace flash_attn_cuda::sm90 {
 // What one of them tells in a step: a left operand of 64 x 64 in 16 bits, and a number for each
 // row.
 struct Told {
-  static constexpr int vectors = 64 * 64 / 128 / 8;
-  uint4 operand[vectors][128];
+  static constexpr int vectors = 64 * 64 / warpgroup_threads / 8;
+  uint4 operand[vectors][warpgroup_threads];
   float rows[64];
   std::uint64_t full[4];  // by warps
 
@@ -28,6 +28,12 @@ struct Partner {
   int thread;
   unsigned told_steps = 0;
   unsigned heard_steps = 0;
+
+  CUTE_DEVICE static void init(Told (&told)[2][2]) {
+    for (auto& of_step : told) {
+      for (auto& one : of_step) one.init();
+    }
+  }
 
   template <class Operand>
   CUTE_DEVICE void tell(Operand const& operand) {
@@ -66,7 +72,7 @@ struct Partner {
   CUTE_DEVICE void hear(float (&rows)[2]) { take(wait(), rows); }
 
  private:
-  CUTE_DEVICE int row_of(int i) const { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
+  CUTE_DEVICE int row_of(int i) const { return first_row_of(thread) + 8 * i; }
 
   CUTE_DEVICE void leave(Told& own, float const (&rows)[2]) const {
     if (thread % 4 != 0) return;

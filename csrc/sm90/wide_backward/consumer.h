@@ -85,8 +85,7 @@ struct QueryStatistics<false> {
 
   CUTE_DEVICE void load(float const* tile, int thread) {
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      of_rows[i] = __ldg(tile + thread / 32 * 16 + thread % 32 / 4 + 8 * i);
+    for (int i = 0; i < 2; ++i) of_rows[i] = __ldg(tile + first_row_of(thread) + 8 * i);
   }
   CUTE_DEVICE float at(int row, int) const { return of_rows[row]; }
 };
@@ -247,7 +246,7 @@ CUTE_DEVICE void write_wide_gradient(BackwardArguments const& call, WideJob cons
   const int existing = (is_dq ? sequence.rows_q : sequence.rows_k) - first_row;
   const int first_column = warpgroup * Traits::columns;
   const float factor = job.gradient == Gradient::dv ? 1.0f : call.score_factor;
-  const int own_row = thread / 32 * 16 + thread % 32 / 4;
+  const int own_row = first_row_of(thread);
   CUTE_UNROLL
   for (int row = 0; row < 2; ++row) {
     const bool attends = own_row + 8 * row < attending;
@@ -283,7 +282,7 @@ CUTE_DEVICE void consume_wide_backward(WideBackwardArguments const& args,
                                        typename Traits::SharedStorage& smem, int warpgroup) {
   BackwardArguments const& call = args.call;
   WideJob const& job = smem.job;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   GradientProducts<Traits> products{smem, warpgroup, thread};
   Partner partner{smem.told, warpgroup, thread};
   auto gradient = products.make_gradient();

@@ -15,7 +15,7 @@ CUTE_DEVICE WideJob find_key_job(BackwardArguments const& call, Gradient gradien
     return {.gradient = Gradient::none};
   const int key_begin = work.tile * Traits::block;
   const int key_last = min(key_begin + Traits::block, work.sequence.seqlen_k) - 1;
-  const int heads = shape.num_heads_q / shape.num_heads_k;
+  const int heads = shape.heads_per_key_head();
   return {.gradient = gradient,
           .sequence = work.sequence,
           .tile = work.tile,
@@ -45,7 +45,7 @@ CUTE_DEVICE WideJob find_query_job(BackwardArguments const& call, int id) {
           .steps = {
               .range = block_range(band_from_queries(call.params.window, work.sequence.shift),
                                    query_begin, query_last, work.sequence.seqlen_k, Traits::block),
-              .first_head = head / (shape.num_heads_q / shape.num_heads_k),
+              .first_head = shape.key_head(head),
               .heads = 1}};
 }
 

@@ -10,9 +10,7 @@
 // columns; P, dS or both, of two steps.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
-#include "shared/kernel_order.h"
+#include "sm90/frame.h"
 #include "sm90/wide_backward/consumer.h"
 #include "sm90/wide_backward/producer.h"
 
@@ -28,29 +26,26 @@ __global__ void __launch_bounds__(WideBackwardTraits<Tag>::threads, 1)
   AttentionShape const& shape = args.call.params.shape;
   clear_missing_boxes<Traits::block, Traits::head_dim>(smem.tiles[0], shape.head_dim);
   clear_missing_boxes<Traits::block, Traits::head_dim>(smem.tiles[1], shape.head_dim_v);
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   if (threadIdx.x == 0) {
     for (auto& full : smem.tile_full) FullBarrier::init(&full, 1);
     for (auto& ring : smem.rings) ring.init(4);
-    for (auto& of_step : smem.told) {
-      for (auto& told : of_step) told.init();
-    }
-    cutlass::arch::fence_barrier_init();
+    Partner::init(smem.told);
+    publish_barriers();
     smem.job = find_job<Traits>(args);
   }
   __syncthreads();
   if (smem.job.gradient == Gradient::none) return;
 
-  // The shuffle tells the compiler that all lanes have the same number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if ((warp == 0 || warp == 1) && smem.job.steps.count() > 0 && elect_one_sync())
+    set_registers<Traits, Traits::producer_registers>();
+    if (static_cast<unsigned>(warp) < Traits::loaders && smem.job.steps.count() > 0 &&
+        elect_one_sync())
       WideGradientProducer<Traits>{args, smem, warp}.run();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    set_registers<Traits, Traits::consumer_registers>();
     consume_wide_backward<Traits>(args, smem, warpgroup - 1);
   }
 }

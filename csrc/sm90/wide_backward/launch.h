@@ -25,18 +25,13 @@ void launch_wide_backward(const BackwardPlan& plan, const BackwardParams& params
                                   .key_tiles = static_cast<int>(plan.schedule.grid_size()),
                                   .query_tiles = plan.q_tiles * params.shape.num_heads_q};
   arguments.call.scale_log2 = positive_scale(arguments.call.scale_log2);
-  launch_early<&wide_backward_kernel<Tag>>(
-      plan.grid, Traits::threads, sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_early<&wide_backward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr BackwardInstance make_wide_backward_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename WideBackwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_wide_backward<Tag>,
-          .convert_dq = nullptr,
-          .writes_dq = true};
+  return make_instance<WideBackwardTraits<Tag>>(name, &launch_wide_backward<Tag>, nullptr,
+                                                /*writes_dq=*/true);
 }
 
 }  // namespace flash_attn_cuda::sm90

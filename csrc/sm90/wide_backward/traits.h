@@ -7,6 +7,7 @@
 #include "shared/schedule/tile_work.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/wide/partner.h"
 
@@ -49,7 +50,8 @@ struct WideBackwardTraits {
   static constexpr int block = config.block_m;  // of queries and of keys
   static constexpr int head_dim = config.head_dim;
   static constexpr int consumers = 2;
-  static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int loaders = consumers;  // a ring of buffers for each
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
   // The columns of a gradient that one warpgroup has.
   static constexpr int columns = head_dim / consumers;
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
@@ -70,6 +72,7 @@ struct WideBackwardTraits {
   using ColumnsLayout = TileLayout<Element, block, slot_columns, slots>;
   using RowsLayout = TileLayout<Element, slot_rows, columns, slots>;
 
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.key_registers;
 
@@ -84,7 +87,7 @@ struct WideBackwardTraits {
 
   static_assert(block == 64 && config.block_n == block && config.head_dim_v == head_dim);
   static_assert(config.features == 0 || config.features == feature::deterministic);
-  static_assert(sizeof(SharedStorage) <= 232448);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90

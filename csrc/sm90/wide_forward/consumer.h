@@ -84,7 +84,7 @@ CUTE_DEVICE void write_wide_output(ForwardParams const& params, Sequence const& 
                                    OnlineSoftmax<Traits::rows_per_thread>& softmax, int thread) {
   float lse[Traits::rows_per_thread];
   softmax.normalize_softmax_lse(output, lse, sink_of(params.score, head));
-  const int first_query = query_begin + thread / 32 * 16 + thread % 32 / 4;
+  const int first_query = first_row_of(thread, query_begin);
   CUTE_UNROLL
   for (int row = 0; row < Traits::rows_per_thread; ++row) {
     const int query = first_query + 8 * row;
@@ -122,7 +122,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
   using Element = typename Traits::Element;
   constexpr int rows = Traits::rows_per_thread;
   ForwardParams const& params = args.params;
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % warpgroup_threads;
   PipelineState<Traits::work_stages> work_state;
   PipelineState<1> q_state;
   ForwardEffects<Traits> effects;

@@ -8,9 +8,7 @@
 // keys x 128 columns or of 32 keys with its half of the columns of V; P of both, of two steps.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
-#include "shared/kernel_order.h"
+#include "sm90/frame.h"
 #include "sm90/wide_forward/consumer.h"
 #include "sm90/wide_forward/producer.h"
 
@@ -28,33 +26,26 @@ __global__ void __launch_bounds__(WideForwardTraits<Tag>::threads, 1)
     for (auto& ring : smem.rings) ring.init(4);
     smem.work_ring.init(Traits::consumer_warps + Traits::loaders);
     FullBarrier::init(&smem.tile_wanted, 1);
-    for (auto& of_step : smem.told) {
-      for (auto& told : of_step) told.init();
-    }
-    cutlass::arch::fence_barrier_init();
-    prefetch_tma_descriptor(&args.q_map);
-    prefetch_tma_descriptor(&args.k_map);
-    prefetch_tma_descriptor(&args.v_map);
+    Partner::init(smem.told);
+    publish_barriers(args.q_map, args.k_map, args.v_map);
   }
   clear_missing_boxes<Traits::block_m, Traits::head_dim>(smem.q, args.params.shape.head_dim);
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  follow_earlier_kernels();
   __syncthreads();
 
-  // The shuffle tells the compiler that all lanes have the same number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::producer_registers>();
-    if (warp == 1) {
+    set_registers<Traits, Traits::producer_registers>();
+    if (warp == clearing_warp) {
       clear_empty_tiles<Traits>(args);
-    } else if (warp == 2) {
+    } else if (warp == finding_warp) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
     } else if (elect_one_sync()) {
-      WideProducer<Traits>{args, smem, warp == 0 ? 0 : 1}.run();
+      WideProducer<Traits>{args, smem, warp == loading_warp ? 0 : 1}.run();
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::consumer_registers>();
+    set_registers<Traits, Traits::consumer_registers>();
     consume_wide<Traits>(args, smem, warpgroup - 1);
   }
 }

@@ -1,7 +1,6 @@
 // Host side of the sm90 forward kernels for wide heads: from a plan to a launch.
 #pragma once
 
-#include "flash_attn/instance.h"
 #include "host/tensor_map.h"
 #include "shared/launch.h"
 #include "shared/schedule/marked_counter.h"
@@ -37,16 +36,12 @@ void launch_wide_forward(const ForwardPlan& plan, const ForwardParams& params, S
       .call_mark = plan.tickets.exists() ? mark_of_next_call() : 0,
       .scale_log2 = scales_scores ? score_unit(params.score) * log2e
                                   : positive_scale(params.score.softmax_scale * log2e)};
-  launch_early<&wide_forward_kernel<Tag>>(
-      plan.grid, Traits::threads, sizeof(typename Traits::SharedStorage), stream, arguments);
+  launch_early<&wide_forward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }
 
 template <class Tag>
 constexpr ForwardInstance make_wide_forward_instance(const char* name) {
-  return {.name = name,
-          .config = Tag::config,
-          .smem_bytes = static_cast<int>(sizeof(typename WideForwardTraits<Tag>::SharedStorage)),
-          .launch = &launch_wide_forward<Tag>};
+  return make_instance<WideForwardTraits<Tag>>(name, &launch_wide_forward<Tag>);
 }
 
 }  // namespace flash_attn_cuda::sm90

@@ -44,7 +44,7 @@ struct WideProducer {
     AttentionShape const& shape = args.params.shape;
     Sequence const& sequence = work.sequence;
     return {.batch = sequence.batch_k,
-            .head = work.head / (shape.num_heads_q / shape.num_heads_k),
+            .head = shape.key_head(work.head),
             .row = sequence.row_k + key,
             .rows = sequence.seqlen_k - key};
   }

@@ -5,6 +5,7 @@
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm90/forward/traits.h"
+#include "sm90/isa/cta.h"
 #include "sm90/wide/partner.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -20,7 +21,7 @@ struct WideForwardTraits {
   static constexpr int consumers = 2;
   static constexpr int consumer_warps = 4 * consumers;
   static constexpr int loaders = consumers;  // a ring of buffers for each
-  static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
   static constexpr int rows_per_thread = 2;
   // The columns of V and O that one warpgroup has.
   static constexpr int columns_v = head_dim_v / consumers;
@@ -58,6 +59,7 @@ struct WideForwardTraits {
   using KeyLayout = TileLayout<Element, block_n, key_columns, slots>;
   using ValueLayout = TileLayout<Element, value_rows, columns_v, slots>;
 
+  static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
   static constexpr int work_stages = 2;  // the tile in hand and the next
@@ -75,7 +77,7 @@ struct WideForwardTraits {
 
   static_assert(block_m == 64 && block_n == 64, "a warpgroup's rows, which both share");
   static_assert(slots >= 2);
-  static_assert(sizeof(SharedStorage) <= 232448);
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
 }  // namespace flash_attn_cuda::sm90
