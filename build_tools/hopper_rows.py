@@ -7,9 +7,8 @@ others (archs.py).
 
 What the sm80 family serves on a Hopper GPU at all is what TMA cannot address and rare mixes. So a
 build for Hopper alone is also without the rows that another one stands for, which has their tile
-and more features: forwards take 1.00 to 1.06 of their time there, backwards 1.04 to 1.23. The plain
-backward stays, for which it would be 1.05 to 1.46. A build for other GPUs too has all of them, and
-calls find the row with fewer features.
+and more features, but for the plain backward (docs/kernels.md has what it costs). A build for other
+GPUs too has all of them, and calls find the row with fewer features.
 """
 
 from __future__ import annotations

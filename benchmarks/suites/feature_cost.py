@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.core.feature_tables import Column, Row, Target, number, quotient, ratio, timing_of
 from benchmarks.core.metrics import Pass
-from benchmarks.core.runner import Subject, make_calls, make_input_sets, measure
+from benchmarks.core.runner import Measurement, Subject, make_calls, make_input_sets, measure
 from benchmarks.core.turns import Protocol
 from benchmarks.peers.backends import BACKENDS, is_cuda
 from tests.cases.attention import Alibi, AttentionCase
@@ -30,13 +30,16 @@ KEEPS_80_PERCENT = Target("over_plain", 0.8)
 TAKES_15_PERCENT = Target("over_plain", 1 / 1.15)
 KEEPS_75_PERCENT = Target("over_plain", 0.75)
 
-COLUMNS = (
+TIMED_COLUMNS = (  # of a timed_row
     Column("D", "head_dim"),
     Column("S", "seqlen"),
     Column("mask", "mask"),
     Column("pass", "pass"),
     Column("what", "what"),
     Column("ms", "median_ms", number(4)),
+)
+COLUMNS = (
+    *TIMED_COLUMNS,
     Column("TFLOP/s", "tflops", number(3)),
     Column("/ plain", "over_plain", ratio),
     Column("more time, %", "more_time_percent", lambda value: f"{value:+.1f}"),
@@ -142,20 +145,28 @@ def measure_group(group: FeatureGroup, protocol: Protocol) -> Iterator[Row]:
         for variant, case, measurement in zip(timed, cases, measured, strict=True):
             timing = measurement.timing
             rows[variant.name] = {
-                "name": f"{group} {which.value} {variant.name}",
-                "group": f"{group} {which.value}",
-                "case": str(case),
-                "head_dim": case.head_dim,
-                "seqlen": case.seqlen_q,
-                "mask": "causal" if case.causal else "full",
-                "pass": which.value,
-                "what": variant.name,
-                **timing_of(measurement),
+                **timed_row(str(group), case, which, variant.name, measurement),
                 "peak_bytes": measurement.peak_bytes,
                 "tflops": timing and timing.teraflops(case, which),
             }
         add_ratios(rows, timed)
         yield from rows.values()
+
+
+def timed_row(
+    group: str, case: AttentionCase, which: Pass, what: str, measurement: Measurement
+) -> Row:
+    return {
+        "name": f"{group} {which.value} {what}",
+        "group": f"{group} {which.value}",
+        "case": str(case),
+        "head_dim": case.head_dim,
+        "seqlen": case.seqlen_q,
+        "mask": "causal" if case.causal else "full",
+        "pass": which.value,
+        "what": what,
+        **timing_of(measurement),
+    }
 
 
 def add_ratios(rows: dict[str, Row], timed: list[Variant]) -> None:

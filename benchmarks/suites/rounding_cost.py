@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.core.feature_tables import Column, Row, Target, number, ratio, timing_of
+from benchmarks.core.feature_tables import Column, Row, Target, ratio
 from benchmarks.core.metrics import Pass
 from benchmarks.core.runner import Call, Subject, make_call, make_input_sets, measure
 from benchmarks.core.turns import Protocol
 from benchmarks.peers.backends import is_cuda
-from benchmarks.suites.feature_cost import plain_case
+from benchmarks.suites.feature_cost import TIMED_COLUMNS, plain_case, timed_row
 from tests.cases.attention import AttentionCase, AttentionInputs
 
 HEAD_DIMS = (64, 128, 256)
@@ -20,12 +20,7 @@ KEPT, LOST = "keep_rounding", "keep_rounding=False"
 TAKES_ONE_PERCENT = Target("over_lost", 1.01, at_least=False)
 
 COLUMNS = (
-    Column("D", "head_dim"),
-    Column("S", "seqlen"),
-    Column("mask", "mask"),
-    Column("pass", "pass"),
-    Column("what", "what"),
-    Column("ms", "median_ms", number(4)),
+    *TIMED_COLUMNS,
     Column("/ without", "over_lost", ratio),
 )
 
@@ -72,15 +67,7 @@ def measure_group(group: RoundingGroup, protocol: Protocol) -> Iterator[Row]:
         over_lost = times[0] / times[1] if times[0] and times[1] else None
         for name, measurement in zip((KEPT, LOST), measured, strict=True):
             row: Row = {
-                "name": f"{group} {which.value} {name}",
-                "group": f"{group} {which.value}",
-                "case": str(case),
-                "head_dim": case.head_dim,
-                "seqlen": case.seqlen_q,
-                "mask": "causal" if case.causal else "full",
-                "pass": which.value,
-                "what": name,
-                **timing_of(measurement),
+                **timed_row(str(group), case, which, name, measurement),
                 "over_lost": over_lost if name == KEPT else None,
             }
             row["targets"] = [TAKES_ONE_PERCENT.judge(row)] if name == KEPT else []

@@ -174,6 +174,25 @@ def _plain_maths(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return (probs @ v).transpose(1, 2)
 
 
+def check_jvp(
+    device: str = DEVICE, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Along keys' tangents that have a mean, where values do: mu * O takes most of it away."""
+    shape, generator = (2, 256, 2, head_dim), torch.Generator().manual_seed(4)
+    drawn = [torch.randn(shape, generator=generator) for _ in range(6)]
+    q, k, v, tq, tk, tv = (x.to(device, dtype) for x in drawn)
+    v, tk = with_means(v, 1.0, 2), with_means(tk, 4.0, 3)
+    maths = partial(_plain_maths, causal=False)
+
+    def moved(function: Callable[..., Tensor], to: torch.dtype) -> Tensor:
+        points, tangents = ([x.to(to) for x in xs] for xs in ((q, k, v), (tq, tk, tv)))
+        return torch.func.jvp(function, tuple(points), tuple(tangents))[1]
+
+    exact = moved(maths, torch.float64)
+    errors = error(moved(flash_attn_func, dtype), exact), error(moved(maths, dtype), exact)
+    assert errors[0] <= 3.0 * errors[1], errors
+
+
 def check_second_order(
     road: Callable[..., tuple[Tensor, ...]],
     dtype: torch.dtype = torch.bfloat16,

@@ -10,6 +10,7 @@ from tests.cases.rounding import (
     FEATURES,
     ROADS,
     SECOND_ROADS,
+    check_jvp,
     check_road,
     check_rounding,
     check_second_order,
@@ -68,6 +69,11 @@ def test_roads(name: str) -> None:
 @pytest.mark.parametrize("name", SECOND_ROADS)
 def test_second_order(name: str, dtype: torch.dtype) -> None:
     check_second_order(SECOND_ROADS[name], dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jvp(dtype: torch.dtype) -> None:
+    check_jvp("cpu", dtype=dtype)
 
 
 def test_what_is_kept() -> None:

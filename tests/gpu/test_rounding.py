@@ -17,6 +17,7 @@ from tests.cases.rounding import (
     FEATURES,
     ROADS,
     SECOND_ROADS,
+    check_jvp,
     check_road,
     check_rounding,
     check_second_order,
@@ -63,6 +64,12 @@ def test_roads(name: str) -> None:
 def test_second_order(name: str, head_dim: int, causal: bool) -> None:
     skip_without_row(make_case(head_dim=head_dim, causal=causal))
     check_second_order(SECOND_ROADS[name], head_dim=head_dim, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_jvp(head_dim: int) -> None:
+    skip_without_row(make_case(head_dim=head_dim))
+    check_jvp(head_dim=head_dim)
 
 
 def test_what_is_kept() -> None:
