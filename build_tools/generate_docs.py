@@ -27,17 +27,28 @@ def table(rows: Sequence[KernelRow]) -> str:
 
 
 def lines_of(kernel: Kernel, rows: Sequence[KernelRow]) -> Iterator[str]:
-    """One for all rows that differ in dtype and head dim alone."""
-    alike: dict[tuple[str, str], dict[str, str]] = {}  # lengths by head dim
+    """One for all rows that differ in dtype, head dim and the shared memory they need alone."""
+    alike: dict[tuple[str, str], dict[str, dict[str, str]]] = {}  # lengths by memory and head dim
     for row in (row for row in rows if row.kernel is kernel):
         features = ", ".join(str(f.name) for f in Feature if f in row.features)
-        of_dims = alike.setdefault((row.variant or "plain", features), {})
-        of_dims[head_dims(row)] = lengths(row)
+        variant, memory = of_gpu(row)
+        of_line = alike.setdefault((variant or "plain", features), {})
+        of_line.setdefault(memory, {})[head_dims(row)] = lengths(row)
     name = f"`{kernel.value.replace(' ', '/')}`"
-    for (variant, features), of_dims in alike.items():
-        cells = (name, f"`{variant}`", ", ".join(of_dims), features, of_each(of_dims))
+    for (variant, features), of_line in alike.items():
+        dims = "; ".join(f"{memory}{', '.join(of_dims)}" for memory, of_dims in of_line.items())
+        bounds = of_each(
+            {m + d: text for m, of_dims in of_line.items() for d, text in of_dims.items()}
+        )
+        cells = (name, f"`{variant}`", dims, features, bounds)
         yield f"|{'|'.join(cell or ' ' for cell in cells)}|"
         name = ""
+
+
+def of_gpu(row: KernelRow) -> tuple[str, str]:
+    """A row's variant, and apart from it the GPUs with less shared memory that it is for."""
+    variant, smem, size = row.variant.partition("smem")
+    return variant.rstrip("_"), f"{smem}{size}: " if smem else ""
 
 
 def head_dims(row: KernelRow) -> str:
