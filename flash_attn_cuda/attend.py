@@ -8,7 +8,7 @@ which checks its inputs itself; everything else goes through the operators.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -37,11 +37,8 @@ from .checks.calls import (
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
 from .operators.derivatives import run_operator
-from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
+from .operators.support import PLAIN, arguments_of, check_vmap_randomness, is_functorch_active
 from .operators.transforms import wants_functions
-
-# Of what a call has: no subclass of a tensor that would want to see an operator.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
 
 
 def attend(
@@ -127,7 +124,7 @@ def _check_out(call: AttentionCall, names: Names | None) -> None:
 def _is_plain(call: AttentionCall) -> bool:
     return (
         is_plain_cuda_call(call.q, call.k, call.v)
-        and _PLAIN.issuperset(map(type, vars(call).values()))
+        and PLAIN.issuperset(map(type, vars(call).values()))
         # The backward of others refuses.
         and (
             (call.block_table is call.k_descale is None and not call.over_cache)

@@ -7,8 +7,9 @@
 
 Inputs are standard normal. To keys and values a direction of their own is added, so many standard
 deviations long in each column. An error is |x - exact| / |exact|, norms over the whole tensor.
-Compared are ours, torch's FlashAttention-2 and cuDNN, FlashAttention-3 and maths: separate products
-whose factors are of 16 bits, with sums and a softmax of fp32.
+Compared are ours, also by the kernels of masks, biases and packed sequences, torch's
+FlashAttention-2 and cuDNN, FlashAttention-3 and maths: separate products whose factors are of 16
+bits, with sums and a softmax of fp32.
 
 The first length has every head dim, mask and dtype; the other lengths have the first two head dims
 in bf16. Wanted is a dq of ours that is at most 1.5 times as far off as that of maths.
@@ -49,6 +50,7 @@ BENCHMARK = "accuracy"
 RESULTS = ("out", "dq", "dk", "dv")
 OURS, WITHOUT_ROUNDING, MATHS = "ours", "ours, keep_rounding=False", "maths"
 OF_DEVIATIONS = "ours, k - mean(k)"
+OTHER_KERNELS = MASKED, BIASED, PACKED = "ours, a mask", "ours, a bias", "ours, packed"
 BESIDE_MATHS = Target("over_maths", 1.5, at_least=False)
 DIGITS = 3  # of a figure in the results
 
@@ -154,10 +156,41 @@ def prepare_of_deviations(case: AttentionCase) -> Attend:
     return lambda q, k, v: attend(q, k - k.detach().mean(1, keepdim=True), v)
 
 
+def prepare_masked(case: AttentionCase, dtype: torch.dtype | None = torch.bool) -> Attend:
+    """Ours of an attn_mask that hides what a causal mask does, or nothing; a bias of `dtype`."""
+    from flash_attn_cuda import flash_attn_func
+
+    shown = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=case.device)
+    mask = shown.tril(case.seqlen_k - case.seqlen_q) if case.causal else shown
+    if dtype is not torch.bool:
+        mask = torch.zeros_like(mask, dtype=case.dtype).masked_fill_(~mask, -torch.inf)
+    return partial(flash_attn_func, attn_mask=mask)
+
+
+def prepare_packed(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import flash_attn_varlen_func
+
+    lengths = [
+        torch.arange(0, (case.batch + 1) * x, x, dtype=torch.int32, device=case.device)
+        for x in (case.seqlen_q, case.seqlen_k)
+    ]
+    options: dict[str, Any] = {"causal": case.causal}
+
+    def attend(*qkv: Tensor) -> Tensor:
+        bounds = (*lengths, case.seqlen_q, case.seqlen_k)
+        found = flash_attn_varlen_func(*(x.flatten(0, 1) for x in qkv), *bounds, **options)
+        return found.unflatten(0, (case.batch, -1))
+
+    return attend
+
+
 CONTENDERS = {
     OURS: BACKENDS["ours"],
     OF_DEVIATIONS: Backend(OF_DEVIATIONS, "", prepare_of_deviations),
     WITHOUT_ROUNDING: Backend(WITHOUT_ROUNDING, "", prepare_without_rounding),
+    MASKED: Backend(MASKED, "", prepare_masked),
+    BIASED: Backend(BIASED, "", partial(prepare_masked, dtype=None)),
+    PACKED: Backend(PACKED, "", prepare_packed),
     **{name: BACKENDS[name] for name in ("sdpa_flash", "sdpa_cudnn", "fa3")},
     MATHS: Backend(MATHS, "", prepare_maths, TensorOrder.heads_first),
 }

@@ -29,7 +29,7 @@ from benchmarks.core.feature_tables import Column, Row
 from benchmarks.core.row_programs import fill, new_document, status_of
 from benchmarks.core.runner import Status
 from benchmarks.peers.backends import Backend
-from benchmarks.suites.accuracy import CONTENDERS, Means, find_contenders, rounded
+from benchmarks.suites.accuracy import CONTENDERS, OTHER_KERNELS, Means, find_contenders, rounded
 from benchmarks.suites.train import with_options  # it makes examples/ known
 from tests.cases.attention import AttentionCase
 
@@ -254,7 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
     document = new_document(BENCHMARK, SCHEMA, program, arguments, options)
     missing = document["missing"] = {}
     attentions: dict[str, Attention] = {EXACT: exact_attention}
-    for backend in find_contenders(options.device, options.without, missing.__setitem__):
+    for backend in find_contenders(
+        options.device, [*options.without, *OTHER_KERNELS], missing.__setitem__
+    ):
         attentions[backend.name] = attention_of(backend, preset, device)
     for name, reason in missing.items():
         print(f"without {name}: {reason}", file=sys.stderr)

@@ -44,6 +44,7 @@ from .support import (
     define,
     draw_rng_state,
     schema_of,
+    without_dispatcher,
 )
 
 _ops = torch.ops.flash_attn_cuda
@@ -57,8 +58,12 @@ def described(args: Sequence[Any], names: Sequence[str] = READ) -> AttentionCall
     return AttentionCall(**dict(zip(names, args, strict=True)))
 
 
+def _made(*args: Any) -> tuple[AttentionCall]:
+    return (described(args),)
+
+
 def _checked(*args: Any) -> tuple[AttentionCall]:
-    call = described(args)
+    (call,) = _made(*args)
     check_call(call)
     return (call,)
 
@@ -119,6 +124,7 @@ attention_op = define(
     **_FORWARD,
     **RANDOM,
 )
+attention_on_cuda = without_dispatcher(_checked, _made, _on_cuda)
 _append_op = define(
     "attention_with_append",
     schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
@@ -159,12 +165,16 @@ def _(gradient: Tensor, sizes: Sequence[int], dtype: torch.dtype, reason: str) -
 # -- backward ------------------------------------------------------------------------------------
 
 
-def _checked_backward(*args: Any) -> tuple[AttentionCall, Incoming]:
+def _made_backward(*args: Any) -> tuple[AttentionCall, Incoming]:
     count = len(OF_BACKWARD)
-    call = described(args[:count], OF_BACKWARD)
-    check_call(call)
     # The operator that returns gradients takes the first of them.
     incoming = Incoming(**dict(zip(INCOMING_AND_TARGETS, args[count:], strict=False)))
+    return described(args[:count], OF_BACKWARD), incoming
+
+
+def _checked_backward(*args: Any) -> tuple[AttentionCall, Incoming]:
+    call, incoming = _made_backward(*args)
+    check_call(call)
     check_incoming(call, incoming)
     return call, incoming
 
@@ -203,14 +213,19 @@ def gradients_for_operator(call: AttentionCall, found: Gradients) -> tuple[Tenso
     return tuple(made)
 
 
+def _gradients_on_cuda(call: AttentionCall, incoming: Incoming) -> tuple[Tensor, ...]:
+    return gradients_for_operator(call, _backward_on_cuda(call, incoming))
+
+
 gradients_op = define(
     "attention_gradients",
     schema_of(GRADIENTS, (AttentionCall, OF_BACKWARD), (Incoming, INCOMING)),
     check=_checked_backward,
     cpu=lambda call, incoming: gradients_for_operator(call, _backward_on_cpu(call, incoming)),
-    cuda=lambda call, incoming: gradients_for_operator(call, _backward_on_cuda(call, incoming)),
+    cuda=_gradients_on_cuda,
     fake=lambda call, incoming: gradients_for_operator(call, empty_gradients(call, incoming)),
 )
+gradients_on_cuda = without_dispatcher(_checked_backward, _made_backward, _gradients_on_cuda)
 
 
 def _written_on_cpu(call: AttentionCall, incoming: Incoming) -> Tensor | None:

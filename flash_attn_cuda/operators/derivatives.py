@@ -44,10 +44,19 @@ from ..checks.calls import check_gradients, missing_backward
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
+    attention_on_cuda,
     attention_op,
+    gradients_on_cuda,
     gradients_op,
 )
-from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
+from .second_order import (
+    HVP_ARGUMENTS,
+    JVP_ARGUMENTS,
+    hvp_on_cuda,
+    hvp_op,
+    jvp_on_cuda,
+    jvp_op,
+)
 from .support import Tensors3, arguments_of, is_functorch_active
 from .transforms import (
     Formulas,
@@ -200,6 +209,7 @@ def _attention_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 attention_op.register_autograd(_attention_backward, setup_context=_save_attention)
 _attention = for_transforms(
     _ops.attention,
+    attention_on_cuda,
     Formulas(READ, _keep_attention, _save_attention, _attention_backward, _attention_jvp),
 )
 
@@ -255,6 +265,7 @@ def _gradients_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 gradients_op.register_autograd(_gradients_backward, setup_context=_save_gradients)
 _gradients = for_transforms(
     _ops.attention_gradients,
+    gradients_on_cuda,
     Formulas(
         _GRADIENT_ARGUMENTS, _keep_gradients, _save_gradients, _gradients_backward, _gradients_jvp
     ),
@@ -308,7 +319,9 @@ def _jvp_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 
 jvp_op.register_autograd(_jvp_backward, setup_context=_save_jvp)
 _jvp = for_transforms(
-    _ops.attention_jvp, Formulas(JVP_ARGUMENTS, _keep_jvp, _save_jvp, _jvp_backward, _jvp_jvp)
+    _ops.attention_jvp,
+    jvp_on_cuda,
+    Formulas(JVP_ARGUMENTS, _keep_jvp, _save_jvp, _jvp_backward, _jvp_jvp),
 )
 
 # -- third derivatives ---------------------------------------------------------------------------
@@ -326,6 +339,7 @@ def _no_third_derivative(*_: Any) -> Any:
 hvp_op.register_autograd(_no_third_derivative)
 _hvp = for_transforms(
     _ops.attention_hvp,
+    hvp_on_cuda,
     Formulas(
         HVP_ARGUMENTS, _keep_gradients, _save_nothing, _no_third_derivative, _no_third_derivative
     ),

@@ -31,32 +31,42 @@ from ..checks.tensors import output_shape
 from ..cpu.calls import hvp_on_cpu, jvp_on_cpu
 from ..rounding import is_known
 from .attention import GRADIENTS, described, empty_gradients, gradients_for_operator
-from .support import Tensors3, call_extension, define, schema_of
+from .support import Tensors3, call_extension, define, schema_of, without_dispatcher
 
 JVP_ARGUMENTS = (*OF_BACKWARD, *OF_FORWARD, *DIRECTIONS)
 HVP_ARGUMENTS = (*OF_BACKWARD, *INCOMING, *TANGENTS)
 
 
-def _checked_jvp(*args: Any) -> tuple[AttentionCall, Incoming, Tangents]:
+Made = tuple[AttentionCall, Incoming, Tangents]
+
+
+def _made_jvp(*args: Any) -> Made:
     given = dict(zip(JVP_ARGUMENTS, args, strict=True))
     incoming = Incoming(None, None, **{name: given[name] for name in OF_FORWARD})
     tangents = Tangents(**{name: given[name] for name in DIRECTIONS})
-    return _checked(described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents)
+    return described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents
 
 
-def _checked_hvp(*args: Any) -> tuple[AttentionCall, Incoming, Tangents]:
+def _made_hvp(*args: Any) -> Made:
     given = dict(zip(HVP_ARGUMENTS, args, strict=True))
     incoming = Incoming(**{name: given[name] for name in INCOMING})
     tangents = Tangents(**{name: given[name] for name in TANGENTS})
+    return described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents
+
+
+def _checked_jvp(*args: Any) -> Made:
+    return _checked(*_made_jvp(*args))
+
+
+def _checked_hvp(*args: Any) -> Made:
+    call, incoming, tangents = _made_hvp(*args)
     for name in ("tout", "tlse"):
-        if given[name] is None:
+        if getattr(tangents, name) is None:
             raise TypeError(f"{name}: must be attention_jvp's for these tangents, got None")
-    return _checked(described(args[: len(OF_BACKWARD)], OF_BACKWARD), incoming, tangents)
+    return _checked(call, incoming, tangents)
 
 
-def _checked(
-    call: AttentionCall, incoming: Incoming, tangents: Tangents
-) -> tuple[AttentionCall, Incoming, Tangents]:
+def _checked(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Made:
     check_call(call)
     check_tangents(call, tangents)
     check_incoming(call, incoming)
@@ -91,6 +101,7 @@ jvp_op = define(
     cuda=_jvp_on_cuda,
     fake=_empty_jvp,
 )
+jvp_on_cuda = without_dispatcher(_checked_jvp, _made_jvp, _jvp_on_cuda)
 
 
 def _hvp_on_cpu(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Any:
@@ -117,3 +128,4 @@ hvp_op = define(
     cuda=_hvp_on_cuda,
     fake=_empty_hvp,
 )
+hvp_on_cuda = without_dispatcher(_checked_hvp, _made_hvp, _hvp_on_cuda)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling
 
 from .. import build_info
@@ -25,6 +26,9 @@ Tensors3 = tuple[Tensor, Tensor, Tensor]
 # custom_op knows tags since torch 2.7.
 _HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
 RANDOM: dict[str, Any] = {"tags": (torch.Tag.nondeterministic_seeded,)} if _HAS_TAGS else {}
+
+# Of what a call has: no subclass of a tensor that would want to see an operator.
+PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, float, int, bool))
 
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
@@ -70,6 +74,38 @@ def define(
     op.register_kernel("cuda")(checked(cuda))
     op.register_fake(checked(fake))
     return op
+
+
+def without_dispatcher(
+    check: Callable[..., tuple[Any, ...]],
+    make: Callable[..., tuple[Any, ...]],
+    cuda: Callable[..., Any],
+) -> Callable[..., Any]:
+    """An operator's implementation for arguments of which is_plain_cuda: a tenth of a millisecond
+    less. The extension checks them; `check` has the words of what it refuses.
+    """
+
+    def implementation(*args: Any) -> Any:
+        try:
+            return cuda(*make(*args))
+        except Exception:
+            check(*args)
+            raise
+
+    return implementation
+
+
+def is_plain_cuda(args: Sequence[Any]) -> bool:
+    """Whether nothing but autograd would see an operator of these arguments."""
+    return (
+        not is_compiling()
+        and build_info.extension is not None
+        and args[0].is_cuda
+        and PLAIN.issuperset(map(type, args))
+        and _len_torch_dispatch_stack() == 0
+        and _len_torch_function_stack() == 0
+        and not is_functorch_active()
+    )
 
 
 def schema_of(

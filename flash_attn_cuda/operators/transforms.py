@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import JvpInterpreter
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .support import is_functorch_active
+from .support import is_functorch_active, is_plain_cuda
 
 _JVP, _VMAP = _functorch.TransformType.Jvp, _functorch.TransformType.Vmap
 Named = Mapping[str, Any]
@@ -75,9 +75,17 @@ def is_wanted(ctx: Any, names: Sequence[str]) -> dict[str, bool]:
     return dict(zip(names, needed, strict=False))  # a custom_op's has one more at times
 
 
-def for_transforms(op: Callable[..., Any], formulas: Formulas) -> Callable[..., Any]:
-    """`op` in any mode and under any transform; takes all arguments by position."""
-    in_eager = _as_function(op, formulas)
+def for_transforms(
+    op: Callable[..., Any], on_cuda: Callable[..., Any], formulas: Formulas
+) -> Callable[..., Any]:
+    """`op` in any mode and under any transform; takes all arguments by position. `on_cuda` is its
+    implementation for where nothing else would see the operator.
+    """
+
+    def apply(*args: Any) -> Any:
+        return (on_cuda if is_plain_cuda(args) else op)(*args)
+
+    in_eager = _as_function(apply, formulas)
     # What a compiler traced of it for tensors, torch 2.15 would run for dual tensors too.
     untraced = _disable_dynamo(in_eager)
 
@@ -87,7 +95,7 @@ def for_transforms(op: Callable[..., Any], formulas: Formulas) -> Callable[..., 
 
     def run(*args: Any) -> Any:
         if not wants_functions():
-            return in_eager(*args) if _is_recorded(args) else op(*args)
+            return (in_eager if _is_recorded(args) else apply)(*args)
         if is_compiling():
             if not _drops_no_tangent():
                 return attention_under_transforms(*args)

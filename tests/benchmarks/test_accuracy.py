@@ -35,7 +35,9 @@ def test_a_row_of_each_cell(written: Path) -> None:
     assert document["missing"].keys() >= PEERS_OF_CUDA
     for row in rows:
         assert row["status"] == "ok", row["reason"]
-        assert {"ours", "maths"} <= row.keys() and ("sdpa_flash" in row or row["absent"])
+        assert {"ours", "maths", *accuracy.OTHER_KERNELS} <= row.keys() and (
+            "sdpa_flash" in row or row["absent"]
+        )
         for errors in (row[name] for name in accuracy.CONTENDERS if name in row):
             assert list(errors) == ["out", "dq", "dk", "dv"]
             unit = 2.0**-9 if row["dtype"] == "bf16" else 2.0**-12

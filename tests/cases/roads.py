@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import attend, build_info
-from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Results
-from flash_attn_cuda.cpu.calls import forward_on_cpu
+from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Incoming, Results, Tangents
+from flash_attn_cuda.cpu.calls import forward_on_cpu, jvp_on_cpu
 from flash_attn_cuda.operators import attention as operators
+from flash_attn_cuda.operators.support import Tensors3
 
 Options = dict[str, Any]
 Described = dict[str, Any]
@@ -96,6 +97,12 @@ class Extension:
         if call.out is None:
             return results
         return results._replace(out=call.out.copy_(results.out))
+
+    def jvp(self, call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors3:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        return jvp_on_cpu(call, incoming, tangents)
 
     def attention(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         q, k, v, softmax_scale, causal, _ = arguments

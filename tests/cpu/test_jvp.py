@@ -330,20 +330,39 @@ def test_vmap_with_a_bias_and_a_sink() -> None:
     torch.testing.assert_close(found, of(lambda x, s: attention(q, k, v, bias=x, sink=s)[0]))
 
 
-def test_forward_mode_goes_by_operators(extension: Extension) -> None:
-    """Plain CUDA calls too, which else go to the extension, whose autograd has no forward mode."""
-    inputs = [x.bfloat16() for x in make_inputs()]
+def by_torch_func(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    out, tangent = jvp(lambda x: flash_attn_func(x, *rest, softcap=2.0), (q,), (q,))
+    return out, tangent
 
-    def call_both(q: Tensor) -> None:
-        for options in ({}, {"softcap": 2.0}):
-            flash_attn_func(q, *inputs[1:], **options)
 
-    call_both(inputs[0])
-    assert len(extension.calls) == 2
+def by_dual_tensors(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
     with forward_ad.dual_level():
-        call_both(inputs[0])
-        call_both(forward_ad.make_dual(inputs[0], inputs[0]))
+        found = flash_attn_func(forward_ad.make_dual(q, q), *rest, softcap=2.0)
+        out, tangent = forward_ad.unpack_dual(found)
+        return out.clone(), tangent
+
+
+@pytest.mark.parametrize("of", [by_torch_func, by_dual_tensors])
+def test_forward_mode_on_a_gpu(of: Callable[..., Any], request: pytest.FixtureRequest) -> None:
+    """The extension runs both halves with no dispatcher between; where a mode watches, operators
+    do.
+    """
+    inputs = [x.bfloat16() for x in make_inputs()]
+    wanted = of(*inputs)
+    extension: Extension = request.getfixturevalue("extension")
+    torch.testing.assert_close(of(*inputs), wanted)
     assert len(extension.calls) == 2
+    with PeakBytes():
+        of(*inputs)
+    assert len(extension.calls) == 2
+
+
+def test_what_the_extension_refuses_has_the_words_of_checks(extension: Extension) -> None:
+    extension.error = RuntimeError("refused")
+    wrong, error, words = WRONG[0]
+    given = jvp_arguments(**backward_fields(packed=False), **wrong)
+    with pytest.raises(error, match="^" + re.escape(words)):
+        second_order_operators.jvp_on_cuda(*given)
 
 
 def test_few_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
