@@ -96,7 +96,9 @@ def without_dispatcher(
 
 
 def is_plain_cuda(args: Sequence[Any]) -> bool:
-    """Whether nothing but autograd would see an operator of these arguments."""
+    """Whether nothing but autograd would see an operator of these arguments, and all tensors are
+    ones of memory: those of is_grads_batched are not.
+    """
     return (
         not is_compiling()
         and build_info.extension is not None
@@ -105,6 +107,7 @@ def is_plain_cuda(args: Sequence[Any]) -> bool:
         and _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and not is_functorch_active()
+        and not any(isinstance(x, Tensor) and _functorch.is_legacy_batchedtensor(x) for x in args)
     )
 
 

@@ -26,7 +26,9 @@ PRELOADED = (
 
 
 def forking_context() -> Any:
-    """Of torch.multiprocessing, whose processes begin with what PRELOADED names."""
+    """Of torch.multiprocessing, whose processes begin with what PRELOADED names. That asks for GPUs,
+    after which no forked process may use one.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
@@ -42,7 +44,7 @@ class Ranks:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = forking_context()
+        context = mp.get_context("spawn") if self.backend == "nccl" else forking_context()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):

@@ -29,6 +29,7 @@ from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
 from flash_attn_cuda.operators import attention as attention_operators
 from flash_attn_cuda.operators import second_order as second_order_operators
 from flash_attn_cuda.operators.derivatives import run_operator
+from flash_attn_cuda.operators.support import is_plain_cuda
 from tests.cases import second_order
 from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
 from tests.cases.masked import RandomBias, RandomMask, masked_dense, masked_varlen
@@ -355,6 +356,15 @@ def test_forward_mode_on_a_gpu(of: Callable[..., Any], request: pytest.FixtureRe
     with PeakBytes():
         of(*inputs)
     assert len(extension.calls) == 2
+
+
+@pytest.mark.usefixtures("extension")
+def test_directions_in_a_batch_are_not_plain() -> None:
+    """A wrapper of is_grads_batched is a Tensor without memory."""
+    x, seen = torch.zeros(2, 3), []
+    assert is_plain_cuda((x, None, 0.5))
+    torch._vmap_internals._vmap(lambda row: seen.append(is_plain_cuda((row,))) or row)(x)
+    assert seen == [False]
 
 
 def test_what_the_extension_refuses_has_the_words_of_checks(extension: Extension) -> None:
