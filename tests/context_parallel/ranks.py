@@ -26,8 +26,8 @@ PRELOADED = (
 
 
 def forking_context() -> Any:
-    """Of torch.multiprocessing, whose processes begin with what PRELOADED names. That asks for GPUs,
-    after which no forked process may use one.
+    """Of torch.multiprocessing, whose processes begin with what PRELOADED names. That asks for
+    GPUs, after which no forked process may use one.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
