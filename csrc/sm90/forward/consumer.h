@@ -11,8 +11,7 @@
 #include "shared/online_softmax.h"
 #include "sm90/forward/epilogue.h"
 #include "sm90/forward/products.h"
-#include "sm90/forward/scores.h"
-#include "sm90/isa/barriers.h"
+#include "sm90/tile/scores.h"
 
 namespace flash_attn_cuda::sm90 {
 

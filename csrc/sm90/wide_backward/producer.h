@@ -3,6 +3,7 @@
 // tiles.
 #pragma once
 
+#include "sm90/tile/spans.h"
 #include "sm90/wide/tile_columns.h"
 #include "sm90/wide_backward/jobs.h"
 
@@ -19,14 +20,10 @@ struct WideGradientProducer {
   PipelineState<Traits::slots> state{};
 
   CUTE_DEVICE RowSpan query_span(Place const& place) const {
-    Sequence const& sequence = smem.job.sequence;
-    const int query = place.block * block;
-    return {sequence.batch_q, place.head, sequence.row_q + query, sequence.seqlen_q - query};
+    return queries_from(smem.job.sequence, place.head, place.block * block);
   }
   CUTE_DEVICE RowSpan key_span(Place const& place) const {
-    Sequence const& sequence = smem.job.sequence;
-    const int key = place.block * block;
-    return {sequence.batch_k, place.head, sequence.row_k + key, sequence.seqlen_k - key};
+    return keys_from(smem.job.sequence, place.head, place.block * block);
   }
 
   // The next slot once it is free, for `load` to fill.

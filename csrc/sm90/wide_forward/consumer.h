@@ -10,8 +10,8 @@
 
 #include "shared/online_softmax.h"
 #include "sm90/epilogue.h"
-#include "sm90/forward/epilogue.h"
-#include "sm90/forward/scores.h"
+#include "sm90/tile/results.h"
+#include "sm90/tile/scores.h"
 #include "sm90/wide/partner.h"
 #include "sm90/wide/ring_reader.h"
 #include "sm90/wide_forward/steps.h"

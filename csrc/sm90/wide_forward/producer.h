@@ -2,7 +2,8 @@
 // warpgroup reads K and V from it in the order in which it multiplies them.
 #pragma once
 
-#include "sm90/forward/producer.h"
+#include "sm90/tile/finder.h"
+#include "sm90/tile/spans.h"
 #include "sm90/wide/tile_columns.h"
 #include "sm90/wide_forward/steps.h"
 #include "sm90/wide_forward/traits.h"
@@ -19,13 +20,11 @@ struct WideProducer {
   PipelineState<Traits::work_stages> work_state{};
 
   CUTE_DEVICE void load_queries(TileWork const& work) {
-    Sequence const& sequence = work.sequence;
-    const int query = work.tile * Traits::block_m;
     producer_acquire(smem.q_ring, q_state);
     q_state.advance();
     load_existing_boxes<Traits::block_m>(
         args.q_map, &smem.q_ring.full[0], smem.q,
-        {sequence.batch_q, work.head, sequence.row_q + query, sequence.seqlen_q - query},
+        queries_from(work.sequence, work.head, work.tile * Traits::block_m),
         args.params.shape.head_dim);
   }
 
@@ -41,12 +40,7 @@ struct WideProducer {
   }
 
   CUTE_DEVICE RowSpan span_of(TileWork const& work, int key) const {
-    AttentionShape const& shape = args.params.shape;
-    Sequence const& sequence = work.sequence;
-    return {.batch = sequence.batch_k,
-            .head = shape.key_head(work.head),
-            .row = sequence.row_k + key,
-            .rows = sequence.seqlen_k - key};
+    return keys_from(work.sequence, args.params.shape.key_head(work.head), key);
   }
 
   CUTE_DEVICE void load_keys(TileWork const& work, int block) {

@@ -1,7 +1,7 @@
 // The steps of a tile of wide heads: two blocks of keys each, one for every warpgroup.
 #pragma once
 
-#include "sm90/forward/tile.h"
+#include "sm90/tile/tile.h"
 #include "sm90/wide_forward/traits.h"
 
 namespace flash_attn_cuda::sm90 {

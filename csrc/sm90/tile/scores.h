@@ -4,8 +4,8 @@
 
 #include "shared/online_softmax.h"
 #include "shared/scores/score_modifiers.h"
-#include "sm90/forward/effects.h"
-#include "sm90/forward/tile.h"
+#include "sm90/tile/effects.h"
+#include "sm90/tile/tile.h"
 
 namespace flash_attn_cuda::sm90 {
 

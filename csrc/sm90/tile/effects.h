@@ -11,8 +11,10 @@
 #include "shared/e4m3_units.h"
 #include "shared/scores/effect.h"
 #include "shared/sequence/paged_kv.h"
-#include "sm90/forward/dropout.h"
-#include "sm90/forward/tile.h"
+#include "sm90/scores/bias.h"
+#include "sm90/scores/mask_bits.h"
+#include "sm90/tile/dropout.h"
+#include "sm90/tile/tile.h"
 
 namespace flash_attn_cuda::sm90 {
 
