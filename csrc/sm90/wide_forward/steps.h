@@ -7,12 +7,13 @@
 namespace flash_attn_cuda::sm90 {
 
 template <class Traits>
-struct WideSteps {
+struct PairedBlocks {
   BlockRange range;
   VisitOrder order;
   int count;
 
-  CUTE_DEVICE WideSteps(ForwardParams const& params, TileWork const& work, BlockRange const& range)
+  CUTE_DEVICE PairedBlocks(ForwardParams const& params, TileWork const& work,
+                           BlockRange const& range)
       : range(range),
         order(visit_order<Traits>(params, work, range)),
         count((range.end - range.begin + 1) / 2) {}
