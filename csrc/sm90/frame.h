@@ -28,8 +28,9 @@ CUTE_DEVICE void publish_barriers(Maps const&... maps) {
   (cute::prefetch_tma_descriptor(&maps), ...);
 }
 
-// Warps of the first warpgroup. Where a CTA takes tile after tile, one finds those and one clears
-// the results of those that have nothing to compute.
+// The first warpgroup, and its warps. Where a CTA takes tile after tile, one finds those and one
+// clears the results of those that have nothing to compute.
+inline constexpr int producer_warpgroup = 0;
 enum ProducerWarp : int { loading_warp, clearing_warp, finding_warp, assisting_warp };
 
 // What setmaxnreg makes of a warpgroup's registers: it waits for those that others give away.

@@ -1,16 +1,18 @@
-// dQ = scale * the fp32 sum that backward_kernel left in fragment order, one query tile a CTA.
+// dQ = scale * the fp32 sum that a backward left in fragment order, one query tile a CTA.
 #pragma once
 
 #include "shared/gradient/backward_arguments.h"
 #include "shared/gradient/dq_accumulator.h"
 #include "shared/schedule/tile_work.h"
-#include "sm80/backward/traits.h"
 #include "sm80/epilogue.h"
+#include "sm80/isa/copy.h"
+#include "sm80/isa/gemm.h"
 
 namespace flash_attn_cuda::sm80 {
 
 template <class Traits>
-CUTE_DEVICE void convert_dq(ConvertDqArguments const& args) {
+__global__ void __launch_bounds__(Traits::threads)
+    convert_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int own_columns = Traits::columns_per_cta;
@@ -56,12 +58,6 @@ CUTE_DEVICE void convert_dq(ConvertDqArguments const& args) {
       from_column<Element, Traits::shares_columns>(args.params.dq, column_begin), sequence.batch_q,
       head, sequence.row_q + query_begin, sequence.rows_q - query_begin,
       args.params.shape.head_dim - column_begin, sdQ, thread);
-}
-
-template <class Tag>
-__global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
-    convert_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
-  convert_dq<BackwardTraits<Tag>>(args);
 }
 
 }  // namespace flash_attn_cuda::sm80

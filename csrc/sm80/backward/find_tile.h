@@ -1,5 +1,5 @@
-// The key tile of a CTA of kernels that walk query tiles: the backward, and the second one
-// (sm80/hvp/).
+// What a CTA makes gradients of, in kernels that walk the query tiles of a key tile: the backward,
+// and the second one (sm80/hvp/).
 #pragma once
 
 #include "shared/gradient/backward_arguments.h"
@@ -40,5 +40,38 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
   smem.work = work;
   smem.range = tiles_that_see<block_m>(params.window, sequence, key_begin, key_last);
 }
+
+// A CTA's share of the gradients, once find_tile() has found its key tile.
+template <class Traits>
+struct OwnGradients {
+  int column_begin;
+  bool has_k;  // columns of dQ and dK
+  bool has_v;
+  int head_k;
+  int split;  // of the query heads that share the key head
+  int first_head;
+  int end_head;
+  int key_begin;
+
+  CUTE_DEVICE static OwnGradients of(BackwardArguments const& args,
+                                     typename Traits::SharedStorage const& smem) {
+    constexpr bool shares_columns = Traits::shares_columns;
+    AttentionShape const& shape = args.params.shape;
+    TileWork const& work = smem.work;
+    const int column_begin = shares_columns ? smem.column_begin : 0;
+    const int head_k = work.head / args.dkdv_splits;
+    const int split = work.head - head_k * args.dkdv_splits;
+    const int heads = shape.heads_per_key_head() / args.dkdv_splits;
+    const int first_head = (head_k * args.dkdv_splits + split) * heads;
+    return {.column_begin = column_begin,
+            .has_k = !shares_columns || column_begin < shape.head_dim,
+            .has_v = !shares_columns || column_begin < shape.head_dim_v,
+            .head_k = head_k,
+            .split = split,
+            .first_head = first_head,
+            .end_head = first_head + heads,
+            .key_begin = work.tile * Traits::block_n};
+  }
+};
 
 }  // namespace flash_attn_cuda::sm80

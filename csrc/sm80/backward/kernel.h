@@ -46,17 +46,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   Sequence const& sequence = work.sequence;
   BlockRange const& range = smem.range;
   if (work.tile == no_tile) return;
-  const int column_begin = wide ? smem.column_begin : 0;
-  const bool has_own_k = !wide || column_begin < shape.head_dim;  // of Q and K
-  const bool has_own_v = !wide || column_begin < shape.head_dim_v;
-  const int head_k = work.head / args.dkdv_splits;
-  const int split = work.head - head_k * args.dkdv_splits;
-  const int heads_per_cta = shape.num_heads_q / shape.num_heads_k / args.dkdv_splits;
-  const int first_head = (head_k * args.dkdv_splits + split) * heads_per_cta;
-  const int key_begin = work.tile * block_n;
-  // Where tiles take turns, key tiles that start early must not wait for what others do last
-  // (shared/schedule/turns.h).
-  const bool descends = Traits::is_ordered && args.turns.used() && !args.turns.tiles_descend;
+  const auto own = OwnGradients<Traits>::of(args, smem);
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);     // (block_n, head_dim)
@@ -65,14 +55,12 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   // The columns that this CTA makes gradients of.
   auto own_of_queries = [&](auto const& tile) {
     return smem_tile<typename Traits::OwnQueryLayout>(raw_pointer_cast(tile.data()) +
-                                                      column_begin * block_m);
+                                                      own.column_begin * block_m);
   };
-  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + column_begin * block_n);
+  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + own.column_begin * block_n);
 
-  const StepRange step_range{range, first_head, first_head + heads_per_cta};
-  using Steps = std::conditional_t<Traits::is_sparse, ListSteps<block_m, block_n>, WindowSteps>;
-  const Steps walk = Steps::of(step_range, descends, params.sparsity.lists, work);
-  const StepLoads<Traits> loads{args, sequence, smem, thread};
+  const auto walk = steps_of<Traits>(args, work, range, own.first_head, own.end_head);
+  const StepLoads<Traits> loads{{args, sequence, smem, thread}};
 
   using Rows = LoadMatrix<Element>;
   using Columns = LoadMatrixTransposed<Element>;
@@ -104,8 +92,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
         .sequence = sequence,
         .range = range,
         .step = step,
-        .key_begin = key_begin,
-        .makes_dbias = column_begin == 0,
+        .key_begin = own.key_begin,
+        .makes_dbias = own.column_begin == 0,
         .lse_log2 = smem.lse_log2[index % 2],
         .softmax_d = smem.softmax_d[index % 2]};
 
@@ -123,17 +111,17 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     to_shared(tdPrdP, sdS);
     __syncthreads();  // P and dS are whole
 
-    if (has_own_v) {
+    if (own.has_v) {
       gemm_tiles<Columns, Columns>(dkdv_mma, tdVrdV, transposed(sP),
                                    transposed(own_of_queries(sdO)), thread);
     }
-    if (has_own_k) {
+    if (own.has_k) {
       AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<own_columns>>> tdQrdQ;
       clear(tdQrdQ);
       gemm_tiles<Rows, Columns>(dq_mma, tdQrdQ, sdS, transposed(sOwnK), thread);
       const std::int64_t q_tile = loads.q_tile_index(step);
-      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, column_begin, tdQrdQ,
-                                 thread);
+      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, own.column_begin,
+                                 tdQrdQ, thread);
       gemm_tiles<Columns, Columns>(dkdv_mma, tdKrdK, transposed(sdS),
                                    transposed(own_of_queries(sQ)), thread);
       if (Traits::is_ordered && args.turns.used())
@@ -144,8 +132,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
 
   const int steps = walk.steps();
   if (steps > 0) {
-    loads.load_keys(params.k, head_k, key_begin, shape.head_dim, smem.k);
-    loads.load_keys(params.v, head_k, key_begin, shape.head_dim_v, smem.v);
+    loads.load_keys(params.k, own, shape.head_dim, smem.k);
+    loads.load_keys(params.v, own, shape.head_dim_v, smem.v);
     auto step = walk.first();
     loads.load_first(step);
     for (int index = 0; index < steps; ++index) {
@@ -154,8 +142,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       step = following;
     }
   }
-  leave_key_gradients<Traits>(args, sequence, smem, split, head_k, key_begin, column_begin, tdKrdK,
-                              tdVrdV, thread);
+  leave_key_gradients<Traits>(args, sequence, smem, own, tdKrdK, tdVrdV, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

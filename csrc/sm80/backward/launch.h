@@ -1,4 +1,5 @@
-// Host side of the sm80 backward kernels: from a plan to launches.
+// Host side of the sm80 kernels that walk query tiles, the backward's and those of the second
+// backward (sm80/hvp/): from a plan to launches.
 #pragma once
 
 #include "shared/launch.h"
@@ -7,25 +8,29 @@
 
 namespace flash_attn_cuda::sm80 {
 
-template <class Tag>
-void launch_backward(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  using Traits = BackwardTraits<Tag>;
+template <auto kKernel, class Traits>
+void launch_key_tiles(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
   const BackwardArguments arguments = backward_arguments(plan, params, !Traits::is_plain);
-  launch_kernel<&backward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
+  launch_kernel<kKernel, Traits>(plan.grid, stream, arguments);
 }
 
-template <class Tag>
+template <class Traits>
 void launch_convert_dq(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  using Traits = BackwardTraits<Tag>;
-  launch_kernel<&convert_dq_kernel<Tag>>(
+  launch_kernel<&convert_dq_kernel<Traits>>(
       plan.convert_grid, Traits::threads,
       Traits::block_m * Traits::columns_per_cta * sizeof(typename Traits::Element), stream,
       convert_dq_arguments(plan, params));
 }
 
+template <auto kKernel, class Traits>
+constexpr BackwardInstance make_key_tiles_instance(const char* name) {
+  return make_instance<Traits>(name, &launch_key_tiles<kKernel, Traits>,
+                               &launch_convert_dq<Traits>);
+}
+
 template <class Tag>
 constexpr BackwardInstance make_backward_instance(const char* name) {
-  return make_instance<BackwardTraits<Tag>>(name, &launch_backward<Tag>, &launch_convert_dq<Tag>);
+  return make_key_tiles_instance<&backward_kernel<Tag>, BackwardTraits<Tag>>(name);
 }
 
 }  // namespace flash_attn_cuda::sm80

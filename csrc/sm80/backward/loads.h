@@ -2,31 +2,43 @@
 #pragma once
 
 #include "shared/gradient/backward_arguments.h"
-#include "sm80/backward/traits.h"
+#include "sm80/backward/find_tile.h"
 
 namespace flash_attn_cuda::sm80 {
 
+// Of any kernel that walks the query tiles of a key tile.
 template <class Traits>
-struct StepLoads {
-  static constexpr int block_m = Traits::block_m;
-  using Element = typename Traits::Element;
-
+struct TileLoads {
   BackwardArguments const& args;
   Sequence const& sequence;
   typename Traits::SharedStorage& smem;
   int thread;
-
-  // Where a step's data lies. Found while the loads before it are on their way.
-  struct Sources {
-    typename Traits::QueryLoader::Source q, dout;
-    std::int64_t first_row;  // of the row statistics
-  };
 
   // Index of a step's tile among the query tiles of all heads.
   template <class Step>
   CUTE_DEVICE std::int64_t q_tile_index(Step const& step) const {
     return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
   }
+
+  CUTE_DEVICE void load_keys(TensorView const& view, OwnGradients<Traits> const& own, int columns,
+                             typename Traits::Element* buffer) const {
+    auto tile = smem_tile<typename Traits::KeyLayout>(buffer);
+    Traits::KeyLoader::load(view, sequence.batch_k, own.head_k, sequence.row_k + own.key_begin,
+                            sequence.seqlen_k - own.key_begin, columns, tile, thread);
+  }
+};
+
+template <class Traits>
+struct StepLoads : TileLoads<Traits> {
+  using Base = TileLoads<Traits>;
+  using Base::args, Base::sequence, Base::smem, Base::thread;
+  static constexpr int block_m = Traits::block_m;
+
+  // Where a step's data lies. Found while the loads before it are on their way.
+  struct Sources {
+    typename Traits::QueryLoader::Source q, dout;
+    std::int64_t first_row;  // of the row statistics
+  };
 
   template <class Step>
   CUTE_DEVICE Sources sources_of(Step const& step) const {
@@ -35,7 +47,7 @@ struct StepLoads {
       return Traits::QueryLoader::source(view, sequence.batch_q, step.head, sequence.row_q + query,
                                          sequence.seqlen_q - query, thread);
     };
-    return {source(args.params.q), source(args.params.dout), q_tile_index(step) * block_m};
+    return {source(args.params.q), source(args.params.dout), this->q_tile_index(step) * block_m};
   }
 
   CUTE_DEVICE void load_queries(Sources const& sources, int buffer) const {
@@ -56,13 +68,6 @@ struct StepLoads {
     float* target = (is_lse ? smem.lse_log2[buffer] : smem.softmax_d[buffer]) + offset;
     SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(source),
                                                *reinterpret_cast<uint128_t*>(target));
-  }
-
-  CUTE_DEVICE void load_keys(TensorView const& view, int head_k, int key_begin, int columns,
-                             Element* buffer) const {
-    auto tile = smem_tile<typename Traits::KeyLayout>(buffer);
-    Traits::KeyLoader::load(view, sequence.batch_k, head_k, sequence.row_k + key_begin,
-                            sequence.seqlen_k - key_begin, columns, tile, thread);
   }
 
   template <class Step>

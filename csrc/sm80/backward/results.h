@@ -3,7 +3,7 @@
 
 #include "shared/gradient/backward_arguments.h"
 #include "shared/gradient/dq_accumulator.h"
-#include "sm80/backward/traits.h"
+#include "sm80/backward/find_tile.h"
 #include "sm80/epilogue.h"
 
 namespace flash_attn_cuda::sm80 {
@@ -67,13 +67,14 @@ CUTE_DEVICE void write_fp32_gradient(TensorView const& view, float* partial,
       accumulator, typename Traits::DkdvMma{}, target, thread);
 }
 
-// dK and dV as they were multiplied -> scaled, in global memory: the columns from column_begin on.
+// A CTA's dK and dV as they were multiplied -> scaled, in global memory.
 template <class Traits, class Accumulator>
 CUTE_DEVICE void leave_key_gradients(BackwardArguments const& args, Sequence const& sequence,
-                                     typename Traits::SharedStorage& smem, int split, int head_k,
-                                     int key_begin, int column_begin, Accumulator& tdKrdK,
+                                     typename Traits::SharedStorage& smem,
+                                     OwnGradients<Traits> const& own, Accumulator& tdKrdK,
                                      Accumulator& tdVrdV, int thread) {
   using Element = typename Traits::Element;
+  const int column_begin = own.column_begin;
   BackwardParams const& params = args.params;
   const float kept = Traits::has_dropout ? 1.0f / args.keep_probability : 1.0f;
   CUTE_UNROLL
@@ -82,22 +83,24 @@ CUTE_DEVICE void leave_key_gradients(BackwardArguments const& args, Sequence con
     CUTE_UNROLL
     for (int i = 0; i < size(tdVrdV); ++i) tdVrdV(i) *= kept;
   }
-  const int own_k = params.shape.head_dim - column_begin;
-  const int own_v = params.shape.head_dim_v - column_begin;
+  const int columns_k = params.shape.head_dim - column_begin;
+  const int columns_v = params.shape.head_dim_v - column_begin;
   if (args.dkdv_splits > 1 || (Traits::writes_fp32 && params.fp32_results)) {
     write_fp32_gradient<Traits>(from_column<float, Traits::shares_columns>(params.dk, column_begin),
-                                args.dk_partial, args, sequence, split, head_k, key_begin,
-                                column_begin, own_k, tdKrdK, thread);
+                                args.dk_partial, args, sequence, own.split, own.head_k,
+                                own.key_begin, column_begin, columns_k, tdKrdK, thread);
     write_fp32_gradient<Traits>(from_column<float, Traits::shares_columns>(params.dv, column_begin),
-                                args.dv_partial, args, sequence, split, head_k, key_begin,
-                                column_begin, own_v, tdVrdV, thread);
+                                args.dv_partial, args, sequence, own.split, own.head_k,
+                                own.key_begin, column_begin, columns_v, tdVrdV, thread);
     return;
   }
   __syncthreads();  // K and V are read, their buffers take dK and dV
   write_key_gradient<Traits>(from_column<Element, Traits::shares_columns>(params.dk, column_begin),
-                             sequence, head_k, key_begin, own_k, tdKrdK, smem.k, thread);
+                             sequence, own.head_k, own.key_begin, columns_k, tdKrdK, smem.k,
+                             thread);
   write_key_gradient<Traits>(from_column<Element, Traits::shares_columns>(params.dv, column_begin),
-                             sequence, head_k, key_begin, own_v, tdVrdV, smem.v, thread);
+                             sequence, own.head_k, own.key_begin, columns_v, tdVrdV, smem.v,
+                             thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -2,6 +2,7 @@
 // shares its key head after the other.
 #pragma once
 
+#include "shared/gradient/backward_arguments.h"
 #include "shared/mask/block_lists.h"
 #include "shared/schedule/tile_work.h"
 
@@ -96,5 +97,16 @@ struct ListSteps {
   }
   CUTE_DEVICE WindowSteps of_window() const { return {range, descends}; }
 };
+
+// The steps of a kernel's CTA. Where tiles take turns, key tiles that start early must not wait for
+// what others do last (shared/schedule/turns.h).
+template <class Traits>
+CUTE_DEVICE auto steps_of(BackwardArguments const& args, TileWork const& work,
+                          BlockRange const& range, int first_head, int end_head) {
+  using Steps = std::conditional_t<Traits::is_sparse, ListSteps<Traits::block_m, Traits::block_n>,
+                                   WindowSteps>;
+  const bool descends = Traits::is_ordered && args.turns.used() && !args.turns.tiles_descend;
+  return Steps::of({range, first_head, end_head}, descends, args.params.sparsity.lists, work);
+}
 
 }  // namespace flash_attn_cuda::sm80

@@ -17,8 +17,7 @@
 #pragma once
 
 #include "shared/gradient/backward_arguments.h"
-#include "sm80/backward/convert_dq.h"
-#include "sm80/backward/find_tile.h"
+#include "sm80/backward/loads.h"
 #include "sm80/backward/results.h"
 #include "sm80/backward/steps.h"
 #include "sm80/hvp/scores.h"
@@ -28,19 +27,10 @@ namespace flash_attn_cuda::sm80 {
 
 // The query side of a step on its way to shared memory.
 template <class Traits>
-struct HvpLoads {
+struct HvpLoads : TileLoads<Traits> {
+  using Base = TileLoads<Traits>;
+  using Base::args, Base::sequence, Base::smem, Base::thread;
   static constexpr int block_m = Traits::block_m;
-
-  BackwardArguments const& args;
-  Sequence const& sequence;
-  typename Traits::SharedStorage& smem;
-  int thread;
-
-  // Index of a step's tile among the query tiles of all heads.
-  template <class Step>
-  CUTE_DEVICE std::int64_t q_tile_index(Step const& step) const {
-    return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
-  }
 
   template <class Step>
   CUTE_DEVICE void load(Step const& step) const {
@@ -55,28 +45,21 @@ struct HvpLoads {
     if (params.tangents.q.data != nullptr)
       load(params.tangents.q, params.shape.head_dim, smem.tangent_q);
     load(params.dout, params.shape.head_dim_v, smem.dout);
-    load_row_statistics(q_tile_index(step) * block_m);
+    load_row_statistics(this->q_tile_index(step) * block_m);
     commit_loads();
-  }
-
-  CUTE_DEVICE void load_keys(TensorView const& view, int head_k, int key_begin, int columns,
-                             typename Traits::Element* buffer) const {
-    auto tile = smem_tile<typename Traits::KeyLayout>(buffer);
-    Traits::KeyLoader::load(view, sequence.batch_k, head_k, sequence.row_k + key_begin,
-                            sequence.seqlen_k - key_begin, columns, tile, thread);
   }
 
  private:
   CUTE_DEVICE void load_row_statistics(std::int64_t first_row) const {
-    constexpr int copies = block_m / 4;  // of 16 bytes, for each array
-    if (thread >= 4 * copies) return;
-    const int array = thread / copies;
-    const float* const source = array == 0   ? args.lse_log2
-                                : array == 1 ? args.softmax_d
-                                : array == 2 ? args.tangent_lse
-                                             : args.tangent_dot;
+    constexpr int copies = block_m / 4;  // of 16 bytes, for each statistic
+    if (thread >= Traits::row_statistics * copies) return;
+    const int statistic = thread / copies;
+    const float* const source = statistic == Traits::lse_log2      ? args.lse_log2
+                                : statistic == Traits::softmax_d   ? args.softmax_d
+                                : statistic == Traits::tangent_lse ? args.tangent_lse
+                                                                   : args.tangent_dot;
     const int offset = 4 * (thread % copies);
-    float* target = smem.rows.lse_log2 + array * block_m + offset;
+    float* target = smem.rows[statistic] + offset;
     SM80_CP_ASYNC_CACHEGLOBAL<uint128_t>::copy(
         *reinterpret_cast<const uint128_t*>(source + first_row + offset),
         *reinterpret_cast<uint128_t*>(target));
@@ -106,9 +89,7 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   Sequence const& sequence = work.sequence;
   BlockRange const& range = smem.range;
   if (work.tile == no_tile) return;
-  const int column_begin = wide ? smem.column_begin : 0;
-  const bool has_own_k = !wide || column_begin < shape.head_dim;  // of Q and K
-  const bool has_own_v = !wide || column_begin < shape.head_dim_v;
+  const auto own = OwnGradients<Traits>::of(args, smem);
   const bool moves_q = tangents.q.data != nullptr;
   const bool moves_k = tangents.k.data != nullptr;
   // Of products that are sums over the two sides, that with tQ and that with tK. They stand in
@@ -116,11 +97,6 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   const int first_side = moves_q ? 0 : 1;
   const int end_side = moves_k ? 2 : 1;
   const bool moves_v = tangents.v.data != nullptr;
-  const int head_k = work.head / args.dkdv_splits;
-  const int split = work.head - head_k * args.dkdv_splits;
-  const int heads_per_cta = shape.heads_per_key_head() / args.dkdv_splits;
-  const int first_head = (head_k * args.dkdv_splits + split) * heads_per_cta;
-  const int key_begin = work.tile * block_n;
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);   // (block_m, head_dim)
@@ -128,15 +104,11 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   auto sdS = smem_tile<typename Traits::ScoresLayout>(smem.ds);
   auto sTangentdS = smem_tile<typename Traits::ScoresLayout>(smem.tangent_ds);
   // The columns that this CTA makes gradients of.
-  auto sOwnQ = smem_tile<typename Traits::OwnQueryLayout>(smem.q + column_begin * block_m);
-  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + column_begin * block_n);
+  auto sOwnQ = smem_tile<typename Traits::OwnQueryLayout>(smem.q + own.column_begin * block_m);
+  auto sOwnK = smem_tile<typename Traits::OwnKeyLayout>(smem.k + own.column_begin * block_n);
 
-  // As in the backward: key tiles that start early must not wait for what others do last.
-  const bool descends = args.turns.used() && !args.turns.tiles_descend;
-  const StepRange step_range{range, first_head, first_head + heads_per_cta};
-  using Steps = ListSteps<block_m, block_n>;
-  const Steps walk = Steps::of(step_range, descends, params.sparsity.lists, work);
-  const HvpLoads<Traits> loads{args, sequence, smem, thread};
+  const auto walk = steps_of<Traits>(args, work, range, own.first_head, own.end_head);
+  const HvpLoads<Traits> loads{{args, sequence, smem, thread}};
 
   using Rows = LoadMatrix<Element>;
   using Columns = LoadMatrixTransposed<Element>;
@@ -192,8 +164,8 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
         .sequence = sequence,
         .range = range,
         .step = step,
-        .key_begin = key_begin,
-        .makes_dbias = column_begin == 0,
+        .key_begin = own.key_begin,
+        .makes_dbias = own.column_begin == 0,
         .rows = smem.rows};
     math.differentiate(scores, moved, dscores, tangent_dscores, tScS);
     to_shared(tSrS, sP);
@@ -211,8 +183,8 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
       auto b = own_keys.behind(keys - smem.k);
       gemm(dq_mma, accumulator, a, b);
     };
-    if (has_own_v) multiply_keys(tdVrdV, smem.p, smem.dout);
-    if (has_own_k) {
+    if (own.has_v) multiply_keys(tdVrdV, smem.p, smem.dout);
+    if (own.has_k) {
       AccumulatorOf<decltype(dq_mma), Shape<Int<block_m>, Int<own_columns>>> tdQrdQ;
       clear(tdQrdQ);
       CUTE_NO_UNROLL
@@ -220,8 +192,8 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
         multiply_queries(tdQrdQ, side == 0 ? smem.tangent_ds : smem.ds,
                          side == 0 ? smem.k : smem.tangent_k);
       const std::int64_t q_tile = loads.q_tile_index(step);
-      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, column_begin, tdQrdQ,
-                                 thread);
+      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, own.column_begin,
+                                 tdQrdQ, thread);
       CUTE_NO_UNROLL
       for (int side = 1; side >= first_side; --side)
         multiply_keys(tdKrdK, side == 0 ? smem.ds : smem.tangent_ds,
@@ -232,10 +204,10 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
 
   const int steps = walk.steps();
   if (steps > 0) {
-    loads.load_keys(params.k, head_k, key_begin, shape.head_dim, smem.k);
-    loads.load_keys(params.v, head_k, key_begin, shape.head_dim_v, smem.v);
-    if (moves_k) loads.load_keys(tangents.k, head_k, key_begin, shape.head_dim, smem.tangent_k);
-    if (moves_v) loads.load_keys(tangents.v, head_k, key_begin, shape.head_dim_v, smem.tangent_v);
+    loads.load_keys(params.k, own, shape.head_dim, smem.k);
+    loads.load_keys(params.v, own, shape.head_dim_v, smem.v);
+    if (moves_k) loads.load_keys(tangents.k, own, shape.head_dim, smem.tangent_k);
+    if (moves_v) loads.load_keys(tangents.v, own, shape.head_dim_v, smem.tangent_v);
     auto step = walk.first();
     loads.load(step);
     for (int index = 0; index < steps; ++index) {
@@ -246,14 +218,7 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
       if (index + 1 < steps) loads.load(step);
     }
   }
-  leave_key_gradients<Traits>(args, sequence, smem, split, head_k, key_begin, column_begin, tdKrdK,
-                              tdVrdV, thread);
-}
-
-template <class Tag>
-__global__ void __launch_bounds__(HvpTraits<Tag>::threads)
-    convert_hvp_dq_kernel(const __grid_constant__ ConvertDqArguments args) {
-  convert_dq<HvpTraits<Tag>>(args);
+  leave_key_gradients<Traits>(args, sequence, smem, own, tdKrdK, tdVrdV, thread);
 }
 
 }  // namespace flash_attn_cuda::sm80

@@ -55,7 +55,7 @@ struct HvpScores {
     }
     Traits::Bias::apply(params.score, tile, scores, coords);
     add_bias_tangent<typename Traits::Element>(params.tangents.bias, tile, tangents, coords);
-    probabilities(scores, coords, args.scale_log2, rows.lse_log2);
+    probabilities(scores, coords, args.scale_log2, rows[Traits::lse_log2]);
     hide(tile, scores, coords);
     drop(tile, scores, coords);
     multiply(scores, tangents, dscores, tangent_dscores, coords);
@@ -100,9 +100,9 @@ struct HvpScores {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int query = get<0>(coords(row, 0));
-      const float row_d = rows.softmax_d[query] * args.keep_probability;
-      const float row_beta = rows.tangent_dot[query] * args.keep_probability;
-      const float row_mu = rows.tangent_lse[query];
+      const float row_d = rows[Traits::softmax_d][query] * args.keep_probability;
+      const float row_beta = rows[Traits::tangent_dot][query] * args.keep_probability;
+      const float row_mu = rows[Traits::tangent_lse][query];
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         const float p = fabsf(scores(row, col));

@@ -75,6 +75,14 @@ CUTE_DEVICE void sum_sink_shares(BackwardArguments const& call) {
   }
 }
 
+// The warpgroups behind the producers'. Those that hold dK and dV are the last two: of the same
+// keys one holds dV and the next one dK, or both hold both of their own.
+enum BackwardWarpgroup : int {
+  dq_warpgroup = producer_warpgroup + 1,
+  first_key_warpgroup,
+  value_warpgroup = first_key_warpgroup
+};
+
 template <class Tag>
 __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
     backward_kernel(const __grid_constant__ BackwardKernelArguments args) {
@@ -106,7 +114,7 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
 
   const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
-  if (warpgroup == 0) {
+  if (warpgroup == producer_warpgroup) {
     set_registers<Traits, Traits::producer_registers>();
     if (warp == loading_warp) {
       if (elect_one_sync()) BackwardProducer<Traits>{args, smem}.run();
@@ -119,14 +127,14 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads, 1)
       }
       if constexpr (Traits::finishes_dq) finish_query_gradients<Traits>(args, smem, warp / 2);
     }
-  } else if (warpgroup == 1) {
+  } else if (warpgroup == dq_warpgroup) {
     set_registers<Traits, Traits::dq_registers>();
     mma_dq<Traits>(args, smem);
   } else {
     if constexpr (!Traits::separate) {
       set_registers<Traits, Traits::key_registers>();
-      mma_dkdv<Traits>(args, smem, warpgroup - 2);
-    } else if (warpgroup == 2) {
+      mma_dkdv<Traits>(args, smem, warpgroup - first_key_warpgroup);
+    } else if (warpgroup == value_warpgroup) {
       set_registers<Traits, Traits::value_registers>();
       mma_dv<Traits>(args, smem);
     } else {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/dispatcher.h"
+#include "sm90/tile/spans.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -30,7 +31,7 @@ struct BackwardProducer {
     const auto part_keys = [&](int part) {
       const int key = item.work.tile * Traits::block_n + part * 64;
       const int row = key < sequence.seqlen_k ? key : item.work.tile * Traits::block_n;
-      return RowSpan{sequence.batch_k, item.head_k, sequence.row_k + row, sequence.seqlen_k - row};
+      return keys_from(sequence, item.head_k, row);
     };
     const int rank = Traits::in_pairs ? rank_in_pair() : 0;
     const int first_part = rank * Traits::key_parts;
@@ -89,8 +90,7 @@ struct BackwardProducer {
     BackwardArguments const& call = args.call;
     Sequence const& sequence = item.work.sequence;
     const int query = step.tile * block_m;
-    const RowSpan queries{sequence.batch_q, step.head, sequence.row_q + query,
-                          sequence.seqlen_q - query};
+    const RowSpan queries = queries_from(sequence, step.head, query);
     const std::int64_t row =
         (std::int64_t{step.head} * call.q_tiles + sequence.first_q_tile + step.tile) * block_m;
     const int stage = q_state.stage;

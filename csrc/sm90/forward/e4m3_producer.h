@@ -1,7 +1,7 @@
 // The producer of a forward CTA over keys and values of e4m3: four warps, two for K and two for V,
 // each for half of a tile's rows. A warp copies bytes, 16 a lane, from pages of any size, and makes
 // fp16 of what it copied itself, where wgmma reads it. Scales are left to the consumers
-// (effects.h).
+// (sm90/tile/effects.h).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
 
   const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
-  if (warpgroup == 0) {
+  if (warpgroup == producer_warpgroup) {
     set_registers<Traits, Traits::producer_registers>();
     if constexpr (Traits::is_e4m3) {
       produce_from_e4m3<Traits>(args, smem, warp);

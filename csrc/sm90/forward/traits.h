@@ -2,72 +2,28 @@
 // (build_tools/kernel_table.py).
 #pragma once
 
-#include "shared/mask/block_lists.h"
-#include "shared/mask/block_range.h"
-#include "shared/schedule/tile_work.h"
-#include "shared/scores/score_modifiers.h"
-#include "sm90/isa/barriers.h"
-#include "sm90/isa/copy.h"
-#include "sm90/isa/cta.h"
-#include "sm90/isa/gemm.h"
 #include "sm90/scores/bias.h"
 #include "sm90/scores/dropout_bits.h"
 #include "sm90/scores/mask_bits.h"
+#include "sm90/tile/traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
-// A tile of work as its CTA's producer found it.
-struct WorkItem {
-  TileWork work;
-  BlockRange range;  // the key blocks that it visits, or the positions of its list
-  int split;         // of the tile's keys, in kernels that can split them
-};
-
-// A tile of work in a kernel for block-sparse masks.
-template <int kBlockN>
-struct SparseWorkItem : WorkItem {
-  SparseVisits<kBlockN> visits;
-};
-
-// What the producer tells the consumers of a block of a list.
-struct alignas(16) VisitedKeys {
-  int block;
-  Pieces pieces;
-  unsigned hides_from;  // bit w: the list or the window hides some pair of warpgroup w
-  bool is_in_window;    // the window hides no pair
-
-  CUTE_DEVICE bool shows_all(int warpgroup) const { return (hides_from >> warpgroup & 1) == 0; }
-};
-
 template <class Tag>
-struct ForwardTraits {
-  static constexpr ForwardConfig config = Tag::config;
-  static constexpr Sm90ForwardConfig own = Tag::own;
-  static constexpr int block_m = config.block_m;
-  static constexpr int block_n = config.block_n;
-  static constexpr int head_dim = config.head_dim;
-  static constexpr int head_dim_v = config.head_dim_v;
-  static constexpr int consumers = config.num_warps / 4;  // warpgroups that multiply
-  static constexpr int consumer_warps = config.num_warps;
+struct ForwardTraits : TileTraits<Tag> {
+  using Base = TileTraits<Tag>;
+  using Base::config, Base::own, Base::has, Base::block_m, Base::block_n, Base::head_dim,
+      Base::head_dim_v, Base::consumers, Base::work_stages, Base::producer_registers,
+      Base::consumer_registers;
+  using Base::has_score_modifiers, Base::has_bias, Base::has_dropout, Base::is_sparse,
+      Base::is_paged, Base::can_split, Base::is_e4m3;
+  using typename Base::Stored, typename Base::Element;
 
-  static constexpr bool has(FeatureSet features) { return (config.features & features) != 0; }
-  static constexpr bool has_score_modifiers = has(modifier_features);
-  // What a row's scores have in common under ALiBi goes to the softmax
-  // (shared/scores/score_chain.h); with dropout there are no registers for it, and calls
-  // without ALiBi would pay as well.
-  static constexpr bool has_row_bias = has(feature::alibi) && !has(feature::dropout);
-  static constexpr bool leaves_curve = has(curve_features) && own.curves_in_softmax;
-  static constexpr bool is_sparse = has(feature::block_sparse);
-  static constexpr bool writes_fp32 = can_write_fp32(config.features);
-  static constexpr bool keeps_rounding = can_keep_rounding(config.features);
-  static constexpr bool is_paged = has(feature::paged_kv);
-  static constexpr bool can_split = has(feature::split_kv);
-  static_assert(!can_split || (!is_sparse && !has(feature::dropout)));
-  static constexpr bool has_bias = has(feature::bias);
-  static constexpr bool has_dropout = has(feature::dropout);
+  static_assert(!can_split || (!is_sparse && !has_dropout));
   static_assert(!has_dropout || !is_sparse, "decisions are drawn for blocks in their order");
   static_assert(!has_bias || (!has_score_modifiers && block_n % box_keys == 0));
   static_assert(!is_sparse || !has_score_modifiers, "a curve may be left to the softmax");
+  static constexpr bool leaves_curve = has(curve_features) && own.curves_in_softmax;
 
   // A warpgroup of its own draws dropout's decisions, a warp on each of the SM's schedulers
   // (dropout.h), unless consumers draw for themselves.
@@ -93,7 +49,6 @@ struct ForwardTraits {
   // All of the producer's warps load e4m3, and one of their threads finds the tiles. Elsewhere a
   // thread of its own finds them for the producer where that takes long, with lists, where tiles
   // are short, or whole warps load.
-  static constexpr bool is_e4m3 = reads_e4m3(config.features);
   static constexpr int e4m3_writers = 2;  // warps of a tile of keys, and of one of values
   static constexpr bool has_finder = !is_e4m3 && (is_sparse || is_paged || ctas_per_sm == 2);
   static constexpr int loaders = is_e4m3 ? 2 * e4m3_writers : is_paged ? 2 : 1;  // warps
@@ -107,22 +62,17 @@ struct ForwardTraits {
 
   // Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
   static constexpr int launch_registers = launch_registers_of(threads, ctas_per_sm);
-  static constexpr int producer_registers = own.producer_registers;
   static constexpr int drawing_registers = own.drawing_registers;
-  static constexpr int consumer_registers = own.consumer_registers;
 
   // With registers for two P the next one is made while P V still reads this one, and the code of a
   // step is there twice.
   static constexpr bool alternates_probabilities = own.alternates_probabilities;
   static_assert(overlaps_softmax || !alternates_probabilities);
+  static_assert(!is_e4m3 || !alternates_probabilities, "a step multiplies O by one factor a row");
 
-  // e4m3 becomes fp16, which its numbers need one instruction a pair for; Q as well (e4m3_units.h).
-  using Stored = ElementOf<config.dtype>;
-  using Element = std::conditional_t<is_e4m3, cutlass::half_t, Stored>;
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
   using NarrowScoresMma = SharedMma<Element, narrow_keys, head_dim>;
   using OutputMma = RegisterMma<Element, head_dim_v, block_n>;
-  static constexpr int rows_per_thread = 2;
 
   // Buffers: as many as the row says, which have to fit.
   static constexpr int query_bytes = block_m * head_dim * int(sizeof(Element));
@@ -151,7 +101,6 @@ struct ForwardTraits {
   // are long the fewer stores are the cheaper ones.
   static constexpr int stored_rows = ctas_per_sm == 2 ? 16 : 64;
   CUTE_DEVICE static bool stores(int thread) { return thread % (2 * stored_rows) == 0; }
-  static constexpr int work_stages = 2;  // the tile in hand and the next
 
   // Dropout's decisions about a step, words of bits for every thread of a consumer warpgroup. One
   // buffer is enough: consumers take their words when a step's scores are there, and the next ones

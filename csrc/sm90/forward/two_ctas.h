@@ -9,7 +9,7 @@
 #include "shared/online_softmax.h"
 #include "sm90/forward/epilogue.h"
 #include "sm90/forward/products.h"
-#include "sm90/forward/tile.h"
+#include "sm90/tile/tile.h"
 
 namespace flash_attn_cuda::sm90 {
 

@@ -4,6 +4,7 @@
 
 #include "sm90/jvp/arguments.h"
 #include "sm90/jvp/traits.h"
+#include "sm90/tile/spans.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -19,17 +20,11 @@ struct JvpProducer {
 
   CUTE_DEVICE void load_queries() const {
     TileWork const& work = smem.work;
-    Sequence const& sequence = work.sequence;
     std::uint64_t* full = &smem.q_ring.full[0];
     FullBarrier::arrive_and_expect_tx(full, 2 * Traits::query_bytes);
     CUTE_UNROLL
     for (int part = 0; part < Traits::consumers; ++part) {
-      // 64 queries that do not exist are read from the tile's first row, for nobody.
-      const int tile_query = work.tile * block_m;
-      const bool exists = tile_query + 64 * part < sequence.seqlen_q;
-      const int query = exists ? tile_query + 64 * part : tile_query;
-      const RowSpan span{sequence.batch_q, work.head, sequence.row_q + query,
-                         sequence.seqlen_q - query};
+      const RowSpan span = queries_of_part(work.sequence, work.head, work.tile * block_m, part);
       load_tile<64, head_dim>(args.q_map, full, smem.q + part * 64 * head_dim, span);
       load_tile<64, head_dim>(args.tangent_q_map, full, smem.tangent_q + part * 64 * head_dim,
                               span);
@@ -41,13 +36,9 @@ struct JvpProducer {
   CUTE_DEVICE void load_keys(Ring<Traits::stages>& ring, PipelineState<Traits::stages>& state,
                              CUtensorMap const& map, Element* tiles, CUtensorMap const& tangent_map,
                              Element* tangent_tiles, int block) const {
-    AttentionShape const& shape = args.params.shape;
     TileWork const& work = smem.work;
-    Sequence const& sequence = work.sequence;
-    const RowSpan span{.batch = sequence.batch_k,
-                       .head = shape.key_head(work.head),
-                       .row = sequence.row_k + block * block_n,
-                       .rows = sequence.seqlen_k - block * block_n};
+    const RowSpan span =
+        keys_from(work.sequence, args.params.shape.key_head(work.head), block * block_n);
     producer_acquire(ring, state);
     std::uint64_t* full = &ring.full[state.stage];
     FullBarrier::arrive_and_expect_tx(full, 2 * Traits::key_bytes);

@@ -11,57 +11,10 @@
 #include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
 #include "sm90/epilogue.h"
-#include "sm90/wide/ring_reader.h"
+#include "sm90/wide/products.h"
 #include "sm90/wide_backward/jobs.h"
 
 namespace flash_attn_cuda::sm90 {
-
-template <class Traits>
-struct GradientProducts {
-  typename Traits::SharedStorage& smem;
-  int warpgroup;
-  int thread;
-  RingReader<Traits::slots> reader{smem.rings[warpgroup]};
-  typename Traits::ScoresMma scores_mma{};
-  typename Traits::GradientMma gradient_mma{};
-
-  CUTE_DEVICE auto make_scores() const {
-    return AccumulatorOf<typename Traits::ScoresMma, Shape<_64, Int<Traits::block>>>{};
-  }
-  CUTE_DEVICE auto make_gradient() const {
-    return AccumulatorOf<typename Traits::GradientMma, Shape<_64, Int<Traits::columns>>>{};
-  }
-
-  // One of the CTA's tiles times the block whose columns come next.
-  template <class Accumulator>
-  CUTE_DEVICE void start_scores(int tile, Accumulator& scores) {
-    auto sTile = smem_tile<typename Traits::TileLayout64>(smem.tiles[tile]);
-    auto sSlots = smem_tile<typename Traits::ColumnsLayout>(smem.slots[warpgroup]);
-    auto a = a_fragment(scores_mma, sTile, thread);
-    auto b = b_fragment(scores_mma, sSlots, thread);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::head_dim / Traits::slot_columns; ++i) {
-      const int slot = reader.wait();
-      start_product(scores_mma, with_new_addresses(a(_, _, _, i)),
-                    with_new_addresses(b(_, _, _, slot)), scores, i > 0);
-      reader.go_on();
-    }
-  }
-
-  // gradient += operand times the block whose rows come next.
-  template <class Operand, class Accumulator>
-  CUTE_DEVICE void start_gradient(Operand& operand, Accumulator& gradient, bool add) {
-    auto sSlots = smem_tile<typename Traits::RowsLayout>(smem.slots[warpgroup]);
-    auto b = b_fragment(gradient_mma, transposed(sSlots), thread);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::block / Traits::slot_rows; ++i) {
-      const int slot = reader.wait();
-      auto steps = operand_steps<1>(operand, i);
-      start_product(gradient_mma, steps, b(_, _, _, slot), gradient, add || i > 0);
-      reader.go_on();
-    }
-  }
-};
 
 // LSE in powers of two, or D, of the queries of scores that a thread holds.
 template <bool kRowsAreKeys>
@@ -97,7 +50,8 @@ struct GradientScores {
   int thread;
 
   // The queries of a step, among those of all heads.
-  CUTE_DEVICE float const* statistics(float const* of_all, WideSteps::Place const& place) const {
+  CUTE_DEVICE float const* statistics(float const* of_all,
+                                      GradientSteps::Place const& place) const {
     const int head = kRowsAreKeys ? place.head : job.head;
     const int tile = kRowsAreKeys ? place.block : job.tile;
     const std::int64_t index = std::int64_t(head) * call.q_tiles + job.sequence.first_q_tile + tile;
@@ -152,10 +106,11 @@ CUTE_DEVICE void multiply_differences(Operand& operand, Scores& dscores,
 
 // dK or dQ, without the factor that scores have.
 template <class Traits, bool kRowsAreKeys, class Products, class Accumulator>
-CUTE_DEVICE void mma_dk_or_dq(BackwardArguments const& call, Products& products, Partner& partner,
-                              int thread, Accumulator& gradient) {
+CUTE_DEVICE void mma_wide_dk_or_dq(BackwardArguments const& call, Products& products,
+                                   Partner& partner, int thread, Accumulator& gradient) {
   WideJob const& job = products.smem.job;
   const int warpgroup = products.warpgroup;
+  auto& tile = products.smem.tiles[warpgroup];
   const GradientScores<Traits, kRowsAreKeys> scores{call, job, thread};
   const int count = job.steps.count();
   float const* const all_statistics = warpgroup == 0 ? call.lse_log2 : call.softmax_d;
@@ -165,7 +120,7 @@ CUTE_DEVICE void mma_dk_or_dq(BackwardArguments const& call, Products& products,
   auto view = rows_cols_view(tSrS);
 
   statistics.load(scores.statistics(all_statistics, job.steps.at(0)), thread);
-  products.start_scores(warpgroup, tSrS);
+  products.start_scores(tile, tSrS);
   products.reader.finish(tSrS);
   auto multiply = [&](int step, auto is_last) __attribute__((always_inline)) {
     if (warpgroup == 0) {
@@ -180,10 +135,10 @@ CUTE_DEVICE void mma_dk_or_dq(BackwardArguments const& call, Products& products,
     if constexpr (!is_last) {
       if (kRowsAreKeys)
         statistics.load(scores.statistics(all_statistics, job.steps.at(step + 1)), thread);
-      products.start_scores(warpgroup, tSrS);
+      products.start_scores(tile, tSrS);
     }
     if (warpgroup == 0) partner.hear(operand);
-    products.start_gradient(operand, gradient, step > 0);
+    products.start_result(operand, gradient, step > 0);
     products.reader.finish(gradient);
     if constexpr (!is_last) warpgroup_fence_operand(tSrS);
   };
@@ -193,9 +148,10 @@ CUTE_DEVICE void mma_dk_or_dq(BackwardArguments const& call, Products& products,
 }
 
 template <class Traits, class Products, class Accumulator>
-CUTE_DEVICE void mma_dv(BackwardArguments const& call, Products& products, Partner& partner,
-                        int thread, Accumulator& gradient) {
+CUTE_DEVICE void mma_wide_dv(BackwardArguments const& call, Products& products, Partner& partner,
+                             int thread, Accumulator& gradient) {
   WideJob const& job = products.smem.job;
+  auto& keys = products.smem.tiles[0];
   const GradientScores<Traits, true> scores{call, job, thread};
   const int count = job.steps.count();
   QueryStatistics<true> lse_log2;
@@ -207,7 +163,7 @@ CUTE_DEVICE void mma_dv(BackwardArguments const& call, Products& products, Partn
   };
 
   lse_log2.load(scores.statistics(call.lse_log2, own(0)), thread);
-  products.start_scores(0, tSrS);
+  products.start_scores(keys, tSrS);
   products.reader.finish(tSrS);
   auto multiply = [&](int step, auto is_last) __attribute__((always_inline)) {
     // The last step may lack the second warpgroup's.
@@ -217,11 +173,11 @@ CUTE_DEVICE void mma_dv(BackwardArguments const& call, Products& products, Partn
     partner.tell(operand);
     if constexpr (!is_last) {
       lse_log2.load(scores.statistics(call.lse_log2, own(step + 2)), thread);
-      products.start_scores(0, tSrS);
+      products.start_scores(keys, tSrS);
     }
     partner.hear(other_operand);
-    products.start_gradient(operand, gradient, step > 0);
-    products.start_gradient(other_operand, gradient, true);
+    products.start_result(operand, gradient, step > 0);
+    products.start_result(other_operand, gradient, true);
     products.reader.finish(gradient);
     if constexpr (!is_last) warpgroup_fence_operand(tSrS);
   };
@@ -244,7 +200,7 @@ CUTE_DEVICE void write_wide_gradient(BackwardArguments const& call, WideJob cons
   const int first_row = job.tile * Traits::block;
   const int attending = (is_dq ? sequence.seqlen_q : sequence.seqlen_k) - first_row;
   const int existing = (is_dq ? sequence.rows_q : sequence.rows_k) - first_row;
-  const int first_column = warpgroup * Traits::columns;
+  const int first_column = warpgroup * Traits::Slots::own_columns;
   const float factor = job.gradient == Gradient::dv ? 1.0f : call.score_factor;
   const int own_row = first_row_of(thread);
   CUTE_UNROLL
@@ -283,9 +239,9 @@ CUTE_DEVICE void consume_wide_backward(WideBackwardArguments const& args,
   BackwardArguments const& call = args.call;
   WideJob const& job = smem.job;
   const int thread = threadIdx.x % warpgroup_threads;
-  GradientProducts<Traits> products{smem, warpgroup, thread};
+  WideProducts<Traits> products{smem, warpgroup, thread};
   Partner partner{smem.told, warpgroup, thread};
-  auto gradient = products.make_gradient();
+  auto gradient = products.make_result();
   auto rows = rows_cols_view(gradient);
 
   if (job.steps.count() == 0) {
@@ -295,11 +251,11 @@ CUTE_DEVICE void consume_wide_backward(WideBackwardArguments const& args,
   } else {
     FullBarrier::wait(&smem.tile_full[job.gradient == Gradient::dv ? 0 : warpgroup], 0);
     if (job.gradient == Gradient::dk) {
-      mma_dk_or_dq<Traits, true>(call, products, partner, thread, gradient);
+      mma_wide_dk_or_dq<Traits, true>(call, products, partner, thread, gradient);
     } else if (job.gradient == Gradient::dq) {
-      mma_dk_or_dq<Traits, false>(call, products, partner, thread, gradient);
+      mma_wide_dk_or_dq<Traits, false>(call, products, partner, thread, gradient);
     } else {
-      mma_dv<Traits>(call, products, partner, thread, gradient);
+      mma_wide_dv<Traits>(call, products, partner, thread, gradient);
     }
   }
   write_wide_gradient<Traits>(call, job, warpgroup, thread, rows);

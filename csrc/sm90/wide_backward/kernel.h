@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(WideBackwardTraits<Tag>::threads, 1)
 
   const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
-  if (warpgroup == 0) {
+  if (warpgroup == producer_warpgroup) {
     set_registers<Traits, Traits::producer_registers>();
     if (static_cast<unsigned>(warp) < Traits::loaders && smem.job.steps.count() > 0 &&
         elect_one_sync())

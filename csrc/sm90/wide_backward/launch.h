@@ -15,7 +15,7 @@ void launch_wide_backward(const BackwardPlan& plan, const BackwardParams& params
   };
   const auto maps = [&](const TensorView& view, const TensorExtent& extent) {
     return TensorMaps{.tile = map(view, extent, Traits::block),
-                      .rows = map(view, extent, Traits::slot_rows)};
+                      .rows = map(view, extent, Traits::Slots::rows)};
   };
   WideBackwardArguments arguments{.q = maps(params.q, plan.extents.q),
                                   .k = maps(params.k, plan.extents.k),

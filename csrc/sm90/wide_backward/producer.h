@@ -3,70 +3,27 @@
 // tiles.
 #pragma once
 
-#include "sm90/wide/tile_columns.h"
+#include "sm90/tile/spans.h"
+#include "sm90/wide/slot_loader.h"
 #include "sm90/wide_backward/jobs.h"
 
 namespace flash_attn_cuda::sm90 {
 
 template <class Traits>
 struct WideGradientProducer {
-  using Place = WideSteps::Place;
+  using Place = GradientSteps::Place;
   static constexpr int block = Traits::block;
 
   WideBackwardArguments const& args;
   typename Traits::SharedStorage& smem;
   int warpgroup;  // whose ring this is
-  PipelineState<Traits::slots> state{};
+  SlotLoader<Traits> slots{smem, warpgroup};
 
   CUTE_DEVICE RowSpan query_span(Place const& place) const {
-    Sequence const& sequence = smem.job.sequence;
-    const int query = place.block * block;
-    return {sequence.batch_q, place.head, sequence.row_q + query, sequence.seqlen_q - query};
+    return queries_from(smem.job.sequence, place.head, place.block * block);
   }
   CUTE_DEVICE RowSpan key_span(Place const& place) const {
-    Sequence const& sequence = smem.job.sequence;
-    const int key = place.block * block;
-    return {sequence.batch_k, place.head, sequence.row_k + key, sequence.seqlen_k - key};
-  }
-
-  // The next slot once it is free, for `load` to fill.
-  template <class Load>
-  CUTE_DEVICE void fill_slot(Load load) {
-    auto& ring = smem.rings[warpgroup];
-    producer_acquire(ring, state);
-    std::uint64_t* full = &ring.full[state.stage];
-    FullBarrier::arrive_and_expect_tx(full, Traits::slot_bytes);
-    load(full, smem.slots[warpgroup] + state.stage * Traits::slot_elements);
-    state.advance();
-  }
-
-  // A block's rows, some columns at a time: the right operand of scores.
-  CUTE_DEVICE void load_columns(CUtensorMap const& map, RowSpan const& span, int head_dim) {
-    const int last_box = last_wide_box(head_dim);
-    CUTE_NO_UNROLL
-    for (int column = 0; column < Traits::head_dim; column += Traits::slot_columns) {
-      fill_slot([&](std::uint64_t* full, auto* slot) {
-        load_tile<block, Traits::slot_columns>(map, full, slot, span, last_box, block,
-                                               min(column, last_box));
-      });
-    }
-  }
-
-  // The warpgroup's columns of a block, some rows at a time: the right operand of a gradient. Of
-  // rows that do not exist the block's first one is loaded in their place: what is multiplied by
-  // zero must be a number, and a box must have a row.
-  CUTE_DEVICE void load_rows(CUtensorMap const& map, RowSpan const& span, int head_dim) {
-    const int last_box = last_wide_box(head_dim);
-    const int first_column = min(warpgroup * Traits::columns, last_box);
-    CUTE_NO_UNROLL
-    for (int row = 0; row < block; row += Traits::slot_rows) {
-      RowSpan rows{span.batch, span.head, span.row + row, span.rows - row};
-      if (rows.rows <= 0) rows = {span.batch, span.head, span.row, 1};
-      fill_slot([&](std::uint64_t* full, auto* slot) {
-        load_tile<Traits::slot_rows, Traits::columns>(map, full, slot, rows, last_box,
-                                                      Traits::slot_rows, first_column);
-      });
-    }
+    return keys_from(smem.job.sequence, place.head, place.block * block);
   }
 
   CUTE_DEVICE void load_own_tile(CUtensorMap const& map, RowSpan const& span, int head_dim) {
@@ -78,30 +35,33 @@ struct WideGradientProducer {
   template <class Span>
   CUTE_DEVICE void load_for_scores(TensorMaps const& x, CUtensorMap const& y, Span span) {
     AttentionShape const& shape = args.call.params.shape;
-    WideSteps const& steps = smem.job.steps;
+    GradientSteps const& steps = smem.job.steps;
     const int count = steps.count();
     CUtensorMap const& map = warpgroup == 0 ? x.tile : y;
-    const int columns = warpgroup == 0 ? shape.head_dim : shape.head_dim_v;
-    load_columns(map, span(steps.at(0)), columns);
+    const int last_box = last_wide_box(warpgroup == 0 ? shape.head_dim : shape.head_dim_v);
+    const int last_row_box = last_wide_box(shape.head_dim);
+    slots.load_columns(map, span(steps.at(0)), last_box);
     CUTE_NO_UNROLL
     for (int step = 0; step < count; ++step) {
-      if (step + 1 < count) load_columns(map, span(steps.at(step + 1)), columns);
-      load_rows(x.rows, span(steps.at(step)), shape.head_dim);
+      if (step + 1 < count) slots.load_columns(map, span(steps.at(step + 1)), last_box);
+      slots.load_rows(x.rows, span(steps.at(step)), last_row_box);
     }
   }
 
   // dV, of which each warpgroup has every second step.
   CUTE_DEVICE void load_for_values() {
     AttentionShape const& shape = args.call.params.shape;
-    WideSteps const& steps = smem.job.steps;
+    GradientSteps const& steps = smem.job.steps;
     const int last = steps.count() - 1;
     const auto span = [&](int step) { return query_span(steps.at(min(step, last))); };
-    load_columns(args.q.tile, span(warpgroup), shape.head_dim);
+    const int last_box = last_wide_box(shape.head_dim);
+    const int last_box_v = last_wide_box(shape.head_dim_v);
+    slots.load_columns(args.q.tile, span(warpgroup), last_box);
     CUTE_NO_UNROLL
     for (int step = 0; step <= last; step += 2) {
-      if (step + 2 <= last) load_columns(args.q.tile, span(step + 2 + warpgroup), shape.head_dim);
-      load_rows(args.dout.rows, span(step + warpgroup), shape.head_dim_v);
-      load_rows(args.dout.rows, span(step + 1 - warpgroup), shape.head_dim_v);
+      if (step + 2 <= last) slots.load_columns(args.q.tile, span(step + 2 + warpgroup), last_box);
+      slots.load_rows(args.dout.rows, span(step + warpgroup), last_box_v);
+      slots.load_rows(args.dout.rows, span(step + 1 - warpgroup), last_box_v);
     }
   }
 

@@ -10,6 +10,7 @@
 #include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
 #include "sm90/wide/partner.h"
+#include "sm90/wide/slots.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -17,7 +18,7 @@ namespace flash_attn_cuda::sm90 {
 enum class Gradient : std::uint8_t { dk, dq, dv, none };
 
 // The blocks of the other sequence that a tile's rows see, of one head after the other.
-struct WideSteps {
+struct GradientSteps {
   BlockRange range;
   int first_head;
   int heads;
@@ -40,7 +41,7 @@ struct WideJob {
   Sequence sequence;
   int tile;  // of queries for dq, else of keys
   int head;  // of q for dq, else of k
-  WideSteps steps;
+  GradientSteps steps;
 };
 
 template <class Tag>
@@ -52,25 +53,11 @@ struct WideBackwardTraits {
   static constexpr int consumers = 2;
   static constexpr int loaders = consumers;  // a ring of buffers for each
   static constexpr int threads = warpgroup_threads * (1 + consumers);
-  // The columns of a gradient that one warpgroup has.
-  static constexpr int columns = head_dim / consumers;
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
 
   using Element = ElementOf<config.dtype>;
-  // A slot of a ring: a block's rows with some of their columns, or some of the rows with a
-  // warpgroup's.
-  static constexpr int slot_columns = 64;
-  static constexpr int slot_rows = 16;
-  static constexpr int slot_elements = block * slot_columns;
-  static constexpr int slot_bytes = slot_elements * int(sizeof(Element));
-  static constexpr int slots = own.stages_kv;
-  static_assert(slot_elements == slot_rows * columns);
-
-  using ScoresMma = SharedMma<Element, block, slot_columns>;
-  using GradientMma = RegisterMma<Element, columns, slot_rows>;
-  using TileLayout64 = TileLayout<Element, block, slot_columns, head_dim / slot_columns>;
-  using ColumnsLayout = TileLayout<Element, block, slot_columns, slots>;
-  using RowsLayout = TileLayout<Element, slot_rows, columns, slots>;
+  using Slots = WideSlots<Element, head_dim, /*columns=*/64, /*rows=*/16, own.stages_kv>;
+  using ScoresMma = typename Slots::ScoresMma;
 
   static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
@@ -78,14 +65,14 @@ struct WideBackwardTraits {
 
   struct SharedStorage {
     alignas(1024) Element tiles[2][block * head_dim];  // K and V of keys, or Q and dO of queries
-    alignas(1024) Element slots[consumers][WideBackwardTraits::slots * slot_elements];
+    alignas(1024) Element slots[consumers][Slots::count * Slots::elements];
     alignas(16) Told told[2][consumers];
     std::uint64_t tile_full[2];
-    Ring<WideBackwardTraits::slots> rings[consumers];
+    Ring<Slots::count> rings[consumers];
     WideJob job;
   };
 
-  static_assert(block == 64 && config.block_n == block && config.head_dim_v == head_dim);
+  static_assert(block == Slots::block && config.block_n == block && config.head_dim_v == head_dim);
   static_assert(config.features == 0 || config.features == feature::deterministic);
   static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };

@@ -10,63 +10,13 @@
 
 #include "shared/online_softmax.h"
 #include "sm90/epilogue.h"
-#include "sm90/forward/epilogue.h"
-#include "sm90/forward/scores.h"
+#include "sm90/tile/results.h"
+#include "sm90/tile/scores.h"
 #include "sm90/wide/partner.h"
-#include "sm90/wide/ring_reader.h"
+#include "sm90/wide/products.h"
 #include "sm90/wide_forward/steps.h"
 
 namespace flash_attn_cuda::sm90 {
-
-// The products of a warpgroup, whose operands come through its ring.
-template <class Traits>
-struct WideProducts {
-  typename Traits::SharedStorage& smem;
-  int warpgroup;
-  int thread;
-  RingReader<Traits::slots> reader{smem.rings[warpgroup]};
-  typename Traits::ScoresMma scores_mma{};
-  typename Traits::OutputMma output_mma{};
-
-  CUTE_DEVICE auto make_scores() const {
-    return AccumulatorOf<typename Traits::ScoresMma, Shape<_64, Int<Traits::block_n>>>{};
-  }
-  CUTE_DEVICE auto make_output() const {
-    return AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::columns_v>>>{};
-  }
-
-  // S of the block whose keys come next. Without a branch between the products: at one ptxas waits
-  // for each of them (C7514).
-  template <class Accumulator>
-  CUTE_DEVICE void start_scores(Accumulator& tSrS) {
-    auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);
-    auto sK = smem_tile<typename Traits::KeyLayout>(smem.slots[warpgroup]);
-    auto tSrQ = a_fragment(scores_mma, sQ, thread);
-    auto tSrK = b_fragment(scores_mma, sK, thread);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::head_dim / Traits::key_columns; ++i) {
-      const int slot = reader.wait();
-      start_product(scores_mma, with_new_addresses(tSrQ(_, _, _, i)),
-                    with_new_addresses(tSrK(_, _, _, slot)), tSrS, i > 0);
-      reader.go_on();
-    }
-  }
-
-  // O += P V of the block whose values come next.
-  template <class Operand, class Accumulator>
-  CUTE_DEVICE void start_output(Operand& tOrP, Accumulator& tOrO, bool add) {
-    constexpr int steps = Traits::value_rows / 16;
-    auto sV = smem_tile<typename Traits::ValueLayout>(smem.slots[warpgroup]);
-    auto tOrV = b_fragment(output_mma, transposed(sV), thread);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::block_n / Traits::value_rows; ++i) {
-      const int slot = reader.wait();
-      auto part = operand_steps<steps>(tOrP, i * steps);
-      start_product(output_mma, part, tOrV(_, _, _, slot), tOrO, add || i > 0);
-      reader.go_on();
-    }
-  }
-};
 
 // P times a factor for each row. tOrP: as a product's left operand has it, pairs of columns,
 // alternately of the thread's first row and its second.
@@ -96,7 +46,7 @@ CUTE_DEVICE void write_wide_output(ForwardParams const& params, Sequence const& 
     if (warpgroup == 0 && thread % 4 == 0 && query < sequence.rows_q)
       *lse_row(params, sequence, head, query) = lse[row];
   }
-  const int first_column = warpgroup * Traits::columns_v;
+  const int first_column = warpgroup * Traits::Slots::own_columns;
   const auto write_as = [&](auto stored) {
     using Stored = decltype(stored);
     const RowTarget<Stored> target{.first = static_cast<Stored*>(params.out.data) +
@@ -129,7 +79,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
   WideProducts<Traits> products{smem, warpgroup, thread};
   Partner partner{smem.told, warpgroup, thread};
   auto tSrS = products.make_scores();
-  auto tOrO = products.make_output();
+  auto tOrO = products.make_result();
   FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP, tOrOtherP;
   auto output = rows_cols_view(tOrO);
 
@@ -137,7 +87,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     consumer_wait(smem.work_ring, work_state);
     TileWork const& work = smem.work[work_state.stage].work;
     if (work.tile == no_tile) break;
-    const WideSteps<Traits> steps(params, work, smem.work[work_state.stage].range);
+    const PairedBlocks<Traits> steps(params, work, smem.work[work_state.stage].range);
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m;
     const ForwardTile<Traits> tile{params, sequence, query_begin, steps.range};
@@ -146,7 +96,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
     consumer_wait(smem.q_ring, q_state);
-    products.start_scores(tSrS);
+    products.start_scores(smem.q, tSrS);
     products.reader.finish(tSrS);
     // Inline, because as a function it would have its registers in memory. No product crosses the
     // end of a step: the compiler may move registers there.
@@ -162,7 +112,7 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
       if constexpr (is_last) {
         consumer_release(smem.q_ring, q_state);
       } else {
-        products.start_scores(tSrS);
+        products.start_scores(smem.q, tSrS);
       }
       float references[rows];
       partner.hear(tOrOtherP, references);
@@ -177,8 +127,8 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
         scale_probabilities(tOrP, factors);
         scale_probabilities(tOrOtherP, references);
       }
-      products.start_output(tOrP, tOrO, step > 0);
-      products.start_output(tOrOtherP, tOrO, true);
+      products.start_result(tOrP, tOrO, step > 0);
+      products.start_result(tOrOtherP, tOrO, true);
       products.reader.finish(tOrO);
       if constexpr (!is_last) warpgroup_fence_operand(tSrS);
     };

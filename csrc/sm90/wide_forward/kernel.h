@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(WideForwardTraits<Tag>::threads, 1)
 
   const int warp = warp_of_cta();
   const int warpgroup = warp / 4;
-  if (warpgroup == 0) {
+  if (warpgroup == producer_warpgroup) {
     set_registers<Traits, Traits::producer_registers>();
     if (warp == clearing_warp) {
       clear_empty_tiles<Traits>(args);

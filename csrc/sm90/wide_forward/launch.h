@@ -19,7 +19,7 @@ void launch_wide_forward(const ForwardPlan& plan, const ForwardParams& params, S
   const ForwardArguments arguments{
       .q_map = map(params.q, plan.extents.q, Traits::block_m),
       .k_map = map(params.k, plan.extents.k, Traits::block_n),
-      .v_map = map(params.v, plan.extents.v, Traits::value_rows),
+      .v_map = map(params.v, plan.extents.v, Traits::Slots::rows),
       .out_map = {},
       .bias_map = {},
       .bits_map = {},

@@ -1,18 +1,19 @@
 // The steps of a tile of wide heads: two blocks of keys each, one for every warpgroup.
 #pragma once
 
-#include "sm90/forward/tile.h"
+#include "sm90/tile/tile.h"
 #include "sm90/wide_forward/traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
 template <class Traits>
-struct WideSteps {
+struct PairedBlocks {
   BlockRange range;
   VisitOrder order;
   int count;
 
-  CUTE_DEVICE WideSteps(ForwardParams const& params, TileWork const& work, BlockRange const& range)
+  CUTE_DEVICE PairedBlocks(ForwardParams const& params, TileWork const& work,
+                           BlockRange const& range)
       : range(range),
         order(visit_order<Traits>(params, work, range)),
         count((range.end - range.begin + 1) / 2) {}

@@ -1,11 +1,9 @@
 // A consumer warpgroup's 64 query rows of a forward tile, and the blocks of keys that they see.
 #pragma once
 
-#include "shared/mask/block_range.h"
 #include "shared/mask/mask.h"
-#include "shared/schedule/tile_work.h"
-#include "sm90/forward/arguments.h"
-#include "sm90/forward/traits.h"
+#include "sm90/tile/arguments.h"
+#include "sm90/tile/traits.h"
 
 namespace flash_attn_cuda::sm90 {
 
