@@ -114,7 +114,10 @@ def check(request: pytest.FixtureRequest) -> Check:
     def run(case: AnyCase | Call, **options: Any) -> list[Closeness]:
         if isinstance(case, Call):
             case, options = case.case, dict(case.options) | options
-        report = judge(case, **options)
+        try:
+            report = judge(case, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
         gpu_summary.record(request.node, str(case), report)
         return report
 

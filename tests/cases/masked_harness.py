@@ -69,7 +69,8 @@ def run_masked(
             leaves["bias"] = inputs.bias.detach().requires_grad_()
         if case.sink is not None:
             leaves["sink"] = inputs.sink.detach().requires_grad_()
-    if case.returns_lse:
+    returns_lse = case.returns_lse and (case.of.dropout_p == 0.0 or "block_mask" not in changes)
+    if returns_lse:
         out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
     else:
         out = attend_masked(case, inputs, leaves, **changes)
@@ -79,7 +80,7 @@ def run_masked(
     result = AttentionResult(out=out.detach(), lse=lse.detach())
     if backward:
         outputs, incoming = [out], [inputs.of.dout]
-        if use_dlse and case.returns_lse:
+        if use_dlse and returns_lse:
             outputs.append(lse)
             incoming.append(inputs.of.dlse)
         gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)

@@ -15,7 +15,7 @@ import torch
 from tests.cases.attention import AttentionCase, KvCacheCase, VarlenCase
 from tests.cases.fp8_cache import Fp8Case, check_fp8
 from tests.cases.fp8_harness import FORMS, skip_without_fp8_row
-from tests.cases.harness import DEVICE, ON_CPU, check_cache, skip_without_row
+from tests.cases.harness import DEVICE, ON_CPU, Check, check_cache, skip_without_row
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.cases.masked_harness import check_masked, skip_without_masked_row
 from tests.cases.pairwise import pairwise
@@ -34,6 +34,7 @@ TOGETHER = {
 OF_MASKS = ("mask", "bias", "sink")
 OF_FP8 = ("form", "strides", "quantize", "q_is_fp8")
 OF_JUDGE = ("backward", "use_dlse", "num_splits", "batch_invariant")
+TESTS_OF_ROW = 24  # at most
 CALLS_ON_CPU = 8  # of a row, where the CPU backend stands in
 BOTH = [False, True]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -122,14 +123,35 @@ def pairs(seed: int = 0, **axes: Any) -> list[Call]:
 
 
 def each(rows: Mapping[str, Sequence[Call]]) -> pytest.MarkDecorator:
-    """A test for each call of a table, once if several rows have it; on the CPU for some of each
-    row.
+    """A test for each call of a row, or for so many together that a row has TESTS_OF_ROW; calls
+    that are in several rows stand once. On the CPU for some of each row.
     """
-    named: dict[tuple[Call, str], str] = {}
-    for name, calls in rows.items():
-        for call in calls[:: -(-len(calls) // CALLS_ON_CPU) if ON_CPU else 1]:
-            named.setdefault((call, str(call)), f"{name}: {call}")  # -0.0 is 0.0, but for its text
-    return pytest.mark.parametrize("call", [x for x, _ in named], ids=list(named.values()))
+    seen: set[tuple[Call, str]] = set()
+    parameters = []
+    for name, row in rows.items():
+        keys = dict.fromkeys((call, str(call)) for call in row)  # -0.0 is 0.0, but for its text
+        calls = [key[0] for key in keys if key not in seen]
+        seen |= keys.keys()
+        if ON_CPU:
+            calls = calls[:: -(-len(calls) // CALLS_ON_CPU)]
+        together = max(1, -(-len(calls) // TESTS_OF_ROW))
+        for first in range(0, len(calls), together):
+            part = calls[first : first + together]
+            what = str(part[0]) if together == 1 else f"{first} to {first + len(part) - 1}"
+            parameters.append(pytest.param(part, id=f"{name}: {what}"))
+    return pytest.mark.parametrize("calls", parameters)
+
+
+def check_calls(check: Check, calls: Sequence[Call]) -> None:
+    """Skips where the build can run none of them."""
+    reasons = []
+    for call in calls:
+        try:
+            check(call)
+        except pytest.skip.Exception as reason:
+            reasons.append(reason)
+    if len(reasons) == len(calls) > 0:
+        raise reasons[0]
 
 
 def skip_without_rows(case: AnyCase, *, backward: bool = True) -> None:
@@ -160,9 +182,8 @@ def judge(
         return check_fp8(case, seed, **changes)
     if isinstance(case, KvCacheCase):
         return check_cache(case, seed, **changes)
-    masked = case
     if not isinstance(case, MaskedCase):
-        masked = MaskedCase(case)
+        case = MaskedCase(case)
         if "inputs" in changes:
             changes["inputs"] = MaskedInputs(changes["inputs"], None, None, None, None)
-    return check_masked(masked, seed, backward=backward, use_dlse=use_dlse, **changes)
+    return check_masked(case, seed, backward=backward, use_dlse=use_dlse, **changes)

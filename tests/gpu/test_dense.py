@@ -21,7 +21,7 @@ from tests.cases.attention import (
 )
 from tests.cases.harness import Check
 from tests.cases.masked import OWN, RandomBias, RandomMask
-from tests.cases.matrix import BOTH, DTYPES, Call, each, grid, pairs
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -400,30 +400,30 @@ PAIRS = {
 
 
 @each(SHAPES)
-def test_shapes(check: Check, call: Call) -> None:
-    check(call)
+def test_shapes(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(FEATURES)
-def test_features(check: Check, call: Call) -> None:
-    check(call)
+def test_features(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(MASKS)
-def test_masks(check: Check, call: Call) -> None:
-    check(call)
+def test_masks(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(BIASES)
-def test_biases(check: Check, call: Call) -> None:
-    check(call)
+def test_biases(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(SINKS)
-def test_sinks(check: Check, call: Call) -> None:
-    check(call)
+def test_sinks(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(PAIRS)
-def test_pairs(check: Check, call: Call) -> None:
-    check(call)
+def test_pairs(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)

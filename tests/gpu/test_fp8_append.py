@@ -11,7 +11,7 @@ from flash_attn_cuda import flash_attn_with_kvcache, quantize_kv
 from tests.cases.fp8_cache import APPENDS, E4M3, check_appended_numbers
 from tests.cases.fp8_harness import make, same_bytes
 from tests.cases.harness import DEVICE, Check
-from tests.cases.matrix import Call, each, grid
+from tests.cases.matrix import Call, check_calls, each, grid
 from tests.reference.fp8 import from_bytes
 
 pytestmark = pytest.mark.gpu
@@ -40,8 +40,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_appends(check: Check, call: Call) -> None:
-    check(call)
+def test_appends(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @pytest.mark.parametrize("name", APPENDS)

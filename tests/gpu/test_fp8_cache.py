@@ -27,7 +27,7 @@ from tests.cases.harness import (
     no_host_sync,
     scaled,
 )
-from tests.cases.matrix import DTYPES, Call, each, grid, pairs
+from tests.cases.matrix import DTYPES, Call, check_calls, each, grid, pairs
 from tests.gpu.limits import run_limited
 from tests.reference import AttentionResult, kvcache_reference
 from tests.reference.fp8 import from_bytes, to_bytes
@@ -160,8 +160,8 @@ SHAPES: dict[str, list[Call]] = {
 
 
 @each(SHAPES)
-def test_by_tables(check: Check, call: Call) -> None:
-    check(call)
+def test_by_tables(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # -- what another call gives -----------------------------------------------------------------------

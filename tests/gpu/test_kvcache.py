@@ -19,7 +19,7 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.matrix import BOTH, DTYPES, Call, each, grid, inputs_of, pairs
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -182,13 +182,13 @@ PARTS: dict[str, list[Call]] = {
 
 
 @each(SHAPES)
-def test_shapes(check: Check, call: Call) -> None:
-    check(call)
+def test_shapes(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(PARTS)
-def test_parts(check: Check, call: Call) -> None:
-    check(call)
+def test_parts(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @pytest.mark.parametrize("page_size", PAGES, ids=["dense", "paged"])

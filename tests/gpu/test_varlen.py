@@ -29,7 +29,7 @@ from tests.cases.harness import (
     scaled,
 )
 from tests.cases.masked import RandomBias, RandomMask
-from tests.cases.matrix import BOTH, DTYPES, Call, each, grid, inputs_of, pairs
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 
@@ -193,13 +193,13 @@ SCORES: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_packed(check: Check, call: Call) -> None:
-    check(call)
+def test_packed(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @each(SCORES)
-def test_masks_biases_and_sinks(check: Check, call: Call) -> None:
-    check(call)
+def test_masks_biases_and_sinks(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # -- the same as something else --------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.matrix import BOTH, Call, each, grid, inputs_of
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
 from tests.cases.repeats import assert_repeatable
 from tests.hopper.sm90 import (
     CAUSAL,
@@ -124,8 +124,8 @@ MANY_TILES: dict[str, list[Call]] = {
 
 
 @each(MANY_TILES)
-def test_many_tiles_for_every_cta(check: Check, call: Call) -> None:
-    check(call)
+def test_many_tiles_for_every_cta(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # -- last tiles that CTAs share --------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tests.cases.masked_harness import (
     check_large_values,
     run_masked,
 )
-from tests.cases.matrix import BOTH, Call, each, grid, inputs_of
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
 from tests.cases.matrix import DTYPES as EVERY_DTYPE
 from tests.cases.repeats import Load
 from tests.hopper.sm90 import CAUSAL, DTYPES, MASKS, assert_shares_heads, runs_sm90_kernels
@@ -109,8 +109,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_agreement(check: Check, call: Call) -> None:
-    check(call)
+def test_agreement(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @HEAD_DIM

@@ -25,7 +25,7 @@ from tests.cases.harness import (
     skip_without_row,
 )
 from tests.cases.masked import MaskedCase
-from tests.cases.matrix import BOTH, Call, each, grid, inputs_of
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
 from tests.hopper.sm90 import (
     CAUSAL,
     EVERY_HEAD_DIM,
@@ -218,8 +218,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_ends(check: Check, call: Call) -> None:
-    check(call)
+def test_ends(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @pytest.mark.cuda_only

@@ -22,7 +22,7 @@ from tests.cases.harness import (
     make_cache_case,
     skip_without_row,
 )
-from tests.cases.matrix import BOTH, DTYPES, Call, each, grid, inputs_of, pairs
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 from tests.hopper.sm90 import CAUSAL, MASKS, runs_sm90_kernels
 from tests.reference import AttentionResult
 
@@ -79,8 +79,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_agreement(check: Check, call: Call) -> None:
-    check(call)
+def test_agreement(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 def dense(case: KvCacheCase, inputs: Any) -> dict[str, Tensor]:

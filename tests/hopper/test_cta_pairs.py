@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cases import families
-from tests.cases.attention import AttentionCase
+from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import (
     ON_CPU,
     Check,
@@ -17,7 +17,8 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.matrix import BOTH, DTYPES, Call, each, grid, pairs
+from tests.cases.masked import MaskedCase
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, pairs
 from tests.cases.repeats import REPEATS, assert_repeatable, crowded_case
 from tests.hopper.sm90 import (
     CAUSAL,
@@ -50,8 +51,8 @@ PAIRS: dict[str, list[Call]] = {
 
 
 @each(PAIRS)
-def test_two_ctas_a_tile(check: Check, call: Call) -> None:
-    check(call)
+def test_two_ctas_a_tile(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # Of long sequences at head_dim 128 as well, and here each CTA has two parts of 64 keys. Few queries
@@ -87,7 +88,7 @@ LONG: dict[str, list[Call]] = {
 }
 
 
-def pair_case(case: AttentionCase) -> AttentionCase:
+def pair_case(case: AttentionCase | VarlenCase) -> AttentionCase | VarlenCase:
     skip_without_row(case)
     if not ON_CPU:
         assert families.planned(case, "backward")["instance"].endswith("_pair"), str(case)
@@ -95,9 +96,11 @@ def pair_case(case: AttentionCase) -> AttentionCase:
 
 
 @each(LONG)
-def test_two_ctas_a_tile_of_long_sequences(check: Check, call: Call) -> None:
-    pair_case(call.case.of)
-    check(call)
+def test_two_ctas_a_tile_of_long_sequences(check: Check, calls: list[Call]) -> None:
+    for call in calls:
+        assert isinstance(call.case, MaskedCase)
+        pair_case(call.case.of)
+    check_calls(check, calls)
 
 
 @pytest.mark.parametrize(

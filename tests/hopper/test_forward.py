@@ -24,7 +24,7 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.matrix import BOTH, Call, each, grid, pairs
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, pairs
 from tests.cases.matrix import DTYPES as EVERY_DTYPE
 from tests.hopper.sm90 import (
     DTYPES,
@@ -89,8 +89,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_agreement(check: Check, call: Call) -> None:
-    check(call)
+def test_agreement(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 def edges(head_dim: int) -> list[int]:

@@ -21,7 +21,7 @@ from tests.cases.harness import (
     run_forward,
     scaled,
 )
-from tests.cases.matrix import BOTH, Call, each, grid
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid
 from tests.hopper.sm90 import (
     CAUSAL,
     HEAD_DIMS,
@@ -92,8 +92,8 @@ TABLE: dict[str, list[Call]] = {
 
 
 @each(TABLE)
-def test_many_tiles_for_every_cta(check: Check, call: Call) -> None:
-    check(call)
+def test_many_tiles_for_every_cta(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @CAUSAL
