@@ -6,23 +6,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cuda import check_device_errors
-from tests.cases.attention import AttentionCase
-from tests.cases.harness import (
-    DEVICE,
-    ON_CPU,
-    Check,
-    check_forward,
-    check_forward_backward,
-    skip_without_row,
-)
-from tests.cases.masked import MaskedCase
-from tests.cases.masked_harness import check_masked
+from tests.cases.harness import DEVICE, ON_CPU, Check
+from tests.cases.matrix import AnyCase, Call, judge
 from tests.context_parallel.ranks import Ranks
 from tests.gpu import summary as gpu_summary
 from tests.gpu.gpus import gpus_of_worker, visible_gpus
@@ -117,32 +109,15 @@ def device() -> str:
 
 @pytest.fixture
 def check(request: pytest.FixtureRequest) -> Check:
-    """check(case, backward=True, seed=0, use_dlse=True): compare a case with the reference and
-    record its errors.
+    """check(case, ...): what matrix.judge does with a case or a call; its errors are recorded."""
 
-    Skips where the build has no row for the case.
-    """
-
-    def run(
-        case: AttentionCase, *, backward: bool = True, seed: int = 0, use_dlse: bool = True
-    ) -> list[Closeness]:
-        skip_without_row(case, backward=backward)
-        if backward:
-            report = check_forward_backward(case, seed, use_dlse=use_dlse)
-        else:
-            report = check_forward(case, seed)
-        gpu_summary.record(request.node, str(case), report)
-        return report
-
-    return run
-
-
-@pytest.fixture
-def check_mask(request: pytest.FixtureRequest) -> Callable[..., list[Closeness]]:
-    """check_mask(case, seed=0, backward=True, use_dlse=True): the same of a MaskedCase."""
-
-    def run(case: MaskedCase, seed: int = 0, **options: bool) -> list[Closeness]:
-        report = check_masked(case, seed, **options)
+    def run(case: AnyCase | Call, **options: Any) -> list[Closeness]:
+        if isinstance(case, Call):
+            case, options = case.case, dict(case.options) | options
+        try:
+            report = judge(case, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
         gpu_summary.record(request.node, str(case), report)
         return report
 

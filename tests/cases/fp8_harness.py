@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info, check_device_errors
+from flash_attn_cuda import build_info
 from tests.cases.attention import DTYPE_NAMES
 from tests.cases.fp8_cache import Fp8Case
 from tests.cases.harness import ON_CPU, make_cache_case
@@ -24,20 +24,11 @@ FORMS = {
 }
 
 
-@pytest.fixture
-def no_device_errors() -> Any:
-    """Good calls leave no flag."""
-    yield
-    check_device_errors()
-
-
-def make(
-    form: str = "head", *, quantize: str | None = None, q_is_fp8: bool = False, **fields: Any
-) -> Fp8Case:
-    """A case, or a skipped test where the build has no row of e4m3 for its head dims: a row serves
-    every option.
+def skip_without_fp8_row(case: Fp8Case) -> None:
+    """Skip the test where the build has no row of e4m3 for its head dims: a row serves every
+    option.
     """
-    cache = make_cache_case(**fields)
+    cache = case.cache
     has_row = ON_CPU or any(
         row.pass_name == "forward"
         and row.dtype == DTYPE_NAMES[cache.dtype]
@@ -49,7 +40,15 @@ def make(
     if not has_row:
         head_dims = f"head dims {cache.head_dim} and {cache.value_dim}"
         pytest.skip(f"no compiled forward row of e4m3 for {DTYPE_NAMES[cache.dtype]}, {head_dims}")
-    return Fp8Case(cache, **FORMS[form], quantize=quantize, q_is_fp8=q_is_fp8)
+
+
+def make(
+    form: str = "head", *, quantize: str | None = None, q_is_fp8: bool = False, **fields: Any
+) -> Fp8Case:
+    """A case, or a skipped test where the build has no row for it."""
+    case = Fp8Case(make_cache_case(**fields), **FORMS[form], quantize=quantize, q_is_fp8=q_is_fp8)
+    skip_without_fp8_row(case)
+    return case
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:

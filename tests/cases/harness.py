@@ -50,7 +50,7 @@ Case: TypeAlias = AttentionCase | VarlenCase | KvCacheCase
 Inputs: TypeAlias = AttentionInputs | VarlenInputs | KvCacheInputs
 Result = TypeVar("Result")
 
-# The `check` fixture of conftest.py: (case, backward=True, seed=0, use_dlse=True) -> comparisons.
+# The `check` fixture of conftest.py: (case, options of matrix.judge) -> comparisons.
 Check = Callable[..., list[Closeness]]
 
 
@@ -185,7 +185,7 @@ def attend(
         seed_dropout(case)
     if isinstance(case, VarlenCase):
         most = {"max_seqlen_q": case.max_seqlen_q, "max_seqlen_k": case.max_seqlen_k}
-        return flash_attn_varlen_func(q, k, v, **inputs.lengths(), **most, **options)
+        return flash_attn_varlen_func(q, k, v, **inputs.lengths(), **{**most, **options})
     return flash_attn_func(q, k, v, **options)
 
 
@@ -264,21 +264,6 @@ def run_reference(
         reference.attention_with_gradients(*tensors, **options),
         reference.low_precision(*tensors, **options),
     )
-
-
-def check_forward(case: Case, seed: int = 0) -> list[Closeness]:
-    if isinstance(case, KvCacheCase):
-        return check_cache(case, seed)
-    inputs = case.make_inputs(seed)
-    return assert_close(run_forward(case, inputs), *run_reference(case, inputs, use_dlse=False))
-
-
-def check_forward_backward(
-    case: AttentionCase | VarlenCase, seed: int = 0, *, use_dlse: bool = True
-) -> list[Closeness]:
-    inputs = case.make_inputs(seed)
-    actual = run_forward_backward(case, inputs, use_dlse=use_dlse)
-    return assert_close(actual, *run_reference(case, inputs, use_dlse=use_dlse))
 
 
 def check_rows_behind(case: VarlenCase, rows_q: int, rows_k: int) -> None:

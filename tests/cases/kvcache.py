@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, head_dims_text
+from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, head_dims_text, poisoned
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,21 @@ class KvCacheInputs:
     def arguments(self) -> dict[str, Tensor | None]:
         """For the function and for kvcache_reference."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def sequence(self, b: int, capacity: int | None = None) -> KvCacheInputs:
+        """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
+        at, table = slice(b, b + 1), self.block_table
+        changed: dict[str, Any] = {"q": self.q[at], "cache_seqlens": self.cache_seqlens[at]}
+        if table is not None:
+            width = table.shape[1] if capacity is None else -(-capacity // self.k_cache.shape[1])
+            changed["block_table"] = table.new_full((1, width), -1)
+            changed["block_table"][:, : table.shape[1]] = table[at, :width]
+            return replace(self, **changed)
+        for name in ("k_cache", "v_cache"):
+            x = getattr(self, name)[at]
+            changed[name] = poisoned(x, 1, capacity or x.shape[1], *x.shape[2:])
+            changed[name][:, : x.shape[1]] = x[:, :capacity]
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

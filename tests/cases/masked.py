@@ -74,6 +74,12 @@ class MaskedCase:
             return self.of.max_seqlen_q, self.of.max_seqlen_k
         return self.of.seqlen_q, self.of.seqlen_k
 
+    @property
+    def returns_lse(self) -> bool:
+        """Whether the public function does: not with dropout and a mask, a bias or a sink."""
+        has_more = self.mask is not None or self.bias is not None or self.sink is not None
+        return self.of.dropout_p == 0.0 or not has_more
+
     def make_inputs(self, seed: int = 0) -> MaskedInputs:
         generator = torch.Generator(self.of.device).manual_seed(seed + 1)
         mask = blocks = bias = sink = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.cases.harness import missing_row, run_reference, seed_dropout
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.reference import AttentionResult
 from tests.reference.tolerance import Closeness, assert_close
-
-CheckMask = Callable[..., list[Closeness]]  # the fixture check_mask
 
 
 def skip_without_masked_row(case: MaskedCase, *, backward: bool = True) -> None:
@@ -62,7 +59,8 @@ def run_masked(
     """out and lse of the public function, and its gradients where `backward`; `changes` are other
     arguments of it.
 
-    With dropout lse, which does not see it, is that of the call without, and has no gradient.
+    Where the function returns no lse, it is that of the call without dropout, which lse does not
+    see, and has no gradient.
     """
     leaves = {}
     if backward:
@@ -71,17 +69,18 @@ def run_masked(
             leaves["bias"] = inputs.bias.detach().requires_grad_()
         if case.sink is not None:
             leaves["sink"] = inputs.sink.detach().requires_grad_()
-    if case.of.dropout_p > 0.0:
+    returns_lse = case.returns_lse and (case.of.dropout_p == 0.0 or "block_mask" not in changes)
+    if returns_lse:
+        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
+    else:
         out = attend_masked(case, inputs, leaves, **changes)
         with torch.no_grad():
             undropped = {**changes, "dropout_p": 0.0, "return_attn_probs": True}
             lse = attend_masked(case, inputs, {}, **undropped)[1]
-    else:
-        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
     result = AttentionResult(out=out.detach(), lse=lse.detach())
     if backward:
         outputs, incoming = [out], [inputs.of.dout]
-        if use_dlse and case.of.dropout_p == 0.0:
+        if use_dlse and returns_lse:
             outputs.append(lse)
             incoming.append(inputs.of.dlse)
         gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming)
@@ -90,11 +89,33 @@ def run_masked(
     return result
 
 
+def check_large_values(case: MaskedCase, fill: float, rtol: float) -> None:
+    """Keys with a large negative value, as other code hides them, and those beside large ones: they
+    have no weight, as if they were hidden.
+    """
+    skip_without_masked_row(case)
+    inputs = case.make_inputs()
+    chosen = torch.rand(inputs.bias.shape, device=inputs.bias.device) < 0.5
+    chosen[..., 5] = fill > 0.0
+    hidden = chosen if fill < 0.0 else ~chosen
+    large = inputs.bias.masked_fill(chosen, fill)
+    actual, expected = (
+        run_masked(case, replace(inputs, bias=bias)).tensors()
+        for bias in (large, large.masked_fill(hidden, -torch.inf))
+    )
+    for name, y in expected.items():
+        torch.testing.assert_close(
+            actual[name], y, rtol=rtol, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert not actual["dbias"][hidden].any()
+
+
 def check_filled_rows(case: MaskedCase, fill: float) -> None:
     """Rows of a bias that hold one large negative number, as where other code hides all keys of a
     padding query: their output is the mean of the values, and they have no gradient, as if they saw
     no key.
     """
+    skip_without_masked_row(case)
     inputs = case.make_inputs()
     heads, queries = inputs.bias.shape[1:3]
     places = torch.arange(heads * queries, device=inputs.bias.device).view(1, heads, queries, 1)
@@ -130,15 +151,28 @@ def masked_reference(
 ) -> tuple[AttentionResult, AttentionResult]:
     """(fp64 result, naive low-precision result) for tolerance.assert_close."""
     masks = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
-    use_dlse = use_dlse and case.of.dropout_p == 0.0
+    use_dlse = use_dlse and case.returns_lse
     return run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
 
 
 def check_masked(
-    case: MaskedCase, seed: int = 0, *, backward: bool = True, use_dlse: bool = True
+    case: MaskedCase,
+    seed: int = 0,
+    *,
+    backward: bool = True,
+    use_dlse: bool = True,
+    inputs: MaskedInputs | None = None,
+    **changes: Any,
 ) -> list[Closeness]:
-    """Outputs and gradients against the reference; skips where the build lacks a row for it."""
-    skip_without_masked_row(case, backward=backward)
-    inputs = case.make_inputs(seed)
-    actual = run_masked(case, inputs, backward=backward, use_dlse=use_dlse)
-    return assert_close(actual, *masked_reference(case, inputs, use_dlse=use_dlse))
+    """Results against the reference, of a call without gradients too, whose kernels keep nothing
+    for a backward; `changes` are arguments that must not matter.
+    """
+    inputs = case.make_inputs(seed) if inputs is None else inputs
+    # Before the reference, which leaves its numbers in memory that is allocated next.
+    results = [
+        run_masked(case, inputs, backward=each, use_dlse=use_dlse, **changes)
+        for each in ((True, False) if backward else (False,))
+    ]
+    expected = masked_reference(case, inputs, use_dlse=use_dlse)
+    report, *_ = [assert_close(result, *expected) for result in results]
+    return report

@@ -27,6 +27,7 @@ Tensors = dict[str, Tensor]
 HEADS_Q, HEADS_K = 4, 2
 FEATURES: dict[str, Any] = {"softmax_scale": 0.2, "window_size": (9, 2), "softcap": 15.0}
 LSE: dict[str, Any] = {"return_attn_probs": True}
+NO_BOUNDS: dict[str, Any] = {"max_seqlen_q": None, "max_seqlen_k": None}
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,75 @@ def lengths(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_func(q, k, v, alibi_slopes=slopes, **FEATURES, **LSE)
+def _with(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function of tensors alone, with the rest of its arguments."""
+
+    def call(**tensors: Any) -> Any:
+        return function(**tensors, **options)
+
+    return call
 
 
-def _dense_plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _two(function: Callable[..., Any]) -> Callable[..., Any]:
+    """out and lse alone."""
+
+    def call(**tensors: Any) -> Any:
+        return function(**tensors)[:2]
+
+    return call
+
+
+def _scaled_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return flash_attn_func(q * 1.5, k, v, causal=True, **LSE)[:2]
 
 
-def _dropout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_func(q, k, v, 0.3, causal=True, deterministic=True, **LSE)
+def _varlen_dropout(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> tuple[Tensor, ...]:
+    """max_seqlen as 0-d tensors, as callers that never ask the host have it."""
+    longest = cu_seqlens_q.diff().max()
+    options: dict[str, Any] = {"causal": True, "deterministic": True, **LSE}
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, longest, longest, 0.3, **options
+    )[:2]
 
 
-def _kvpacked(q: Tensor, kv: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_kvpacked_func(q, kv, alibi_slopes=slopes, **FEATURES, **LSE)
+def _varlen_paged(
+    q: Tensor, k: Tensor, v: Tensor, used: Tensor, block_table: Tensor, **others: Tensor
+) -> tuple[Tensor, ...]:
+    cu_seqlens_k = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_k=cu_seqlens_k, block_table=block_table, causal=True, **others,
+        **NO_BOUNDS, **LSE,
+    )  # fmt: skip
 
 
-def _qkvpacked(qkv: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_qkvpacked_func(qkv, causal=True, **LSE)
+def _varlen_masked(q: Tensor, k: Tensor, v: Tensor, **others: Tensor) -> tuple[Tensor, ...]:
+    bounds = {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
+    return flash_attn_varlen_func(q, k, v, **bounds, window_size=(9, 2), **others, **LSE)
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, **others: Tensor) -> tuple[Tensor, ...]:
+    """Over a part of a cache."""
+    return flash_attn_with_kvcache(
+        q, k_cache[1:], v_cache[1:], causal=True, return_softmax_lse=True, **others
+    )
+
+
+def _packed_queries(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, **others: Tensor
+) -> tuple[Tensor, ...]:
+    options: dict[str, Any] = {"causal": True, "batch_invariant": True, "return_softmax_lse": True}
+    return flash_attn_with_kvcache(q, k_cache[:3], v_cache[:3], **others, **options)
+
+
+def _paged_append(cache_seqlens: Tensor, **others: Any) -> tuple[Tensor, ...]:
+    return flash_attn_with_kvcache(
+        cache_seqlens=cache_seqlens - 1, return_softmax_lse=True, **others
+    )
+
+
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def _make_dense(size: int, head_dim: int = 64) -> Tensors:
@@ -99,175 +151,12 @@ def _narrow(made: Tensors, name: str = "v") -> Tensors:
     return made | {name: made[name][..., :40].contiguous()}
 
 
-def _slopes(size: int) -> Tensors:
-    return {"slopes": torch.rand(HEADS_Q).to(DEVICE)}
+def _slopes(made: Tensors) -> Tensors:
+    return made | {"alibi_slopes": torch.rand(HEADS_Q).to(DEVICE)}
 
 
-def _cu_seqlens(size: int, *names: str) -> Tensors:
-    """Three sequences, one of them empty, 4 + 9 * size tokens in all."""
-    return {name: lengths(0, 4, 4, 4 + 9 * size) for name in names}
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, slopes: Tensor, used: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_varlen_func(
-        *(q, k, v, cu_q, cu_k, None, None), alibi_slopes=slopes, seqused_k=used, **FEATURES, **LSE
-    )
-
-
-def _varlen_dropout(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
-) -> tuple[Tensor, ...]:
-    """max_seqlen as 0-d tensors, as callers that never ask the host have it."""
-    longest = cu_q.diff().max()
-    return flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, longest, longest, 0.3, causal=True, deterministic=True, **LSE
-    )[:2]
-
-
-def _varlen_kvpacked(q: Tensor, kv: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, None, None, causal=True, **LSE)
-
-
-def _varlen_qkvpacked(qkv: Tensor, cu: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_varlen_qkvpacked_func(qkv, cu, None, window_size=(5, -1), **LSE)
-
-
-def _make_varlen(size: int, head_dim: int = 64) -> Tensors:
-    total = 4 + 9 * size
-    made = {"q": normal(total, HEADS_Q, head_dim)}
-    made |= {name: normal(total, HEADS_K, head_dim) for name in "kv"}
-    return made | _cu_seqlens(size, "cu_q", "cu_k")
-
-
-def _varlen_paged(
-    q: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    cu_q: Tensor,
-    used: Tensor,
-    table: Tensor,
-    **sink: Tensor,
-) -> tuple[Tensor, ...]:
-    cu_k = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    return flash_attn_varlen_func(
-        q, pool_k, pool_v, cu_q, cu_k, None, None, causal=True, block_table=table, **sink, **LSE
-    )
-
-
-def _make_pool(size: int) -> Tensors:
-    # No two sizes alike: a compiler would take them for one, and compile again when they part.
-    table = lengths(*range(3 * 3 * size)).view(3, 3 * size).flip(0)
-    pool = {f"pool_{name}": normal(9 * size + 1, 5, HEADS_K, 64) for name in "kv"}
-    return pool | {"used": lengths(3, 0, 10 * size), "table": table}
-
-
-def _make_varlen_paged(size: int) -> Tensors:
-    made = {"q": normal(4 + 9 * size, HEADS_Q, 64)}
-    return made | _make_pool(size) | _cu_seqlens(size, "cu_q")
-
-
-def _decode(
-    q: Tensor, cache_k: Tensor, cache_v: Tensor, used: Tensor, **sink: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_with_kvcache(
-        q, cache_k, cache_v, cache_seqlens=used, causal=True, return_softmax_lse=True, **sink
-    )
-
-
-def _make_cache(size: int, head_dim: int = 64) -> Tensors:
-    made = {"q": normal(3, 1, HEADS_Q, head_dim)}
-    made |= {f"cache_{name}": normal(4, 30 * size, HEADS_K, head_dim) for name in "kv"}
-    return made | {"used": lengths(7, 0, 25 * size)}
-
-
-def _append(
-    q: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    used: Tensor,
-    entries: Tensor,
-    leftpad: Tensor,
-) -> tuple[Tensor, ...]:
-    return flash_attn_with_kvcache(
-        *(q, cache_k, cache_v, k, v, cos, sin),
-        cache_seqlens=used,
-        cache_batch_idx=entries,
-        cache_leftpad=leftpad,
-        return_softmax_lse=True,
-        **FEATURES,
-    )
-
-
-def _make_append(size: int) -> Tensors:
-    made = {**_make_cache(size), "q": normal(3, 2, HEADS_Q, 64)}
-    made |= {name: normal(3, 2, HEADS_K, 64) for name in "kv"}
-    made |= {name: normal(30 * size, 16) for name in ("cos", "sin")}
-    return made | {"entries": lengths(2, 0, 3), "leftpad": lengths(1, 0, 5)}
-
-
-def _paged_append(
-    q: Tensor, pool_k: Tensor, pool_v: Tensor, k: Tensor, v: Tensor, used: Tensor, table: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_with_kvcache(
-        *(q, pool_k, pool_v, k, v),
-        cache_seqlens=used - 1,
-        block_table=table,
-        causal=True,
-        num_splits=2,
-        return_softmax_lse=True,
-    )
-
-
-def _make_paged_append(size: int) -> Tensors:
-    made = {**_make_pool(size), "q": normal(3, 1, HEADS_Q, 64)}
-    made["used"] = made["used"] + 1 - (made["used"] == 10 * size).int()
-    return made | {name: normal(3, 1, HEADS_K, 64) for name in "kv"}
-
-
-def _packed_queries(
-    q: Tensor, cache_k: Tensor, cache_v: Tensor, used: Tensor, cu_q: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_with_kvcache(
-        *(q, cache_k[:3], cache_v[:3]),
-        cache_seqlens=used,
-        cu_seqlens_q=cu_q,
-        causal=True,
-        batch_invariant=True,
-        return_softmax_lse=True,
-    )
-
-
-def _make_packed_queries(size: int) -> Tensors:
-    made = {**_make_cache(size), "q": normal(4 + 9 * size, HEADS_Q, 64)}
-    return made | _cu_seqlens(size, "cu_q")
-
-
-def _varlen_into(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, None, None, causal=True, out=out, **LSE)[:2]
-
-
-def _append_into(
-    q: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    used: Tensor,
-    table: Tensor,
-    out: Tensor,
-) -> tuple[Tensor, ...]:
-    return flash_attn_with_kvcache(
-        *(q, pool_k, pool_v, k, v), cache_seqlens=used - 1, block_table=table, out=out,
-        return_softmax_lse=True,
-    )  # fmt: skip
+def _sink(made: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    return made | {"sink": normal(HEADS_Q, dtype=dtype)}
 
 
 def _into(made: Tensors) -> Tensors:
@@ -275,13 +164,50 @@ def _into(made: Tensors) -> Tensors:
     return made | {"out": torch.zeros_like(made["q"])}
 
 
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, blocks: Tensor, sink: Tensor
-) -> tuple[Tensor, ...]:
-    return flash_attn_func(
-        *(q, k, v), causal=True, attn_mask=bias, block_mask=blocks, block_size=(64, 128),
-        sink=sink, **LSE,
-    )  # fmt: skip
+def _packed(size: int, names: str = "qk", **shapes: tuple[int, ...]) -> Tensors:
+    """Three sequences, one of them empty, 4 + 9 * size tokens in all."""
+    bounds = {f"cu_seqlens{x and '_' + x}": lengths(0, 4, 4, 4 + 9 * size) for x in names or [""]}
+    return {name: normal(4 + 9 * size, *shape) for name, shape in shapes.items()} | bounds
+
+
+def _make_varlen(size: int, head_dim: int = 64) -> Tensors:
+    keys = (HEADS_K, head_dim)
+    return _packed(size, q=(HEADS_Q, head_dim), k=keys, v=keys)
+
+
+def _used(size: int) -> Tensors:
+    return {"seqused_k": lengths(3, 0, 8 * size)}
+
+
+def _pool(size: int, used: str, *names: str) -> Tensors:
+    # No two sizes alike: a compiler would take them for one, and compile again when they part.
+    table = lengths(*range(3 * 3 * size)).view(3, 3 * size).flip(0)
+    pool = {name: normal(9 * size + 1, 5, HEADS_K, 64) for name in names}
+    return pool | {used: lengths(3, 0, 10 * size), "block_table": table}
+
+
+def _make_varlen_paged(size: int) -> Tensors:
+    return _packed(size, "q", q=(HEADS_Q, 64)) | _pool(size, "used", "k", "v")
+
+
+def _make_cache(size: int, head_dim: int = 64, **others: Tensor) -> Tensors:
+    made = {"q": normal(3, 1, HEADS_Q, head_dim)}
+    made |= {name: normal(4, 30 * size, HEADS_K, head_dim) for name in CACHES}
+    return made | {"cache_seqlens": lengths(7, 0, 25 * size)} | others
+
+
+def _make_append(size: int) -> Tensors:
+    made = _make_cache(size, q=normal(3, 2, HEADS_Q, 64))
+    made |= {name: normal(3, 2, HEADS_K, 64) for name in "kv"}
+    made |= {name: normal(30 * size, 16) for name in ("rotary_cos", "rotary_sin")}
+    return made | {"cache_batch_idx": lengths(2, 0, 3), "cache_leftpad": lengths(1, 0, 5)}
+
+
+def _make_paged_append(size: int) -> Tensors:
+    made = _pool(size, "cache_seqlens", *CACHES) | {"q": normal(3, 1, HEADS_Q, 64)}
+    used = made["cache_seqlens"]
+    made["cache_seqlens"] = used + 1 - (used == 10 * size).int()
+    return made | {name: normal(3, 1, HEADS_K, 64) for name in "kv"}
 
 
 def _make_masked(size: int) -> Tensors:
@@ -291,22 +217,9 @@ def _make_masked(size: int) -> Tensors:
     seqlen_q, seqlen_k = 110 + 100 * size, 740 + 100 * size
     made = {"q": normal(2, seqlen_q, HEADS_Q, 64)}
     made |= {name: normal(2, seqlen_k, HEADS_K, 64) for name in "kv"}
-    made["bias"] = normal(2, HEADS_Q, seqlen_q, seqlen_k)
+    made["attn_mask"] = normal(2, HEADS_Q, seqlen_q, seqlen_k)
     blocks = torch.rand(2, 1, -(-seqlen_q // 64), -(-seqlen_k // 128)) < 0.5
-    return made | {"blocks": blocks.to(DEVICE), "sink": torch.rand(HEADS_Q).to(DEVICE)}
-
-
-def _varlen_masked(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, bias: Tensor, sink: Tensor
-) -> tuple[Tensor, ...]:
-    most = (q.shape[0], k.shape[0])
-    return flash_attn_varlen_func(
-        *(q, k, v, cu_q, cu_k, *most), window_size=(9, 2), attn_mask=bias, sink=sink, **LSE
-    )
-
-
-def _combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, ...]:
-    return flash_attn_combine(out_partial, lse_partial, out_dtype=torch.bfloat16)
+    return made | {"block_mask": blocks.to(DEVICE), "sink": torch.rand(HEADS_Q).to(DEVICE)}
 
 
 def _make_partials(size: int) -> Tensors:
@@ -317,105 +230,79 @@ def _make_partials(size: int) -> Tensors:
     }
 
 
-CACHES, POOLS = ("cache_k", "cache_v"), ("pool_k", "pool_v")
+CACHES = ("k_cache", "v_cache")
+QKV = ("q", "k", "v")
+CAUSAL: dict[str, Any] = {"causal": True, **LSE}
+_dense = _with(flash_attn_func, **FEATURES, **LSE)
+_dropout = _with(flash_attn_func, dropout_p=0.3, deterministic=True, **CAUSAL)
+_kvpacked = _with(flash_attn_kvpacked_func, **FEATURES, **LSE)
+_qkvpacked = _with(flash_attn_qkvpacked_func, **CAUSAL)
+_varlen = _with(flash_attn_varlen_func, **NO_BOUNDS, **FEATURES, **LSE)
+_varlen_into = _two(_with(flash_attn_varlen_func, **NO_BOUNDS, **CAUSAL))
+_varlen_kvpacked = _with(flash_attn_varlen_kvpacked_func, **NO_BOUNDS, **CAUSAL)
+_varlen_qkvpacked = _with(
+    flash_attn_varlen_qkvpacked_func, max_seqlen=None, window_size=(5, -1), **LSE
+)
+_append = _with(flash_attn_with_kvcache, return_softmax_lse=True, **FEATURES)
+_masked = _with(flash_attn_func, block_size=(64, 128), **CAUSAL)
+_combine = _with(flash_attn_combine, out_dtype=torch.bfloat16)
+
 PUBLIC_CALLS = [
-    PublicCall("dense", _dense, lambda n: _make_dense(n) | _slopes(n), ("q", "k", "v")),
-    PublicCall("dense_plain", _dense_plain, _make_dense, ("q", "k", "v")),
-    PublicCall("dense_padded", _dense_plain, lambda n: _make_dense(n, 60), ("q", "k", "v")),
+    PublicCall("dense", _dense, lambda n: _slopes(_make_dense(n)), QKV),
+    PublicCall("dense_plain", _scaled_dense, _make_dense, QKV),
+    PublicCall("dense_padded", _scaled_dense, lambda n: _make_dense(n, 60), QKV),
+    PublicCall("dense_narrow_values", _scaled_dense, lambda n: _narrow(_make_dense(n)), QKV),
+    PublicCall("dense_dropout", _dropout, _make_dense, QKV, dropout=True),
     PublicCall(
-        "dense_narrow_values", _dense_plain, lambda n: _narrow(_make_dense(n)), ("q", "k", "v")
-    ),
-    PublicCall("dense_dropout", _dropout, _make_dense, ("q", "k", "v"), dropout=True),
-    PublicCall(
-        "kvpacked",
-        _kvpacked,
-        lambda n: {
-            "q": normal(2, 7 * n, HEADS_Q, 64),
-            "kv": normal(2, 5 + n, 2, HEADS_K, 64),
-            **_slopes(n),
-        },
+        "kvpacked", _kvpacked,
+        lambda n: _slopes(
+            {"q": normal(2, 7 * n, HEADS_Q, 64), "kv": normal(2, 5 + n, 2, HEADS_K, 64)}
+        ),
         ("q", "kv"),
     ),
     PublicCall("qkvpacked", _qkvpacked, lambda n: {"qkv": normal(2, 7 * n, 3, 4, 64)}, ("qkv",)),
+    PublicCall("varlen", _varlen, lambda n: _slopes(_make_varlen(n)) | _used(n), QKV),
     PublicCall(
-        "varlen",
-        _varlen,
-        lambda n: _make_varlen(n) | _slopes(n) | {"used": lengths(3, 0, 8 * n)},
-        ("q", "k", "v"),
+        "varlen_narrow_values", _varlen,
+        lambda n: _slopes(_narrow(_make_varlen(n))) | _used(n), QKV,
+    ),
+    PublicCall("varlen_dropout", _varlen_dropout, _make_varlen, QKV, dropout=True),
+    PublicCall(
+        "varlen_kvpacked", _varlen_kvpacked,
+        lambda n: _packed(n, q=(HEADS_Q, 64), kv=(2, HEADS_K, 64)), ("q", "kv"),
     ),
     PublicCall(
-        "varlen_narrow_values",
-        _varlen,
-        lambda n: _narrow(_make_varlen(n)) | _slopes(n) | {"used": lengths(3, 0, 8 * n)},
-        ("q", "k", "v"),
-    ),
-    PublicCall("varlen_dropout", _varlen_dropout, _make_varlen, ("q", "k", "v"), dropout=True),
-    PublicCall(
-        "varlen_kvpacked",
-        _varlen_kvpacked,
-        lambda n: {
-            "q": normal(4 + 9 * n, HEADS_Q, 64),
-            "kv": normal(4 + 9 * n, 2, HEADS_K, 64),
-            **_cu_seqlens(n, "cu_q", "cu_k"),
-        },
-        ("q", "kv"),
-    ),
-    PublicCall(
-        "varlen_qkvpacked",
-        _varlen_qkvpacked,
-        lambda n: {"qkv": normal(4 + 9 * n, 3, 4, 64), **_cu_seqlens(n, "cu")},
-        ("qkv",),
+        "varlen_qkvpacked", _varlen_qkvpacked, lambda n: _packed(n, "", qkv=(3, 4, 64)), ("qkv",)
     ),
     PublicCall("varlen_paged", _varlen_paged, _make_varlen_paged),
-    PublicCall(
-        "decode", lambda q, cache_k, cache_v, used: _decode(q, cache_k[1:], cache_v[1:], used),
-        _make_cache,
-    ),
-    PublicCall(
-        "decode_odd_head_dim",
-        lambda q, cache_k, cache_v, used: _decode(q, cache_k[1:], cache_v[1:], used),
-        lambda n: _make_cache(n, 59),
-    ),
-    PublicCall(
-        "decode_narrow_values",
-        lambda q, cache_k, cache_v, used: _decode(q, cache_k[1:], cache_v[1:], used),
-        lambda n: _narrow(_make_cache(n), "cache_v"),
-    ),
+    PublicCall("decode", _decode, _make_cache),
+    PublicCall("decode_odd_head_dim", _decode, lambda n: _make_cache(n, 59)),
+    PublicCall("decode_narrow_values", _decode, lambda n: _narrow(_make_cache(n), "v_cache")),
     PublicCall("append", _append, _make_append, mutated=CACHES),
-    PublicCall("paged_append", _paged_append, _make_paged_append, mutated=POOLS),
+    PublicCall(
+        "paged_append", _with(_paged_append, causal=True, num_splits=2), _make_paged_append,
+        mutated=CACHES,
+    ),
     PublicCall("varlen_into", _varlen_into, lambda n: _into(_make_varlen(n)), mutated=("out",)),
     PublicCall(
         "varlen_padded_into", _varlen_into, lambda n: _into(_make_varlen(n, 60)), mutated=("out",)
     ),
     PublicCall(
-        "append_into",
-        _append_into,
-        lambda n: _into(_make_paged_append(n)),
-        mutated=(*POOLS, "out"),
+        "append_into", _paged_append, lambda n: _into(_make_paged_append(n)),
+        mutated=(*CACHES, "out"),
     ),
-    PublicCall("packed_queries", _packed_queries, _make_packed_queries),
+    PublicCall(
+        "packed_queries", _packed_queries,
+        lambda n: _make_cache(n) | _packed(n, "q", q=(HEADS_Q, 64)),
+    ),
     PublicCall("combine", _combine, _make_partials),
-    PublicCall("masked", _masked, _make_masked, ("q", "k", "v", "bias", "sink")),
+    PublicCall("masked", _masked, _make_masked, (*QKV, "attn_mask", "sink")),
     PublicCall(
-        "varlen_masked",
-        _varlen_masked,
-        lambda n: {
-            **_make_varlen(n),
-            "bias": normal(3, 1, 1, 4 + 9 * n, dtype=torch.float32),
-            "sink": normal(HEADS_Q),
-        },
-        ("q", "k", "v", "sink"),
+        "varlen_masked", _varlen_masked,
+        lambda n: _sink(_make_varlen(n))
+        | {"attn_mask": normal(3, 1, 1, 4 + 9 * n, dtype=torch.float32)},
+        (*QKV, "sink"),
     ),
-    PublicCall(
-        "varlen_paged_sink",
-        lambda sink, **given: _varlen_paged(**given, sink=sink),
-        lambda n: {**_make_varlen_paged(n), "sink": normal(HEADS_Q)},
-    ),
-    PublicCall(
-        "decode_sink",
-        lambda q, cache_k, cache_v, used, sink: _decode(
-            q, cache_k[1:], cache_v[1:], used, sink=sink
-        ),
-        lambda n: {**_make_cache(n), "sink": normal(HEADS_Q, dtype=torch.float32)},
-    ),
+    PublicCall("varlen_paged_sink", _varlen_paged, lambda n: _sink(_make_varlen_paged(n))),
+    PublicCall("decode_sink", _decode, lambda n: _sink(_make_cache(n), torch.float32)),
 ]  # fmt: skip

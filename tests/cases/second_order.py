@@ -62,7 +62,7 @@ class DerivativeCase:
         if self.of.sink is not None:
             leaves["sink"] = inputs.sink
         weights = {"dout": inputs.of.dout, "dlse": inputs.of.dlse}
-        if not returns_lse(self.of):
+        if not self.of.returns_lse:
             del weights["dlse"]
         movable = leaves | weights
         moved = [name for name in self.moved if name in movable] or list(leaves)
@@ -78,12 +78,6 @@ def tangent_of(x: Tensor, generator: torch.Generator) -> Tensor:
     """Normal values, and NaN where x is NaN, which is where nothing reads it."""
     made = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
     return made.masked_fill_(x.isnan(), torch.nan)
-
-
-def returns_lse(case: MaskedCase) -> bool:
-    """Whether the public function does: not with dropout and a mask, a bias or a sink."""
-    has_more = case.mask is not None or case.bias is not None or case.sink is not None
-    return case.of.dropout_p == 0.0 or not has_more
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +110,7 @@ class Problem:
 
     def attend(self, leaves: Named) -> tuple[Tensor, ...]:
         """The public function."""
-        if not returns_lse(self.case):
+        if not self.case.returns_lse:
             return (attend_masked(self.case, self.inputs, leaves),)
         return attend_masked(self.case, self.inputs, leaves, return_attn_probs=True)[:2]
 

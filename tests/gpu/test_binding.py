@@ -123,24 +123,14 @@ def test_bad_inputs(extension: Any, name: str) -> None:
         forward(extension, **tensors)
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39])
-def test_a_scale_that_is_not_finite(extension: Any, scale: float) -> None:
-    with pytest.raises(ValueError, match=r"softmax_scale: must be finite in float32, got"):
-        extension.attention(tensor(), tensor(), tensor(), scale, False)
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "error"),
     [
-        ("p_dropout", -0.1, ValueError),
         ("p_dropout", 1.0, ValueError),
-        ("p_dropout", math.nan, ValueError),
-        ("softcap", math.inf, ValueError),
-        ("softcap", math.nan, ValueError),
+        ("softmax_scale", math.nan, ValueError),
         ("softcap", 1e-40, ValueError),
         ("alibi_slopes", torch.zeros(HEADS), ValueError),  # on the CPU
         ("alibi_slopes", torch.half, TypeError),
-        ("alibi_slopes", (HEADS + 1,), ValueError),
         ("alibi_slopes", (BATCH + 1, HEADS), ValueError),
         ("unused_generator", torch.Generator(), NotImplementedError),
     ],
@@ -159,20 +149,8 @@ def test_window_arguments(extension: Any) -> None:
     causal = forward(extension, q, k, v)[0]
     assert torch.equal(forward(extension, q, k, v, is_causal=False, window_right=0)[0], causal)
     assert torch.equal(forward(extension, q, k, v, window_right=7)[0], causal)  # causal wins
+    assert torch.equal(forward(extension, q, k, v, window_left=2**40)[0], causal)
     assert not torch.equal(forward(extension, q, k, v, is_causal=False, window_right=7)[0], causal)
-
-
-@pytest.mark.parametrize("right", [-1, 7])
-def test_negative_and_huge_window_bounds_are_none(extension: Any, right: int) -> None:
-    q, k, v = tensor(), tensor(), tensor()
-
-    def attend(left: int, right: int) -> Tensor:
-        return forward(extension, q, k, v, is_causal=False, window_left=left, window_right=right)[0]
-
-    for left in (-5, -(2**31), 2**31 - 1, 2**40):
-        assert torch.equal(attend(left, right), attend(-1, right)), left
-        if right == -1:
-            assert torch.equal(attend(-1, left), attend(-1, -1)), left
 
 
 @pytest.mark.parametrize("return_softmax", [False, True])
@@ -222,66 +200,9 @@ def test_bad_gradients(extension: Any, argument: str, value: Any, error: type[Ex
 # -- tensors as they come --------------------------------------------------------------------------
 
 
-def off_by_one(x: Tensor) -> Tensor:
-    """The same values, contiguous, two bytes past a 16-byte boundary."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-def heads_last(x: Tensor) -> Tensor:
-    """The same values with head_dim not contiguous."""
-    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def odd_rows(x: Tensor) -> Tensor:
-    """The same values in rows whose stride is no multiple of 16 bytes."""
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 3))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def shared(x: Tensor) -> Tensor:
-    """The first batch for every batch, without a copy."""
-    return x[:1].expand_as(x)
-
-
-LAYOUTS = pytest.mark.parametrize("layout", [off_by_one, heads_last, odd_rows, shared])
-
-
-@LAYOUTS
-def test_inputs_kernels_cannot_address_are_copied(extension: Any, layout: Any) -> None:
-    """The same bits; of expanded tensors, which other kernels than TMA's may read, about them."""
-    odd = [layout(tensor()) for _ in range(4)]
-    plain = [x.clone(memory_format=torch.contiguous_format) for x in odd]
-    results = []
-    for q, k, v, dout in (odd, plain):
-        out, lse, *_ = forward(extension, q, k, v)
-        results.append((out, lse, *backward(extension, dout, q, k, v, out, lse)[1:]))
-    for name, actual, expected in zip(
-        ("out", "lse", "dk", "dv", "softmax_d"), *results, strict=True
-    ):
-        if layout is shared:
-            torch.testing.assert_close(actual, expected, rtol=2.0**-5, atol=2.0**-5)
-        else:
-            assert torch.equal(actual, expected), name
-
-
-@pytest.mark.parametrize("layout", [off_by_one, heads_last, odd_rows])
-def test_outputs_kernels_cannot_address_are_filled(extension: Any, layout: Any) -> None:
-    q, k, v, dout = (tensor() for _ in range(4))
-    expected, lse, *_ = forward(extension, q, k, v)
-    given = layout(torch.zeros_like(q))
-    assert forward(extension, q, k, v, out=given)[0] is given
-    assert torch.equal(given, expected)
-
-    _, dk, dv, _ = backward(extension, dout, q, k, v, expected, lse)
-    targets = [layout(torch.zeros_like(q)) for _ in range(2)]
-    backward(extension, dout, q, k, v, expected, lse, dk=targets[0], dv=targets[1])
-    assert torch.equal(targets[0], dk) and torch.equal(targets[1], dv)
-
-
 def test_an_output_that_names_memory_twice_is_refused(extension: Any) -> None:
     with pytest.raises(RuntimeError, match="single memory location"):
-        forward(extension, tensor(), tensor(), tensor(), out=shared(tensor()))
+        forward(extension, tensor(), tensor(), tensor(), out=tensor()[:1].expand(BATCH, -1, -1, -1))
 
 
 def test_writing_a_given_output_counts_as_a_change(extension: Any) -> None:
@@ -300,21 +221,6 @@ def test_a_refused_backward_changes_nothing(extension: Any) -> None:
     with pytest.raises(ValueError, match=r"^dv: "):
         backward(extension, dout, q, k, v, out, lse, dq=dq, dv=tensor()[:1])
     assert dq._version == version and torch.equal(dq, before)
-
-
-@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
-def test_empty_calls(extension: Any, empty: str) -> None:
-    size = {"batch": BATCH, "seqlen_q": SEQLEN, "seqlen_k": SEQLEN, empty: 0}
-    q = tensor(size["batch"], size["seqlen_q"], HEADS, HEAD_DIM).requires_grad_()
-    k, v = (tensor(size["batch"], size["seqlen_k"], 1, HEAD_DIM).requires_grad_() for _ in range(2))
-    out, lse = extension.attention(q, k, v, None, True)
-    assert out.shape == q.shape and lse.shape == (size["batch"], HEADS, size["seqlen_q"])
-    assert not out.any() and (lse == -math.inf).all()
-    gradients = torch.autograd.grad(
-        (out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))
-    )
-    for gradient, x in zip(gradients, (q, k, v), strict=True):
-        assert gradient.shape == x.shape and not gradient.any()
 
 
 # -- the autograd node -----------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_combine, flash_attn_func
-from tests.cases.harness import DEVICE, bits, make_case, scaled, skip_without_row
+from tests.cases.harness import DEVICE, bits, make_case, scaled
+from tests.cases.matrix import inputs_of
 
 pytestmark = pytest.mark.gpu
 
@@ -49,16 +50,20 @@ def assert_combined(
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2.0**-20, atol=2.0**-19)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 32, 128, 129, 300])
-def test_numbers_of_splits(splits: int) -> None:
-    partials = make_partials(splits)
-    assert_combined(flash_attn_combine(*partials), *partials)
+SHAPES: list[dict[str, int]] = [
+    *({"splits": n} for n in (1, 2, 3, 7, 32, 128, 129, 300)),
+    *({"splits": 4, "head_dim": d} for d in (1, 8, 32, 59, 96, 111, 128, 192, 256, 512)),
+    *(
+        {"splits": 3, "batch": scaled(b, min(b, 50)), "seqlen": s, "heads": h, "head_dim": 16}
+        for b, s, h in ((0, 5, 3), (2, 0, 3), (1, 1, 1), (1, 700, 2), (300, 1, 40), (70_000, 1, 1))
+    ),
+]
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 32, 59, 96, 111, 128, 192, 256, 512])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", OUT_DTYPES, ids=["fp32", "bf16", "fp16"])
-def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
-    partials = make_partials(4, head_dim=head_dim)
+def test_shapes_and_dtypes(dtype: torch.dtype, shape: dict[str, int]) -> None:
+    partials = make_partials(**shape)
     out, lse = flash_attn_combine(*partials, out_dtype=dtype)
     assert out.dtype == dtype
     assert_combined((out, lse), *partials)
@@ -76,15 +81,6 @@ def test_lse_lies_as_a_compiler_is_told(shape: tuple[int, int, int]) -> None:
     _, lse = flash_attn_combine(*partials)
     _, told = torch.ops.flash_attn_cuda._flash_attn_combine(*(x.to("meta") for x in partials), None)
     assert lse.shape == told.shape == shape and lse.stride() == told.stride()
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 5, 3), (2, 0, 3), (1, 1, 1), (1, 700, 2), (300, 1, 40), (70_000, 1, 1)], ids=str
-)
-def test_shapes(shape: tuple[int, int, int]) -> None:
-    batch, seqlen, heads = shape
-    partials = make_partials(3, scaled(batch, min(batch, 50)), seqlen, heads, head_dim=16)
-    assert_combined(flash_attn_combine(*partials), *partials)
 
 
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 0.0], ids=str)
@@ -142,20 +138,11 @@ def test_inputs_of_any_strides() -> None:
         assert torch.equal(bits(x), bits(y))
 
 
-def test_order_of_splits_matters_by_rounding_alone() -> None:
-    out_partial, lse_partial = make_partials(9)
-    order = torch.randperm(9).to(DEVICE)
-    assert_combined(
-        flash_attn_combine(out_partial[order], lse_partial[order]), out_partial, lse_partial
-    )
-
-
 @pytest.mark.parametrize("head_dim", [40, 128])
 def test_attention_in_pieces(head_dim: int) -> None:
     """Keys cut at odd places, one piece empty: combined, they give attention over all keys."""
     case = make_case(seqlen_q=33, seqlen_k=150, num_heads_k=2, head_dim=head_dim)
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case, backward=False)
     whole, whole_lse, _ = flash_attn_func(inputs.q, inputs.k, inputs.v, return_attn_probs=True)
     outs, lses = [], []
     for begin, end in ((0, 1), (1, 70), (70, 70), (70, 150)):

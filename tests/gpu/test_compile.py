@@ -75,7 +75,9 @@ def test_compile_through_aot_autograd(call: PublicCall) -> None:
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize(
-    "call", [c for c in PUBLIC_CALLS if c.name in ("varlen", "append", "paged_append")], ids=str
+    "call",
+    [c for c in PUBLIC_CALLS if c.name in ("dense_plain", "varlen", "append", "paged_append")],
+    ids=str,
 )
 def test_compile_with_inductor(call: PublicCall) -> None:
     if not has_python_headers():

@@ -15,7 +15,6 @@ import torch
 from tests.cases.attention import Alibi
 from tests.cases.harness import (
     ON_CPU,
-    Check,
     attend_over_cache,
     make_cache_case,
     make_case,
@@ -23,10 +22,10 @@ from tests.cases.harness import (
     run_forward,
     run_forward_backward,
     scaled,
-    skip_without_row,
 )
 from tests.cases.masked import MaskedCase, RandomBias, RandomMask
-from tests.cases.masked_harness import run_masked, skip_without_masked_row
+from tests.cases.masked_harness import run_masked
+from tests.cases.matrix import inputs_of
 from tests.cases.repeats import (
     REPEATS,
     assert_repeatable,
@@ -59,8 +58,9 @@ def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
         {"dtype": torch.float16, "batch": 1, "num_heads_q": 1, "num_heads_k": 1},
         {"seqlen_q": 100, "seqlen_k": scaled(4000, 200)},
         {"head_dim": 59, "causal": True},
+        {"head_dim": 192, "head_dim_v": 128, "causal": True},
     ],
-    ids=["dropout", "mqa", "softcap_alibi", "one_head", "few_queries", "padded"],
+    ids=["dropout", "mqa", "softcap_alibi", "one_head", "few_queries", "padded", "values"],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_features(head_dim: int, features: dict[str, Any]) -> None:
@@ -97,25 +97,10 @@ def test_without_a_fixed_order(head_dim: int, lengths: tuple[int, int]) -> None:
         assert_repeatable(case, REPEATS // 2)
 
 
-@BUCKETS
-def test_deterministic_gradients_are_right(check: Check, head_dim: int) -> None:
-    for heads_k, causal in ((4, True), (1, False)):
-        case = make_case(
-            seqlen_q=300,
-            seqlen_k=333,
-            num_heads_k=heads_k,
-            head_dim=head_dim,
-            causal=causal,
-            deterministic=True,
-        )
-        check(case)
-
-
 def test_only_the_order_of_sums_differs() -> None:
     """A fixed order changes no gradient by more than a rounding of its sums."""
     case = crowded_case(causal=True, num_heads_k=2)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     plain = replace(case, deterministic=False)
     expected, actual = run_forward_backward(plain, inputs), run_forward_backward(case, inputs)
     for name, x in actual.tensors().items():
@@ -131,8 +116,7 @@ def test_the_forward_always_gives_the_same_bits(head_dim: int) -> None:
         make_varlen_case(lengths_q=(700 if not ON_CPU else 70, 0, 33), head_dim=head_dim),
     ]
     for case in cases:
-        skip_without_row(case, backward=False)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case, backward=False)
         assert_same_forward(partial(run_forward, case, inputs), REPEATS // 4 + 1, str(case))
 
 
@@ -148,24 +132,29 @@ def test_what_comes_beside_the_keys_is_read_in_time(
     """Tiles of a bias and of a mask's bits, which the next one follows into the same memory."""
     of = crowded_case(seqlen_k=scaled(4096, 160), head_dim=head_dim, deterministic=False)
     case = MaskedCase(of, mask, bias)
-    skip_without_masked_row(case, backward=False)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case, backward=False)
     assert_same_forward(
         partial(run_masked, case, inputs, backward=False), REPEATS // 2 + 1, str(case)
     )
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("seqlens_q", [1, 7])
-def test_whichever_split_is_last_combines_them(seqlens_q: int, head_dim: int) -> None:
+def test_whichever_split_is_last_combines_them(
+    seqlens_q: int, head_dim: int, page_size: int | None
+) -> None:
     """The CTAs that share the keys of a tile end in any order."""
     lengths = (scaled(5000, 300), 0, 70, scaled(900, 100))
     case = make_cache_case(
-        cached=lengths, capacity=scaled(5008, 320), seqlens_q=seqlens_q, head_dim=head_dim
+        cached=lengths,
+        capacity=scaled(5008, 320),
+        seqlens_q=seqlens_q,
+        head_dim=head_dim,
+        page_size=page_size,
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    for num_splits in (0, 5):
+    inputs = inputs_of(case)
+    for num_splits in (0, 1, 5):
         run = partial(attend_over_cache, case, inputs, num_splits=num_splits)
         assert_same_forward(lambda run=run: run()[0], REPEATS, f"{case}, {num_splits} splits")
 
@@ -185,8 +174,7 @@ def test_workspace_is_at_most_one_fp32_dq() -> None:
             causal=True,
             deterministic=deterministic,
         )
-        skip_without_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         run_forward_backward(case, inputs)
         gc.collect()  # what a failed test left behind
         torch.cuda.reset_peak_memory_stats()

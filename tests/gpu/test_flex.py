@@ -17,6 +17,7 @@ from tests.cases.harness import DEVICE, ON_CPU, make_case, scaled
 from tests.cases.inductor import has_python_headers
 from tests.cases.masked import MaskedCase, RandomBias, RandomMask
 from tests.cases.masked_harness import skip_without_masked_row
+from tests.cases.matrix import inputs_of
 from tests.reference import AttentionResult, attention_with_gradients, low_precision
 from tests.reference.tolerance import assert_close
 
@@ -132,8 +133,7 @@ def test_biases_by_score_mod(flex: Any, head_dim: int) -> None:
         head_dim=head_dim,
     )
     case = MaskedCase(of, RandomMask(), RandomBias("hq"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     block_mask = create_block_mask(causal, BATCH, HEADS_Q, SEQLEN, SEQLEN, device=DEVICE)
 
     def theirs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cuda import flash_attn_with_kvcache, quantize_kv
-from tests.cases.fp8_cache import APPENDS, E4M3, check_appended_numbers, check_fp8
-from tests.cases.fp8_harness import make, no_device_errors, same_bytes  # noqa: F401
-from tests.cases.harness import DEVICE
+from tests.cases.fp8_cache import APPENDS, E4M3, check_appended_numbers
+from tests.cases.fp8_harness import make, same_bytes
+from tests.cases.harness import DEVICE, Check
+from tests.cases.matrix import Call, check_calls, each, grid
 from tests.reference.fp8 import from_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_device_errors")]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("quantize", [None, "token"])
-@pytest.mark.parametrize("rotary", [(0, True), (32, True), (64, False)], ids=str)
-@pytest.mark.parametrize("page_size", [None, 7])
-def test_appends(page_size: int | None, rotary: tuple[int, bool], quantize: str | None) -> None:
-    """Of a token and of many, with scales that are given, per head and per token, or made."""
-    for seqlen, forms in ((1, ("token", "head")), (40, ("mixed", "expanded"))):
-        for form in ("token",) if quantize else forms:
-            case = make(
-                form,
-                quantize=quantize,
-                cached=(100, 0, 37),
-                seqlens_q=seqlen,
-                seqlens_new=seqlen,
-                page_size=page_size,
-                rotary_dim=rotary[0],
-                rotary_interleaved=rotary[1],
-                causal=True,
-            )
-            check_fp8(case)
-            check_fp8(replace(case, strides="strided") if quantize else case, 1)
+TABLE: dict[str, list[Call]] = {
+    # Of a token and of many, with scales that are given, per head and per token, or made.
+    "appends": grid(
+        cached=(100, 0, 37), causal=True, page_size=[None, 7],
+        rotary=[(0, True), (32, True), (64, False)],
+        of=[
+            *({"queries": (1, 1), "form": form} for form in ("token", "head")),
+            *({"queries": (40, 40), "form": form} for form in ("mixed", "expanded")),
+            *(
+                {"queries": (n, n), "quantize": "token", "strides": strides}
+                for n in (1, 40) for strides in ("plain", "strided")
+            ),
+        ],
+    ),
+    "head dims": grid(
+        cached=(100, 0, 37), seqlens_new=3, dtype=torch.float16, form="token",
+        head_dims=[(16, 16), (80, 48), (192, 192), (512, 512)],
+        quantize=[None, "token"], batch_idx=[None, (3, 0, 2)],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("quantize", [None, "token"])
-@pytest.mark.parametrize("head_dim", [16, 80, 192, 512])
-def test_append_head_dims(head_dim: int, quantize: str | None) -> None:
-    sizes: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": 48 if head_dim == 80 else head_dim}
-    for batch_idx in (None, (3, 0, 2)):
-        case = make(
-            "token", quantize=quantize, cached=(100, 0, 37), seqlens_new=3, batch_idx=batch_idx,
-            dtype=torch.float16, **sizes,
-        )  # fmt: skip
-        check_fp8(case)
+@each(TABLE)
+def test_appends(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @pytest.mark.parametrize("name", APPENDS)

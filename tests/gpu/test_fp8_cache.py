@@ -4,7 +4,6 @@ caches and every scale too. Rows that hold no key are NaN, as are scales that no
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,22 +17,23 @@ from flash_attn_cuda import (
 )
 from tests.cases.attention import Alibi
 from tests.cases.fp8_cache import E4M3, Fp8Case, Fp8Inputs, attend, check_fp8, reference_of
-from tests.cases.fp8_harness import FORMS, make, no_device_errors, same_bytes  # noqa: F401
+from tests.cases.fp8_harness import FORMS, make, same_bytes
 from tests.cases.harness import (
     DEVICE,
     ON_CPU,
+    Check,
     bits,
     captured,
     no_host_sync,
     scaled,
 )
-from tests.cases.pairwise import pairwise
+from tests.cases.matrix import DTYPES, Call, check_calls, each, grid, pairs
 from tests.gpu.limits import run_limited
 from tests.reference import AttentionResult, kvcache_reference
 from tests.reference.fp8 import from_bytes, to_bytes
 from tests.reference.tolerance import assert_close
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_device_errors")]
+pytestmark = pytest.mark.gpu
 
 
 def assert_same(actual: AttentionResult, expected: AttentionResult, context: str = "") -> None:
@@ -42,101 +42,129 @@ def assert_same(actual: AttentionResult, expected: AttentionResult, context: str
         assert torch.equal(x, y), f"{name} {context}: {int((x != y).sum())} elements differ"
 
 
-# -- shapes ----------------------------------------------------------------------------------------
+# -- by tables -------------------------------------------------------------------------------------
+
+FP16, FP32 = torch.float16, torch.float32
+EVERY_FORM = [*FORMS]
+PLACES: list[dict[str, Any]] = [
+    {"batch_idx": (3, 0, 2), "entries": 5},
+    {"leftpad": (10, 0, 37)},
+    {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
+]
+SHAPES: dict[str, list[Call]] = {
+    # Decode rows and those of prefill, reading alone and with an append.
+    "query lengths": grid(
+        form=EVERY_FORM, cached=(150, 0, 37), capacity=300, head_dim=scaled(128, 32),
+        of=[
+            of
+            for n in (1, 5, 16, 130)
+            for of in ({"seqlens_q": n, "page_size": 16}, {"queries": (n, n), "causal": True})
+        ],
+    ),
+    "head dims": grid(
+        cached=(150, 0, 64), causal=True, head_dim=[16, 48, 64, 80, 128, 192, 256, 512],
+        of=[
+            {"queries": (1, 1), "form": "token"},
+            {"queries": (33, 33), "form": "head", "dtype": FP16},
+            {"queries": (1, 1), "form": "head", "dtype": FP16},
+        ],
+    ),
+    "value dims": grid(
+        cached=(150, 0, 64), page_size=16, causal=True,
+        head_dims=[(192, 128), (64, 128), (128, 48), (512, 256)],
+        of=[{"seqlens_q": 1, "form": "token"}, {"seqlens_q": 40, "form": "head"}],
+    ),
+    "heads": grid(
+        cached=(150, 3, 64), causal=True, heads=[(4, 4), (6, 2), (16, 1), (32, 8), (40, 1)],
+        of=[
+            {"queries": (1, 1), "form": "mixed"},
+            {"queries": (3, 3), "form": "expanded"},
+            {"queries": (20, 20), "form": "mixed"},
+        ],
+    ),
+    "page sizes": grid(
+        cached=(299, 0, 16, 257), capacity=340, causal=True, page_size=[1, 7, 16, 48, 256],
+        of=[
+            {"queries": (1, 1), "form": "token"},
+            {"queries": (33, 40), "form": "mixed"},
+            {"queries": (5, None), "form": "head"},
+        ],
+    ),
+    "options": grid(
+        cached=(100, 0, 37),
+        of=[
+            {"seqlens_q": 1, "page_size": 16, "form": "token"},
+            {"seqlens_q": 40, "form": "head"},
+            {"seqlens_q": 40, "page_size": 16, "form": "token"},
+        ],
+        option=[
+            *({"softcap": 4.0}, {"alibi": Alibi.per_batch}, {"sink": FP32}, {"window": (33, 5)}),
+            *({"window": (40, -1), "causal": True}, {"softmax_scale": -0.2}, PLACES[0]),
+            *({"leftpad": (10, 0, 37), "causal": True}, PLACES[2] | {"sink": FP32}),
+            {
+                **{"softcap": 4.0, "alibi": Alibi.per_head, "sink": FP32, "window": (40, 3)},
+                **{"leftpad": (10, 0, 37), "batch_idx": (3, 0, 2)},
+            },
+        ],
+    ),
+    "packed queries": grid(
+        cached=(100, 0, 37), causal=True,
+        queries=[
+            *(((1, 1, 1), None), ((5, 0, 70), (5, 0, 70)), ((3, 1, 0), (20, 1, 2))),
+            ((1, 130, 4), None),
+        ],
+        of=[
+            *({"form": "mixed"}, {"form": "token", "page_size": 16}),
+            {"form": "head", "page_size": 16},
+        ],
+    ),
+    "queries of e4m3": grid(
+        cached=(150, 0, 37), page_size=16, q_is_fp8=True,
+        of=[
+            *(
+                {"seqlens_q": n, "form": form, "causal": True, "softcap": 5.0}
+                for n in (1, 33) for form in ("head", "token")
+            ),
+            *({"queries": (n, n), "form": "expanded", "rotary_dim": 32} for n in (1, 33)),
+        ],
+    ),
+    "splits": grid(
+        cached=(scaled(3000, 600), 0, 63, scaled(1000, 200)), capacity=scaled(3200, 700),
+        causal=True, num_splits=[0, 1, 3, 64],
+        of=[
+            {"queries": (1, 1), "page_size": 16, "form": "token"},
+            {"queries": (70, 1), "form": "head"},
+            {"queries": (1, 1), "form": "head"},
+        ],
+    ),
+    "pairs": pairs(
+        seed=3,
+        cached=(100, 0, 37),
+        form=EVERY_FORM,
+        dtype=DTYPES,
+        head_dim=[32, 64, 80, 128, 192, 256, 512],
+        heads=[(4, 4), (8, 2), (6, 1), (5, 5)],
+        queries=[
+            *((1, 1), (1, None), (7, 7), (40, 40), (40, 2)),
+            *(((3, 0, 20), (3, 0, 20)), ((1, 4, 0), None)),
+        ],
+        page_size=[None, 1, 16, 48, 256],
+        places=[{}, *PLACES[:2]],
+        range=[{}, {"causal": True}, {"window": (33, -1)}, {"window": (40, 3)}],
+        score=[{}, {"softcap": 4.0}, {"alibi": Alibi.per_batch}, {"sink": FP32}],
+        rotary=[(0, True), (16, True), (32, False)],
+        quantize=[None, "token"],
+        num_splits=[0, 1, 3, 50],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seqlen_q", [1, 5, 16, 130])
-def test_query_lengths(seqlen_q: int, form: str) -> None:
-    """Decode rows and those of prefill, reading alone and with an append."""
-    base: dict[str, Any] = {"cached": (150, 0, 37), "capacity": 300}
-    base |= {"head_dim": scaled(128, 32)}
-    check_fp8(make(form, **base, seqlens_q=seqlen_q, page_size=16))
-    check_fp8(make(form, **base, seqlens_q=seqlen_q, seqlens_new=seqlen_q, causal=True), 1)
+@each(SHAPES)
+def test_by_tables(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 192, 256, 512])
-def test_head_dims(head_dim: int) -> None:
-    settings = ((1, torch.bfloat16, "token"), (33, torch.float16, "head"), (1, torch.half, "head"))
-    for seqlen_q, dtype, form in settings:
-        sizes: dict[str, Any] = {"cached": (150, 0, 64), "seqlens_q": seqlen_q, "causal": True}
-        check_fp8(make(form, **sizes, head_dim=head_dim, dtype=dtype, seqlens_new=seqlen_q))
-
-
-@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128), (128, 48), (576 - 64, 256)], ids=str)
-def test_values_of_another_width(head_dims: tuple[int, int]) -> None:
-    for seqlen_q, form in ((1, "token"), (40, "head")):
-        sizes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "seqlens_q": seqlen_q}
-        check_fp8(make(form, cached=(150, 0, 64), page_size=16, causal=True, **sizes))
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (16, 1), (32, 8), (40, 1)], ids=str)
-def test_head_ratios(heads: tuple[int, int]) -> None:
-    for seqlen_q, form in ((1, "mixed"), (3, "expanded"), (20, "mixed")):
-        sizes: dict[str, Any] = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
-        sizes |= {"cached": (150, 3, 64), "seqlens_q": seqlen_q, "seqlens_new": seqlen_q}
-        check_fp8(make(form, **sizes, causal=True))
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 48, 256])
-def test_page_sizes(page_size: int) -> None:
-    for seqlen_q, new, form in ((1, 1, "token"), (33, 40, "mixed"), (5, None, "head")):
-        sizes: dict[str, Any] = {"seqlens_q": seqlen_q, "seqlens_new": new, "page_size": page_size}
-        check_fp8(make(form, cached=(299, 0, 16, 257), capacity=340, causal=True, **sizes))
-
-
-# -- options ---------------------------------------------------------------------------------------
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "softcap": {"softcap": 4.0},
-    "alibi": {"alibi": Alibi.per_batch},
-    "sink": {"sink": torch.float32},
-    "window": {"window": (33, 5)},
-    "left_window": {"window": (40, -1), "causal": True},
-    "scale": {"softmax_scale": -0.2},
-    "leftpad": {"leftpad": (10, 0, 37), "causal": True},
-    "batch_idx": {"batch_idx": (3, 0, 2), "entries": 5},
-    "both": {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1), "sink": torch.float32},
-    "everything": {
-        **{"softcap": 4.0, "alibi": Alibi.per_head, "sink": torch.float32, "window": (40, 3)},
-        **{"leftpad": (10, 0, 37), "batch_idx": (3, 0, 2)},
-    },
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str) -> None:
-    for seqlen_q, page_size, form in ((1, 16, "token"), (40, None, "head"), (40, 16, "token")):
-        sizes: dict[str, Any] = {"seqlens_q": seqlen_q, "page_size": page_size}
-        check_fp8(make(form, cached=(100, 0, 37), **sizes, **OPTIONS[name]))
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [((1, 1, 1), None), ((5, 0, 70), (5, 0, 70)), ((3, 1, 0), (20, 1, 2)), ((1, 130, 4), None)],
-    ids=str,
-)
-def test_packed_queries(lengths: Any) -> None:
-    for page_size, form in ((None, "mixed"), (16, "token"), (16, "head")):
-        sizes: dict[str, Any] = {"seqlens_q": lengths[0], "seqlens_new": lengths[1]}
-        check_fp8(make(form, cached=(100, 0, 37), page_size=page_size, causal=True, **sizes))
-
-
-@pytest.mark.parametrize("form", ["head", "token"])
-@pytest.mark.parametrize("seqlen_q", [1, 33])
-def test_queries_of_e4m3(seqlen_q: int, form: str) -> None:
-    sizes: dict[str, Any] = {"cached": (150, 0, 37), "seqlens_q": seqlen_q, "page_size": 16}
-    check_fp8(make(form, **sizes, causal=True, softcap=5.0, q_is_fp8=True))
-    check_fp8(make("expanded", **sizes, seqlens_new=seqlen_q, rotary_dim=32, q_is_fp8=True))
-
-
-@pytest.mark.parametrize("num_splits", [0, 1, 3, 64])
-def test_splits(num_splits: int) -> None:
-    lengths = (scaled(3000, 600), 0, 63, scaled(1000, 200))
-    for seqlen_q, page_size, form in ((1, 16, "token"), (70, None, "head"), (1, None, "head")):
-        sizes: dict[str, Any] = {"capacity": scaled(3200, 700), "page_size": page_size}
-        case = make(form, cached=lengths, seqlens_q=seqlen_q, seqlens_new=1, causal=True, **sizes)
-        check_fp8(case, num_splits=num_splits)
+# -- what another call gives -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries", [1, 30])
@@ -204,19 +232,6 @@ def test_packed_keys(seqlens: Any) -> None:
 # -- bits ------------------------------------------------------------------------------------------
 
 
-def alone(inputs: Fp8Inputs, b: int) -> Fp8Inputs:
-    """Sequence b in a call of its own; pages stay where they are."""
-    at, cache = slice(b, b + 1), inputs.cache
-    assert cache.block_table is not None
-    one = replace(
-        cache,
-        q=cache.q[at],
-        cache_seqlens=cache.cache_seqlens[at],
-        block_table=cache.block_table[at],
-    )
-    return Fp8Inputs(one, inputs.scales)
-
-
 @pytest.mark.parametrize("form", ["head", "token"])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 40])
 def test_batch_invariance(seqlen_q: int, form: str) -> None:
@@ -226,7 +241,8 @@ def test_batch_invariance(seqlen_q: int, form: str) -> None:
     inputs = case.make_inputs()
     together, _ = attend(case, inputs, batch_invariant=True)
     for b in range(len(lengths)):
-        by_itself, _ = attend(case, alone(inputs, b), batch_invariant=True, num_splits=b)
+        alone = Fp8Inputs(inputs.cache.sequence(b), inputs.scales)
+        by_itself, _ = attend(case, alone, batch_invariant=True, num_splits=b)
         assert torch.equal(bits(by_itself.out[0]), bits(together.out[b]))
         assert torch.equal(bits(by_itself.lse[0]), bits(together.lse[b]))
 
@@ -456,49 +472,3 @@ def test_scales_at_the_ends_of_the_range(
         assert scaled_out.isfinite().all()
         torch.testing.assert_close(scaled_lse, lse, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(scaled_out * 2.0**-of_values, out, rtol=2.0**-7, atol=2.0**-12)
-
-
-# -- everything together ---------------------------------------------------------------------------
-
-SETTINGS: dict[str, tuple[Any, ...]] = {
-    "form": tuple(FORMS),
-    "dtype": (torch.bfloat16, torch.float16),
-    "head_dim": (32, 64, 80, 128, 192, 256, 512),
-    "heads": ((4, 4), (8, 2), (6, 1), (5, 5)),
-    "lengths": (
-        *((1, 1), (1, None), (7, 7), (40, 40), (40, 2)),
-        *(((3, 0, 20), (3, 0, 20)), ((1, 4, 0), None)),
-    ),
-    "page_size": (None, 1, 16, 48, 256),
-    "places": ({}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)}),
-    "mask": ({}, {"causal": True}, {"window": (33, -1)}, {"window": (40, 3)}),
-    "score": ({}, {"softcap": 4.0}, {"alibi": Alibi.per_batch}, {"sink": torch.float32}),
-    "rotary": ((0, True), (16, True), (32, False)),
-    "quantize": (None, "token"),
-    "num_splits": (0, 1, 3, 50),
-}
-
-
-@pytest.mark.parametrize("choice", pairwise(SETTINGS, seed=3), ids=str)
-def test_combinations(choice: dict[str, Any]) -> None:
-    given = dict(choice)
-    num_splits, form, quantize = (given.pop(x) for x in ("num_splits", "form", "quantize"))
-    heads, lengths, rotary = (given.pop(x) for x in ("heads", "lengths", "rotary"))
-    if lengths[1] is None:
-        quantize, rotary = None, (0, True)  # of what is appended alone
-    case = make(
-        "token" if quantize is not None else form,
-        quantize=quantize,
-        cached=(100, 0, 37),
-        num_heads_q=heads[0],
-        num_heads_k=heads[1],
-        seqlens_q=lengths[0],
-        seqlens_new=lengths[1],
-        rotary_dim=rotary[0],
-        rotary_interleaved=rotary[1],
-        **given.pop("places"),
-        **given.pop("mask"),
-        **given.pop("score"),
-        **given,
-    )
-    check_fp8(case, num_splits=num_splits)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import check_device_errors, flash_attn_func, flash_attn_with_kvcache
-from tests.cases.attention import KvCacheCase, KvCacheInputs
+from flash_attn_cuda import flash_attn_func, flash_attn_with_kvcache
+from tests.cases.attention import KvCacheCase, Layout, arrange
 from tests.cases.harness import (
     DEVICE,
+    Check,
     attend_over_cache,
     bits,
     captured,
@@ -23,6 +24,7 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
+from tests.cases.matrix import inputs_of
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 
@@ -31,37 +33,7 @@ pytestmark = pytest.mark.gpu
 PAGES = pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "paged"])
 
 
-@pytest.fixture(autouse=True)
-def _no_device_errors() -> Any:
-    """Good calls leave no flag."""
-    yield
-    check_device_errors()
-
-
 # -- bits ------------------------------------------------------------------------------------------
-
-
-def one_sequence(inputs: KvCacheInputs, b: int, capacity: int | None = None) -> KvCacheInputs:
-    """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
-    at = slice(b, b + 1)
-    fields: dict[str, Any] = {"q": inputs.q[at], "cache_seqlens": inputs.cache_seqlens[at]}
-    if inputs.block_table is not None:
-        fields["block_table"] = inputs.block_table[at]
-        if capacity is not None:
-            pages = -(-capacity // inputs.k_cache.shape[1])
-            more = fields["block_table"].new_full((1, pages), -1)
-            more[:, : fields["block_table"].shape[1]] = fields["block_table"][:, :pages]
-            fields["block_table"] = more
-    else:
-        for name in ("k_cache", "v_cache"):
-            x = getattr(inputs, name)[at]
-            if capacity is not None:
-                wide = torch.full((1, capacity, *x.shape[2:]), torch.nan, dtype=x.dtype).to(DEVICE)
-                rows = min(capacity, x.shape[1])
-                wide[:, :rows] = x[:, :rows]
-                x = wide
-            fields[name] = x
-    return replace(inputs, **fields)
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64], ids=str)
@@ -85,33 +57,17 @@ def test_batch_invariance(
         num_heads_k=heads[1],
         **features,
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     together, *_ = attend_over_cache(case, inputs, batch_invariant=True)
     for b, n in enumerate(cached):
         for capacity in (None, max(1, n), 4 * scaled(2560, 512)):
             alone, *_ = attend_over_cache(
-                case, one_sequence(inputs, b, capacity), batch_invariant=True, num_splits=b
+                case, inputs.sequence(b, capacity), batch_invariant=True, num_splits=b
             )
             context = f"{n} keys, capacity {capacity}"
             assert torch.equal(bits(alone.out[0]), bits(together.out[b])), context
             assert torch.equal(bits(alone.lse[0]), bits(together.lse[b])), context
     check_cache(replace(case, cached=cached), batch_invariant=True)
-
-
-@PAGES
-@pytest.mark.parametrize("num_splits", [0, 1, 4])
-def test_repeated_calls_give_the_same_bits(num_splits: int, page_size: int | None) -> None:
-    case = make_cache_case(
-        cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320), page_size=page_size
-    )
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    first, *_ = attend_over_cache(case, inputs, num_splits=num_splits)
-    for _ in range(scaled(50, 2)):
-        again, *_ = attend_over_cache(case, inputs, num_splits=num_splits)
-        assert torch.equal(bits(again.out), bits(first.out))
-        assert torch.equal(bits(again.lse), bits(first.lse))
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
@@ -126,8 +82,7 @@ def test_ctas_count_whatever_memory_held(held: int, many: bool) -> None:
         )
     else:
         case = make_cache_case(cached=(scaled(3000, 300), 0, 70), capacity=scaled(3072, 320))
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected, *_ = attend_over_cache(case, inputs, num_splits=0)
     for num_splits in (0, 2, 7):
         for _ in range(scaled(20, 1)):
@@ -142,37 +97,24 @@ def test_ctas_count_whatever_memory_held(held: int, many: bool) -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _half_of_kv(x: Tensor) -> Tensor:
-    both = torch.full((x.shape[0], x.shape[1], 2, *x.shape[2:]), torch.nan, dtype=x.dtype)
-    return both.to(x.device)[:, :, 1].copy_(x)
-
-
-def _odd_rows(x: Tensor) -> Tensor:
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 1), torch.nan, dtype=x.dtype, device=x.device)
-    return wide[..., : x.shape[-1]].copy_(x)
-
-
-def _misaligned(x: Tensor) -> Tensor:
-    flat = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
-    return flat[1:].view(x.shape).copy_(x)
+LAYOUTS = pytest.mark.parametrize(
+    "layout",
+    [Layout.heads_first, Layout.packed, Layout.odd_stride, Layout.misaligned],
+    ids=lambda layout: layout.value,
+)
 
 
 @PAGES
+@LAYOUTS
 @pytest.mark.parametrize("head_dim", [64, 59])
-@pytest.mark.parametrize("arrange", [_heads_first, _half_of_kv, _odd_rows, _misaligned])
-def test_layouts_of_the_cache(arrange: Any, head_dim: int, page_size: int | None) -> None:
+def test_layouts_of_the_cache(head_dim: int, layout: Layout, page_size: int | None) -> None:
     """Read and written where it lies, whatever its strides: nothing is left in a copy."""
     case = make_cache_case(
         cached=(100, 0, 37), seqlens_q=3, seqlens_new=3, head_dim=head_dim, page_size=page_size
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected, *caches = attend_over_cache(case, inputs)
-    moved = [arrange(x) for x in (inputs.k_cache, inputs.v_cache)]
+    moved = [arrange(x, layout) for x in (inputs.k_cache, inputs.v_cache)]
     arguments = {**inputs.arguments(), **dict(zip(("k_cache", "v_cache"), moved, strict=True))}
     out = flash_attn_with_kvcache(**arguments)
     torch.testing.assert_close(out, expected.out, rtol=2.0**-7, atol=2.0**-9)
@@ -181,24 +123,23 @@ def test_layouts_of_the_cache(arrange: Any, head_dim: int, page_size: int | None
 
 
 @PAGES
-@pytest.mark.parametrize("arrange", [_heads_first, _half_of_kv, _odd_rows, _misaligned])
-def test_layouts_of_queries_and_new_keys(arrange: Any, page_size: int | None) -> None:
+@LAYOUTS
+def test_layouts_of_queries_and_new_keys(
+    check: Check, layout: Layout, page_size: int | None
+) -> None:
     case = make_cache_case(
         cached=(100, 0, 37), seqlens_q=3, seqlens_new=3, page_size=page_size, rotary_dim=32
     )
-    skip_without_row(case)
     inputs = case.make_inputs()
-    check_cache(case, inputs=inputs)
-    moved = {name: arrange(getattr(inputs, name)) for name in ("q", "k", "v")}
-    check_cache(case, inputs=replace(inputs, **moved))
+    moved = {name: arrange(getattr(inputs, name), layout) for name in ("q", "k", "v")}
+    check(case, inputs=replace(inputs, **moved))
 
 
 @PAGES
 def test_around_the_cache_nothing_is_written(page_size: int | None) -> None:
     """Caches lie inside larger buffers of NaN; every row but the appended ones keeps its bits."""
     case = make_cache_case(cached=(189, 0, 37), seqlens_q=3, seqlens_new=3, page_size=page_size)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     buffers, caches = [], []
     for x in (inputs.k_cache, inputs.v_cache):
         buffer = torch.full((x.shape[0] + 2, *x.shape[1:]), torch.nan, dtype=x.dtype, device=DEVICE)
@@ -222,8 +163,7 @@ def test_no_head_dim_costs_a_copy_of_the_cache(head_dim: int, page_size: int | N
         head_dim=head_dim,
         num_heads_k=4,
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     flash_attn_with_kvcache(**inputs.arguments())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -289,8 +229,7 @@ def test_generation_token_by_token(page_size: int | None) -> None:
     case = make_cache_case(
         cached=(0, 0), seqlens_q=prompt, seqlens_new=total, capacity=64, page_size=page_size
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     q = torch.randn(2, total, 4, 64).to(DEVICE, torch.bfloat16)
     whole = flash_attn_func(q, inputs.k, inputs.v, causal=True)
     pieces = [
@@ -308,8 +247,7 @@ def test_generation_token_by_token(page_size: int | None) -> None:
 
 def test_inputs_that_require_grad_under_no_grad() -> None:
     case = make_cache_case(cached=(100, 0, 37))
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected, *_ = attend_over_cache(case, inputs)
     inputs.q.requires_grad_()
     with torch.no_grad():
@@ -320,8 +258,7 @@ def test_inputs_that_require_grad_under_no_grad() -> None:
 
 def test_lse_on_demand() -> None:
     case: KvCacheCase = make_cache_case(cached=(100, 0, 37), seqlens_q=2)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected, *_ = attend_over_cache(case, inputs)
     out = flash_attn_with_kvcache(**inputs.arguments())
     assert isinstance(out, Tensor)
@@ -336,8 +273,7 @@ def test_many_sequences() -> None:
     case = make_cache_case(
         cached=(3,) * batch, capacity=4, num_heads_q=2, num_heads_k=1, head_dim=32
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     outs = captured(lambda: flash_attn_with_kvcache(**inputs.arguments()))()
     one = make_case(batch=batch, seqlen_q=1, seqlen_k=3, num_heads_q=2, num_heads_k=1, head_dim=32)
     dense = one.make_inputs()

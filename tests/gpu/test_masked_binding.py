@@ -104,52 +104,34 @@ def made(argument: str, change: Change) -> Any:
 
 # -- errors ----------------------------------------------------------------------------------------
 
-# argument, change, error, what the message says after the argument's name
+# argument, change, error, what the message says after the argument's name; of a forward's
+# description tests/cpu/test_binding_rules.py has others, by the same rules
 SHARED_ERRORS = [
     ("mask_bits", torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
-    (
-        "mask_bits",
-        (1, 1, SEQLEN_Q - 1, 12),
-        ValueError,
-        "must have shape (2 or 1, 4 or 1, 200, 12), got (1, 1, 199, 12)",
-    ),
-    ("mask_bits", (1, 1, SEQLEN_Q, 11), ValueError, "must have shape"),
-    ("mask_bits", (1, 3, SEQLEN_Q, 12), ValueError, "must have shape"),
+    ("mask_bits", (1, 3, SEQLEN_Q, 12), ValueError, "must have shape (2 or 1, 4 or 1, 200, 12)"),
     ("mask_bits", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
     (
-        "bias",
-        torch.float16,
-        TypeError,
+        *("bias", torch.float16, TypeError),
         "dtype must be torch.bfloat16 or torch.float32, got torch.float16",
     ),
     (
-        "bias",
-        (1, 1, SEQLEN_Q, SEQLEN_K - 1),
-        ValueError,
+        *("bias", (1, 1, SEQLEN_Q, SEQLEN_K - 1), ValueError),
         "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got (1, 1, 200, 299)",
     ),
-    ("bias", (1, 1, SEQLEN_Q, 1), ValueError, "must have shape"),
-    ("bias", (1, 1, SEQLEN_Q + 1, SEQLEN_K), ValueError, "must have shape"),
     ("bias", (1, HEADS_K, 1, SEQLEN_K), ValueError, "must have shape"),
-    ("bias", (3, 1, 1, SEQLEN_K), ValueError, "must have shape"),
-    ("bias", (SEQLEN_Q, SEQLEN_K), ValueError, "must have shape"),
     ("bias", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
     ("bias", torch.zeros(2, 2).to_sparse(), TypeError, "must be a dense tensor, got layout Sparse"),
 ]
 LIST_ERRORS = [
     (torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
-    ((3, 1, 2, 5), ValueError, "must have shape (2 or 1, 4 or 1, "),
-    ((1, HEADS_K, 2, 5), ValueError, "must have shape"),
+    ((1, HEADS_K, 2, 5), ValueError, "must have shape (2 or 1, 4 or 1, "),
     ((1, 1, 4, 5), ValueError, "must have shape"),
     ((1, 1, 2, 6), ValueError, "must have shape"),
-    ((1, 1, 2, 1), ValueError, "must have shape"),
-    ((2, 5), ValueError, "must have shape"),
     (torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
 ]
 SINK_ERRORS = [
     (torch.bfloat16, TypeError, "dtype must be torch.float32, got torch.bfloat16"),
     ((HEADS + 1,), ValueError, "must have shape (4,), got (5,)"),
-    ((1, HEADS), ValueError, "must have shape (4,), got (1, 4)"),
     (torch.zeros(HEADS), ValueError, "must be on the device of q (cuda:0), got cpu"),
 ]
 

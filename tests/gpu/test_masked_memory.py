@@ -18,7 +18,6 @@ from tests.cases.bad_input import Guard
 from tests.cases.harness import (
     DEVICE,
     assert_same_bits,
-    assert_same_up_to_one_rounding,
     bits,
     captured,
     make_case,
@@ -27,7 +26,8 @@ from tests.cases.harness import (
     scaled,
 )
 from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
-from tests.cases.masked_harness import masked_reference, run_masked, skip_without_masked_row
+from tests.cases.masked_harness import masked_reference, run_masked
+from tests.cases.matrix import inputs_of
 from tests.cases.operators import arguments, gradients_arguments
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
@@ -49,8 +49,7 @@ def test_tiles_that_nobody_visits_are_not_read(head_dim: int, causal: bool) -> N
     """
     of = make_case(seqlen_q=500, seqlen_k=500, num_heads_k=2, head_dim=head_dim, causal=causal)
     case = MaskedCase(of, RandomMask(1.0, 128, "bhq", "blocks"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     inputs.blocks[0, :2, :, 1] = False  # of the query heads of key head 0
     inputs.blocks[1, :, :, 3] = False
     inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 500, 500))
@@ -68,8 +67,7 @@ def test_queries_that_visit_no_tile_are_not_read_for_it(head_dim: int) -> None:
     """
     of = make_case(seqlen_q=400, seqlen_k=400, num_heads_k=2, head_dim=head_dim)
     case = MaskedCase(of, RandomMask(1.0, 128, "q", "blocks"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     inputs.blocks[..., 3, 1:] = False
     inputs.blocks[..., :3, 0] = False
     inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 400, 400))
@@ -89,8 +87,7 @@ def test_what_bits_say_of_other_pieces_does_not_matter() -> None:
     """They are looked at where a list says so, and lists may share them."""
     of = make_case(seqlen_q=300, seqlen_k=400, num_heads_k=2)
     case = MaskedCase(of, RandomMask(0.5, 64, "hq", "sparsity"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     made = BlockSparsity.from_mask(inputs.mask)
     results = []
     for noise in (made.bits, torch.zeros_like(made.bits), torch.full_like(made.bits, -1), None):
@@ -142,8 +139,7 @@ def test_corrupt_lists_are_harmless(values: tuple[int, int], packed: bool, head_
     else:
         of = make_case(seqlen_q=300, seqlen_k=300, num_heads_k=2, head_dim=head_dim)
     case = MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     good = BlockSparsity.from_mask(inputs.mask)
     for given in (good.bits, None):
         bad = replace(
@@ -176,8 +172,7 @@ def test_sequences_longer_than_the_mask_see_nothing_beyond_it() -> None:
     """
     of = make_varlen_case(lengths_q=(100, 300), num_heads_k=2)
     case = MaskedCase(of, RandomMask(0.5, 1, "q", "sparsity"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     mask = inputs.mask[..., :128, :128]
     sparsity = BlockSparsity.from_mask(mask)
     tensors = [getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"]
@@ -195,82 +190,52 @@ def test_sequences_longer_than_the_mask_see_nothing_beyond_it() -> None:
 # -- no waiting, graphs ----------------------------------------------------------------------------
 
 
-def masked_step(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """Forward and backward with whatever of mask, bias and sink there is."""
-    names = [name for name in ("q", "k", "v", "bias", "sink") if name in tensors]
-    leaves = {name: tensors[name].detach().requires_grad_() for name in names}
-    masks: dict[str, Any] = {"sink": leaves.get("sink"), "attn_mask": leaves.get("bias")}
-    if "mask" in tensors and "bias" in tensors:
-        masks["block_mask"] = BlockSparsity.from_mask(tensors["mask"])
-    elif "mask" in tensors:
-        masks["attn_mask"] = tensors["mask"]
-    out, lse, _ = flash_attn_func(
-        *(leaves[name] for name in "qkv"), return_attn_probs=True, **masks, **options
-    )
-    gradients = torch.autograd.grad([out, lse], list(leaves.values()), [tensors["dout"], lse.sin()])
-    results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
-
-
-def tensors_of(case: MaskedCase, seed: int) -> dict[str, Tensor]:
-    inputs = case.make_inputs(seed)
-    made = {name: getattr(inputs.of, name) for name in ("q", "k", "v", "dout")}
-    for name in ("mask", "bias", "sink"):
-        if getattr(inputs, name) is not None:
-            made[name] = getattr(inputs, name)
-    if "mask" in made:  # no row without a key, whose lse.sin() would be no number
-        made["mask"][..., 0] = True
-    return made
-
-
 STEPS = {
     "mask": (RandomMask(0.3, 1, "hq"), None, None),
     "tiles": (RandomMask(0.3, 128, "bhq"), None, torch.float32),
     "bias": (None, RandomBias("bhq"), None),
-    "all": (RandomMask(0.3, 64, "bhq"), RandomBias("bhq", fp32=True), torch.bfloat16),
+    "all": (RandomMask(0.3, 64, "bhq", "sparsity"), RandomBias("bhq", fp32=True), torch.bfloat16),
 }
 
 
 def step_case(name: str) -> MaskedCase:
-    of = make_case(seqlen_q=300, seqlen_k=400, num_heads_k=2, causal=True)
-    case = MaskedCase(replace(of, seqlen_q=400), *STEPS[name])
-    skip_without_masked_row(case)
-    return case
+    of = make_case(seqlen_q=400, seqlen_k=400, num_heads_k=2, causal=True)
+    return MaskedCase(of, *STEPS[name])
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_nothing_waits_for_the_device(name: str) -> None:
     """Making a BlockSparsity included."""
-    tensors = tensors_of(step_case(name), 0)
-    masked_step(tensors)
+    case = step_case(name)
+    inputs = inputs_of(case)
+    run_masked(case, inputs)
     with no_host_sync():
-        masked_step(tensors)
+        run_masked(case, inputs)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_graphs_replay_with_other_masks(name: str) -> None:
     """A mask is made of what its tensor holds when the graph is replayed."""
     case = step_case(name)
-    static = tensors_of(case, 0)
-    replay = captured(lambda: masked_step(static))
+    static = inputs_of(case)
+    replay = captured(lambda: run_masked(case, static))
     for seed in (1, 2):
-        fresh = tensors_of(case, seed)
-        for key, x in fresh.items():
-            static[key].copy_(x)
-        actual, expected = replay(), masked_step(fresh)
-        for key, y in expected.items():
-            if key == "dq":
-                assert_same_up_to_one_rounding(actual[key], y, f"replay {seed}: dq")
-            else:
-                assert torch.equal(bits(actual[key]), bits(y)), f"replay {seed}: {key}"
+        fresh = case.make_inputs(seed)
+        for to, source, names in (
+            (static.of, fresh.of, ("q", "k", "v", "dout", "dlse")),
+            (static, fresh, ("mask", "bias", "sink")),
+        ):
+            for field in names:
+                if getattr(to, field) is not None:
+                    getattr(to, field).copy_(getattr(source, field))
+        assert_same_bits(replay(), run_masked(case, fresh), f"replay {seed}")
 
 
 def test_graphs_replay_with_other_lists() -> None:
     """A prepared BlockSparsity whose contents are replaced between replays."""
     of = make_case(seqlen_q=400, seqlen_k=400, num_heads_k=2)
     case = MaskedCase(of, RandomMask(0.3, 1, "hq", "sparsity"))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     static = BlockSparsity.from_mask(inputs.mask)
     tensors = (inputs.of.q, inputs.of.k, inputs.of.v)
     replay = captured(lambda: flash_attn_func(*tensors, block_mask=static))
@@ -296,8 +261,7 @@ def test_results_repeat(head_dim: int) -> None:
         (RandomMask(0.2, 1, "q", "sparsity"), RandomBias("bhq")),
     ):
         case = MaskedCase(of, mask, bias, torch.float32)
-        skip_without_masked_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         expected = run_masked(case, inputs)
         for _ in range(3):
             assert_same_bits(run_masked(case, inputs), expected)
@@ -310,8 +274,7 @@ def test_opcheck() -> None:
     """dq is summed by atomic adds: two runs may differ by one rounding."""
     of = make_case(seqlen_q=140, seqlen_k=150, num_heads_k=2, causal=True)
     case = MaskedCase(of, RandomMask(0.5, 1, "hq", "sparsity"), RandomBias("bhq"), torch.float32)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     made = BlockSparsity.from_mask(inputs.mask)
     q, k, v, bias, sink = (
         x.detach().requires_grad_()

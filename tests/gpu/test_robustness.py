@@ -18,9 +18,9 @@ from tests.cases.harness import (
     make_case,
     run_forward,
     run_forward_backward,
-    scaled,
     skip_without_row,
 )
+from tests.cases.matrix import inputs_of
 from tests.cases.operators import arguments, backward_arguments
 from tests.reference import AttentionResult
 
@@ -44,30 +44,10 @@ def operator_forward(case: AttentionCase, inputs: AttentionInputs) -> tuple[Tens
 # -- repeatability -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 1)], ids=["mha", "mqa"])
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 512])
-def test_repeated_runs_give_the_same_bits(head_dim: int, heads: tuple[int, int]) -> None:
-    case = make_case(
-        batch=4,
-        seqlen_q=scaled(500, 50),
-        seqlen_k=scaled(517, 70),
-        num_heads_q=heads[0],
-        num_heads_k=heads[1],
-        head_dim=head_dim,
-        causal=True,
-    )
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
-    for run in range(scaled(30, 2)):
-        assert_same_bits(run_forward_backward(case, inputs), first, f"run {run}")
-
-
 def test_a_head_does_not_depend_on_its_company() -> None:
     """The same head alone and among others: the same bits, whatever the grid's order."""
     case = make_case(batch=3, seqlen_q=200, seqlen_k=330, num_heads_q=6, num_heads_k=6, causal=True)
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case, backward=False)
     together = run_forward(case, inputs)
     at = (slice(1, 2), slice(None), slice(4, 5))
     one = replace(inputs, q=inputs.q[at], k=inputs.k[at], v=inputs.v[at])
@@ -79,8 +59,7 @@ def test_a_head_does_not_depend_on_its_company() -> None:
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_with_and_without_autograd_give_the_same_bits(head_dim: int) -> None:
     case = make_case(seqlen_q=150, seqlen_k=170, num_heads_k=2, head_dim=head_dim, causal=True)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     with_autograd = run_forward_backward(case, inputs)
     assert_same_bits(run_forward(case, inputs), with_autograd)
 
@@ -99,8 +78,7 @@ def test_eager_path_and_operators_give_the_same_bits(head_dim: int, causal: bool
         causal=causal,
         softmax_scale=0.2,
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out, lse = operator_forward(case, replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2]))
     gradients = torch.autograd.grad([out, lse], leaves, [inputs.dout, inputs.dlse])
@@ -143,6 +121,7 @@ class Guarded:
                 lambda x: x[:, :, :-1].transpose(1, 2),
             ),
             Layout.odd_stride: ((batch, seqlen, heads, head_dim + 1), lambda x: x[..., :head_dim]),
+            Layout.strided_head_dim: ((batch, seqlen, heads, 2 * head_dim), lambda x: x[..., ::2]),
             Layout.misaligned: (
                 (like.numel() + 16,),
                 lambda x: x[1 : 1 + like.numel()].view(like.shape),
@@ -163,20 +142,32 @@ class Guarded:
 
 GUARDED_LAYOUTS = pytest.mark.parametrize(
     "layout",
-    [Layout.surrounded, Layout.packed, Layout.heads_first, Layout.odd_stride, Layout.misaligned],
+    [
+        *(Layout.surrounded, Layout.packed, Layout.heads_first, Layout.odd_stride),
+        *(Layout.misaligned, Layout.strided_head_dim),
+    ],
     ids=lambda layout: layout.value,
 )
 
 
 @GUARDED_LAYOUTS
-@pytest.mark.parametrize("head_dim", [8, 64, 104, 256, 512])
-def test_gradients_into_given_tensors(head_dim: int, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "head_dims",
+    [*((d, d) for d in (8, 64, 104, 256, 512)), (192, 128), (128, 64)],
+    ids=str,
+)
+def test_gradients_into_given_tensors(head_dims: tuple[int, int], layout: Layout) -> None:
     """dq, dk, dv are written in full and nothing around them, rows without keys included."""
     case = make_case(
-        seqlen_q=211, seqlen_k=150, num_heads_k=2, head_dim=head_dim, causal=True, layout=layout
+        seqlen_q=211,
+        seqlen_k=150,
+        num_heads_k=2,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+        causal=True,
+        layout=layout,
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward_backward(case, inputs, keep_rounding=False)
     guards = [Guarded(x, layout) for x in (inputs.q, inputs.k, inputs.v)]
     operator_backward(case, inputs, expected, tuple(guard.inside for guard in guards))
@@ -189,8 +180,7 @@ def test_gradients_into_given_tensors(head_dim: int, layout: Layout) -> None:
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), ()])
 def test_only_the_given_gradients_are_written(wanted: tuple[int, ...]) -> None:
     case = make_case(seqlen_q=70, seqlen_k=90, num_heads_k=2)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward_backward(case, inputs, keep_rounding=False)
     targets = [
         torch.full_like(x, torch.nan) if index in wanted else None
@@ -204,8 +194,7 @@ def test_only_the_given_gradients_are_written(wanted: tuple[int, ...]) -> None:
 
 def test_softmax_d_is_the_row_term_of_the_backward() -> None:
     case = make_case(seqlen_q=70, seqlen_k=90)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     forward = run_forward(case, inputs)
     softmax_d = operator_backward(case, inputs, forward, (None, None, None))
     assert softmax_d.shape == (case.batch, case.num_heads_q, 128)
@@ -220,8 +209,7 @@ def test_softmax_d_is_the_row_term_of_the_backward() -> None:
 def test_output_into_a_given_tensor(head_dim: int, layout: Layout) -> None:
     """_C.fwd writes all of `out` and nothing around it, directly or through a copy."""
     case = make_case(seqlen_q=211, seqlen_k=150, num_heads_k=2, head_dim=head_dim, causal=True)
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case, backward=False)
     expected = run_forward(case, inputs)
     guard = Guarded(inputs.q, layout)
     out, lse, *_ = build_info.extension.fwd(

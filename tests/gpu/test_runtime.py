@@ -1,66 +1,29 @@
-"""What surrounds a call: torch.compile, CUDA graphs, streams, devices, the allocator, modes."""
+"""What surrounds a call: CUDA graphs, streams, devices, the allocator, modes."""
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
+from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import (
-    ON_CPU,
+    Check,
     assert_same_bits,
     bits,
     make_case,
     make_varlen_case,
     run_forward,
     run_forward_backward,
-    run_reference,
     side_stream,
     skip_without_row,
 )
+from tests.cases.matrix import inputs_of
 from tests.reference import AttentionResult
-from tests.reference.tolerance import assert_close
 
 pytestmark = pytest.mark.gpu
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What surrounds attention in a model, so that a compiler has something to fuse."""
-    out, lse, _ = flash_attn_func(q * 1.5, k, v + k, causal=True, return_attn_probs=True)
-    return out.float().tanh().to(q.dtype), lse * 0.5
-
-
-def _has_python_headers() -> bool:
-    """Triton, inductor's code generator on GPUs, compiles a C file against them."""
-    folders = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
-    return any(Path(folder, "Python.h").exists() for folder in folders if folder)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "backend"), [(64, "aot_eager"), (60, "aot_eager"), (64, "inductor")]
-)
-def test_compile_fullgraph(head_dim: int, backend: str) -> None:
-    if backend == "inductor" and (ON_CPU or not _has_python_headers()):
-        pytest.skip("inductor needs a CUDA device and Python's headers")
-    case = make_case(seqlen_q=70, seqlen_k=90, num_heads_k=2, head_dim=head_dim)
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    torch._dynamo.reset()
-    results = []
-    for function in (_block, torch.compile(_block, fullgraph=True, backend=backend)):
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        out, lse = function(*leaves)
-        torch.autograd.backward([out, lse], [inputs.dout, inputs.dlse])
-        results.append((out, lse, *(leaf.grad for leaf in leaves)))
-    # inductor keeps what it fuses in fp32 where eager rounds between operations.
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.cuda_only
@@ -106,8 +69,7 @@ def test_two_streams_at_once() -> None:
 def test_kernels_run_on_the_current_stream() -> None:
     """A call queued behind work on its stream sees that work's results."""
     case = make_case(seqlen_q=200, seqlen_k=200)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward_backward(case, inputs)
     late = replace(inputs, q=torch.full_like(inputs.q, torch.nan))
     torch.cuda.synchronize()
@@ -120,25 +82,11 @@ def test_kernels_run_on_the_current_stream() -> None:
 
 
 @pytest.mark.cuda_only
-def test_calls_do_not_synchronise() -> None:
-    case = make_case(seqlen_q=200, seqlen_k=200)
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    run_forward_backward(case, inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run_forward_backward(case, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.cuda_only
 def test_a_device_that_is_not_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     case = make_case(seqlen_q=150, seqlen_k=170, num_heads_k=2, causal=True)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     names = ("q", "k", "v", "dout", "dlse")
     moved = {name: getattr(inputs, name).to("cuda:1") for name in names}
     elsewhere = replace(inputs, **moved)
@@ -153,26 +101,28 @@ def test_a_device_that_is_not_the_current_one() -> None:
 
 
 @pytest.mark.cuda_only
-def test_fresh_memory_full_of_nan() -> None:
-    """Workspaces hold whatever the allocator had there: here NaN in every size class."""
-    case = make_case(
-        seqlen_q=300, seqlen_k=260, num_heads_q=8, num_heads_k=1, head_dim=96, causal=True
+@pytest.mark.parametrize("fill", [torch.nan, -1.0, 1e30])
+@pytest.mark.parametrize("packed", [False, True])
+def test_whatever_fresh_memory_holds(check: Check, packed: bool, fill: float) -> None:
+    """Workspaces, tables and statistics lie in what the allocator had, of every size class."""
+    fields = {"num_heads_q": 8, "num_heads_k": 1, "head_dim": 96, "causal": True}
+    case: AttentionCase | VarlenCase = (
+        make_varlen_case(lengths_q=(1, 129, 0, 64, 300), **fields)
+        if packed
+        else make_case(seqlen_q=300, seqlen_k=260, **fields)
     )
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    reference, naive = run_reference(case, inputs)
+    inputs = inputs_of(case)
     for _ in range(3):
-        filling = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(8, 26)]
-        filling += [torch.full((1 << size,), torch.nan, device="cuda") for size in range(8, 22)]
+        filling = [torch.full((1 << size,), fill, device="cuda") for size in range(8, 26)]
+        filling += [torch.full((1 << size,), fill, device="cuda") for size in range(8, 22)]
         del filling
-        assert_close(run_forward_backward(case, inputs), reference, naive)
+        check(case, inputs=inputs)
 
 
 @pytest.mark.cuda_only
 def test_autocast_and_no_grad_modes() -> None:
     case = make_case(seqlen_q=90, seqlen_k=90, causal=True)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward(case, inputs)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         cast = flash_attn_func(inputs.q.float(), inputs.k.float(), inputs.v.float(), causal=True)
@@ -185,8 +135,7 @@ def test_autocast_and_no_grad_modes() -> None:
 @pytest.mark.cuda_only
 def test_autocast_of_packed_sequences() -> None:
     case = make_varlen_case(lengths_q=(50, 0, 40), causal=True)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward(case, inputs)
     lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, case.max_seqlen_q, case.max_seqlen_k)
     tensors = (inputs.q.float(), inputs.k.float(), inputs.v.float())

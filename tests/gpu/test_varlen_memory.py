@@ -1,4 +1,6 @@
-"""Packed sequences over pages, in large tensors, and between canaries."""
+"""Packed sequences over pages, in large tensors, in buffers longer than they are, under bounds that
+are too small.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import check_device_errors, flash_attn_varlen_func
-from tests.cases.attention import VarlenCase
+from flash_attn_cuda import (
+    check_device_errors,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from tests.cases.attention import Alibi, VarlenCase
 from tests.cases.fp8_harness import make
 from tests.cases.harness import (
     DEVICE,
-    ON_CPU,
-    assert_same_bits,
-    assert_same_up_to_one_rounding,
     bits,
+    captured,
+    check_rows_behind,
     make_cache_case,
     make_case,
     make_varlen_case,
@@ -26,6 +31,8 @@ from tests.cases.harness import (
 )
 from tests.cases.masked import MaskedCase, RandomBias
 from tests.cases.masked_harness import skip_without_masked_row
+from tests.cases.matrix import inputs_of
+from tests.cases.public_calls import lengths, normal
 from tests.reference import AttentionResult, dense_keys
 from tests.reference.tolerance import assert_close
 
@@ -60,35 +67,44 @@ def paged_inputs(
     return inputs, *pools, table.to(DEVICE)
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 256, 300])
+SPLITS: list[dict[str, Any]] = [
+    *({"num_splits": n} for n in (0, 1, 3)),
+    {"batch_invariant": True},
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 100, 256, 300])
+@pytest.mark.parametrize("sink", [None, torch.bfloat16], ids=["", "sink"])
 @pytest.mark.parametrize(
     "features",
     [{}, {"causal": True}, {"window": (30, 2), "softcap": 5.0}],
     ids=["full", "causal", "window_softcap"],
 )
-def test_pages(page_size: int, features: dict[str, Any]) -> None:
+def test_pages(features: dict[str, Any], sink: torch.dtype | None, page_size: int) -> None:
     """flash_attn_varlen_func with a block_table: any page size, any splits."""
-    for head_dim, lengths in (
-        (64, ((70, 1, 0, 130), (200, 301, 50, 0))),
-        (128, ((1, 1, 1), (333, 1, 64))),
+    for head_dim, queries, keys in (
+        (64, (70, 1, 0, 130), (200, 301, 50, 0)),
+        (128, (1, 1, 1), (333, 1, 64)),
     ):
-        case = make_varlen_case(
-            lengths_q=lengths[0],
-            lengths_k=lengths[1],
+        of = make_varlen_case(
+            lengths_q=queries,
+            lengths_k=keys,
             num_heads_k=2,
             head_dim=head_dim,
             **features,
         )
         skip_without_row(make_cache_case(page_size=page_size, head_dim=head_dim, **features))
-        inputs, pool_k, pool_v, table = paged_inputs(case, page_size)
-        expected = run_reference(case, inputs, use_dlse=False)
-        for num_splits in (0, 1, 3):
+        of_sink = MaskedCase(of, None, None, sink).make_inputs().sink
+        inputs, pool_k, pool_v, table = paged_inputs(of, page_size)
+        expected = run_reference(of, inputs, use_dlse=False, sink=of_sink)
+        for splits in SPLITS:
             out, lse, _ = flash_attn_varlen_func(
                 *(inputs.q, pool_k, pool_v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None),
-                **case.arguments(),
+                **of.arguments(),
                 return_attn_probs=True,
                 block_table=table,
-                num_splits=num_splits,
+                sink=of_sink,
+                **splits,
             )
             assert_close(AttentionResult(out, lse), *expected)
 
@@ -190,46 +206,6 @@ def test_batch_invariance_without_pages(
                 assert torch.equal(x, y[at_q]), (name, b, lengths_q, lengths_k)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_rows_behind_the_last_sequence(causal: bool) -> None:
-    """cu_seqlens may end before the tensors do: a buffer may be larger than a step's tokens."""
-    case = make_varlen_case(
-        lengths_q=(64, 0, 129), lengths_k=(33, 5, 70), num_heads_k=2, causal=causal
-    )
-    skip_without_row(case)
-    inputs = case.make_inputs()
-    expected = run_forward_backward(case, inputs)
-    rows = {"q": 40, "dout": 40, "k": 7, "v": 7}
-    longer = {
-        name: torch.cat([x, torch.full_like(x[:1], torch.nan).expand(more, -1, -1)])
-        for name, more in rows.items()
-        for x in [getattr(inputs, name)]
-    }
-    nothing = torch.full((4, 40), torch.nan, dtype=inputs.dlse.dtype, device=DEVICE)
-    leaves = [longer[name].requires_grad_() for name in "qkv"]
-    out, lse, _ = flash_attn_varlen_func(
-        *(*leaves, inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None),
-        causal=causal,
-        return_attn_probs=True,
-    )
-    gradients = torch.autograd.grad(
-        [out, lse], leaves, [longer["dout"], torch.cat([inputs.dlse, nothing], 1)]
-    )
-    result = AttentionResult(out, lse.transpose(0, 1), *gradients)
-    totals = {"out": 193, "lse": 193, "dq": 193, "dk": 108, "dv": 108}
-    for name, x in result.tensors().items():
-        behind = x[totals[name] :]
-        assert (behind == (-torch.inf if name == "lse" else 0)).all(), name
-    inside = {name: x[: totals[name]] for name, x in result.tensors().items()}
-    inside["lse"] = inside["lse"].transpose(0, 1)
-    # More rows can mean other splits of a key head's query heads, hence sums in another order.
-    for name in ("dk", "dv"):
-        assert_same_up_to_one_rounding(inside[name], expected.tensors()[name], name)
-        inside[name] = expected.tensors()[name]
-    assert_same_bits(AttentionResult(**inside), expected)
-    check_device_errors()
-
-
 @pytest.mark.cuda_only
 def test_tensors_past_two_to_the_31_elements() -> None:
     """Rows beyond 2^31 elements of q and out; the last sequences are compared."""
@@ -270,25 +246,94 @@ def test_tensors_past_two_to_the_31_elements() -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.cuda_only
-def test_fresh_memory_full_of_nan() -> None:
-    """Tables, sums and statistics lie in memory that holds whatever was there."""
-    case = make_varlen_case(
-        lengths_q=(1, 129, 0, 64, 300), num_heads_q=8, num_heads_k=1, head_dim=96, causal=True
-    )
+# -- rows behind the last sequence, as a captured CUDA graph has them, and bounds ------------------
+
+LENGTHS_Q, LENGTHS_K = (70, 0, 1, 129), (130, 20, 0, 65)
+
+
+@pytest.mark.parametrize("rows", [(1, 0), (0, 1), (300, 200)], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"window": (20, 3), "alibi": Alibi.per_batch},
+        {"causal": True, "head_dim": 59, "deterministic": True},
+        {"used_q": (30, 0, 0, 129), "used_k": (130, 0, 0, 64), "leftpad": (5, 0, 0, 64)},
+    ],
+    ids=str,
+)
+def test_rows_behind_the_last_sequence(features: dict[str, Any], rows: tuple[int, int]) -> None:
+    """No error is on record either."""
+    case = make_varlen_case(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, num_heads_k=2, **features)
     skip_without_row(case)
-    inputs = case.make_inputs()
-    expected = run_reference(case, inputs)
-    for fill in (torch.nan, -1.0, 1e30):
-        filling = [torch.full((1 << size,), fill, device="cuda") for size in range(8, 26)]
-        filling += [torch.full((1 << size,), fill, device="cuda") for size in range(8, 22)]
-        del filling
-        assert_close(run_forward_backward(case, inputs), *expected)
+    check_rows_behind(case, *rows)
+    check_device_errors()
 
 
-def test_device_is_what_the_run_says() -> None:
-    """Guards against a run that believes it tests a GPU and does not."""
-    cu_seqlens = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
-    q = torch.zeros(3, 1, 8, dtype=torch.bfloat16, device=DEVICE)
-    out = flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 3, 3)
-    assert out.is_cuda != ON_CPU
+def test_no_sequence_at_all() -> None:
+    """Only zeros in cu_seqlens, or a single one: every row is behind the last sequence."""
+    for cu in (lengths(0), lengths(0, 0, 0)):
+        leaves = [normal(90, heads, 64).requires_grad_() for heads in (4, 2, 2)]
+        out, lse, _ = flash_attn_varlen_func(*leaves, cu, cu, 0, None, return_attn_probs=True)
+        gradients = torch.autograd.grad([out, lse], leaves, [out + 1, lse.exp() + 1])
+        assert (lse == -torch.inf).all()
+        assert not any(x.any() for x in (out, *gradients))
+    check_device_errors()
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda_only  # on the CPU it is an error
+@pytest.mark.parametrize("bounds", [(0, 0), (1, 1), (20, 1), (1, 300)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_max_seqlen_far_too_small(bounds: tuple[int, int], causal: bool) -> None:
+    """It is a hint: on the device lengths alone say what there is."""
+    case = make_varlen_case(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, num_heads_k=2, causal=causal)
+    inputs = inputs_of(case)
+    given = dict(zip(("max_seqlen_q", "max_seqlen_k"), bounds, strict=True))
+    result = run_forward_backward(case, inputs, **given)
+    assert_close(result, *run_reference(case, inputs))
+
+
+# -- a cache ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_a_decode_graph_takes_fewer_tokens_than_it_was_captured_with(paged: bool) -> None:
+    """Packed queries and new keys: what lies behind the last sequence goes nowhere."""
+    page_size, pages, rows = 16, 4, 12
+    table = torch.arange(3 * pages, dtype=torch.int32, device=DEVICE).flip(0).view(3, pages)
+    shape = (3 * pages, page_size) if paged else (3, pages * page_size)
+    start = [normal(*shape, 2, 64) for _ in range(2)]
+    tokens = {"q": normal(rows, 4, 64), "k": normal(rows, 2, 64), "v": normal(rows, 2, 64)}
+    caches = [x.clone() for x in start]
+    used, cu = lengths(0, 40, 7), lengths(0, 4, 8, 12)
+
+    def attend(given: dict[str, Tensor], into: list[Tensor], cu_seqlens: Tensor) -> Any:
+        return flash_attn_with_kvcache(
+            *(given["q"], *into, given["k"], given["v"]),
+            cache_seqlens=used,
+            block_table=table if paged else None,
+            cu_seqlens_q=cu_seqlens,
+            causal=True,
+            return_softmax_lse=True,
+        )
+
+    replay = captured(lambda: attend(tokens, caches, cu))
+    for ends in ((0, 4, 8, 12), (0, 3, 4, 9), (0, 0, 1, 1), (0, 0, 0, 0)):
+        for x, y in zip(caches, start, strict=True):
+            x.copy_(y)
+        cu.copy_(lengths(*ends))
+        total = ends[-1]
+        out, lse = replay()
+        expected_caches = [x.clone() for x in start]
+        few = {name: x[:total] for name, x in tokens.items()}
+        expected_out, expected_lse = attend(few, expected_caches, lengths(*ends))
+        torch.testing.assert_close(out[:total], expected_out, rtol=2.0**-7, atol=2.0**-9)
+        torch.testing.assert_close(lse[:, :total], expected_lse, rtol=1e-4, atol=1e-4)
+        assert not out[total:].any() and (lse[:, total:] == -torch.inf).all()
+        for x, y in zip(caches, expected_caches, strict=True):
+            assert torch.equal(bits(x), bits(y)), ends
+    check_device_errors()

@@ -6,6 +6,8 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,23 +20,26 @@ from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import (
     DEVICE,
     ON_CPU,
+    bits,
     built_row,
     make_case,
     make_varlen_case,
     skip_without_row,
 )
+from tests.cases.masked import MaskedCase
+from tests.cases.masked_harness import run_masked
+from tests.cases.matrix import inputs_of
 
 LIMITS = ("FLASH_ATTN_CUDA_CAPABILITY_LIMIT", "FLASH_ATTN_CUDA_SMEM_LIMIT")
 HEAD_DIMS = families.HEAD_DIMS
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 EVERY_HEAD_DIM = pytest.mark.parametrize("head_dim", HEAD_DIMS)
-FOUR_PARTS = pytest.mark.parametrize("part", range(4))
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-MASKS: tuple[dict[str, Any], ...] = (
+MASKS: list[dict[str, Any]] = [
     {},
     {"causal": True},
     *({"window": window} for window in ((0, 0), (5, -1), (-1, 7), (100, 50), (64, 0))),
-)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +54,23 @@ def runs_sm90_kernels() -> None:
             pytest.skip(f"{variable} is set")
     if not any(row.family == "sm90" for row in build_info.compiled_rows()):
         pytest.skip("this build has no sm90 rows")
+
+
+def multiprocessors(on_cpu: int) -> int:
+    """Of the GPU, or so many where the CPU backend stands in."""
+    return on_cpu if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+def assert_row(case: AttentionCase | VarlenCase, name: str) -> None:
+    """That the forward is planned with the row of this name."""
+    if not ON_CPU:
+        assert families.planned(case)["instance"] == name, str(case)
+
+
+def assert_shares_heads(case: AttentionCase | VarlenCase, **further: bool) -> None:
+    """That CTAs share a key head in the backward, and sum partial gradients."""
+    if not ON_CPU:
+        assert families.planned(case, "backward", **further)["dkdv_splits"] > 1, str(case)
 
 
 def row_name(
@@ -87,6 +109,23 @@ def kernels_run(function: Callable[[], Any], pass_name: str) -> list[str]:
     return [word for word in words if word in rows]
 
 
+def check_launches(
+    calls: Sequence[tuple[object, Callable[[], object], str]], pass_name: str
+) -> None:
+    """What calls are named, how they run, and the row of each, whose kernel is the only one of the
+    pass.
+    """
+
+    def run() -> None:
+        for _, call, _ in calls:
+            call()
+
+    seen = kernels_run(run, pass_name)
+    found = [f"{name}: {row}" for (name, *_), row in zip(calls, seen, strict=False)]
+    assert found == [f"{name}: {row}" for name, _, row in calls]
+    assert seen[len(calls) :] == []
+
+
 def fill_free_memory(value: float) -> None:
     """What torch allocates next holds `value`: 1 GiB of large tensors, 64 MiB of small ones."""
     if ON_CPU:
@@ -99,11 +138,6 @@ def fill_free_memory(value: float) -> None:
 
 
 # -- cases -----------------------------------------------------------------------------------------
-
-
-def shaped_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> AttentionCase:
-    """A case of one combination of values, as `pairwise` gives them."""
-    return make_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
 
 
 def random_lengths(seed: int, count: int, most: int) -> tuple[int, ...]:
@@ -156,10 +190,39 @@ def far_apart(case: AttentionCase, names: Sequence[str], far: str) -> dict[str, 
     }
 
 
+def check_neighbours(case: MaskedCase, names: tuple[str, ...]) -> None:
+    """Where all sequences but one are NaN, with what a bias has of their own: the bits of that
+    one's results of these names are the same.
+    """
+    of = case.of
+    assert isinstance(of, VarlenCase)
+    inputs = inputs_of(case)
+    expected = run_masked(case, inputs)
+    starts_q, starts_k = ([0, *accumulate(lengths)] for lengths in (of.lengths_q, of.keys))
+    for index in range(of.batch):
+        rows, keys = (slice(*starts[index : index + 2]) for starts in (starts_q, starts_k))
+        dirty = {}
+        for name, kept in (("q", rows), ("dout", rows), ("k", keys), ("v", keys)):
+            x = getattr(inputs.of, name)
+            dirty[name] = torch.full_like(x, torch.nan)
+            dirty[name][kept] = x[kept]
+        bias = inputs.bias
+        if bias is not None and len(bias) > 1:
+            bias = torch.full_like(bias, torch.nan)
+            bias[index] = inputs.bias[index]
+        given = replace(inputs, of=replace(inputs.of, **dirty), bias=bias)
+        result = run_masked(case, given)
+        places = {"lse": (slice(None), rows), "dk": keys, "dv": keys, "dbias": index}
+        for name in names:
+            at = places.get(name, rows)
+            x, y = (each.tensors()[name][at] for each in (result, expected))
+            assert torch.equal(bits(x), bits(y)), f"{name} of sequence {index}"
+
+
 def shared_case(**fields: Any) -> AttentionCase:
     """Every CTA has a tile, and a few tiles are left over; on a CPU something like it."""
-    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
-    case = make_case(**{"batch": 1, "num_heads_q": sms + 2, "num_heads_k": sms + 2, **fields})
+    heads = multiprocessors(3) + 2
+    case = make_case(**{"batch": 1, "num_heads_q": heads, "num_heads_k": heads, **fields})
     skip_without_row(case)
     if not ON_CPU:
         assert families.planned(case, "backward")["tile_parts"] > 1, str(case)

@@ -1,8 +1,8 @@
 """What the tests of the Hopper kernels for a bias share: cases, and comparing a call with the
 reference.
 
-What holds of any bias is tested in gpu/test_bias.py too. In these tests rows of a bias have a
-multiple of 8 keys, or strides that are one, so that TMA can load them.
+What holds of any bias is tested in gpu/test_dense.py and gpu/test_masked.py too. In these tests a
+bias's rows have a multiple of 8 keys, or strides that are one, so that TMA can load them.
 """
 
 from __future__ import annotations

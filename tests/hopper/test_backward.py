@@ -26,17 +26,16 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.pairwise import pairwise
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
 from tests.cases.repeats import assert_repeatable
 from tests.hopper.sm90 import (
     CAUSAL,
     EVERY_HEAD_DIM,
-    FOUR_PARTS,
-    MASKS,
-    many_sequences,
+    HEAD_DIMS,
+    assert_shares_heads,
+    multiprocessors,
     random_lengths,
     runs_sm90_kernels,
-    shaped_case,
     shared_case,
 )
 
@@ -44,134 +43,89 @@ __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
 pytestmark = pytest.mark.gpu
 
-GRADIENTS = ("dq", "dk", "dv")
+
+def assert_repeats(case: AttentionCase | VarlenCase, repeats: int, **options: bool) -> None:
+    inputs = case.make_inputs()
+    first = run_forward_backward(case, inputs)
+    for _ in range(repeats):
+        assert_same_bits(run_forward_backward(case, inputs), first, str(case), **options)
 
 
-# -- agreement with the reference ------------------------------------------------------------------
-
-LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 130, 257, 400)
-SHAPES: dict[str, tuple[Any, ...]] = {
-    "head_dim": (8, 40, 64, 72, 96, 104, 128, 160, 192, 224, 256),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": LENGTHS,
-    "seqlen_k": LENGTHS,
-    "heads": ((2, 2), (4, 1), (6, 2)),
-    "mask": MASKS,
-    "softmax_scale": (None, 0.3),
-}
-FEATURES: dict[str, tuple[Any, ...]] = {
-    "head_dim": (8, 64, 72, 96, 128, 192, 224, 256),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": (1, 64, 65, 129, 200),
-    "seqlen_k": (1, 63, 65, 127, 129, 193, 301),
-    "heads": ((2, 2), (6, 2)),
-    "mask": MASKS,
-    "softcap": (0.0, 3.0),
-    "alibi": (None, *Alibi),
-    "dropout_p": (0.0, 0.2),
-    "deterministic": (False, True),
-}
-
-
-@FOUR_PARTS
-def test_shapes(check: Check, part: int) -> None:
-    """Every pair of a head dim, a length, a mask and so on."""
-    for choice in pairwise(SHAPES, seed=5)[part :: 4 * scaled(1, 4)]:
-        check(shaped_case(**choice))
-
-
-@FOUR_PARTS
-def test_features(check: Check, part: int) -> None:
-    for choice in pairwise(FEATURES, seed=6)[part :: 4 * scaled(1, 4)]:
-        check(shaped_case(**choice, batch=1))
-
-
-@EVERY_HEAD_DIM
-def test_scales(check: Check, head_dim: int) -> None:
-    for scale in (0.0, -0.0, 5.0, -0.3):
-        check(make_case(seqlen_q=130, seqlen_k=100, head_dim=head_dim, softmax_scale=scale))
-
-
-@EVERY_HEAD_DIM
-def test_ctas_that_share_a_key_head(check: Check, head_dim: int) -> None:
-    """Few key heads: fp32 partial sums, of tiles that no query sees too."""
-    for lengths, mask in (
-        ((300, 67), {"causal": True}),
-        ((100, 390), {"window": (0, 0)}),
-        ((260, 129), {"softcap": 4.0, "deterministic": True}),
-    ):
-        case = make_case(
-            batch=1,
-            seqlen_q=lengths[0],
-            seqlen_k=lengths[1],
-            num_heads_q=16,
-            num_heads_k=1,
-            head_dim=head_dim,
-            **mask,
-        )
-        if not ON_CPU:
-            assert families.planned(case, "backward")["dkdv_splits"] > 1, str(case)
-        check(case)
-    packed = {"lengths_q": (200, 0, 150), "lengths_k": (60, 20, 0), "num_heads_k": 1}
-    check(make_varlen_case(**packed, num_heads_q=8, head_dim=head_dim))
-
-
-# -- many tiles for every CTA ----------------------------------------------------------------------
+# -- agreement with the reference (test_forward.py has pairs of everything) ------------------------
 
 
 @EVERY_HEAD_DIM
 @pytest.mark.parametrize(
-    ("lengths", "mask"),
+    ("lengths", "features"),
     [
-        ((60, 300), {}),  # one query tile
-        ((300, 300), {"causal": True}),
-        ((300, 200), {"window": (-1, 7), "deterministic": True}),
-        ((60, 600), {"window": (64, 0)}),  # most tiles without queries, between others
-        ((300, 130), {"window": (64, 0)}),  # queries without keys
-        ((0, 200), {}),  # no tile has queries
+        ((300, 67), {"causal": True}),
+        ((100, 390), {"window": (0, 0)}),
+        ((260, 129), {"softcap": 4.0, "deterministic": True}),
     ],
     ids=str,
 )
-def test_many_tiles_for_every_cta(
-    check: Check, head_dim: int, lengths: tuple[int, int], mask: dict[str, Any]
+def test_ctas_that_share_a_key_head(
+    check: Check, head_dim: int, lengths: tuple[int, int], features: dict[str, Any]
 ) -> None:
+    """Few key heads: fp32 partial sums, of tiles that no query sees too."""
     case = make_case(
-        batch=scaled(17, 1),  # 136 key heads: one round and a little, so that no CTA takes a head
+        batch=1,
         seqlen_q=lengths[0],
         seqlen_k=lengths[1],
-        num_heads_q=scaled(16, 4),
-        num_heads_k=scaled(8, 2),
+        num_heads_q=16,
+        num_heads_k=1,
         head_dim=head_dim,
-        **mask,
+        **features,
     )
+    assert_shares_heads(case)
     check(case)
 
 
-@CAUSAL
-@EVERY_HEAD_DIM
-def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
-    case = many_sequences(head_dim, scaled(25, 6), scaled(500, 150), (8, 4), causal=causal)
-    check(case)
-    check(replace(case, dropout_p=0.2, deterministic=True))
+# -- many tiles for every CTA ----------------------------------------------------------------------
+
+LENGTHS_Q, LENGTHS_K = (random_lengths(seed, scaled(40, 6), scaled(400, 150)) for seed in (1, 2))
+USED_K = tuple(n // (1 + index % 3) for index, n in enumerate(LENGTHS_K))
+MANY_TILES: dict[str, list[Call]] = {
+    # 136 key heads: one round and a little, so that no CTA takes a head.
+    "of each": grid(
+        batch=17, heads=(16, 8), head_dim=[*HEAD_DIMS],
+        of=[
+            {"lengths": (60, 300)},  # one query tile
+            {"lengths": (300, 300), "causal": True},
+            {"lengths": (300, 200), "window": (-1, 7), "deterministic": True},
+            {"lengths": (60, 600), "window": (64, 0)},  # most without queries, between others
+            {"lengths": (300, 130), "window": (64, 0)},  # queries without keys
+            {"lengths": (0, 200)},  # no tile has queries
+        ],
+    ),
+    "of shared key heads": grid(
+        lengths_q=(200, 0, 150), lengths_k=(60, 20, 0), heads=(8, 1), head_dim=[*HEAD_DIMS]
+    ),
+    "of packed sequences": [
+        call
+        for d in HEAD_DIMS
+        for call in grid(
+            lengths_q=random_lengths(d, scaled(25, 6), scaled(500, 150)),
+            lengths_k=random_lengths(d + 1, scaled(25, 6), scaled(500, 150)),
+            heads=(8, 4), head_dim=d, causal=BOTH,
+            of=[{}, {"dropout_p": 0.2, "deterministic": True}],
+        )
+    ],
+    # Tiles that end within a sequence's rows, or lie behind the keys that are used.
+    "of partly used sequences": grid(
+        lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, num_heads_k=2, head_dim=[*HEAD_DIMS],
+        used_q=tuple(n // (1 + index % 4) for index, n in enumerate(LENGTHS_Q)), used_k=USED_K,
+        of=[
+            {"window": (90, 30)},
+            {"leftpad": tuple(min(n, index * 7 % 50) for index, n in enumerate(USED_K))},
+        ],
+    ),
+}  # fmt: skip
 
 
-@EVERY_HEAD_DIM
-def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> None:
-    """Tiles that end within a sequence's rows, or lie behind the keys that are used."""
-    lengths = random_lengths(1, scaled(40, 6), scaled(400, 150))
-    keys = random_lengths(2, len(lengths), scaled(400, 150))
-    case = make_varlen_case(
-        lengths_q=lengths,
-        lengths_k=keys,
-        used_q=tuple(n // (1 + index % 4) for index, n in enumerate(lengths)),
-        used_k=tuple(n // (1 + index % 3) for index, n in enumerate(keys)),
-        num_heads_k=2,
-        head_dim=head_dim,
-        window=(90, 30),
-    )
-    check(case)
-    leftpad = tuple(min(n, index * 7 % 50) for index, n in enumerate(case.used_k or ()))
-    check(replace(case, leftpad=leftpad, window=(-1, -1)))
+@each(MANY_TILES)
+def test_many_tiles_for_every_cta(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # -- last tiles that CTAs share --------------------------------------------------------------------
@@ -197,10 +151,7 @@ def test_last_tiles_in_parts(check: Check, head_dim: int, fields: dict[str, Any]
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_key_gradients_of_tiles_in_parts_repeat(head_dim: int) -> None:
     case = shared_case(head_dim=head_dim, seqlen_q=1500, seqlen_k=300, num_heads_q=8, num_heads_k=4)
-    inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
-    for _ in range(scaled(50, 2)):
-        assert_same_bits(run_forward_backward(case, inputs), first, str(case))
+    assert_repeats(case, scaled(50, 2))
 
 
 # -- all key tiles of a head in one CTA ------------------------------------------------------------
@@ -208,9 +159,8 @@ def test_key_gradients_of_tiles_in_parts_repeat(head_dim: int) -> None:
 
 def swept_case(head_dim: int, **fields: Any) -> AttentionCase:
     """A head for every SM, short enough for L2 or of few key tiles."""
-    sms = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count
-    sizes = {"batch": 1, "num_heads_q": sms, "num_heads_k": sms}
-    case = make_case(**{**sizes, "head_dim": head_dim, **fields})
+    heads = {"num_heads_q": multiprocessors(3), "num_heads_k": multiprocessors(3)}
+    case = make_case(**{"batch": 1, **heads, "head_dim": head_dim, **fields})
     skip_without_row(case)
     if not ON_CPU:
         # Pairs of CTAs do not.
@@ -254,7 +204,7 @@ def test_sweeps_of_several_rounds_and_of_heads_that_share_keys(check: Check) -> 
 
 def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
     """With partial sums of the keys' gradients."""
-    batch = 2 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count // 4
+    batch = multiprocessors(8) // 4
     for features in ({}, {"causal": True}):
         heads = {"num_heads_q": 8, "num_heads_k": 1}
         case = swept_case(64, batch=batch, **heads, seqlen_q=260, seqlen_k=130, **features)
@@ -267,11 +217,7 @@ def test_sweeps_of_some_of_the_heads_that_share_keys(check: Check) -> None:
 def test_sweeps_give_the_same_bits(head_dim: int) -> None:
     """Of dq as well, which has an order here that nobody asked for."""
     case = swept_case(head_dim, seqlen_q=130, seqlen_k=270, causal=True)
-    inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
-    for _ in range(scaled(20, 2)):
-        again = run_forward_backward(case, inputs)
-        assert_same_bits(again, first, str(case), deterministic=True)
+    assert_repeats(case, scaled(20, 2), deterministic=True)
 
 
 # -- all key tiles of a packed sequence in one CTA -------------------------------------------------
@@ -294,7 +240,7 @@ def swept_packed_case(head_dim: int, **fields: Any) -> VarlenCase:
     """Four times these sequences and a head for every fourth SM, so that most are short beside what
     a CTA does.
     """
-    heads = 3 if ON_CPU else torch.cuda.get_device_properties("cuda").multi_processor_count // 4
+    heads = multiprocessors(12) // 4
     lists = {"lengths_q": SWEPT_LENGTHS} | fields
     repeated = {x: 4 * of for x, of in lists.items() if x.startswith(("lengths", "used", "left"))}
     shape = {"num_heads_q": heads, "num_heads_k": heads, "head_dim": head_dim}
@@ -356,8 +302,7 @@ def test_sweeps_of_packed_sequences_and_of_some_of_the_heads_that_share_keys(che
         causal=True,
     )
     check_swept(case, 140, 372)
-    if not ON_CPU:
-        assert families.planned(case, "backward")["dkdv_splits"] > 1
+    assert_shares_heads(case)
     check(case)
 
 
@@ -412,11 +357,7 @@ def test_sweeps_of_packed_sequences_give_the_same_bits(head_dim: int) -> None:
     """Of dq as well, where all are short."""
     lengths = (280, 257, 129, 0, 250, 270, 17, 200)
     case = swept_packed_case(head_dim, lengths_q=lengths, causal=True)
-    inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
-    for _ in range(scaled(20, 2)):
-        again = run_forward_backward(case, inputs)
-        assert_same_bits(again, first, str(case), deterministic=True)
+    assert_repeats(case, scaled(20, 2), deterministic=True)
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -446,8 +387,7 @@ def test_repeated_runs_give_the_same_bits(head_dim: int, causal: bool, determini
 def test_a_head_does_not_depend_on_its_company(head_dim: int) -> None:
     """Whatever CTA takes its tiles, after whose, and whatever those hold."""
     case = many_heads_case(head_dim, causal=True, deterministic=True)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected = run_forward_backward(case, inputs)
     names = ("q", "k", "v", "dout")
     for batch, head in ((0, 0), (1, 3), (case.batch - 1, case.num_heads_q - 1)):
@@ -456,16 +396,16 @@ def test_a_head_does_not_depend_on_its_company(head_dim: int) -> None:
         alone["dlse"] = inputs.dlse[batch : batch + 1, head : head + 1]
         one = replace(case, batch=1, num_heads_q=1, num_heads_k=1)
         result = run_forward_backward(one, replace(inputs, **alone))
-        for name in GRADIENTS:
-            x, y = result.tensors()[name], expected.tensors()[name][at]
+        for name, x in result.tensors().items():
+            y = expected.tensors()[name][at[::2] if name == "lse" else at]
             assert torch.equal(bits(x), bits(y)), (name, batch, head)
     for bad in (torch.nan, torch.inf):
         for name in names:
             getattr(inputs, name)[1, 7, 2] = bad
         dirty = run_forward_backward(case, inputs)
-        assert not dirty.dk[1, 7, 2].isfinite().any()
+        assert not dirty.dk[1, 7, 2].isfinite().any() and not dirty.out[1, 7:, 2].isfinite().any()
         for result in (expected, dirty):
             result.lse[1, 2] = 0.0
-            for name in ("out", *GRADIENTS):
+            for name in ("out", "dq", "dk", "dv"):
                 result.tensors()[name][1, :, 2] = 0.0
         assert_same_bits(dirty, expected, str(bad), deterministic=True)

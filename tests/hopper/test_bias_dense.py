@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import families
 from tests.cases.harness import (
     DEVICE,
     ON_CPU,
+    Check,
     assert_same_bits,
     assert_same_up_to_one_rounding,
     bits,
@@ -21,13 +21,14 @@ from tests.cases.harness import (
 )
 from tests.cases.masked import RandomBias, expand_blocks
 from tests.cases.masked_harness import (
-    CheckMask,
     check_filled_rows,
+    check_large_values,
     run_masked,
-    skip_without_masked_row,
 )
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
+from tests.cases.matrix import DTYPES as EVERY_DTYPE
 from tests.cases.repeats import Load
-from tests.hopper.sm90 import CAUSAL, DTYPES, MASKS, runs_sm90_kernels
+from tests.hopper.sm90 import CAUSAL, DTYPES, MASKS, assert_shares_heads, runs_sm90_kernels
 from tests.hopper.sm90_bias import HEAD_DIM, OWN, assert_right, bias_case, with_bias
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
@@ -35,102 +36,100 @@ __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 pytestmark = pytest.mark.gpu
 
 
-ANY_HEAD_DIM = pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
-
-
 # -- agreement with the reference ------------------------------------------------------------------
 
+ANY_HEAD_DIM, TWO = [40, 64, 72, 128], [64, 128]
+EVERY_SINK = [torch.float32, torch.float16, torch.bfloat16]
+TABLE: dict[str, list[Call]] = {
+    # A gradient that is stored, and sums over sequences, heads and both.
+    "what shares one": grid(
+        batch=3, lengths=(200, 336), num_heads_k=2, head_dim=ANY_HEAD_DIM, dtype=EVERY_DTYPE,
+        causal=BOTH, bias=[RandomBias(own) for own in OWN],
+    ),
+    # Ends of sequences anywhere in a tile and in a box of 64 keys.
+    "lengths": grid(
+        heads=(2, 1), head_dim=TWO, causal=BOTH,
+        lengths=[
+            *((1, 8), (1, 304), (300, 8), (3, 64), (65, 72), (127, 136), (128, 128), (129, 128)),
+            *((255, 264), (321, 72), (64, 520), (500, 40), (130, 192), (63, 200)),
+        ],
+        of=[
+            {"bias": RandomBias("bhq")},
+            {"bias": RandomBias("hq"), "dtype": torch.float16},
+            {"bias": RandomBias("q")},
+        ],
+    ),
+    # Tiles that nobody visits, whose gradient is 0, and rows that see nothing.
+    "windows": grid(
+        num_heads_k=2, head_dim=ANY_HEAD_DIM,
+        range=[*MASKS[2:], {"window": (33, 20), "causal": True}],
+        of=[
+            {"lengths": (200, 336), "bias": RandomBias("bhq")},
+            {"lengths": (336, 200), "bias": RandomBias("hq"), "dtype": torch.float16},
+            {"lengths": (400, 136), "bias": RandomBias("bq")},
+        ],
+    ),
+    # Query heads of one key head, each with a bias of its own or one for all.
+    "heads": grid(
+        lengths=(140, 272), heads=[(1, 1), (3, 3), (4, 1), (6, 2), (16, 1)], head_dim=TWO,
+        causal=True, bias=[RandomBias("bhq"), RandomBias("bq")],
+    ),
+    "scales": grid(
+        lengths=(130, 200), num_heads_k=2, head_dim=ANY_HEAD_DIM, causal=True,
+        softmax_scale=[0.0, -0.0, 0.3, 3.0],
+        of=[
+            {"bias": RandomBias("bhq")},
+            {"bias": RandomBias("hq", hidden=0.3), "dtype": torch.float16},
+        ],
+    ),
+    # Rows that see the sink alone: of hidden keys, and those that come before all keys.
+    "sinks": grid(
+        num_heads_k=2, head_dim=TWO, dtype=EVERY_DTYPE, sink=EVERY_SINK,
+        bias=[RandomBias("bhq"), RandomBias("hq", hidden=0.95)],
+        of=[{"lengths": (200, 40)}, {"lengths": (200, 136), "causal": True}],
+    ),
+    "many tiles for every CTA": grid(
+        batch=9, heads=(16, 8), head_dim=TWO,
+        of=[
+            {"lengths": (60, 304), "bias": RandomBias("bhq")},  # one query tile
+            {"lengths": (304, 304), "bias": RandomBias("bhq"), "causal": True},
+            {"lengths": (304, 200), "bias": RandomBias("hq"), "window": (-1, 7)},
+            # Most tiles without queries, between others.
+            {"lengths": (60, 608), "bias": RandomBias("q"), "window": (64, 0)},
+            # Queries without keys.
+            {"lengths": (300, 136), "bias": RandomBias("bq"), "window": (64, 0)},
+        ],
+    ),
+    # More than SMs: of keys and of queries.
+    "many tiles of one key head": grid(
+        batch=1, lengths=[(72, 18_000), (18_000, 72)], heads=(2, 1), head_dim=TWO, causal=BOTH,
+        bias=[RandomBias("bhq"), RandomBias("q")],
+    ),
+}  # fmt: skip
 
-@ANY_HEAD_DIM
-@pytest.mark.parametrize("own", OWN)
-def test_what_shares_a_bias(check_mask: CheckMask, own: str, head_dim: int) -> None:
-    """A gradient that is stored, and sums over sequences, heads and both."""
-    for dtype in (torch.bfloat16, torch.float16):
-        for causal in (False, True):
-            check_mask(
-                bias_case(own, (200, 336), batch=3, head_dim=head_dim, dtype=dtype, causal=causal)
-            )
+
+@each(TABLE)
+def test_agreement(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
-LENGTHS = (
-    *((1, 8), (1, 304), (300, 8), (3, 64), (65, 72), (127, 136), (128, 128), (129, 128)),
-    *((255, 264), (321, 72), (64, 520), (500, 40), (130, 192), (63, 200)),
-)
-
-
-@CAUSAL
 @HEAD_DIM
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda n: f"{n[0]}x{n[1]}")
-def test_lengths(
-    check_mask: CheckMask, lengths: tuple[int, int], head_dim: int, causal: bool
-) -> None:
-    """Ends of sequences anywhere in a tile and in a box of 64 keys."""
-    for own, dtype in (("bhq", torch.bfloat16), ("hq", torch.float16), ("q", torch.bfloat16)):
-        check_mask(bias_case(own, lengths, (2, 1), head_dim=head_dim, dtype=dtype, causal=causal))
-
-
-@ANY_HEAD_DIM
 @pytest.mark.parametrize(
-    "mask", [*MASKS[2:], {"window": (33, 20), "causal": True}], ids=lambda mask: str(mask["window"])
-)
-def test_windows(check_mask: CheckMask, mask: dict[str, Any], head_dim: int) -> None:
-    """Tiles that nobody visits, whose gradient is 0, and rows that see nothing."""
-    for lengths, own, dtype in (
-        ((200, 336), "bhq", torch.bfloat16),
-        ((336, 200), "hq", torch.float16),
-        ((400, 136), "bq", torch.bfloat16),
-    ):
-        check_mask(bias_case(own, lengths, head_dim=head_dim, dtype=dtype, **mask))
-
-
-@HEAD_DIM
-@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (4, 1), (6, 2), (16, 1)], ids=str)
-def test_head_ratios(check_mask: CheckMask, heads: tuple[int, int], head_dim: int) -> None:
-    """Query heads of one key head, each with a bias of its own or one for all."""
-    for own in ("bhq", "bq"):
-        check_mask(bias_case(own, (140, 272), heads, head_dim=head_dim, causal=True))
-
-
-@HEAD_DIM
-def test_ctas_that_share_a_key_head(check_mask: CheckMask, head_dim: int) -> None:
-    """Few key heads: fp32 partial sums of dk and dv, of tiles that no query sees too."""
-    for lengths, own, mask in (
+    ("lengths", "own", "mask"),
+    [
         ((300, 64), "bhq", {"causal": True}),
         ((100, 392), "hq", {"window": (0, 0)}),
         ((260, 136), "q", {}),
-    ):
-        case = bias_case(own, lengths, (16, 1), batch=1, head_dim=head_dim, **mask)
-        if not ON_CPU:
-            planned = families.planned(case.of, "backward", bias=True)
-            assert planned["dkdv_splits"] > 1, str(case)
-        check_mask(case)
-
-
-@ANY_HEAD_DIM
-@pytest.mark.parametrize("scale", [0.0, -0.0, 0.3, 3.0])
-def test_scales(check_mask: CheckMask, scale: float, head_dim: int) -> None:
-    for own, dtype, hidden in (("bhq", torch.bfloat16, 0.0), ("hq", torch.float16, 0.3)):
-        case = bias_case(
-            own,
-            (130, 200),
-            hidden=hidden,
-            head_dim=head_dim,
-            dtype=dtype,
-            softmax_scale=scale,
-            causal=True,
-        )
-        check_mask(case)
-
-
-@DTYPES
-@HEAD_DIM
-@pytest.mark.parametrize("sink", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_sinks(check_mask: CheckMask, sink: torch.dtype, head_dim: int, dtype: torch.dtype) -> None:
-    """With rows that see the sink alone: of hidden keys, and those that come before all keys."""
-    fields: dict[str, Any] = {"sink": sink, "head_dim": head_dim, "dtype": dtype}
-    for own, hidden in (("bhq", 0.0), ("hq", 0.95)):
-        check_mask(bias_case(own, (200, 40), hidden=hidden, **fields))
-        check_mask(bias_case(own, (200, 136), hidden=hidden, causal=True, **fields))
+    ],
+    ids=str,
+)
+def test_ctas_that_share_a_key_head(
+    check: Check, lengths: tuple[int, int], own: str, mask: dict[str, Any], head_dim: int
+) -> None:
+    """Few key heads: fp32 partial sums of dk and dv, of tiles that no query sees too."""
+    case = bias_case(own, lengths, (16, 1), batch=1, head_dim=head_dim, **mask)
+    assert_shares_heads(case.of, bias=True)
+    check(case)
 
 
 # -- infinity and large values ---------------------------------------------------------------------
@@ -155,8 +154,7 @@ def test_minus_infinity_hides(hidden: float, head_dim: int, dtype: torch.dtype) 
             dtype=dtype,
             causal=causal,
         )
-        skip_without_masked_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         actual = assert_right(case, inputs)
         assert not actual.dbias[inputs.bias == -torch.inf].any()
 
@@ -166,8 +164,7 @@ def test_minus_infinity_hides(hidden: float, head_dim: int, dtype: torch.dtype) 
 def test_minus_infinity_hides_tiles(size: int, head_dim: int) -> None:
     """Whole tiles between others, the first and the last that a query meets, and all of a row."""
     case = bias_case("bhq", (330, 400), head_dim=head_dim)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     generator = torch.Generator(DEVICE).manual_seed(size)
     shape = (2, 4, -(-330 // size), -(-400 // size))
     blocks = torch.rand(shape, generator=generator, device=DEVICE) < 0.5
@@ -178,44 +175,25 @@ def test_minus_infinity_hides_tiles(size: int, head_dim: int) -> None:
     blocks[0, 3, :, 1] = True
     hidden = ~expand_blocks(blocks, size, 330, 400)
     causal = replace(case, of=replace(case.of, causal=True), sink=torch.float32)
-    for each in (case, causal):
-        dirty = with_bias(each.make_inputs(), inputs.bias.masked_fill(hidden, -torch.inf))
-        assert not assert_right(each, dirty).dbias[hidden].any()
+    for one in (case, causal):
+        dirty = with_bias(one.make_inputs(), inputs.bias.masked_fill(hidden, -torch.inf))
+        assert not assert_right(one, dirty).dbias[hidden].any()
 
 
 @DTYPES
 @HEAD_DIM
 @pytest.mark.parametrize("fill", [-1e4, 1e4, "least"])
 def test_large_values(fill: float | str, head_dim: int, dtype: torch.dtype) -> None:
-    """Keys with a large negative value, up to the dtype's least as other code hides them, and those
-    beside large ones: they have no weight, as if they were hidden.
-    """
+    """Up to the dtype's least, as other code hides keys."""
     case = bias_case("hq", (200, 336), head_dim=head_dim, dtype=dtype)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
     value = torch.finfo(dtype).min if fill == "least" else float(fill)
-    chosen = torch.rand(inputs.bias.shape, device=DEVICE) < 0.5
-    chosen[..., 5] = value > 0.0
-    hidden = chosen if value < 0.0 else ~chosen
-    large = inputs.bias.masked_fill(chosen, value)
-    actual, expected = (
-        run_masked(case, with_bias(inputs, bias)).tensors()
-        for bias in (large, large.masked_fill(hidden, -torch.inf))
-    )
-    rounding = 2.0 * torch.finfo(dtype).eps
-    for name, y in expected.items():
-        torch.testing.assert_close(
-            actual[name], y, rtol=rounding, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    assert not actual["dbias"][hidden].any()
+    check_large_values(case, value, rtol=2.0 * torch.finfo(dtype).eps)
 
 
 @HEAD_DIM
-@pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, "least"])
-def test_filled_rows(fill: float | str, head_dim: int) -> None:
-    case = bias_case("hq", (200, 336), head_dim=head_dim, dtype=torch.bfloat16)
-    skip_without_masked_row(case)
-    check_filled_rows(case, torch.finfo(torch.bfloat16).min if fill == "least" else float(fill))
+@pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, torch.finfo(torch.bfloat16).min])
+def test_filled_rows(fill: float, head_dim: int) -> None:
+    check_filled_rows(bias_case("hq", (200, 336), head_dim=head_dim), fill)
 
 
 @HEAD_DIM
@@ -223,8 +201,7 @@ def test_bad_values_stay_in_their_head(head_dim: int) -> None:
     """Infinity and NaN in the bias of one head of many, whose tiles a CTA takes between others."""
     batch, heads = scaled(6, 2), (scaled(16, 4), scaled(16, 4))
     case = bias_case("bhq", (300, 336), heads, batch=batch, head_dim=head_dim, causal=True)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     clean = run_masked(case, inputs)
     for bad in (torch.nan, torch.inf):
         bias = inputs.bias.clone()
@@ -237,40 +214,6 @@ def test_bad_values_stay_in_their_head(head_dim: int) -> None:
             for x in (result.lse, result.dbias):
                 x[1, 2] = 0.0
         assert_same_bits(dirty, clean, str(bad))
-
-
-# -- many tiles for every CTA ----------------------------------------------------------------------
-
-
-@HEAD_DIM
-@pytest.mark.parametrize(
-    ("lengths", "own", "mask"),
-    [
-        ((60, 304), "bhq", {}),  # one query tile
-        ((304, 304), "bhq", {"causal": True}),
-        ((304, 200), "hq", {"window": (-1, 7)}),
-        ((60, 608), "q", {"window": (64, 0)}),  # most tiles without queries, between others
-        ((300, 136), "bq", {"window": (64, 0)}),  # queries without keys
-    ],
-    ids=str,
-)
-def test_many_tiles_for_every_cta(
-    check_mask: CheckMask, head_dim: int, lengths: tuple[int, int], own: str, mask: dict[str, Any]
-) -> None:
-    batch, heads = scaled(9, 1), (scaled(16, 4), scaled(8, 2))
-    check_mask(bias_case(own, lengths, heads, batch=batch, head_dim=head_dim, **mask))
-
-
-@CAUSAL
-@HEAD_DIM
-@pytest.mark.parametrize("own", ["bhq", "q"])
-def test_many_tiles_of_one_key_head(
-    check_mask: CheckMask, own: str, head_dim: int, causal: bool
-) -> None:
-    """More than SMs: of keys and of queries."""
-    many = scaled(18_000, 600)
-    for lengths in ((72, many), (many, 72)):
-        check_mask(bias_case(own, lengths, (2, 1), batch=1, head_dim=head_dim, causal=causal))
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -290,8 +233,7 @@ def test_repeated_runs_give_the_same_bits(own: str, head_dim: int, causal: bool)
         head_dim=head_dim,
         causal=causal,
     )
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     first = run_masked(case, inputs)
     sums = () if ON_CPU else ("dq", "dbias")[: 1 if "b" in own else 2]
     load = Load()
@@ -310,7 +252,6 @@ def test_a_bias_without_a_gradient(head_dim: int) -> None:
     """The same bits as with one."""
     for own in ("bhq", "q"):
         case = bias_case(own, (200, 336), head_dim=head_dim, causal=True)
-        skip_without_masked_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         fixed = replace(case, bias=RandomBias(own, requires_grad=False))
         assert_same_bits(run_masked(fixed, inputs), run_masked(case, inputs), own)

@@ -4,8 +4,6 @@ has for them: agreement with the reference, and that no sequence sees anything o
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,10 +11,10 @@ import torch
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
 from tests.cases.attention import VarlenCase
-from tests.cases.harness import bits, make_varlen_case, scaled
+from tests.cases.harness import make_varlen_case, scaled
 from tests.cases.masked import MaskedCase, RandomBias
-from tests.cases.masked_harness import run_masked, skip_without_masked_row
-from tests.hopper.sm90 import CAUSAL, many_sequences, runs_sm90_kernels
+from tests.cases.matrix import inputs_of
+from tests.hopper.sm90 import CAUSAL, check_neighbours, many_sequences, runs_sm90_kernels
 from tests.hopper.sm90_bias import HEAD_DIM, assert_right, with_bias
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
@@ -38,8 +36,7 @@ def assert_right_with_room(case: MaskedCase) -> None:
     """With a bias for longer sequences, of a multiple of 8 keys and NaN wherever there is no pair:
     beyond each sequence or, of a bias for all of them, beyond the longest. The gradient is 0 there.
     """
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     of = case.of
     assert isinstance(of, VarlenCase)
     queries, ends, begins = of.used_q or of.lengths_q, of.used_k or of.keys, of.leftpad
@@ -78,39 +75,15 @@ def test_packed(lengths: str, causal: bool, head_dim: int) -> None:
 @HEAD_DIM
 @pytest.mark.parametrize("own", ["bhq", "hq"])
 def test_a_sequence_does_not_see_its_neighbours(own: str, head_dim: int) -> None:
-    """All of the others NaN, a bias of their own too: the same bits."""
-    lengths = {"q": (70, 0, 1, 129, 200), "k": (130, 20, 0, 65, 192)}
     of = make_varlen_case(
-        lengths_q=lengths["q"],
-        lengths_k=lengths["k"],
+        lengths_q=(70, 0, 1, 129, 200),
+        lengths_k=(130, 20, 0, 65, 192),
         num_heads_k=2,
         head_dim=head_dim,
         causal=True,
     )
-    case = MaskedCase(of, None, RandomBias(own))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
-    expected = run_masked(case, inputs)
-    starts = {name: [0, *accumulate(each)] for name, each in lengths.items()}
-    for index in range(of.batch):
-        rows, keys = (slice(*starts[name][index : index + 2]) for name in ("q", "k"))
-        dirty = {}
-        for name, kept in (("q", rows), ("dout", rows), ("k", keys), ("v", keys)):
-            x = getattr(inputs.of, name)
-            dirty[name] = torch.full_like(x, torch.nan)
-            dirty[name][kept] = x[kept]
-        bias = inputs.bias
-        if "b" in own:
-            bias = torch.full_like(bias, torch.nan)
-            bias[index] = inputs.bias[index]
-        given = replace(inputs, of=replace(inputs.of, **dirty), bias=bias)
-        result = run_masked(case, given)
-        parts = {"out": rows, "lse": (slice(None), rows), "dk": keys, "dv": keys}
-        if "b" in own:
-            parts["dbias"] = index
-        for name, at in parts.items():
-            x, y = (each.tensors()[name][at] for each in (result, expected))
-            assert torch.equal(bits(x), bits(y)), f"{name} of sequence {index}"
+    results = ("out", "lse", "dk", "dv", "dbias")[: 5 if "b" in own else 4]
+    check_neighbours(MaskedCase(of, None, RandomBias(own)), results)
 
 
 @pytest.mark.cuda_only
@@ -120,8 +93,7 @@ def test_sequences_longer_than_the_bias(own: str, head_dim: int) -> None:
     """Which the host does not know: nothing faults, and the sequence that fits is right."""
     of = make_varlen_case(lengths_q=(104, 300), num_heads_k=2, head_dim=head_dim)
     case = MaskedCase(of, None, RandomBias(own))
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     bias = inputs.bias[..., :104, :104].contiguous()
     bounds = {"max_seqlen_q": 104, "max_seqlen_k": 104}
     leaves = [getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"]

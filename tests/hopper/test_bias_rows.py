@@ -5,6 +5,7 @@ nothing around it, and that the sm80 kernels agree with them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from tests.cases import families
 from tests.cases.attention import Alibi
 from tests.cases.harness import DEVICE, DTYPE_NAMES, assert_same_bits, make_case, make_varlen_case
 from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask
-from tests.cases.masked_harness import masked_reference, run_masked, skip_without_masked_row
-from tests.hopper.sm90 import CAUSAL, DTYPES, kernels_run, row_name, runs_sm90_kernels
+from tests.cases.masked_harness import masked_reference, run_masked
+from tests.cases.matrix import inputs_of
+from tests.hopper.sm90 import CAUSAL, DTYPES, check_launches, row_name, runs_sm90_kernels
 from tests.hopper.sm90_bias import HEAD_DIM, OWN, assert_right, bias_case, with_bias
 from tests.reference.tolerance import assert_close
 
@@ -130,18 +132,12 @@ def launches() -> list[tuple[str, MaskedCase, MaskedInputs, tuple[str, str]]]:
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 def test_which_kernels_run(pass_name: str) -> None:
-    """By the names that a profiler sees."""
-    calls = launches()
-
-    def run() -> None:
-        for _, case, inputs, _ in calls:
-            run_masked(case, inputs)
-
-    seen = kernels_run(run, pass_name)
     at = ("forward", "backward").index(pass_name)
-    wanted = [f"{name}: {rows[at]}" for name, *_, rows in calls]
-    assert [f"{name}: {row}" for (name, *_), row in zip(calls, seen, strict=False)] == wanted
-    assert seen[len(calls) :] == []
+    calls = [
+        (name, partial(run_masked, case, inputs), rows[at])
+        for name, case, inputs, rows in launches()
+    ]
+    check_launches(calls, pass_name)
 
 
 # -- where a bias lies -----------------------------------------------------------------------------
@@ -154,8 +150,7 @@ def test_padded_rows(width: int, first: int, head_dim: int, dtype: torch.dtype) 
     """NaN around: the bits of a contiguous bias."""
     for own, causal in (("bhq", False), ("hq", True)):
         case = bias_case(own, (130, 200), head_dim=head_dim, dtype=dtype, causal=causal)
-        skip_without_masked_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         padded = with_bias(inputs, in_larger(inputs.bias, width, first))
         assert padded.bias.stride(2) == width
         # The gradient for both sequences is a sum of two, in which order does not matter.
@@ -175,8 +170,7 @@ def test_any_number_of_keys_in_padded_rows(
     """
     for own in ("bhq", "q"):
         case = bias_case(own, lengths, head_dim=head_dim, causal=causal)
-        skip_without_masked_row(case)
-        inputs = case.make_inputs()
+        inputs = inputs_of(case)
         given = [
             with_bias(inputs, in_larger(inputs.bias, width, 8, outside))
             for width, outside in ((208, 0.0), (224, torch.nan))
@@ -194,8 +188,7 @@ def test_strides_past_two_to_the_31_elements(far: str, head_dim: int) -> None:
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("needs 8 GiB of free memory")
     case = bias_case("bhq", (260, 264), (3, 3), head_dim=head_dim)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     sizes = dict(zip(("batch", "head", "row"), inputs.bias.shape, strict=False))
     strides = {"batch": 3 * 260 * 264, "head": 260 * 264, "row": 264}
     if far == "row":
@@ -229,8 +222,7 @@ def test_both_families_agree(own: str, fields: dict[str, Any]) -> None:
     """With the reference and with each other: the same values in fp32 run sm80 rows."""
     sizes = {"seqlen_q": 301, "seqlen_k": 456, "num_heads_k": 2}
     case = MaskedCase(make_case(**{**sizes, **fields}), None, RandomBias(own), torch.float32)
-    skip_without_masked_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     expected, naive = masked_reference(case, inputs)
     result = run_masked(case, inputs)
     other = run_masked(case, with_bias(inputs, inputs.bias.float()))

@@ -1,10 +1,9 @@
-"""The forward kernels of Hopper GPUs touch nothing but their sequences, wherever those end."""
+"""The kernels of Hopper GPUs touch nothing but their sequences, wherever those end."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,30 @@ from torch import Tensor
 
 from flash_attn_cuda import build_info
 from tests.cases import binding
-from tests.cases.attention import KvCacheCase, Layout, VarlenCase
+from tests.cases.attention import AttentionCase, AttentionInputs, Layout, arrange
 from tests.cases.bad_input import Guard
 from tests.cases.harness import (
     Check,
     assert_same_bits,
-    bits,
-    make_cache_case,
+    check_rows_behind,
     make_case,
     make_varlen_case,
     run_forward,
+    run_forward_backward,
     run_reference,
     skip_without_row,
 )
-from tests.hopper.sm90 import CAUSAL, EVERY_HEAD_DIM, far_apart, runs_sm90_kernels
+from tests.cases.masked import MaskedCase
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid, inputs_of
+from tests.hopper.sm90 import (
+    CAUSAL,
+    EVERY_HEAD_DIM,
+    HEAD_DIMS,
+    check_neighbours,
+    far_apart,
+    fill_free_memory,
+    runs_sm90_kernels,
+)
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 
@@ -33,169 +42,200 @@ __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
 pytestmark = pytest.mark.gpu
 
+GRADIENTS = ("dq", "dk", "dv")
+PACKED = {"lengths_q": (70, 0, 1, 129, 200), "lengths_k": (130, 20, 0, 65, 333)}
 
-@pytest.mark.parametrize("head_dim", [72, 96, 192, 256])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout.heads_first,
-        Layout.seqlen_first,
-        Layout.packed,
-        Layout.sliced_head_dim,
-        Layout.every_other_row,
-        Layout.surrounded,
-    ],
-    ids=lambda layout: layout.value,
-)
-def test_layouts_that_tma_reads_in_place(layout: Layout, head_dim: int) -> None:
-    """NaN in every gap, and the bits of contiguous tensors."""
-    case = make_case(
-        seqlen_q=211, seqlen_k=150, num_heads_k=2, head_dim=head_dim, causal=True, layout=layout
-    )
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
+
+def differentiate(
+    case: AttentionCase, inputs: AttentionInputs, into: dict[str, Tensor]
+) -> AttentionResult:
+    """The forward, then dq, dk and dv into the given tensors."""
     result = run_forward(case, inputs)
-    dense = {name: getattr(inputs, name).contiguous() for name in ("q", "k", "v")}
-    assert_same_bits(run_forward(case, replace(inputs, **dense)), result, layout.value)
-    assert_close(result, *run_reference(case, inputs, use_dlse=False))
-
-
-@CAUSAL
-@EVERY_HEAD_DIM
-def test_one_query_or_one_key(check: Check, head_dim: int, causal: bool) -> None:
-    """Dimensions of one element, whose strides are nobody's."""
-    for seqlen_q, seqlen_k, heads in ((130, 1, (1, 1)), (1, 130, (20, 1)), (1, 1, (20, 1))):
-        case = make_case(
-            batch=1,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            num_heads_q=heads[0],
-            num_heads_k=heads[1],
-            head_dim=head_dim,
-            causal=causal,
-        )
-        check(case, backward=False)
-
-
-PACKED_LENGTHS = ((70, 0, 1, 129, 200), (130, 20, 0, 65, 333))
-
-
-def packed_case(**fields: Any) -> VarlenCase:
-    return make_varlen_case(
-        **{
-            "lengths_q": PACKED_LENGTHS[0],
-            "lengths_k": PACKED_LENGTHS[1],
-            "num_heads_k": 2,
-            **fields,
-        }
+    binding.backward(
+        *(build_info.extension, inputs.q, inputs.k, inputs.v),
+        dout=inputs.dout,
+        results=(result.out, result.lse),
+        incoming={"dlse": inputs.dlse, **{name: into[name] for name in GRADIENTS}},
+        causal=case.causal,
+        window_size_left=case.window[0],
+        window_size_right=case.window[1],
+        deterministic=case.deterministic,
     )
+    return replace(result, **{name: into[name] for name in GRADIENTS})
 
 
+@pytest.mark.cuda_only
 @CAUSAL
 @EVERY_HEAD_DIM
-def test_a_sequence_does_not_see_its_neighbours(head_dim: int, causal: bool) -> None:
-    """All of the others NaN: the same bits."""
-    case = packed_case(head_dim=head_dim, causal=causal)
-    skip_without_row(case, backward=False)
-    clean = case.make_inputs()
-    expected = run_forward(case, clean)
-    starts_q, starts_k = ([0, *accumulate(lengths)] for lengths in PACKED_LENGTHS)
-    for index in range(case.batch):
-        rows, keys = (slice(*starts[index : index + 2]) for starts in (starts_q, starts_k))
-        dirty = {}
-        for name, kept in (("q", rows), ("k", keys), ("v", keys)):
-            x = getattr(clean, name)
-            dirty[name] = torch.full_like(x, torch.nan)
-            dirty[name][kept] = x[kept]
-        result = run_forward(case, replace(clean, **dirty))
-        assert torch.equal(bits(result.out[rows]), bits(expected.out[rows])), index
-        assert torch.equal(bits(result.lse[:, rows]), bits(expected.lse[:, rows])), index
-
-
-def nan_behind(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, x.new_full((rows, *x.shape[1:]), torch.nan)])
-
-
-@EVERY_HEAD_DIM
-@pytest.mark.parametrize("rows", [(1, 1), (300, 200)], ids=str)
-def test_rows_behind_the_last_sequence(head_dim: int, rows: tuple[int, int]) -> None:
-    """They hold NaN and get out 0 and lse -inf."""
-    case = packed_case(head_dim=head_dim, causal=True)
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
-    longer = {"q": nan_behind(inputs.q, rows[0])}
-    longer |= {name: nan_behind(getattr(inputs, name), rows[1]) for name in "kv"}
-    result = run_forward(case, replace(inputs, **longer))
-    out, behind = result.out.split([case.total_q, rows[0]])
-    lse, lse_behind = result.lse.split([case.total_q, rows[0]], 1)
-    assert not behind.any() and (lse_behind == -torch.inf).all()
-    assert_close(AttentionResult(out, lse), *run_reference(case, inputs, use_dlse=False))
+@pytest.mark.parametrize("unused", [0, 8], ids=["whole", "part"])
+def test_last_key_tile(head_dim: int, unused: int, causal: bool) -> None:
+    """NaN around all tensors: nothing around dq, dk and dv is written, all of them is. Short ones
+    have several CTAs a key head.
+    """
+    for keys in (1, 2, 63, 64, 65, 129, 130, 191, 192, 193):
+        case = make_case(
+            seqlen_q=200,
+            seqlen_k=keys,
+            num_heads_k=2,
+            head_dim=head_dim - unused,
+            causal=causal,
+            layout=Layout.surrounded,
+        )
+        inputs = inputs_of(case)
+        wanted = zip(GRADIENTS, (inputs.q, inputs.k, inputs.v), strict=True)
+        into = {name: arrange(torch.full_like(x, torch.nan), case.layout) for name, x in wanted}
+        result = differentiate(case, inputs, into)
+        assert_close(result, *run_reference(case, inputs))
+        for name, x in into.items():
+            around = x._base
+            assert around is not None
+            x.fill_(torch.nan)
+            assert around.isnan().all(), f"{name} of {case}: written around it"
 
 
 @pytest.mark.cuda_only
 @EVERY_HEAD_DIM
 @pytest.mark.parametrize("unused", [0, 8], ids=["whole", "part"])
-def test_packed_output_into_a_given_tensor(head_dim: int, unused: int) -> None:
-    """NaN around q, k, v and out: nothing around out is written, all of it is. A part of the row's
-    head dim, or all of it.
+def test_packed_results_into_given_tensors(head_dim: int, unused: int) -> None:
+    """NaN before and behind the rows of all tensors, and in the rows that are not used: nothing
+    around the results is written, all of them is. A part of the row's head dim, or all of it.
     """
-    case = packed_case(
-        head_dim=head_dim - unused,
-        causal=True,
+    padded = make_varlen_case(
+        **PACKED,
         used_q=(70, 0, 1, 40, 199),
         used_k=(130, 0, 0, 64, 200),
-        leftpad=(1, 0, 0, 64, 100),
-    )
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
-    guards = {name: Guard(name, getattr(inputs, name), margin=200) for name in ("q", "k", "v")}
-    guards["out"] = Guard("out", torch.full_like(inputs.q, torch.nan), margin=200)
-    out, lse, *_ = binding.forward(
-        build_info.extension,
-        *(guards[name].tensor for name in ("q", "k", "v")),
-        out=guards["out"].tensor,
-        **inputs.lengths(),
-        max_seqlen_q=case.max_seqlen_q,
-        max_seqlen_k=case.max_seqlen_k,
+        leftpad=(1, 0, 0, 63, 100),
+        num_heads_k=2,
+        head_dim=head_dim - unused,
         causal=True,
     )
-    for guard in guards.values():
-        guard.check()
-    assert out.data_ptr() == guards["out"].tensor.data_ptr()
-    assert_close(AttentionResult(out, lse), *run_reference(case, inputs, use_dlse=False))
+    # Of so many heads a CTA takes all key tiles of a short sequence.
+    swept = replace(padded, num_heads_q=264, num_heads_k=264)
+    for case in (padded, replace(padded, leftpad=None), swept):
+        inputs = inputs_of(case)
+        tensors = {name: getattr(inputs, name) for name in ("dout", "q", "k", "v")}
+        results = (("out", "q"), *((f"d{name}", name) for name in "qkv"))
+        tensors |= {name: torch.full_like(tensors[of], torch.nan) for name, of in results}
+        guards = {name: Guard(name, x, margin=200) for name, x in tensors.items()}
+        given = {name: guard.tensor for name, guard in guards.items()}
+        described = {
+            **{name: given[name] for name in "qkv"},
+            **{name: x for name, x in inputs.lengths().items() if x is not None},
+            **{"max_seqlen_q": case.max_seqlen_q, "max_seqlen_k": case.max_seqlen_k},
+            "causal": True,
+        }
+        out, lse, *_ = binding.forward(build_info.extension, out=given["out"], **described)
+        binding.backward(
+            build_info.extension,
+            dout=given["dout"],
+            results=(out, lse),
+            incoming={"dlse": inputs.dlse, **{name: given[name] for name in GRADIENTS}},
+            **described,
+        )
+        for guard in guards.values():
+            guard.check()
+        assert out.data_ptr() == given["out"].data_ptr()
+        gradients = {name: given[name] for name in GRADIENTS}
+        result = AttentionResult(given["out"], lse, **gradients)
+        assert_close(result, *run_reference(case, inputs))
 
 
 @EVERY_HEAD_DIM
-@pytest.mark.parametrize(
-    "places",
-    [
-        {"capacity": 700, "cached": (600, 0, 333)},
-        {"leftpad": (90, 0, 30), "cached": (150, 70, 192)},
-        {"batch_idx": (3, 0, 2), "entries": 5},
-    ],
-    ids=str,
-)
-def test_caches(check: Check, head_dim: int, places: dict[str, Any]) -> None:
-    """Rows that hold no key are NaN. Enough queries for these kernels, and keys appended before."""
-    case: KvCacheCase = make_cache_case(head_dim=head_dim, seqlens_q=70, **places)
-    check(case, backward=False)
-    check(replace(case, causal=True, num_heads_q=6), backward=False)
-    appended = {"seqlens_q": 40, "seqlens_new": 30, "capacity": 700, "causal": True}
-    check(replace(case, **appended), backward=False)
+@pytest.mark.parametrize("held", [math.nan, 0.0], ids=["nan", "zeros"])
+def test_whatever_memory_held(check: Check, head_dim: int, held: float) -> None:
+    """Sums, counts of additions and dq are set by the call wherever it needs them: of sequences
+    with one key tile and with several, of queries that see no key, of rows that are not used.
+    """
+    shape = {"num_heads_k": 2, "head_dim": head_dim}
+    for case in (
+        make_case(seqlen_q=300, seqlen_k=60, **shape),
+        make_case(seqlen_q=300, seqlen_k=60, causal=True, **shape),
+        make_case(seqlen_q=300, seqlen_k=290, window=(20, 30), **shape),
+        make_case(seqlen_q=600, seqlen_k=290, causal=True, **shape),
+        make_case(seqlen_q=300, seqlen_k=600, window=(-1, -200), **shape),
+        make_varlen_case(
+            lengths_q=(200, 70, 0, 1, 129, 200),
+            lengths_k=(333, 60, 20, 0, 65, 130),
+            used_q=(200, 1, 0, 1, 0, 120),
+            causal=True,
+            **shape,
+        ),
+        make_varlen_case(
+            lengths_q=(200, 70, 0, 1, 129, 150),
+            lengths_k=(190, 60, 20, 0, 65, 200),
+            used_q=(200, 1, 0, 1, 0, 120),
+            causal=True,
+            num_heads_q=400,
+            num_heads_k=400,
+            head_dim=head_dim,
+        ),
+    ):
+        fill_free_memory(held)
+        check(case)
+
+
+@CAUSAL
+@EVERY_HEAD_DIM
+def test_a_sequence_does_not_see_its_neighbours(head_dim: int, causal: bool) -> None:
+    of = make_varlen_case(
+        **PACKED, num_heads_k=2, head_dim=head_dim, causal=causal, deterministic=True
+    )
+    check_neighbours(MaskedCase(of), ("out", "lse", *GRADIENTS))
+
+
+@EVERY_HEAD_DIM
+@pytest.mark.parametrize("rows", [(1, 1), (300, 200)], ids=str)
+def test_rows_behind_the_last_sequence(head_dim: int, rows: tuple[int, int]) -> None:
+    case = make_varlen_case(**PACKED, num_heads_k=2, head_dim=head_dim, causal=True)
+    skip_without_row(case)
+    check_rows_behind(case, *rows)
+
+
+TABLE: dict[str, list[Call]] = {
+    # Dimensions of one element, whose strides are nobody's.
+    "one query or one key": grid(
+        batch=1, head_dim=[*HEAD_DIMS], causal=BOTH, backward=False,
+        of=[
+            {"lengths": (130, 1), "heads": (1, 1)},
+            {"lengths": (1, 130), "heads": (20, 1)},
+            {"lengths": (1, 1), "heads": (20, 1)},
+        ],
+    ),
+    # Rows that hold no key are NaN. Enough queries for these kernels, and keys appended before.
+    "caches": grid(
+        head_dim=[*HEAD_DIMS],
+        places=[
+            {"capacity": 700, "cached": (600, 0, 333)},
+            {"leftpad": (90, 0, 30), "cached": (150, 70, 192)},
+            {"batch_idx": (3, 0, 2), "entries": 5, "cached": (100, 0, 37)},
+        ],
+        of=[
+            *({"seqlens_q": 70}, {"seqlens_q": 70, "num_heads_q": 6, "causal": True}),
+            {"queries": (40, 30), "capacity": 700, "causal": True},
+        ],
+    ),
+}  # fmt: skip
+
+
+@each(TABLE)
+def test_ends(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("far", ["batch", "row", "head"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_strides_past_two_to_the_31_elements(head_dim: int, far: str) -> None:
     case = make_case(
         seqlen_q=260, seqlen_k=260, num_heads_q=3, num_heads_k=3, head_dim=head_dim, causal=True
     )
-    skip_without_row(case, backward=False)
-    inputs = case.make_inputs()
-    moved = far_apart(case, ("q", "k", "v"), far)
-    for name, x in moved.items():
-        x.copy_(getattr(inputs, name))
-    assert_same_bits(run_forward(case, replace(inputs, **moved)), run_forward(case, inputs), far)
-    del moved, x
+    inputs = inputs_of(case)
+    names = ("q", "k", "v", "dout")
+    moved = far_apart(case, (*names, *GRADIENTS), far)
+    for name in names:
+        moved[name].copy_(getattr(inputs, name))
+    far_inputs = replace(inputs, **{name: moved[name] for name in names})
+    result = differentiate(case, far_inputs, moved)
+    assert_same_bits(result, run_forward_backward(case, inputs, keep_rounding=False), far)
+    del moved, far_inputs, result
     torch.cuda.empty_cache()

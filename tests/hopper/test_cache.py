@@ -19,11 +19,10 @@ from tests.cases.harness import (
     assert_same_bits,
     attend_over_cache,
     captured,
-    check_cache,
     make_cache_case,
     skip_without_row,
 )
-from tests.cases.pairwise import pairwise
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 from tests.hopper.sm90 import CAUSAL, MASKS, runs_sm90_kernels
 from tests.reference import AttentionResult
 
@@ -31,55 +30,57 @@ __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 
 pytestmark = pytest.mark.gpu
 
-PAGE_SIZES = (8, 16, 24, 48, 64, 128, 192, 256, 1024)
-
-
-def cache_case(heads: tuple[int, int], mask: dict[str, Any], **fields: Any) -> KvCacheCase:
-    """A case of one combination of values, as `pairwise` gives them."""
-    return make_cache_case(num_heads_q=heads[0], num_heads_k=heads[1], **mask, **fields)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    pairwise(
-        {
-            "page_size": PAGE_SIZES,
-            "head_dim": (8, 64, 72, 128, 256),
-            "mask": MASKS,
-            "heads": ((4, 4), (6, 2), (5, 1)),
-            "cached": ((500, 0, 129), (1, 128, 1024), (1000, 999, 64)),
-            "seqlens_q": (100, 129, (65, 0, 300), (1, 200, 7)),
-            "dtype": (torch.bfloat16, torch.float16),
-        }
+PAGE_SIZES = [8, 16, 24, 48, 64, 128, 192, 256, 1024]
+BESIDES: dict[str, Any] = {
+    **{"cached": (300, 0, 37), "queries": (90, 90), "capacity": 512, "page_size": [16, 256]},
+    **{"head_dim": 128, "causal": BOTH},
+}
+TABLE: dict[str, list[Call]] = {
+    "shapes": pairs(
+        capacity=1100,
+        page_size=PAGE_SIZES,
+        head_dim=[8, 64, 72, 128, 256],
+        range=MASKS,
+        heads=[(4, 4), (6, 2), (5, 1)],
+        cached=[(500, 0, 129), (1, 128, 1024), (1000, 999, 64)],
+        seqlens_q=[100, 129, (65, 0, 300), (1, 200, 7)],
+        dtype=DTYPES,
     ),
-    ids=str,
-)
-def test_shapes(check: Check, fields: dict[str, Any]) -> None:
-    check(cache_case(capacity=1100, **fields), backward=False)
-    check_device_errors()
+    # Appended keys, rotation, entries out of order, a sink, narrower values, modified scores.
+    "what the cache has besides": grid(
+        **BESIDES,
+        of=[
+            *({}, {"rotary_dim": 64}, {"batch_idx": (3, 0, 2), "entries": 5}),
+            *({"sink": torch.float32}, {"head_dim_v": 64}, {"softcap": 5.0}),
+            {"softcap": 5.0, "alibi": Alibi.per_batch, "window": (100, 0)},
+        ],
+    ),
+    # Splits without keys, rows that see none of a split's, and sequences without any.
+    "splits": pairs(
+        capacity=2048,
+        num_splits=[0, 2, 3, 8, 100],
+        page_size=[None, 16, 256],
+        head_dim=[40, 64, 128, 256],
+        range=MASKS,
+        heads=[(2, 2), (6, 2), (5, 1)],
+        cached=[(1500, 0, 129), (128, 1, 1300), (1000, 2000, 64)],
+        seqlens_q=[100, (65, 0, 300), (1, 200, 7)],
+        sink=[None, torch.float32],
+        softcap=[0.0, 5.0],
+        alibi=[None, Alibi.per_head],
+        dtype=DTYPES,
+    ),
+    "splits of padded and reordered entries": grid(
+        cached=(1500, 0, 700), queries=(90, 90), capacity=1600, page_size=[None, 16],
+        head_dim=128, causal=True, batch_idx=(3, 0, 2), entries=5, leftpad=(9, 0, 300),
+        num_splits=[1, 0, 5],
+    ),
+}  # fmt: skip
 
 
-@CAUSAL
-@pytest.mark.parametrize("page_size", [16, 256])
-def test_with_what_the_cache_has_besides(check: Check, page_size: int, causal: bool) -> None:
-    """Appended keys, rotation, entries out of order, a sink, narrower values, modified scores."""
-    case = make_cache_case(
-        cached=(300, 0, 37),
-        seqlens_q=90,
-        seqlens_new=90,
-        capacity=512,
-        page_size=page_size,
-        head_dim=128,
-        causal=causal,
-    )
-    check(case, backward=False)
-    check(replace(case, rotary_dim=64), backward=False)
-    check(replace(case, batch_idx=(3, 0, 2), entries=5), backward=False)
-    check(replace(case, sink=torch.float32), backward=False)
-    check(replace(case, head_dim_v=64), backward=False)
-    check(replace(case, softcap=5.0), backward=False)
-    check(replace(case, softcap=5.0, alibi=Alibi.per_batch, window=(100, 0)), backward=False)
-    check_device_errors()
+@each(TABLE)
+def test_agreement(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 def dense(case: KvCacheCase, inputs: Any) -> dict[str, Tensor]:
@@ -100,8 +101,7 @@ def test_the_same_bits_as_a_dense_cache(page_size: int, causal: bool) -> None:
         cached=(900, 130, 0), seqlens_q=200, capacity=1024, page_size=page_size, head_dim=128
     )
     case = replace(case, causal=causal)
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     rows = dense(case, inputs)
     for splits in (1, 4):
         paged = attend_over_cache(case, inputs, num_splits=splits)[0]
@@ -109,53 +109,6 @@ def test_the_same_bits_as_a_dense_cache(page_size: int, causal: bool) -> None:
             **rows, causal=causal, num_splits=splits, return_softmax_lse=True
         )
         assert_same_bits(AttentionResult(*result), paged, f"splits {splits}")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    pairwise(
-        {
-            "num_splits": (0, 2, 3, 8, 100),
-            "page_size": (None, 16, 256),
-            "head_dim": (40, 64, 128, 256),
-            "mask": MASKS,
-            "heads": ((2, 2), (6, 2), (5, 1)),
-            "cached": ((1500, 0, 129), (128, 1, 1300), (1000, 2000, 64)),
-            "seqlens_q": (100, (65, 0, 300), (1, 200, 7)),
-            "sink": (None, torch.float32),
-            "softcap": (0.0, 5.0),
-            "alibi": (None, Alibi.per_head),
-            "dtype": (torch.bfloat16, torch.float16),
-        }
-    ),
-    ids=str,
-)
-def test_splits(fields: dict[str, Any]) -> None:
-    """Splits without keys, rows that see none of a split's, and sequences without any."""
-    splits = fields.pop("num_splits")
-    case = cache_case(capacity=2048, **fields)
-    skip_without_row(case)
-    check_cache(case, num_splits=splits)
-    check_device_errors()
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_splits_of_padded_and_reordered_entries(page_size: int | None) -> None:
-    case = make_cache_case(
-        cached=(1500, 0, 700),
-        seqlens_q=90,
-        seqlens_new=90,
-        capacity=1600,
-        page_size=page_size,
-        head_dim=128,
-        causal=True,
-        batch_idx=(3, 0, 2),
-        entries=5,
-        leftpad=(9, 0, 300),
-    )
-    skip_without_row(case)
-    for splits in (1, 0, 5):
-        check_cache(case, num_splits=splits)
 
 
 @pytest.mark.cuda_only
@@ -186,8 +139,7 @@ def test_splits_that_are_drawn_repeat_to_the_bit() -> None:
 
 
 def check_repeats(case: KvCacheCase, **options: Any) -> None:
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     first = attend_over_cache(case, inputs, **options)[0]
     for _ in range(20):
         assert_same_bits(attend_over_cache(case, inputs, **options)[0], first)

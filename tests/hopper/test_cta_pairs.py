@@ -4,30 +4,27 @@ reference, and the same bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cases import families
-from tests.cases.attention import AttentionCase
+from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import (
     ON_CPU,
     Check,
     make_case,
-    make_varlen_case,
     scaled,
     skip_without_row,
 )
-from tests.cases.pairwise import pairwise
+from tests.cases.masked import MaskedCase
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, pairs
 from tests.cases.repeats import REPEATS, assert_repeatable, crowded_case
 from tests.hopper.sm90 import (
     CAUSAL,
-    FOUR_PARTS,
     MASKS,
+    assert_shares_heads,
     runs_sm90_kernels,
-    shaped_case,
     shared_case,
 )
 
@@ -39,52 +36,71 @@ pytestmark = pytest.mark.gpu
 # boxes of K that one has of the other's keys may have no column.
 HEAD_DIMS_OF_192 = ((136, 136), (152, 152), (168, 136), (184, 184), (192, 128), (192, 72))
 HEAD_DIMS_OF_256 = ((200, 200), (232, 200), (248, 248), (256, 256))
-PAIRS: dict[str, tuple[Any, ...]] = {
-    "head_dims": (*HEAD_DIMS_OF_192, (192, 192), *HEAD_DIMS_OF_256),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": (1, 31, 32, 33, 64, 97, 160),
-    "seqlen_k": (1, 63, 64, 65, 128, 129, 192, 193, 330),
-    "heads": ((2, 2), (4, 1)),
-    "mask": MASKS,
-    "deterministic": (False, True),
+PAIRS: dict[str, list[Call]] = {
+    "of wide heads": pairs(
+        seed=7,
+        head_dims=[*HEAD_DIMS_OF_192, (192, 192), *HEAD_DIMS_OF_256],
+        dtype=DTYPES,
+        seqlen_q=[1, 31, 32, 33, 64, 97, 160],
+        seqlen_k=[1, 63, 64, 65, 128, 129, 192, 193, 330],
+        heads=[(2, 2), (4, 1)],
+        mask=MASKS,
+        deterministic=BOTH,
+    )
 }
 
 
-@FOUR_PARTS
-def test_two_ctas_a_tile(check: Check, part: int) -> None:
-    for choice in pairwise(PAIRS, seed=7)[part :: 4 * scaled(1, 4)]:
-        head_dim, value_dim = choice.pop("head_dims")
-        check(shaped_case(**choice, head_dim=head_dim, head_dim_v=value_dim))
+@each(PAIRS)
+def test_two_ctas_a_tile(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 # Of long sequences at head_dim 128 as well, and here each CTA has two parts of 64 keys. Few queries
 # see many keys of every case.
-LONG_PAIRS: dict[str, tuple[Any, ...]] = {
-    "head_dim": (104, 120, 128),
-    "dtype": (torch.bfloat16, torch.float16),
-    "seqlen_q": (1, 31, 33, 64, 65, 97, 160, 330),
-    "seqlen_k": (2050, 2111, 2176, 2177, 2240, 2304, 2305, 2430),
-    "heads": ((2, 2), (4, 1)),
-    "mask": (
-        {},
-        {"causal": True},
-        *({"window": window} for window in ((1900, -1), (1600, 0), (-1, 7), (1600, 300))),
+LONG: dict[str, list[Call]] = {
+    "pairs": pairs(
+        seed=8,
+        head_dim=[104, 120, 128],
+        dtype=DTYPES,
+        seqlen_q=[1, 31, 33, 64, 65, 97, 160, 330],
+        seqlen_k=[2050, 2111, 2176, 2177, 2240, 2304, 2305, 2430],
+        heads=[(2, 2), (4, 1)],
+        mask=[
+            *({}, {"causal": True}),
+            *({"window": window} for window in ((1900, -1), (1600, 0), (-1, 7), (1600, 300))),
+        ],
+        deterministic=BOTH,
     ),
-    "deterministic": (False, True),
+    "packed": grid(
+        lengths_q=(70, 0, 200, 1, 64),
+        lengths_k=(2500, 2100, 2305, 1900, 2431),
+        heads=(4, 2),
+        head_dim=128,
+        of=[
+            *({}, {"causal": True}, {"causal": True, "deterministic": True}),
+            {"used_q": (70, 0, 100, 1, 7), "used_k": (2500, 1, 0, 1900, 1000)},
+            {
+                **{"used_q": (70, 0, 100, 1, 7), "used_k": (2500, 1, 0, 1900, 1000)},
+                "leftpad": (5, 0, 0, 1000, 129),
+            },
+        ],
+    ),
 }
 
 
-def pair_case(case: AttentionCase) -> AttentionCase:
+def pair_case(case: AttentionCase | VarlenCase) -> AttentionCase | VarlenCase:
     skip_without_row(case)
     if not ON_CPU:
         assert families.planned(case, "backward")["instance"].endswith("_pair"), str(case)
     return case
 
 
-@FOUR_PARTS
-def test_two_ctas_a_tile_of_long_sequences(check: Check, part: int) -> None:
-    for choice in pairwise(LONG_PAIRS, seed=8)[part :: 4 * scaled(1, 4)]:
-        check(pair_case(shaped_case(**choice)))
+@each(LONG)
+def test_two_ctas_a_tile_of_long_sequences(check: Check, calls: list[Call]) -> None:
+    for call in calls:
+        assert isinstance(call.case, MaskedCase)
+        pair_case(call.case.of)
+    check_calls(check, calls)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +116,6 @@ def test_two_ctas_a_tile_repeat_bits(features: dict[str, Any]) -> None:
     assert_repeatable(pair_case(case), REPEATS)
 
 
-def test_pairs_of_ctas_and_packed_sequences(check: Check) -> None:
-    case = make_varlen_case(
-        lengths_q=(70, 0, 200, 1, 64),
-        lengths_k=(2500, 2100, 2305, 1900, 2431),
-        num_heads_q=4,
-        num_heads_k=2,
-        head_dim=128,
-    )
-    check(pair_case(case))
-    check(pair_case(replace(case, causal=True)))
-    check(pair_case(replace(case, causal=True, deterministic=True)))
-    used = replace(case, used_q=(70, 0, 100, 1, 7), used_k=(2500, 1, 0, 1900, 1000))
-    check(pair_case(used))
-    check(pair_case(replace(used, leftpad=(5, 0, 0, 1000, 129))))
-
-
 @pytest.mark.parametrize("head_dims", [(128, 72), (104, 128), (128, 128)], ids=str)
 def test_pairs_of_ctas_that_share_a_key_head(check: Check, head_dims: tuple[int, int]) -> None:
     """Partial sums of dk and dv, of values of other head dims too."""
@@ -128,8 +128,7 @@ def test_pairs_of_ctas_that_share_a_key_head(check: Check, head_dims: tuple[int,
         head_dim=head_dims[0],
         head_dim_v=head_dims[1],
     )
-    if not ON_CPU:
-        assert families.planned(case, "backward")["dkdv_splits"] > 1, str(case)
+    assert_shares_heads(case)
     check(pair_case(case))
 
 

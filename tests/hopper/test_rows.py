@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from tests.cases.harness import (
     run_reference,
     skip_without_row,
 )
+from tests.cases.matrix import inputs_of
 from tests.gpu.limits import run_limited
 from tests.hopper.sm90 import (
     DTYPES,
     EVERY_HEAD_DIM,
     HEAD_DIMS,
+    check_launches,
     kernels_run,
     most_short_seqlen,
     row_name,
@@ -73,8 +76,7 @@ def test_values_of_another_head_dim(
 ) -> None:
     case = make_case(seqlen_q=256, seqlen_k=256, head_dim=head_dims[0], **features)
     case = replace(case, head_dim_v=head_dims[1])
-    skip_without_row(case)
-    inputs = case.make_inputs()
+    inputs = inputs_of(case)
     ran = kernels_run(lambda: run_forward(case, inputs), "forward")
     assert ran == [built_row(f"fwd_{forward}")]
     ran = kernels_run(lambda: run_forward_backward(case, inputs), "backward")
@@ -210,18 +212,10 @@ def launches() -> list[tuple[Case, str]]:
 
 @pytest.mark.cuda_only
 def test_which_kernels_run() -> None:
-    """By the names that a profiler sees."""
-    calls = launches()
-    prepared = [(case, case.make_inputs()) for case, _ in calls]
-
-    def run() -> None:
-        for case, inputs in prepared:
-            run_forward(case, inputs)
-
-    seen = kernels_run(run, "forward")
-    expected = [f"{case}: {name}" for case, name in calls]
-    assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
-    assert seen[len(calls) :] == []
+    check_launches(
+        [(case, partial(run_forward, case, case.make_inputs()), row) for case, row in launches()],
+        "forward",
+    )
 
 
 # -- which kernel of the backward ------------------------------------------------------------------
@@ -293,18 +287,13 @@ def backward_launches() -> list[tuple[Case, str]]:
 
 @pytest.mark.cuda_only
 def test_which_backward_kernels_run() -> None:
-    """By the names that a profiler sees."""
-    calls = backward_launches()
-    prepared = [(case, case.make_inputs()) for case, _ in calls]
-
-    def run() -> None:
-        for case, inputs in prepared:
-            run_forward_backward(case, inputs)
-
-    seen = kernels_run(run, "backward")
-    expected = [f"{case}: {name}" for case, name in calls]
-    assert [f"{case}: {name}" for (case, _), name in zip(calls, seen, strict=False)] == expected
-    assert seen[len(calls) :] == []
+    check_launches(
+        [
+            (case, partial(run_forward_backward, case, case.make_inputs()), row)
+            for case, row in backward_launches()
+        ],
+        "backward",
+    )
 
 
 # -- the sm80 kernels on the same GPU --------------------------------------------------------------

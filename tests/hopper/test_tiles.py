@@ -5,8 +5,6 @@ agreement with the reference, whatever the word held that counts what is drawn.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +21,14 @@ from tests.cases.harness import (
     run_forward,
     scaled,
 )
+from tests.cases.matrix import BOTH, Call, check_calls, each, grid
 from tests.hopper.sm90 import (
     CAUSAL,
-    EVERY_HEAD_DIM,
+    HEAD_DIMS,
     MASKS,
-    many_sequences,
+    assert_row,
     most_short_seqlen,
+    multiprocessors,
     random_lengths,
     row_name,
     runs_sm90_kernels,
@@ -39,67 +39,61 @@ __all__ = ["runs_sm90_kernels"]  # pytest finds it here
 pytestmark = pytest.mark.gpu
 
 
-@EVERY_HEAD_DIM
-@pytest.mark.parametrize("mask", MASKS[:2] + MASKS[5:], ids=str)
-def test_many_tiles_for_every_cta(check: Check, head_dim: int, mask: dict[str, Any]) -> None:
-    """About 14 rounds of tiles with two to five key blocks."""
-    case = make_case(
-        batch=scaled(40, 2),
-        seqlen_q=scaled(300, 70),
-        seqlen_k=scaled(300, 70),
-        num_heads_q=scaled(16, 2),
-        num_heads_k=scaled(4, 1),
-        head_dim=head_dim,
-        **mask,
-    )
-    check(case, backward=False)
-
-
-@EVERY_HEAD_DIM
-@pytest.mark.parametrize(
-    ("lengths", "mask"),
-    [
-        ((300, 60), {}),  # one key block each
-        ((300, 200), {}),  # two or three
-        ((380, 120), {}),  # the same of the plain row at head_dim 64, whose steps these fill
-        ((380, 250), {}),
-        ((700, 150), {"causal": True}),  # most tiles see no key
-        ((500, 300), {"window": (64, 0)}),  # the first do not
-        ((300, 500), {"window": (0, 0)}),
-        ((40, 700), {"causal": True}),  # a warpgroup without queries
-        ((300, 0), {}),  # no tile sees a key
+LENGTHS_Q, LENGTHS_K = (random_lengths(seed, scaled(40, 6), scaled(600, 150)) for seed in (1, 2))
+USED_K = tuple(n - n // 5 for n in LENGTHS_K)
+TABLE: dict[str, list[Call]] = {
+    # About 14 rounds of tiles with two to five key blocks.
+    "of some blocks": grid(
+        batch=40, lengths=(300, 300), heads=(16, 4), head_dim=[*HEAD_DIMS],
+        range=MASKS[:2] + MASKS[5:], backward=False,
+    ),
+    "of few blocks": grid(
+        batch=12, heads=(16, 8), head_dim=[*HEAD_DIMS], backward=False,
+        of=[
+            {"lengths": (300, 60)},  # one key block each
+            {"lengths": (300, 200)},  # two or three
+            {"lengths": (380, 120)},  # the same of the plain row at 64, whose steps these fill
+            {"lengths": (380, 250)},
+            {"lengths": (700, 150), "causal": True},  # most tiles see no key
+            {"lengths": (500, 300), "window": (64, 0)},  # the first do not
+            {"lengths": (300, 500), "window": (0, 0)},
+            {"lengths": (40, 700), "causal": True},  # a warpgroup without queries
+            {"lengths": (300, 0)},  # no tile sees a key
+        ],
+    ),
+    # From one key block to 16, the long ones first, and beyond the row for short sequences; at
+    # head_dim 64 two full rounds, which lower tiles would exceed.
+    "of many blocks": grid(
+        batch=1, lengths=(2000, 2000), heads=(24, 2), head_dim=[64, 128], causal=True,
+        backward=False,
+    ),
+    "of features": grid(
+        batch=9, lengths=(140, 150), heads=(16, 2), head_dim=[*HEAD_DIMS], backward=False,
+        of=[{"dropout_p": 0.3, "causal": True}, {"softcap": 4.0, "window": (60, 9)}],
+        alibi=[None, Alibi.per_batch],
+    ),
+    "of packed sequences": [
+        call
+        for d in HEAD_DIMS
+        for call in grid(
+            lengths_q=random_lengths(d, scaled(40, 6), scaled(700, 150)),
+            lengths_k=random_lengths(d + 1, scaled(40, 6), scaled(700, 150)),
+            heads=(4, 2), head_dim=d, causal=BOTH, backward=False,
+        )
     ],
-    ids=str,
-)
-def test_many_tiles_of_few_blocks(
-    check: Check, head_dim: int, lengths: tuple[int, int], mask: dict[str, Any]
-) -> None:
-    case = make_case(
-        batch=scaled(12, 1),
-        seqlen_q=lengths[0],
-        seqlen_k=lengths[1],
-        num_heads_q=scaled(16, 2),
-        num_heads_k=scaled(8, 1),
-        head_dim=head_dim,
-        **mask,
-    )
-    check(case, backward=False)
+    # Tiles that end within a sequence's rows, or lie behind the queries that attend.
+    "of partly used sequences": grid(
+        lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, used_k=USED_K,
+        used_q=tuple(n // (1 + index % 4) for index, n in enumerate(LENGTHS_Q)),
+        leftpad=tuple(min(n, index * 7 % 50) for index, n in enumerate(USED_K)),
+        num_heads_k=2, head_dim=[64, 128, 256], window=(90, 30), backward=False,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_long_causal_tiles(check: Check, head_dim: int) -> None:
-    """From one key block to 16, the long ones first, and beyond the row for short sequences."""
-    size = scaled(2000, 200)  # at head_dim 64 two full rounds, which lower tiles would exceed
-    case = make_case(
-        batch=1,
-        seqlen_q=size,
-        seqlen_k=size,
-        num_heads_q=scaled(24, 2),
-        num_heads_k=2,
-        head_dim=head_dim,
-        causal=True,
-    )
-    check(case, backward=False)
+@each(TABLE)
+def test_many_tiles_for_every_cta(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
 
 
 @CAUSAL
@@ -110,7 +104,7 @@ def test_as_many_tiles_as_sms_and_one_more_or_less(
     """One tile a head: the last round has one CTA's work, or lacks one's. At head_dim 64 that is so
     of longer sequences for the plain row.
     """
-    sms = 8 if ON_CPU else torch.cuda.get_device_properties(0).multi_processor_count
+    sms = multiprocessors(8)
     tiles = (1, 2, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms, 2 * sms + 1, 3 * sms + 1)
     seqlens = ((70, 260), (190, 380)) if head_dim == 64 else ((70, 260),)
     for heads, (seqlen_q, seqlen_k) in itertools.product(tiles, seqlens):
@@ -126,48 +120,6 @@ def test_as_many_tiles_as_sms_and_one_more_or_less(
         check(case, backward=False)
 
 
-@EVERY_HEAD_DIM
-def test_many_tiles_with_features(check: Check, head_dim: int) -> None:
-    for features in ({"dropout_p": 0.3, "causal": True}, {"softcap": 4.0, "window": (60, 9)}):
-        case = make_case(
-            batch=scaled(9, 1),
-            seqlen_q=140,
-            seqlen_k=150,
-            num_heads_q=scaled(16, 2),
-            num_heads_k=2,
-            head_dim=head_dim,
-            **features,
-        )
-        check(case, backward=False)
-        check(replace(case, alibi=Alibi.per_batch), backward=False)
-
-
-@CAUSAL
-@EVERY_HEAD_DIM
-def test_many_tiles_of_packed_sequences(check: Check, head_dim: int, causal: bool) -> None:
-    case = many_sequences(head_dim, scaled(40, 6), scaled(700, 150), (4, 2), causal=causal)
-    check(case, backward=False)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_many_tiles_of_partly_used_sequences(check: Check, head_dim: int) -> None:
-    """Tiles that end within a sequence's rows, or lie behind the queries that attend."""
-    lengths = random_lengths(1, scaled(40, 6), scaled(600, 150))
-    keys = random_lengths(2, len(lengths), scaled(600, 150))
-    used_k = tuple(n - n // 5 for n in keys)
-    case = make_varlen_case(
-        lengths_q=lengths,
-        lengths_k=keys,
-        used_q=tuple(n // (1 + index % 4) for index, n in enumerate(lengths)),
-        used_k=used_k,
-        leftpad=tuple(min(n, index * 7 % 50) for index, n in enumerate(used_k)),
-        num_heads_k=2,
-        head_dim=head_dim,
-        window=(90, 30),
-    )
-    check(case, backward=False)
-
-
 def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
     """Their bound and their average say which row serves; either is right."""
     for causal in (False, True):
@@ -175,9 +127,7 @@ def test_packed_lengths_around_the_row_for_short_ones(check: Check) -> None:
         for longest, is_short in ((most, True), (most + 1, False)):
             lengths = (longest, 0, 130)
             case = make_varlen_case(lengths_q=lengths, num_heads_k=1, causal=causal)
-            if not ON_CPU:
-                row = row_name(64, "short" if is_short else "")
-                assert families.planned(case)["instance"] == row
+            assert_row(case, row_name(64, "short" if is_short else ""))
             check(case, backward=False)
 
 
