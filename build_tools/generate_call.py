@@ -1,6 +1,7 @@
 """Writes the extension's form of flash_attn_cuda/call.py: a C++ struct for each of its dataclasses,
-functions over the fields that the declarations speak of, and a bound that checks of both sides
-have. What is checked of them, generate_rules.py makes. The build of the extension calls it.
+functions over the fields that the declarations speak of, what follows from a call's fields, and a
+bound that checks of both sides have. What is checked of them, generate_rules.py makes. The build of
+the extension calls it.
 
 python -m build_tools.generate_call   # prints it
 """
@@ -9,17 +10,18 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from build_tools.cpp_of_python import Translator
 from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"
 HEADER = "torch_binding/generated_call.h"  # as sources include it
-BOUNDS = {"MAX_HEAD_DIM": REPO / "flash_attn_cuda/checks/tensors.py"}
+BOUNDS = {"MAX_HEAD_DIM": REPO / "flash_attn_cuda/rules.py"}
 
 # A tensor that is None is undefined; other optional values say whether they are there.
 CPP_TYPES = {
@@ -118,6 +120,46 @@ def handles(name: str, namespace: str, fields: list[Field]) -> Iterator[str]:
     yield ""
 
 
+def methods() -> dict[str, tuple[str, ast.expr]]:
+    """The type and the expression of an AttentionCall's methods that are one."""
+    (call,) = (
+        x
+        for x in ast.parse(SOURCE.read_text()).body
+        if isinstance(x, ast.ClassDef) and x.name == "AttentionCall"
+    )
+    found = {}
+    for each in call.body:
+        if isinstance(each, ast.FunctionDef) and isinstance(each.returns, ast.Name):
+            *before, last = each.body
+            is_one = all(isinstance(x, ast.Expr) for x in before)  # the docstring
+            if is_one and isinstance(last, ast.Return) and each.returns.id in ("bool", "int"):
+                assert last.value is not None
+                found[each.name] = each.returns.id, last.value
+    return found
+
+
+METHODS = methods()
+# What C++ calls them: functions of numbers leave the name to variables.
+FUNCTIONS = {name: name if type == "bool" else f"{name}_of" for name, (type, _) in METHODS.items()}
+
+
+def translator(constants: Mapping[str, object]) -> Translator:
+    types = {x.name: x.type for x in descriptions()["AttentionCall"]}
+    return Translator(FUNCTIONS, types, constants)
+
+
+def functions() -> Iterator[str]:
+    translate = translator({})
+    made = {
+        f"inline {CPP_TYPES[type]} {FUNCTIONS[name]}(const AttentionCall& call)": expression
+        for name, (type, expression) in METHODS.items()
+    }
+    yield from (f"{head};" for head in made)
+    for head, expression in made.items():
+        yield f"{head} {{ return {translate(expression)}; }}"
+    yield ""
+
+
 def visit_kept(fields: list[Field]) -> Iterator[str]:
     yield "// What autograd keeps of a call for its backward, which has no other part."
     yield "template <class Call, class Visitor>"
@@ -205,6 +247,7 @@ def lines(described: dict[str, list[Field]]) -> Iterator[str]:
     call = described["AttentionCall"]
     yield from handles("AttentionCall", "fields_of_call", call)
     yield from handles("Incoming", "fields_of_incoming", described["Incoming"])
+    yield from functions()
     yield from visit_kept(call)
     yield from visit_operator_arguments(call, described["Incoming"])
     yield from visit_differentiable(call)

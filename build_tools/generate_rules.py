@@ -1,12 +1,14 @@
-"""Writes the extension's checks of what both sides check alike: C++ functions of the tables of
-flash_attn_cuda/rules.py, and of the arrays whose shape and dtype, and the numbers whose range,
-flash_attn_cuda/call.py declares. The build of the extension calls it.
+"""Writes the extension's checks of what both sides check alike: C++ functions of the tables and
+layouts of flash_attn_cuda/rules.py, and of the arrays whose shape and dtype, and the numbers whose
+range, flash_attn_cuda/call.py declares. The build of the extension calls it.
 
 python -m build_tools.generate_rules   # prints it
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 import runpy
 import sys
@@ -14,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from build_tools.generate_call import Field, descriptions
+from build_tools.generate_call import FUNCTIONS, Field, descriptions, translator
 from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO
 
 HEADER = "torch_binding/generated_rules.h"  # as sources include it
-TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))  # without the package, and torch
+SOURCE = REPO / "flash_attn_cuda/rules.py"
+TABLES = runpy.run_path(str(SOURCE))  # without the package, and torch
 
 # What is told of a call, and what comes with it: class, parameter.
 CALL, INCOMING, TANGENTS = (
@@ -31,10 +34,26 @@ CALL, INCOMING, TANGENTS = (
 RULES = {
     "check_rules_of_call": (("OF_CALL",), CALL),
     "check_rules_of_backward": (("OF_BACKWARD", "OF_DETERMINISTIC"), CALL),
+    "check_rules_of_recorded": (("OF_RECORDED", "OF_LISTS"), CALL),
+    "check_rules_of_bias_gradient": (("OF_BIAS_GRADIENT",), CALL),
     "check_rules_of_direction": (("OF_DIRECTION",), CALL),
     "check_rules_of_incoming": (("OF_INCOMING",), INCOMING),
     "check_rules_of_tangents": (("OF_TANGENTS",), TANGENTS),
 }
+# Of sizes and dtypes.
+MUSTS = {
+    "check_tensors": ("OF_TENSORS", "OF_VALUES"),
+    "check_e4m3_tensors": ("OF_E4M3",),
+    "check_cuda_tensors": ("OF_CUDA",),
+    "check_batch": ("OF_BATCH",),
+    "check_sizes_of_arrays": ("OF_ARRAYS",),
+    "check_sizes_of_pairs": ("OF_PAIRS",),
+}
+CHECKS = {ValueError: "TORCH_CHECK_VALUE", TypeError: "TORCH_CHECK_TYPE"}
+# In words: the name of an argument, function or field, what of a tensor, and of a shape.
+PLACE = r"\{(\w+)(?:\.(shape|dtype|strides|value)(?:\[(\d|:-1)\])?)?\}"
+# Of a tensor, in words.
+WHAT = {"shape": "sizes()", "dtype": "scalar_type()", "strides": "strides()"}
 # Of a field's type: whether it is set, what it must be where it must not, and what it is then.
 SET = {
     "Tensor | None": ("{}.defined()", '"None"', '"a tensor"'),
@@ -49,6 +68,7 @@ DTYPES = {
     "fp32": "at::kFloat",
     "lse": "at::kFloat",
     "q": "call.q.scalar_type()",
+    "new": "dtype_of_new_keys(call)",
     "bias": "call.bias.scalar_type()",
 }
 MORE = ("false", "false", "or_more", "or_more")  # dimensions over pairs that may be larger
@@ -70,7 +90,7 @@ class Writer:
     def value(self, name: str) -> tuple[str, str, str]:
         """As SET says, of a field, or of a function of the call."""
         if name not in self.places:
-            condition = must = got = f"{name}(call)"
+            condition = must = got = f"{FUNCTIONS[name]}(call)"
         else:
             field, place = self.places[name]
             condition, must, got = (x.format(f"{place}.{name}") for x in SET[field.type])
@@ -84,14 +104,42 @@ class Writer:
         is_renamed = name in self.places and self.places[name][0].is_renamed
         return f"names.{name}" if is_renamed else f'"{name}"'
 
+    def fact(self, name: str) -> str:
+        condition, *_ = self.value(name.removeprefix("not "))
+        return f"!{condition}" if name.startswith("not ") else condition
+
+    def words(self, text: str) -> str:
+        """An error's words, as arguments of one of torch's checks."""
+        parts, end = [], 0
+        for place in re.finditer(PLACE, text):
+            parts += [f'"{text[end : place.start()]}"', self.told(*place.groups())]
+            end = place.end()
+        parts.append(f'"{text[end:]}"')
+        return ", ".join(x for x in parts if x != '""')
+
+    def told(self, name: str, what: str | None, index: str | None) -> str:
+        if what is None:
+            return f"{FUNCTIONS[name]}(call)" if name in FUNCTIONS else self.name(name)
+        if what == "value":
+            return f"call.{name}"
+        if index == ":-1":
+            return f"in_python(call.{name}.sizes().slice(0, call.{name}.dim() - 1))"
+        if index is not None:
+            return f"call.{name}.size({index})"
+        return f"in_python(call.{name}.{WHAT[what]})"
+
+    def must(self, must: Any, holds: str) -> Iterator[str]:
+        where = f"!{self.fact(must.where)} || " if must.where else ""
+        said = f"{self.name(must.argument)}, {self.words(': ' + must.words)}"
+        yield f"  {CHECKS[must.kind]}({where}{holds}, {said});"
+
     def rules(self, rules: Any) -> Iterator[str]:
-        condition, *_ = self.value(rules.fact.removeprefix("not "))
-        fact = f"!{condition}" if rules.fact.startswith("not ") else condition
+        fact = self.fact(rules.fact)
         if rules.refusal:
-            yield f"  TORCH_CHECK_NOT_IMPLEMENTED(!{fact}, {words(rules.refusal)});"
+            yield f"  TORCH_CHECK_NOT_IMPLEMENTED(!{fact}, {self.words(rules.refusal)});"
             return
         yield f"  if ({fact}) {{"
-        yield f"    const Where where{{{words(rules.where)}}};"
+        yield f"    const Where where{{{self.words(rules.where)}}};"
         for check, names in (("require(!", rules.absent), ("refuse(", rules.refused)):
             for name in names:
                 condition, must, got = self.value(name)
@@ -102,10 +150,27 @@ class Writer:
         yield "  }"
 
 
-def words(text: str) -> str:
-    """A string with the name of an argument in it, {k}, as a list of three."""
-    parts = re.split(r"\{(\w+)\}", text)
-    return ", ".join(f"names.{x}" if i == 1 else f'"{x}"' for i, x in enumerate(parts))
+def musts(table: str, writer: Writer) -> Iterator[str]:
+    """The checks of a table of Must, whose conditions are read off the source."""
+    (made,) = (
+        x.value
+        for x in ast.parse(SOURCE.read_text()).body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == table
+    )
+    assert isinstance(made, ast.Tuple)
+    translate = translator(TABLES)
+    for must, written in zip(TABLES[table], made.elts, strict=True):
+        assert isinstance(written, ast.Call) and isinstance(written.args[1], ast.Lambda)
+        yield from writer.must(must, translate(written.args[1].body))
+
+
+def layouts(writer: Writer) -> Iterator[str]:
+    """Of q, k and v: as many dimensions as the layout of the first fact that holds."""
+    for name, choices in TABLES["LAYOUTS"].items():
+        for place, (fact, layout) in enumerate(choices):
+            condition = f"if ({writer.fact(fact)}) " if fact else ""
+            given = f"{writer.name(name)}, call.{name}, {layout.count(',') + 1}"
+            yield f'  {"else " if place else ""}{condition}check_dims({given}, "{layout}");'
 
 
 def function(name: str, told: tuple[str, str], body: Iterator[str]) -> Iterator[str]:
@@ -130,8 +195,8 @@ def ranges(fields: list[Field], writer: Writer) -> Iterator[str]:
 def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const at::Tensor& q = call.q;"
     yield "  const std::int64_t B = batch_of(call);"
-    yield "  const std::int64_t Hq = q.size(q.dim() - 2);"
-    yield "  const std::int64_t Hk = call.k.size(call.k.dim() - 2);"
+    yield "  const std::int64_t Hq = heads_q_of(call);"
+    yield "  const std::int64_t Hk = heads_k_of(call);"
     yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
     for x in fields:
         if (shape := x.said.get("shape")) and not x.said.get("over_pairs"):
@@ -141,7 +206,12 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
             is_strided = x.said.get("is_strided")
             check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
             yield f"  if (call.{x.name}.defined())"
-            yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
+            if shape != "...":
+                yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
+            elif is_strided:
+                yield f"    check_place({given}, {{{dtype}}}, q);"
+            else:
+                yield f"    check_array({given}, call.{x.name}.sizes(), {dtype}, q);"
 
 
 def arrays_over_pairs(fields: list[Field]) -> Iterator[str]:
@@ -188,6 +258,7 @@ def lines() -> Iterator[str]:
     yield "#include <cmath>"
     yield ""
     yield '#include "torch_binding/check.h"'
+    yield '#include "torch_binding/layout.h"'
     yield '#include "torch_binding/over_pairs.h"'
     yield '#include "torch_binding/to_params.h"'
     yield ""
@@ -197,9 +268,14 @@ def lines() -> Iterator[str]:
         writer = Writer(described, told)
         made = (line for table in tables for x in TABLES[table] for line in writer.rules(x))
         yield from function(name, told, made)
-    numbers = ranges(described[CALL[0]], Writer(described, CALL))
+    of_call = Writer(described, CALL)
+    for name, chosen in MUSTS.items():
+        first = layouts(of_call) if name == "check_tensors" else iter(())
+        made = (line for table in chosen for line in musts(table, of_call))
+        yield from function(name, CALL, itertools.chain(first, made))
+    numbers = ranges(described[CALL[0]], of_call)
     yield from function("check_numbers", CALL, numbers)
-    arrays = arrays_of_call(described[CALL[0]], Writer(described, CALL))
+    arrays = arrays_of_call(described[CALL[0]], of_call)
     yield from function("check_arrays", CALL, arrays)
     yield from function("check_pairs", CALL, arrays_over_pairs(described[CALL[0]]))
     for told in (INCOMING, TANGENTS):

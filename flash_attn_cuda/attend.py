@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
-from . import build_info
+from . import build_info, rules
 from .arguments import (
     Result,
     cast_for_autocast,
@@ -24,7 +24,7 @@ from .arguments import (
     needs_padding,
     pad_head_dim,
 )
-from .call import DIFFERENTIABLE, TENSORS, WITH_SCALES, AttentionCall, Names, Results
+from .call import DIFFERENTIABLE, NAMES, TENSORS, WITH_SCALES, AttentionCall, Names, Results
 from .checks.calls import (
     check_call,
     check_contents,
@@ -34,6 +34,7 @@ from .checks.calls import (
     missing_backward,
     names_of,
 )
+from .checks.rules import check_rules
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
 from .operators.derivatives import run_operator
@@ -108,10 +109,7 @@ def may_be_differentiated(call: AttentionCall) -> bool:
 def _check_out(call: AttentionCall, names: Names | None) -> None:
     """Raises for an out that the results of this call cannot be written into."""
     if needs_gradient(call):
-        raise NotImplementedError(
-            "out: must be None in a call whose gradients are wanted, got a tensor "
-            "(torch.no_grad() says that none is)"
-        )
+        check_rules(rules.OF_RECORDED, NAMES, call)
     if not call.over_cache:
         call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     try:

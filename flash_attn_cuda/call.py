@@ -4,7 +4,8 @@ lists them is made. Which of them go together, rules.py says.
 A field says its type, its default and, in `argument`, what it is to others. From that come the
 operators' schemas (operators/support.py), the rules of arrays (checks/calls.py), and the
 extension's structs, with what autograd keeps and what has a gradient
-(build_tools/generate_call.py).
+(build_tools/generate_call.py). The extension also has an AttentionCall's methods that are one
+expression, a bool or an int.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Argument(NamedTuple):
     "out" for what operators do not have. Of what comes into a backward, "target" for what it
     writes, and how, "extension" for what operators do not have.
     shape: of an array that is checked by it alone: B sequences, Hq query heads, Hk key heads,
-    tokens of a cache or pages, each with Hk; "|" between those that it may have. Or like what.
-    dtype: of that array, "int32", "int64", "fp32" or "lse", softmax_lse's; or of q or the results.
+    tokens of a cache or pages, each with Hk; "|" between those that it may have; "...": any, for
+    rules.py to restrict. Or like what.
+    dtype: of that array, "int32", "int64", "fp32", "lse", softmax_lse's, or "new", that of new
+    keys; or of q or the results.
     is_strided: kernels read that array by its strides, not as a plain one.
     is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
@@ -127,7 +130,8 @@ class AttentionCall:
     # of packed sequences, upper bounds; 0: not known
     max_seqlen_q: int = argument(0, at_least=0)
     max_seqlen_k: int = argument(0, at_least=0)
-    block_table: Tensor | None = argument(None, part="cache")  # (B, max_pages)
+    # (B, max_pages)
+    block_table: Tensor | None = argument(None, shape="...", part="cache", is_strided=True)
     # which a forward reads, and its derivative in a direction (masks/)
     block_rows: Tensor | None = argument(None, shape="(B?, Hq?, Tq, 2 + Tk)", over_pairs=True)
     # which a backward reads
@@ -141,13 +145,17 @@ class AttentionCall:
     cache_batch_idx: Tensor | None = argument(None, shape="(B,)", part="cache")
     # instead of seqused_k, of every sequence of a cache
     seqlen_k: int | None = argument(None, part="cache")
-    # (B, Snew, Hk, D), or packed (total, Hk, D): appended to the cache
-    k_new: Tensor | None = argument(None, part="append", name_of_cache="k")
-    v_new: Tensor | None = argument(None, part="append", name_of_cache="v")
-    # None for packed ones: cu_seqlens_q
+    # (B, Snew, Hk, D), or with bounds (total, Hk, D): appended to the cache
+    k_new: Tensor | None = argument(
+        None, shape="...", dtype="new", part="append", name_of_cache="k", is_strided=True
+    )
+    v_new: Tensor | None = argument(
+        None, shape="...", dtype="new", part="append", name_of_cache="v", is_strided=True
+    )
     cu_seqlens_k_new: Tensor | None = argument(None, shape="(1 + B,)", part="append")
-    rotary_cos: Tensor | None = argument(None, part="append")  # (seqlen_rotary, rotary_dim / 2)
-    rotary_sin: Tensor | None = argument(None, part="append")
+    # (seqlen_rotary, rotary_dim / 2)
+    rotary_cos: Tensor | None = argument(None, shape="...", dtype="q", part="append")
+    rotary_sin: Tensor | None = argument(None, shape="...", dtype="q", part="append")
     rotary_interleaved: bool = argument(True, part="append")
     # What k and v of e4m3, and q before it was converted, are times. None: 1
     q_descale: Tensor | None = argument(
@@ -191,6 +199,29 @@ class AttentionCall:
         """Whether all sequences have the length that q and k say."""
         return self.cu_seqlens_q is None and not self.over_cache
 
+    def is_dense(self) -> bool:
+        """Whether k has as many keys for each sequence, and is neither a cache nor pages."""
+        return self.cu_seqlens_q is None and not self.reads_in_place()
+
+    def reads_e4m3(self) -> bool:
+        """Whether k or v, one of which may be wrong, is of e4m3 where both may be."""
+        return not self.is_of_one_length() and (self.k.dtype == E4M3 or self.v.dtype == E4M3)
+
+    def has_cache_seqlens(self) -> bool:
+        return self.seqused_k is not None or self.seqlen_k is not None
+
+    def needs_cu_seqlens_k(self) -> bool:
+        """Whether nothing else tells the lengths of keys."""
+        return (
+            self.is_packed()
+            and not self.over_cache
+            and (self.block_table is None or self.seqused_k is None)
+        )
+
+    def reads_entries_in_order(self) -> bool:
+        """Whether a sequence's entry of the cache is that of its own number."""
+        return self.over_cache and self.block_table is None and self.cache_batch_idx is None
+
     def has_lists(self) -> bool:
         return self.block_rows is not None or self.block_columns is not None
 
@@ -220,10 +251,29 @@ class AttentionCall:
         """Sequences of the call."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
+    def heads_q(self) -> int:
+        return self.q.shape[-2]
+
+    def heads_k(self) -> int:
+        return self.k.shape[-2]
+
+    def head_dim(self) -> int:
+        """That of q."""
+        return self.q.shape[-1]
+
+    def head_dim_k(self) -> int:
+        return self.k.shape[-1]
+
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    def entries(self) -> int:
+        """Sequences that k, neither packed nor pages, has keys of."""
+        return self.k.shape[0]
+
     def capacity(self) -> int:
         """Rows that a cache has for one sequence."""
-        rows = self.k.shape[1]
-        return rows if self.block_table is None else self.block_table.shape[1] * rows
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
 
     def scale(self) -> float:
         given = self.softmax_scale

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Names
+from . import rules
+from .call import NAMES, AttentionCall, Names
+from .checks.rules import check_holds
 from .checks.tensors import (
     CPU_DTYPES,
     CUDA_DTYPES,
     E4M3,
     as_number,
     check_dtype,
-    check_fp8_head_dim,
     check_tensor,
-    check_values_like,
     refuse_forward_gradients,
     refuse_gradients,
 )
@@ -69,8 +69,7 @@ def quantize_kv(k: Tensor, v: Tensor, mode: str = TOKEN) -> tuple[Tensor, Tensor
                 f"{name}: must have shape (batch, seqlen, heads, head_dim) or (total, heads, "
                 f"head_dim), got {tuple(x.shape)}"
             )
-        check_fp8_head_dim(name, "head_dim" if name == "k" else "head_dim_v", x.shape[-1])
-    check_values_like("v", v, "k", k)
+    check_holds(rules.OF_E4M3 + rules.OF_VALUES, NAMES, AttentionCall(k, k, v))
     made = []
     for x in (k, v):
         scale = token_scales(x) if mode == TOKEN else _head_scales(x)

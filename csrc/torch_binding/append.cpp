@@ -29,39 +29,22 @@ void check_may_be_written(const char* name, const at::Tensor& cache) {
                     cache.strides());
 }
 
-void check_packed_new_keys(const AttentionCall& call) {
-  if (call.cu_seqlens_k_new.defined()) return;
-  require(is_packed(call), "cu_seqlens_k_new: must be given where k is packed, got None");
-  TORCH_CHECK_VALUE(call.k_new.size(0) == call.q.size(0), "k: must have as many rows as q (",
-                    call.q.size(0), ") without cu_seqlens_k_new, got ", call.k_new.size(0));
-}
-
 // Kernels number the rows of all sequences, and add those of packed keys to what the cache holds.
 void check_rows(const char* name, std::int64_t rows, std::int64_t most) {
   TORCH_CHECK_VALUE(rows <= most, name, ": must have at most ", most,
                     " rows of all sequences, got ", rows);
 }
 
-// (batch, length, heads_k, head_dim), or packed (total, heads_k, head_dim).
 void check_new_keys(const AttentionCall& call, std::int64_t batch) {
-  const at::Tensor& q = call.q;
   const at::Tensor& k = call.k_new;
   const at::Tensor& v = call.v_new;
   if (!k.defined()) return;
   const bool are_packed = has_packed_new_keys(call);
-  TORCH_CHECK_VALUE(are_packed || (k.dim() == 4 && !call.cu_seqlens_k_new.defined()),
-                    "k: must have 4 dimensions (batch, seqlen, heads, head_dim), or 3 (total, ",
-                    "heads, head_dim), as with cu_seqlens_k_new, got shape ", k.sizes());
-  const std::int64_t heads = call.k.size(2);
-  const std::int64_t head_dim = call.k.size(3);
-  const at::ScalarType dtype = appends_fp8(call) ? at::kFloat8_e4m3fn : q.scalar_type();
-  if (!are_packed) {
-    check_like("k", k, {batch, k.size(1), heads, head_dim}, dtype, q);
-  } else {
-    check_like("k", k, {k.size(0), heads, head_dim}, dtype, q);
-    check_packed_new_keys(call);
-  }
-  check_like("v", v, with_columns(k.sizes(), call.v.size(3)), dtype, q);
+  at::DimVector sizes(k.sizes());
+  if (!are_packed) sizes.front() = batch;
+  sizes.end()[-2] = heads_k_of(call);
+  check_like("k", k, with_columns(sizes, head_dim_of(call)), k.scalar_type(), call.q);
+  check_like("v", v, with_columns(sizes, head_dim_v_of(call)), v.scalar_type(), call.q);
   check_rows("k", are_packed ? k.size(0) : batch * k.size(1), are_packed ? max_keys : max_size);
   if (k.numel() == 0) return;
   check_may_be_written("k_cache", call.k);
@@ -69,35 +52,21 @@ void check_new_keys(const AttentionCall& call, std::int64_t batch) {
 }
 
 void check_lengths(const AttentionCall& call) {
-  const std::int64_t capacity = cache_capacity(call);
+  const std::int64_t capacity = capacity_of(call);
   const std::int64_t length = seqlen_k_new(call);
-  const bool is_number = call.seqlen_k.has_value();
+  TORCH_CHECK_VALUE(length <= capacity, "k: must fit the cache, which holds ", capacity,
+                    " rows of a sequence, got ", length);
   const std::int64_t seqlen_k = call.seqlen_k.value_or(0);
-  require(!call.seqused_k.defined() || !is_number,
-          "cache_seqlens: must be a tensor or a number, got both");
-  require(call.seqused_k.defined() || is_number || !call.k_new.defined(),
-          "cache_seqlens: must be given where k is, got None");
-  TORCH_CHECK_VALUE(length <= capacity, "k: must have at most as many rows as the cache (",
-                    capacity, "), got ", length);
   TORCH_CHECK_VALUE(seqlen_k >= 0 && seqlen_k <= capacity - length,
-                    "cache_seqlens: must be from 0 to the rows of the cache (", capacity,
-                    ") less the new keys (", length, "), got ", seqlen_k);
+                    "cache_seqlens: must be from 0 to ", capacity - length, ", for ", length,
+                    " new keys and a cache of ", capacity, ", got ", seqlen_k);
 }
 
 void check_rotary(const AttentionCall& call) {
   const at::Tensor& cos = call.rotary_cos;
-  const at::Tensor& sin = call.rotary_sin;
-  const at::Tensor& q = call.q;
   if (!cos.defined()) return;
-  if (!is_packed(call)) check_rows("q", q.size(0) * q.size(1), max_size);
-  const std::int64_t head_dim = q.size(q.dim() - 1);
-  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.size(1) >= 1 && cos.size(1) <= head_dim / 2,
-                    "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a ",
-                    "rotary_dim from 2 to head_dim (", head_dim, "), got ", cos.sizes());
-  TORCH_CHECK_VALUE(cos.size(0) <= max_size, "rotary_cos: must have at most ", max_size,
-                    " rows, got ", cos.size(0));
-  check_array("rotary_cos", cos, cos.sizes(), q.scalar_type(), q);
-  check_array("rotary_sin", sin, cos.sizes(), q.scalar_type(), q);
+  if (!is_packed(call)) check_rows("q", call.q.size(0) * call.q.size(1), max_size);
+  check_sizes("rotary_cos", cos);
 }
 
 // The kernel checks lengths that lie on the device.

@@ -370,7 +370,6 @@ std::tuple<at::Tensor, OptionalTensor> attention(const at::Tensor& q, const at::
                       .causal = causal,
                       .num_splits = 1};
   check_inputs(given);
-  check_16_bits(given);
   check_numbers(given, names_of_fields);
   given.softmax_scale = softmax_scale_of(given);
   check_no_forward_gradients(given);
@@ -385,13 +384,10 @@ Results forward(const AttentionCall& given, bool returns_lse) {
   check_no_gradient("v_descale", given.v_descale);
   check_no_forward_gradients(given);
   const bool is_recorded = records(given);
-  require(!is_recorded || given.block_rows.defined() == given.block_columns.defined(),
-          "block_rows: must be given with block_columns where gradients are wanted");
-  require(!is_recorded || !given.out.defined(),
-          "out: must be None where gradients are wanted, got a tensor");
-  refuse(is_recorded && given.fp32_results,
-         "fp32_results: must be False in a call whose gradients are wanted, got True");
-  if (is_recorded) check_gradients_exist(given, requires_grad(given.bias));
+  if (is_recorded) {
+    check_rules_of_recorded(given, names_of(given));
+    check_gradients_exist(given, requires_grad(given.bias));
+  }
   const AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   return differentiable(given, call, is_recorded, returns_lse);
 }

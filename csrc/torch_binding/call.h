@@ -1,6 +1,6 @@
-// What follows from an attention call's fields. AttentionCall itself, Incoming, Results and
-// Gradients are made of flash_attn_cuda/call.py (build_tools/generate_call.py). A tensor that was
-// not given is undefined.
+// What follows from an attention call's fields, beside what flash_attn_cuda/call.py says of them:
+// of that AttentionCall itself, Incoming, Results and Gradients are made, and functions of a call
+// (build_tools/generate_call.py). A tensor that was not given is undefined.
 //
 // Numbers of a checked call (checked_call.h) are those that kernels use: softmax_scale has a value,
 // a window is what window_of says, num_splits is 0 where the plan is to choose, and seqlen_k has a
@@ -23,53 +23,28 @@ using OptionalTensor = std::optional<at::Tensor>;
 // Which lists of blocks a call needs.
 enum class Pass { forward, backward, both };
 
-inline bool is_packed(const AttentionCall& call) { return call.cu_seqlens_q.defined(); }
 inline bool is_paged(const AttentionCall& call) { return call.block_table.defined(); }
 inline bool drops(const AttentionCall& call) { return call.dropout_p > 0.0; }
-inline bool wants_s_dmask(const AttentionCall& call) { return call.return_softmax && drops(call); }
-
-// Whether all sequences have the length that q and k say.
-inline bool is_of_one_length(const AttentionCall& call) {
-  return !is_packed(call) && !call.over_cache;
-}
-
-// Whether k and v are a cache or pages, which nobody copies and nothing differentiates.
-inline bool reads_in_place(const AttentionCall& call) { return call.over_cache || is_paged(call); }
-
-// Whether k and v are of e4m3 beside a q of 16 bits, and stand for what their scales say.
-inline bool is_fp8(const AttentionCall& call) { return call.k.scalar_type() == at::kFloat8_e4m3fn; }
 
 // Whether there is a scale for each token and head, laid out as k.
 inline bool is_per_token(const at::Tensor& scale) { return scale.defined() && scale.dim() == 3; }
 
-// Whether new keys are numbers of a cache of e4m3 already.
-inline bool appends_fp8(const AttentionCall& call) {
-  return call.k_new.defined() && is_fp8(call) && call.k_new.scalar_type() == at::kFloat8_e4m3fn;
-}
-
-inline bool has_lists(const AttentionCall& call) {
-  return call.block_rows.defined() || call.block_columns.defined();
-}
-
-// Whether pairs are hidden or scores changed by tensors over them.
-inline bool has_masks(const AttentionCall& call) { return has_lists(call) || call.bias.defined(); }
-
 inline bool has_packed_new_keys(const AttentionCall& call) {
-  return call.k_new.defined() && call.k_new.dim() == 3;
+  return call.cu_seqlens_k_new.defined();
 }
 
 // Keys that are appended to every sequence; 0 where they are packed.
 inline std::int64_t seqlen_k_new(const AttentionCall& call) {
-  return call.k_new.defined() && call.k_new.dim() == 4 ? call.k_new.size(1) : 0;
+  return call.k_new.defined() && !has_packed_new_keys(call) ? call.k_new.size(1) : 0;
+}
+
+inline at::ScalarType dtype_of_new_keys(const AttentionCall& call) {
+  return appends_fp8(call) ? at::kFloat8_e4m3fn : call.q.scalar_type();
 }
 
 // The shape of scales of each token of a cache or pages; empty: k is neither, and has none.
 inline at::IntArrayRef tokens_in_place(const AttentionCall& call) {
   return reads_in_place(call) ? call.k.sizes().slice(0, call.k.dim() - 1) : at::IntArrayRef();
-}
-
-inline std::int64_t batch_of(const AttentionCall& call) {
-  return is_packed(call) ? call.cu_seqlens_q.size(0) - 1 : call.q.size(0);
 }
 
 // The dtype of out, dq, dk and dv.

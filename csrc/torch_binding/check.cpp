@@ -79,6 +79,11 @@ void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& 
                     " (", q.device(), "), got ", tensor.device());
 }
 
+void check_dims(const char* name, const at::Tensor& tensor, std::int64_t dims, const char* layout) {
+  TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": must have ", dims, " dimensions ", layout,
+                    ", got shape ", in_python(tensor.sizes()));
+}
+
 void check_place(const char* name, const at::Tensor& tensor,
                  std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q) {
   check_device(name, tensor, q);
@@ -143,11 +148,7 @@ std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlen
 }
 
 void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q) {
-  if (p_dropout == 0.0) return;
-  TORCH_CHECK_VALUE(rng_state.defined(),
-                    "rng_state: must be that of the forward where p_dropout > 0 (", p_dropout,
-                    "), got None");
-  check_array("rng_state", rng_state, {2}, at::kLong, q);
+  if (p_dropout > 0.0) check_array("rng_state", rng_state, {2}, at::kLong, q);
 }
 
 }  // namespace flash_attn_cuda::binding

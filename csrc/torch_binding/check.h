@@ -23,13 +23,6 @@ constexpr std::int64_t max_size = std::numeric_limits<int>::max();
 // Keys of a sequence, and new ones: kernels add two such numbers in 32 bits.
 constexpr std::int64_t max_keys = 1'000'000'000;
 
-// These raise ValueError for arguments that do not go together, and NotImplementedError for what no
-// kernel does.
-inline void require(bool holds, const char* rule) { TORCH_CHECK_VALUE(holds, rule); }
-inline void refuse(bool is_asked, const char* rule) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_asked, rule);
-}
-
 // As Python writes them.
 std::string in_python(at::ScalarType dtype);
 std::string in_python(at::IntArrayRef shape);
@@ -46,8 +39,8 @@ struct Where {
 [[noreturn]] void raise_not_implemented(const char* name, const char* must, const Where& where,
                                         const std::string& got);
 
-// The same of an argument, which `must` be something, maybe where a fact holds
-// (generated_rules.h).
+// These raise ValueError for an argument that is not what it must be, maybe where a fact holds, and
+// NotImplementedError for what no kernel does (generated_rules.h).
 template <class Got>
 void require(bool holds, const char* name, const char* must, const Got& got) {
   TORCH_CHECK_VALUE(holds, name, ": must be ", must, ", got ", got);
@@ -79,6 +72,9 @@ void check_capability(const char* name, const at::Tensor& tensor);
 void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& q,
                   const char* q_name = "q");
 
+// The tensor has as many dimensions as the layout names.
+void check_dims(const char* name, const at::Tensor& tensor, std::int64_t dims, const char* layout);
+
 // The tensor passes check_device() and has one of these dtypes.
 void check_place(const char* name, const at::Tensor& tensor,
                  std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q);
@@ -107,7 +103,7 @@ void check_read_in_place(const char* name, const at::Tensor& tensor);
 std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
                                    const at::Tensor& q);
 
-// int64 (2), needed where p_dropout > 0.
+// int64 (2), which nothing reads without dropout.
 void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q);
 
 }  // namespace flash_attn_cuda::binding

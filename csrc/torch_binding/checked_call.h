@@ -13,16 +13,13 @@ AttentionCall checked_call(AttentionCall call, Pass pass, const ArgumentNames* n
 
 // checked_call() for tensors that no kernel may be able to read, such as those without memory: q,
 // k, v and new keys stay as they are.
-AttentionCall described_call(AttentionCall call, Pass pass, const ArgumentNames* names = nullptr);
+AttentionCall described_call(AttentionCall call, Pass pass);
 
 // Raises unless q, k and v have the call's layout, one CUDA device, one 16-bit dtype, but for k and
 // v of e4m3, and heads that fit.
 void check_inputs(const AttentionCall& call);
 
-// Raises for k and v of e4m3 on behalf of callers that cannot say their scales.
-void check_16_bits(const AttentionCall& call);
-
-// Raises unless kernels can read such k and v of e4m3, and write their scales where the call asks.
+// Raises unless kernels can read such k and v of e4m3.
 void check_e4m3(const AttentionCall& call, const ArgumentNames& names);
 
 // The scale, given or not, in the fp32 that kernels use.

@@ -8,29 +8,16 @@
 #include "torch_binding/over_pairs.h"
 
 namespace flash_attn_cuda::binding {
-namespace {
-
-constexpr std::int64_t mask_tile = 128;  // queries, or keys, of a tile of BlockLists
-constexpr std::int64_t words_per_tile = mask_tile / 32;
-
-std::int64_t tiles_of(std::int64_t seqlen) {
-  return seqlen / mask_tile + (seqlen % mask_tile != 0);
-}
-
-// Of lists, tiles of the queries and keys that they are made for.
-void check_bits(const at::Tensor& bits, std::int64_t tiles_q, std::int64_t tiles_k) {
-  TORCH_CHECK_VALUE(tiles_of(bits.size(2)) == tiles_q && bits.size(3) == words_per_tile * tiles_k,
-                    "mask_bits: must have the rows and words of ", tiles_q, " x ", tiles_k,
-                    " tiles, got shape ", in_python(bits.sizes()));
-}
-
-}  // namespace
-
 std::ostream& operator<<(std::ostream& stream, const SizeRule& rule) {
   stream << rule.size;
   if (rule.or_more) stream << " or more";
   if (rule.or_one && rule.size != 1) stream << " or 1";
   return stream;
+}
+
+std::int64_t tiles_of(std::int64_t seqlen) {
+  constexpr std::int64_t tile = 128;
+  return seqlen / tile + (seqlen % tile != 0);
 }
 
 PairExtent extent_of(const AttentionCall& call) {
@@ -55,14 +42,6 @@ void check_over_pairs(const char* name, const at::Tensor& tensor,
   TORCH_CHECK_VALUE(fits, name, ": must have shape (", c10::Join(", ", sizes), "), got ",
                     in_python(tensor.sizes()));
   check_sizes(name, tensor);
-}
-
-void check_bits_of_lists(const AttentionCall& call) {
-  if (!call.mask_bits.defined()) return;
-  const at::Tensor& rows = call.block_rows;
-  const at::Tensor& columns = call.block_columns;
-  if (rows.defined()) check_bits(call.mask_bits, rows.size(2), rows.size(3) - 2);
-  if (columns.defined()) check_bits(call.mask_bits, columns.size(3) - 2, columns.size(2));
 }
 
 AttentionCall with_lists_of(Pass pass, AttentionCall call) {

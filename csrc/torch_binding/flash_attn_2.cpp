@@ -36,6 +36,12 @@ ArgumentNames names_in_flash_attn_2(const AttentionCall& call) {
   return names;
 }
 
+// They have no argument for scales.
+void check_16_bits(const AttentionCall& call) {
+  TORCH_CHECK_TYPE(!is_fp8(call), names_of(call).k, ": must have the dtype of q (",
+                   in_python(call.q.scalar_type()), "), got ", in_python(call.k.scalar_type()));
+}
+
 // [out, softmax_lse, S_dmask, rng_state]
 std::vector<at::Tensor> forward_outputs(Description given) {
   AttentionCall& described = std::get<AttentionCall>(given);

@@ -11,6 +11,7 @@
 #include "torch_binding/errors.h"
 #include "torch_binding/launch_scope.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/over_pairs.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -34,16 +35,15 @@ RngSource draw_rng(c10::DeviceIndex device) {
 // S_dmask: (batch, heads_q, rows, columns).
 at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& call,
                             const at::Tensor& rng_state, Stream stream) {
-  const std::int64_t rows = is_packed(call) ? call.max_seqlen_q : call.q.size(1);
-  const std::int64_t columns = is_packed(call) ? call.max_seqlen_k : call.k.size(1);
+  const PairExtent extent = extent_of(call);
   const AttentionShape& shape = params.shape;
-  at::Tensor probabilities =
-      at::zeros({shape.batch_size, shape.num_heads_q, rows, columns}, call.q.options());
+  at::Tensor probabilities = at::zeros(
+      {shape.batch_size, shape.num_heads_q, extent.seqlen_q, extent.seqlen_k}, call.q.options());
   if (probabilities.numel() == 0) return probabilities;
   DebugProbabilitiesParams debug{.forward = params,
                                  .probabilities = probabilities.mutable_data_ptr(),
-                                 .rows = static_cast<int>(rows),
-                                 .columns = static_cast<int>(columns)};
+                                 .rows = static_cast<int>(extent.seqlen_q),
+                                 .columns = static_cast<int>(extent.seqlen_k)};
   debug.forward.dropout.rng = rng_of_state(rng_state);
   debug.forward.dropout.rng_state = nullptr;
   run_debug_probabilities(debug, stream);
@@ -85,7 +85,7 @@ Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
   count_writes({&output.given(), &k, &v, &k_scale, &v_scale});
   if (append.params.has_value()) run_append(*append.params, scope.stream);
   run_forward(plan, params, scope.stream);
-  if (call.return_softmax && drops(call))
+  if (wants_s_dmask(call))
     results.S_dmask = probabilities_of(params, call, results.rng_state, scope.stream);
   if (has_device_contents(call)) raise_if_checking(scope.device, scope.stream, names_of(call));
   results.out = output.finish();

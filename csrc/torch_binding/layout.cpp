@@ -66,6 +66,10 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset();
+}
+
 at::Tensor contiguous(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_neg() ? tensor : contiguous_copy(tensor);
 }

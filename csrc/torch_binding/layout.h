@@ -21,6 +21,9 @@ at::Tensor with_kernel_layout(const at::Tensor& tensor);
 // to write it with a clear error, a kernel would race.
 bool is_expanded(const at::Tensor& tensor);
 
+// Whether two tensors begin at the same number.
+bool is_same(const at::Tensor& a, const at::Tensor& b);
+
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 

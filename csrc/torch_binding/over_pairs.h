@@ -9,6 +9,9 @@
 
 namespace flash_attn_cuda::binding {
 
+// Tiles of queries, or of keys, that lists of blocks have.
+std::int64_t tiles_of(std::int64_t seqlen);
+
 // What such tensors must fit: of packed sequences the bounds of their lengths, or more.
 struct PairExtent {
   std::int64_t batch;
@@ -39,9 +42,6 @@ std::ostream& operator<<(std::ostream& stream, const SizeRule& rule);
 void check_over_pairs(const char* name, const at::Tensor& tensor,
                       std::initializer_list<SizeRule> sizes,
                       std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q);
-
-// Raises unless bits are made for as many tiles as the lists.
-void check_bits_of_lists(const AttentionCall& call);
 
 // The call with lists that the pass reads alone.
 AttentionCall with_lists_of(Pass pass, AttentionCall call);

@@ -66,8 +66,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> jvp(const AttentionCall& given,
 }
 
 Gradients hvp(const AttentionCall& given, const Incoming& incoming, const Tangents& directions) {
-  require(directions.tout.defined() && directions.tlse.defined(),
-          "tout: must be given, as must be tlse, got None");
+  TORCH_CHECK_VALUE(directions.tout.defined() && directions.tlse.defined(),
+                    "tout: must be given, as must be tlse, got None");
   const AttentionCall call = checked_call(given, Pass::backward);
   return run_hvp_call(call, incoming, checked_tangents(call, directions));
 }

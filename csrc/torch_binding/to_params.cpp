@@ -130,14 +130,14 @@ Dtype dtype_of(const at::Tensor& q) {
 AttentionShape shape_of(const AttentionCall& call) {
   const int q_rows = call.q.dim() - 3;
   const int k_rows = call.k.dim() - 3;
-  const std::int64_t seqlen_k = is_paged(call) ? cache_capacity(call) : call.k.size(k_rows);
+  const std::int64_t seqlen_k = is_paged(call) ? capacity_of(call) : call.k.size(k_rows);
   return {.batch_size = static_cast<int>(batch_of(call)),
           .seqlen_q = static_cast<int>(call.q.size(q_rows)),
           .seqlen_k = static_cast<int>(seqlen_k),
-          .num_heads_q = static_cast<int>(call.q.size(q_rows + 1)),
-          .num_heads_k = static_cast<int>(call.k.size(k_rows + 1)),
-          .head_dim = static_cast<int>(call.q.size(q_rows + 2)),
-          .head_dim_v = static_cast<int>(call.v.size(call.v.dim() - 1))};
+          .num_heads_q = static_cast<int>(heads_q_of(call)),
+          .num_heads_k = static_cast<int>(heads_k_of(call)),
+          .head_dim = static_cast<int>(head_dim_of(call)),
+          .head_dim_v = static_cast<int>(head_dim_v_of(call))};
 }
 
 at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns) {
@@ -147,7 +147,7 @@ at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns) {
 }
 
 at::DimVector output_sizes(const AttentionCall& call) {
-  return with_columns(call.q.sizes(), call.v.size(call.v.dim() - 1));
+  return with_columns(call.q.sizes(), head_dim_v_of(call));
 }
 
 at::DimVector lse_sizes(const AttentionCall& call) {
@@ -257,10 +257,6 @@ PagedKvParams paged_params(const AttentionCall& call) {
 RngSource rng_of_state(const at::Tensor& rng_state) {
   const std::int64_t* const data = rng_state.const_data_ptr<std::int64_t>();
   return {.seed_pointer = data, .offset_pointer = data + 1};
-}
-
-std::int64_t cache_capacity(const AttentionCall& call) {
-  return is_paged(call) ? call.block_table.size(1) * call.k.size(1) : call.k.size(1);
 }
 
 TensorView input_view(const at::Tensor& tensor) {

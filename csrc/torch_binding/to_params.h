@@ -44,9 +44,6 @@ at::Tensor allocate_sink_gradient(const AttentionCall& call);
 // dbias: as allocated; undefined: not wanted.
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 
-// Rows that a cache, or pages, hold of every sequence.
-std::int64_t cache_capacity(const AttentionCall& call);
-
 // Three dimensions: packed sequences.
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);

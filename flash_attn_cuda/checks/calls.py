@@ -30,7 +30,7 @@ from ..call import (
 )
 from ..rounding import is_known
 from . import lengths, masks, tensors
-from .rules import check_in_range, check_rules, first_broken
+from .rules import check_holds, check_in_range, check_rules, first_broken, layout_of
 from .tensors import E4M3
 
 
@@ -51,11 +51,10 @@ def check_call(call: AttentionCall, names: Names | None = None, *, is_padded: bo
         tensors.check_rng_state(call.rng_state, call.dropout_p, call.q)
     if call.over_cache:
         _check_new_keys(call)
-        _check_rotary(call)
         _check_length_of_all(call)
-    masks.check_over_pairs(call, extent_of(call))
-    if is_padded and not call.over_cache:
-        tensors.check_cuda_head_dims(call.q, call.v)
+    masks.check_over_pairs(call, extent_of(call), names)
+    if is_padded and call.q.is_cuda:
+        check_holds(rules.OF_CUDA, names, call)
 
 
 def check_numbers(call: AttentionCall, names: Names = NAMES) -> None:
@@ -78,56 +77,30 @@ def check_sm_margin(sm_margin: Any) -> None:
 
 
 def _check_tensors(call: AttentionCall, names: Names) -> None:
-    """q, k, v and the lengths have the form of one call."""
-    q, k, is_packed = call.q, call.k, call.is_packed()
-    layout = tensors.PACKED_LAYOUT if is_packed else tensors.DENSE_LAYOUT
-    of_keys = tensors.CACHE_LAYOUT if call.over_cache else layout
-    of_keys = of_keys if call.block_table is None else tensors.PAGED_LAYOUT
-    is_dense = not (is_packed or call.over_cache)
-    qkv_names = (names.q, names.k, names.v)
-    tensors.check_qkv(q, k, call.v, qkv_names, layout, of_keys, allows_fp8=not is_dense)
+    """q, k, v, the lengths and other arrays have the form of one call."""
+    q = call.q
+    for name in ("q", "k", "v"):
+        known, x = getattr(names, name), getattr(call, name)
+        may_be_e4m3 = name != "q" and not call.is_of_one_length()
+        tensors.check_data(known, x, layout_of(name, call), (E4M3,) if may_be_e4m3 else ())
+        tensors.check_device(known, x, q, names.q)
+    check_holds(rules.OF_TENSORS + rules.OF_VALUES, names, call)
+    if call.reads_e4m3():
+        check_holds(rules.OF_E4M3, names, call)
     check_rules(rules.OF_CALL, names, call)
-    if is_packed:
+    if call.is_packed():
         lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
-    batch = call.batch()
-    rows = None if call.cache_batch_idx is not None else batch
-    if call.over_cache:
-        _check_entries(call, rows)
-    elif is_packed:
-        _check_packed_keys(call, names)
-    else:
-        _check_one_length(call, names)
-    _check_arrays(call, names, batch)
-    lengths.check_block_table(call.block_table, rows, k, q, names.k)
+    check_holds(rules.OF_BATCH, names, call)
+    _check_arrays(call, names)
+    check_holds(rules.OF_ARRAYS, names, call)
     if call.quantizes_tokens:
-        _check_written_scales(call, names)
-    if call.origin is not None:
-        lengths.check_rows_with_origin(max(q.shape[0], k.shape[0]))
+        for name in ("k_descale", "v_descale"):
+            tensors.check_may_be_written(name, getattr(call, name))
 
 
-def _check_written_scales(call: AttentionCall, names: Names) -> None:
-    """quantize="token" writes a scale for every new token and head."""
-    for name in ("k_descale", "v_descale"):
-        scales: Any = getattr(call, name)
-        if scales.dim() != 3:
-            raise ValueError(
-                f"{name}: must have a scale for every token of {names.k}, shape "
-                f"{tuple(call.k.shape[:-1])}, where quantize writes it, got {tuple(scales.shape)}"
-            )
-        strides = scales.stride()
-        if any(step == 0 and size > 1 for step, size in zip(strides, scales.shape, strict=True)):
-            raise ValueError(
-                f"{name}: must not be expanded where quantize writes it, got strides {strides}"
-            )
-        tensors.check_may_be_written(name, scales)
-    if call.k_descale is call.v_descale:
-        raise ValueError(
-            "v_descale: must be another tensor than k_descale where quantize writes it"
-        )
-
-
-def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
+def _check_arrays(call: AttentionCall, names: Names) -> None:
     """Arrays whose shape and dtype the declaration says."""
+    batch = call.batch()
     sizes: dict[Any, int] = {
         "B": batch,
         "1 + B": 1 + batch,
@@ -135,13 +108,15 @@ def _check_arrays(call: AttentionCall, names: Names, batch: int) -> None:
         "Hk": call.k.shape[-2],
     }
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
-    dtypes["lse"] = call.lse_dtype()
+    dtypes |= {"q": call.q.dtype, "lse": call.lse_dtype()}
+    dtypes["new"] = E4M3 if call.appends_fp8() else call.q.dtype
     for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
         if array is not None:
             known = getattr(names, name, name)
             tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
-            tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call))
+            if shapes != (("...",),):
+                tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call))
 
 
 def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list[tuple[int, ...]]:
@@ -153,36 +128,6 @@ def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list
         elif call.reads_in_place():
             made.append(tuple(call.k.shape[:-1]))
     return made
-
-
-def _check_packed_keys(call: AttentionCall, names: Names) -> None:
-    """Their lengths are given."""
-    if call.block_table is None or call.seqused_k is None:
-        tensors.check_tensor(names.cu_seqlens_k, call.cu_seqlens_k)
-
-
-def _check_one_length(call: AttentionCall, names: Names) -> None:
-    if call.k.shape[0] != call.q.shape[0]:
-        raise ValueError(
-            f"{names.k}: batch must be that of {names.q} ({call.q.shape[0]}), got {call.k.shape[0]}"
-        )
-    for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
-        if getattr(call, name) not in (0, x.shape[1]):
-            raise ValueError(
-                f"{name}: must be the length of {name[-1]} ({x.shape[1]}) without cu_seqlens_q, "
-                f"got {getattr(call, name)}"
-            )
-
-
-def _check_entries(call: AttentionCall, rows: int | None) -> None:
-    for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
-        if cache.is_cuda:
-            tensors.check_contiguous_rows(name, cache)
-    if call.block_table is None and rows is not None and call.k.shape[0] != rows:
-        raise ValueError(
-            f"k_cache: batch must be that of q ({rows}) without cache_batch_idx, "
-            f"got {call.k.shape[0]}"
-        )
 
 
 def _check_length_of_all(call: AttentionCall) -> None:
@@ -199,19 +144,12 @@ def _check_length_of_all(call: AttentionCall) -> None:
 
 
 def _check_new_keys(call: AttentionCall) -> None:
-    q, k, v, bounds = call.q, call.k_new, call.v_new, call.cu_seqlens_k_new
+    k, v, bounds = call.k_new, call.v_new, call.cu_seqlens_k_new
     if k is None or v is None:
         return
-    if call.seqused_k is None and call.seqlen_k is None:
-        raise ValueError("cache_seqlens: must be given with k, got None")
-    layout = tensors.DENSE_LAYOUT if bounds is None else tensors.PACKED_LAYOUT
-    tensors.check_tensor("k", k)
-    tensors.check_dims("k", k, layout)
-    dtype = E4M3 if call.appends_fp8() else q.dtype
     rows = (call.batch(), k.shape[1]) if bounds is None else k.shape[:1]
-    heads, head_dim = call.k.shape[-2:]
-    tensors.check_like("k", k, (*rows, heads, head_dim), dtype, q)
-    tensors.check_like("v", v, (*rows, heads, call.v.shape[-1]), dtype, q)
+    tensors.check_shapes("k", k, [(*rows, call.heads_k(), call.head_dim())])
+    tensors.check_shapes("v", v, [(*rows, call.heads_k(), call.head_dim_v())])
     for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
         tensors.check_may_be_written(name, cache)
     if bounds is None and isinstance(k.shape[1], int) and k.shape[1] > call.capacity():
@@ -219,19 +157,6 @@ def _check_new_keys(call: AttentionCall) -> None:
             f"k: must fit the cache, which holds {call.capacity()} rows of a sequence, "
             f"got {k.shape[1]}"
         )
-
-
-def _check_rotary(call: AttentionCall) -> None:
-    cos, sin, q = call.rotary_cos, call.rotary_sin, call.q
-    if cos is None or sin is None:
-        return
-    tensors.check_place("rotary_cos", cos, q.dtype, q)
-    if cos.dim() != 2 or not 2 <= 2 * cos.shape[1] <= q.shape[-1]:
-        raise ValueError(
-            "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 "
-            f"to head_dim ({q.shape[-1]}), got {tuple(cos.shape)}"
-        )
-    tensors.check_like("rotary_sin", sin, cos.shape, q.dtype, q)
 
 
 def check_out(call: AttentionCall) -> None:
@@ -273,10 +198,8 @@ def missing_backward(call: AttentionCall) -> str | None:
 def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
     """Raise for a forward that has no backward, whatever it reads."""
     check_rules(rules.OF_DETERMINISTIC, NAMES, call)
-    if wants_dbias and call.softcap > 0.0:
-        raise NotImplementedError(
-            f"attn_mask: has no gradient with softcap, got a softcap of {call.softcap}"
-        )
+    if wants_dbias:
+        check_rules(rules.OF_BIAS_GRADIENT, NAMES, call)
 
 
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .tensors import as_index, check_place, check_tensor
 
-MAX_ROWS_WITH_ORIGIN = 2**28
 MOST_BOUND_WITH_ORIGIN = 2**29 - 1  # of a window; larger ones are none
 MOST_FIRST = 2**30
 ORIGIN_STEP = 16  # queries and keys that dropout decides about together
@@ -27,28 +26,6 @@ def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> None:
     check_place(name, tensor, torch.int32, q)
 
 
-def check_block_table(
-    table: Any, rows: int | None, pool: Tensor, q: Tensor, pool_name: str
-) -> None:
-    """Raise unless `table` is None or int32 (rows, max_pages) over a pool of pages.
-
-    rows None is any number of rows.
-    """
-    if table is None:
-        return
-    check_tensor("block_table", table)
-    if table.dim() != 2 or (rows is not None and table.shape[0] != rows):
-        wanted = "batch" if rows is None else rows
-        raise ValueError(
-            f"block_table: must have shape ({wanted}, max_pages), got {tuple(table.shape)}"
-        )
-    check_place("block_table", table, torch.int32, q)
-    if pool.shape[1] < 1:
-        raise ValueError(
-            f"{pool_name}: pages must have at least one row, got shape {tuple(pool.shape)}"
-        )
-
-
 def check_splits(num_splits: Any, batch_invariant: Any = False) -> int:
     """Raise unless num_splits is an integer, which is returned, and batch_invariant is a bool."""
     if isinstance(num_splits, Tensor):  # an index too, but might have to be waited for
@@ -58,14 +35,6 @@ def check_splits(num_splits: Any, batch_invariant: Any = False) -> int:
         kind = type(batch_invariant).__name__
         raise TypeError(f"batch_invariant: must be a bool, got {kind}")
     return splits
-
-
-def check_rows_with_origin(rows: int) -> None:
-    """Raise for more rows of queries or keys than kernels count from an origin."""
-    if rows > MAX_ROWS_WITH_ORIGIN:
-        raise ValueError(
-            f"origin: must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got {rows}"
-        )
 
 
 # -- contents, on the CPU ------------------------------------------------------------------------

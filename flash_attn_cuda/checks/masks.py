@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import ARGUMENTS, OVER_PAIRS, Argument, AttentionCall
-from ..masks.lists import PIECE, tiles_of
+from .. import rules
+from ..call import ARGUMENTS, NAMES, OVER_PAIRS, Argument, AttentionCall, Names
+from ..masks.lists import PIECE
 from ..operators.support import is_mapped
-from .tensors import check_device, check_pair, check_place, check_tensor
+from ..rules import tiles_of
+from .rules import check_holds, check_rules
+from .tensors import check_device, check_place, check_tensor
 
 
 class PairExtent(NamedTuple):
@@ -44,11 +47,11 @@ class Size(NamedTuple):
         return f"{self.size}{or_more}" + (" or 1" if self.or_one and self.size != 1 else "")
 
 
-def check_over_pairs(call: AttentionCall, extent: PairExtent) -> None:
+def check_over_pairs(call: AttentionCall, extent: PairExtent, names: Names = NAMES) -> None:
     """Raise unless lists, bits and bias have the shapes that the declaration says, and are of one
     mask. Contents are never checked: whoever reads them drops what is out of range.
     """
-    check_pair("block_rows", call.block_rows, "block_columns", call.block_columns)
+    check_rules(rules.OF_LISTS, names, call)
     dtypes = {"int32": (torch.int32,), "q or fp32": (call.q.dtype, torch.float32)}
     for name in OVER_PAIRS:
         tensor, said = getattr(call, name), ARGUMENTS[name]
@@ -56,7 +59,8 @@ def check_over_pairs(call: AttentionCall, extent: PairExtent) -> None:
             check_place(name, tensor, dtypes[said.dtype], call.q)
             _check_sizes(name, tensor, _sizes(said, extent))
     if call.block_rows is not None:
-        _check_one_mask(call.block_rows, call.block_columns, call.mask_bits)
+        _check_one_mask(call.block_rows, call.block_columns)
+    check_holds(rules.OF_PAIRS, names, call)
 
 
 def _sizes(said: Argument, extent: PairExtent) -> list[Size]:
@@ -79,21 +83,14 @@ def _check_sizes(name: str, tensor: Tensor, sizes: list[Size]) -> None:
         raise ValueError(f"{name}: must have shape ({shape}), got {tuple(tensor.shape)}")
 
 
-def _check_one_mask(rows: Tensor, columns: Any, bits: Tensor | None) -> None:
-    """Those of packed sequences may be larger, and then all are."""
+def _check_one_mask(rows: Tensor, columns: Any) -> None:
+    """Those of packed sequences may be larger, and then both are."""
     tiles_q, tiles_k = rows.shape[2], rows.shape[3] - 2
     expected = (*rows.shape[:2], tiles_k, tiles_q + 2)
     if tuple(columns.shape) != expected:
         raise ValueError(
             f"block_columns: must have shape {expected} as block_rows has {tuple(rows.shape)}, "
             f"got {tuple(columns.shape)}"
-        )
-    if bits is None:
-        return
-    if bits.shape[3] != 4 * tiles_k or tiles_of(bits.shape[2]) != tiles_q:
-        raise ValueError(
-            f"mask_bits: must have the rows and words of {tiles_q} x {tiles_k} tiles, "
-            f"got shape {tuple(bits.shape)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Interprets the rules of which arguments go together (rules.py) and of numbers' ranges (call.py).
+"""Interprets the rules of rules.py, and of numbers' ranges (call.py).
 
 A fact asks whether something is given, on, or of a dtype. It compares no sizes, so that a compiler
 may trace it.
@@ -11,7 +11,7 @@ from typing import Any
 from torch import SymFloat, SymInt, Tensor
 from torch.compiler import is_compiling
 
-from ..rules import KNOWN, NUMBERS, Rules, range_in_words
+from ..rules import KNOWN, LAYOUTS, NUMBERS, Must, Rules, range_in_words
 from .tensors import MAX_FLOAT32, MAX_INT64, MIN_FLOAT32
 
 Broken = tuple[type[Exception], str]
@@ -25,6 +25,23 @@ def check_rules(rules: tuple[Rules, ...], names: Any, *described: Any) -> None:
     if (broken := first_broken(rules, names, *described)) is not None:
         kind, words = broken
         raise kind(words)
+
+
+def check_holds(rules: tuple[Must, ...], names: Any, call: Any) -> None:
+    """Raise for the first rule of sizes and dtypes that a call breaks."""
+    for each in rules:
+        if _is_true(each.where, (call,)) and not each.holds(call):
+            known = getattr(names, each.argument, each.argument)
+            raise each.kind(f"{known}: {_written(each.words, names, call)}")
+
+
+def layout_of(name: str, call: Any) -> str:
+    """The dimensions that q, k or v must have."""
+    *choices, (_, otherwise) = LAYOUTS[name]
+    for fact, layout in choices:
+        if _is_true(fact, (call,)):
+            return layout
+    return otherwise
 
 
 def check_in_range(name: str, value: Any, said: Any) -> None:
@@ -55,11 +72,9 @@ def _is_in_range(value: float, said: Any) -> bool:
 def first_broken(rules: tuple[Rules, ...], names: Any, *described: Any) -> Broken | None:
     """The exception of the first rule that does not hold, and its words."""
     for each in rules:
-        # A compiler's symbol for a bool, as of dropout_p, is branched on and not compared.
-        is_set = _is_set(each.fact.removeprefix("not "), described)
-        if (not is_set) if each.fact.startswith("not ") else is_set:
+        if _is_true(each.fact, described):
             if each.refusal:
-                return NotImplementedError, each.refusal.format_map(names._asdict())
+                return NotImplementedError, _written(each.refusal, names, *described)
             if (broken := _broken(each, names, described)) is not None:
                 return broken
     return None
@@ -76,6 +91,15 @@ def _broken(rules: Rules, names: Any, described: tuple[Any, ...]) -> Broken | No
         if not _is_set(name, described):
             return ValueError, _words(rules, names, name, "given", "None")
     return None
+
+
+def _is_true(fact: str, described: tuple[Any, ...]) -> bool:
+    """Whether a fact, maybe with "not" before it, holds; "": always."""
+    if not fact:
+        return True
+    # A compiler's symbol for a bool, as of dropout_p, is branched on and not compared.
+    is_set = _is_set(fact.removeprefix("not "), described)
+    return (not is_set) if fact.startswith("not ") else is_set
 
 
 def _is_set(name: str, described: tuple[Any, ...]) -> bool:
@@ -99,6 +123,32 @@ def _must_and_got(name: str, described: tuple[Any, ...]) -> tuple[str, str]:
     if value is True:
         return "False", "True"
     return "None", "a tensor" if isinstance(value, Tensor) else str(value)
+
+
+def _written(words: str, names: Any, *described: Any) -> str:
+    """Words with the names, sizes and dtypes that they have places for (rules.Must)."""
+    text, *others = words.split("{")  # by means that a compiler traces
+    for each in others:
+        place, _, after = each.partition("}")
+        text += _told(place, names, described) + after
+    return text
+
+
+def _told(place: str, names: Any, described: tuple[Any, ...]) -> str:
+    name, _, what = place.partition(".")
+    if not what and hasattr(names, name):
+        return str(getattr(names, name))
+    value = next(getattr(each, name) for each in described if hasattr(each, name))
+    if what == "strides":
+        return str(tuple(value.stride()))
+    if what == "dtype":
+        return str(value.dtype)
+    if not what.startswith("shape"):
+        return str(value() if callable(value) else value)
+    shape, index = tuple(value.shape), what.removeprefix("shape").strip("[]")
+    if not index:
+        return str(shape)
+    return str(shape[:-1] if index == ":-1" else shape[int(index)])
 
 
 def _words(rules: Rules, names: Any, name: str, must: str, got: str) -> str:

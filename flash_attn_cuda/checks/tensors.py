@@ -18,7 +18,6 @@ from torch._C import _are_functorch_transforms_active, _functorch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-MAX_HEAD_DIM = 512
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_FLOAT32 = torch.finfo(torch.float32).tiny
 MAX_INT32 = 2**31 - 1
@@ -27,12 +26,6 @@ MAX_INT64 = 2**63 - 1
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn
-FP8_MULTIPLE = 16  # of the head dims of e4m3
-
-DENSE_LAYOUT = "(batch, seqlen, heads, head_dim)"
-PACKED_LAYOUT = "(total, heads, head_dim)"
-PAGED_LAYOUT = "(num_pages, page_size, heads, head_dim)"
-CACHE_LAYOUT = "(batch_cache, capacity, heads, head_dim)"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,75 +38,9 @@ def round_up_seqlen(seqlen: int) -> int:
     return (seqlen + 127) // 128 * 128
 
 
-def check_qkv(
-    q: Any,
-    k: Any,
-    v: Any,
-    names: tuple[str, str, str],
-    q_layout: str,
-    k_layout: str,
-    *,
-    allows_fp8: bool = False,
-) -> None:
-    """Raise unless the tensors have these layouts, one device, one dtype and heads that fit.
-
-    A layout is the names of the dimensions, which end in heads and head_dim; v may have another
-    head_dim than q and k. `allows_fp8`: k and v, both, may be of e4m3 instead.
-    """
-    q_name, k_name, v_name = names
-    _check_data(q_name, q, q_layout)
-    for name, tensor in ((k_name, k), (v_name, v)):
-        _check_data(name, tensor, k_layout, (E4M3,) if allows_fp8 else ())
-        check_device(name, tensor, q, q_name)
-    if allows_fp8 and E4M3 in (k.dtype, v.dtype):
-        if v.dtype != k.dtype:
-            raise TypeError(f"{v_name}: must have the dtype of {k_name} ({k.dtype}), got {v.dtype}")
-        check_fp8_head_dim(k_name, "head_dim", k.shape[-1])
-        check_fp8_head_dim(v_name, "head_dim_v", v.shape[-1])
-    else:
-        check_device_and_dtype(k_name, k, q, q_name)
-        check_device_and_dtype(v_name, v, q, q_name)
-    heads_q, head_dim = q.shape[-2:]
-    heads_k = k.shape[-2]
-    _check_head_dim(q_name, "head_dim", head_dim)
-    if heads_q < 1:
-        raise ValueError(f"{q_name}: must have at least one head, got shape {tuple(q.shape)}")
-    if heads_k < 1:
-        raise ValueError(f"{k_name}: must have at least one head, got shape {tuple(k.shape)}")
-    if heads_q % heads_k != 0:
-        raise ValueError(
-            f"{k_name}: number of heads must divide that of {q_name} ({heads_q}), got {heads_k}"
-        )
-    if k.shape[-1] != head_dim:
-        raise ValueError(
-            f"{k_name}: last dimension (head_dim) must be that of {q_name} ({head_dim}), "
-            f"got {k.shape[-1]}"
-        )
-    check_values_like(v_name, v, k_name, k)
-    _check_head_dim(v_name, "head_dim_v", v.shape[-1])
-
-
 def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """The shape of out: that of q, with the head dim of v."""
     return *q.shape[:-1], v.shape[-1]
-
-
-def check_fp8_head_dim(name: str, dimension: str, size: int) -> None:
-    """Raise unless a tensor of e4m3 may have this head dim."""
-    if size % FP8_MULTIPLE != 0:
-        raise ValueError(
-            f"{name}: last dimension ({dimension}) must be a multiple of {FP8_MULTIPLE} of {E4M3}, "
-            f"got {size}"
-        )
-
-
-def check_values_like(v_name: str, v: Tensor, k_name: str, k: Tensor) -> None:
-    """Raise unless v has the shape of k but for the head dim."""
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"{v_name}: must have the shape of {k_name} but for the last dimension, "
-            f"{tuple(k.shape)}, got {tuple(v.shape)}"
-        )
 
 
 def check_contiguous_rows(name: str, x: Tensor) -> None:
@@ -121,13 +48,6 @@ def check_contiguous_rows(name: str, x: Tensor) -> None:
         raise ValueError(
             f"{name}: must be contiguous in its last dimension, got stride {x.stride(-1)}"
         )
-
-
-def check_pair(a_name: str, a: Any, b_name: str, b: Any) -> None:
-    """Raise unless both are None or neither."""
-    if (a is None) != (b is None):
-        missing, given = (a_name, b_name) if a is None else (b_name, a_name)
-        raise ValueError(f"{missing}: must be given with {given}, got None")
 
 
 def check_device(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
@@ -192,14 +112,9 @@ def check_number(name: str, value: Any, wanted: str = "a number") -> None:
 
 
 def check_rng_state(rng_state: Any, dropout_p: float, q: Tensor) -> None:
-    """Raise unless a backward with dropout has the forward's (seed, offset), int64."""
-    if dropout_p == 0.0:
-        return
-    if rng_state is None:
-        raise ValueError(
-            f"rng_state: must be that of the forward where dropout_p > 0 ({dropout_p}), got None"
-        )
-    check_like("rng_state", rng_state, (2,), torch.int64, q)
+    """Raise unless the (seed, offset) of a call with dropout are int64."""
+    if dropout_p > 0.0:
+        check_like("rng_state", rng_state, (2,), torch.int64, q)
 
 
 def check_place(
@@ -242,16 +157,6 @@ def check_shapes(name: str, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> 
 def _has_shape(x: Tensor, shape: Sequence[int]) -> bool:
     # One by one: where a compiler traces, `in` takes a symbol for another number.
     return x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
-
-
-def check_cuda_head_dims(q: Tensor, v: Tensor) -> None:
-    """Raise unless the kernels can read q and v as they are; the public functions pad others."""
-    for name, dimension, x in (("q", "head_dim", q), ("v", "head_dim_v", v)):
-        if x.is_cuda and x.shape[-1] % 8 != 0:
-            raise ValueError(
-                f"{name}: last dimension ({dimension}) must be a multiple of 8 on CUDA, "
-                f"got {x.shape[-1]}"
-            )
 
 
 def check_dims(name: str, tensor: Tensor, layout: str) -> None:
@@ -341,13 +246,6 @@ def has_forward_gradient(tensor: Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def _check_head_dim(name: str, dimension: str, size: int) -> None:
-    if not 1 <= size <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name}: last dimension ({dimension}) must be from 1 to {MAX_HEAD_DIM}, got {size}"
-        )
-
-
 def _check_is_mapped(name: str) -> None:
     """Raise for a tensor of torch.vmap where no transform is running, of which torch's own
     operators complain as well.
@@ -358,7 +256,8 @@ def _check_is_mapped(name: str) -> None:
         )
 
 
-def _check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype, ...] = ()) -> None:
+def check_data(name: str, tensor: Any, layout: str, further: tuple[torch.dtype, ...] = ()) -> None:
+    """Raise unless `tensor` has this layout, and a dtype of its device or one of these."""
     check_tensor(name, tensor)
     if not is_compiling() and _functorch.is_batchedtensor(tensor):
         _check_is_mapped(name)

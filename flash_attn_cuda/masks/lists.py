@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-TILE = 128
+from ..rules import TILE, tiles_of
+
 PIECE = 64
 
 HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # of a piece: no pair, every pair, those whose bit is set
@@ -25,10 +26,6 @@ CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte e
 # highest byte: 8i - 7j is i for i = j and outside 0..7 for all others, and no two sums collide.
 _GATHER_BITS = 0x0102040810204080
 _NO_VISIT = torch.iinfo(torch.int32).max
-
-
-def tiles_of(seqlen: int) -> int:
-    return -(-seqlen // TILE)
 
 
 def pieces_of(seqlen: int) -> int:

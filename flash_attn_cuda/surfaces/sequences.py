@@ -13,8 +13,9 @@ from torch import Tensor
 from ..arguments import cast_for_autocast, packed_lengths, rows_bound
 from ..call import AttentionCall
 from ..checks.calls import check_call
-from ..checks.tensors import DENSE_LAYOUT, E4M3, check_tensor
+from ..checks.tensors import E4M3, check_tensor
 from ..dense import flash_attn_func
+from ..rules import DENSE
 from ..varlen import flash_attn_varlen_func
 from .bands import Hidden, cut_lengths, cut_rows, with_hidden_rows, with_sink
 
@@ -100,7 +101,7 @@ def packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
     check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(
-            f"{name}: must have 4 dimensions {DENSE_LAYOUT} where no cu_seqlens describes it, "
+            f"{name}: must have 4 dimensions {DENSE} where no cu_seqlens describes it, "
             f"got shape {tuple(x.shape)}"
         )
     batch, seqlen = x.shape[:2]

@@ -31,7 +31,7 @@ from build_tools.kernel_table import (
     FORWARD_ROWS,
     table_text,
 )
-from flash_attn_cuda.checks.tensors import MAX_HEAD_DIM
+from flash_attn_cuda.rules import MAX_HEAD_DIM
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 REPO = Path(__file__).resolve().parents[2]

@@ -438,7 +438,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tk": torch.empty(2, 9, 2, 16, device="meta").double()}, ValueError, "tk: must be on"),
     ({"bias": None, "tbias": torch.zeros(1)}, ValueError, "tbias: must be None without bias, got"),
     ({"sink": None, "tsink": torch.zeros(4)}, ValueError, "tsink: must be None without sink, got"),
-    ({"rng_state": None}, ValueError, "rng_state: must be that of the forward"),
+    ({"rng_state": None}, ValueError, "rng_state: must be given with dropout, as the"),
     ({"out": torch.zeros(2, 7, 4, 8).double()}, ValueError, "out: must have shape (2, 7, 4, 16)"),
     ({"softmax_lse": torch.zeros(2, 4, 9).double()}, ValueError, "softmax_lse: must have shape"),
 ]

@@ -429,7 +429,7 @@ OPERATOR: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
         True,
         {"mask_bits": torch.zeros(2, 1, 7, 8).int()},
         ValueError,
-        "mask_bits: must have the rows and words of 1 x 1 tiles, got shape (2, 1, 7, 8)",
+        "mask_bits: must have the rows and words of block_rows, (2, 1, 1, 3), got shape (2,",
     ),
     (
         False,
@@ -465,7 +465,7 @@ def test_wrong_arguments_of_the_gradients() -> None:
         ({"bias": None}, ValueError, "wants_dbias: must be False without a bias, got True"),
         ({"softcap": 1.0}, NotImplementedError, "attn_mask: has no gradient with softcap"),
         ({"deterministic": True}, NotImplementedError, "deterministic: must be False with a block"),
-        ({"rng_state": None}, ValueError, "rng_state: must be that of the forward"),
+        ({"rng_state": None}, ValueError, "rng_state: must be given with dropout, as the"),
         ({"dlse": torch.zeros(1)}, TypeError, "dlse: dtype must be torch.float64"),
     ):
         with pytest.raises(error, match="^" + re.escape(words)):

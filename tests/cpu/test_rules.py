@@ -1,6 +1,6 @@
-"""Every rule of which arguments go together (flash_attn_cuda/rules.py) and of a number's range
-(flash_attn_cuda/call.py), by the road of Python and by that of the extension: a call that breaks it
-and no rule before it raises the same on both.
+"""Every rule of which arguments go together, of sizes and of dtypes (flash_attn_cuda/rules.py), and
+of a number's range (flash_attn_cuda/call.py), by the road of Python and by that of the extension: a
+call that breaks it and no rule before it raises the same on both.
 
 The extension describes a call of tensors on the CPU (explain_settings). The rules of what comes
 into a backward or a derivative, which want a GPU there, are broken by the operators' tests.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,8 +20,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import build_info, rules
-from flash_attn_cuda.call import RANGES, AttentionCall, Incoming, Tangents
-from flash_attn_cuda.checks.calls import check_call, check_incoming, check_tangents
+from flash_attn_cuda.call import NAMES, RANGES, AttentionCall, Incoming, Tangents
+from flash_attn_cuda.checks.calls import (
+    check_call,
+    check_gradients,
+    check_incoming,
+    check_tangents,
+)
+from flash_attn_cuda.checks.rules import check_holds, check_rules
 
 EXTENSION: Any = build_info.extension
 E4M3 = torch.float8_e4m3fn
@@ -37,6 +44,8 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
 }
 OF_TRAINING = "dropout_p bias fp32_results origin"
 ROTARY = "rotary_cos rotary_sin"
+DENSE_DIMS = "4 dimensions (batch, seqlen, heads, head_dim)"
+PACKED_DIMS = "3 dimensions (total, heads, head_dim)"
 
 Described = dict[str, Any]
 
@@ -80,6 +89,7 @@ CALLS: dict[str, Described] = {
     "v_new": CACHE | {"v_new": APPENDS["v_new"]},
     "k_new": CACHE | {"k_new": APPENDS["k_new"]},
     "not k_new": fp8(CACHE),
+    "seqlen_k": ONE_LENGTH | {"over_cache": True, "seqlen_k": 3},
     "rotary_cos": CACHE | APPENDS | {"rotary_cos": zeros(9, 8)},
     "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
     "reads_in_place": PAGED,
@@ -88,8 +98,11 @@ CALLS: dict[str, Described] = {
 
 
 def a_call(fact: str, **changes: Any) -> AttentionCall:
-    given = CALLS[fact] | changes
-    return AttentionCall(**given, v=given["k"])
+    return described(CALLS[fact] | changes)
+
+
+def described(given: Described) -> AttentionCall:
+    return AttentionCall(**{"v": given["k"]} | given)
 
 
 # Fact, exception, the end of its words, fields that each break a rule where the fact holds.
@@ -109,14 +122,102 @@ ABSENT = (
     ("appends_fp8", ValueError, f"where k {OF_E4M3}", "quantizes_tokens"),
     ("appends_fp8", NotImplementedError, f"where k {OF_E4M3}", ROTARY),
     ("not k_new", ValueError, "without k", f"cu_seqlens_k_new {ROTARY} quantizes_tokens"),
+    ("seqlen_k", ValueError, "with seqlen_k", "seqused_k"),
 )  # fmt: skip
 GIVEN = (
     ("is_fp8", "k_descale", f"k_descale: must be given where k {OF_E4M3}, got None"),
     ("is_fp8", "v_descale", f"v_descale: must be given where k {OF_E4M3}, got None"),
     ("v_new", "k_new", "k: must be given with v, got None"),
     ("k_new", "v_new", "v: must be given with k, got None"),
+    ("k_new", "has_cache_seqlens", "cache_seqlens: must be given with k, got None"),
     ("rotary_cos", "rotary_sin", "rotary_sin: must be given with rotary_cos, got None"),
     ("rotary_sin", "rotary_cos", "rotary_cos: must be given with rotary_sin, got None"),
+)
+QUANTIZES = fp8(CACHE) | APPENDS | {"quantizes_tokens": True}
+QUANTIZES |= {f"{x}_descale": torch.ones(2, 10, 2) for x in "kv"}
+ONE_SCALE, EXPANDED = torch.ones(2, 10, 2), torch.ones(2, 10, 1).expand(2, 10, 2)
+A_SCALE = "must have a scale for every token of k_cache, shape (2, 10, 2), where quantize writes it"
+NOT_EXPANDED = "must not be expanded where quantize writes it, got strides (10, 1, 0)"
+# Of each table of sizes and dtypes, for each of its rules: a call, what breaks the rule in it, and
+# the error.
+SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
+    "OF_TENSORS": (
+        (fp8(PACKED), {"v": PACKED["k"]},
+         f"v: must have the dtype of k ({E4M3}), got torch.bfloat16"),
+        (ONE_LENGTH, {"k": zeros(2, 10, 2, 16, dtype=torch.half)},
+         "k: must have the dtype of q (torch.bfloat16), got torch.float16"),
+        (ONE_LENGTH, {"v": zeros(2, 10, 2, 16, dtype=torch.half)},
+         "v: must have the dtype of q (torch.bfloat16), got torch.float16"),
+        (ONE_LENGTH, {"q": zeros(2, 3, 4, 520), "k": zeros(2, 10, 2, 520)},
+         "q: last dimension (head_dim) must be from 1 to 512, got 520"),
+        (ONE_LENGTH, {"q": zeros(2, 3, 0, 16)},
+         "q: must have at least one head, got shape (2, 3, 0, 16)"),
+        (CACHE, {"k": zeros(2, 10, 0, 16)},
+         "k_cache: must have at least one head, got shape (2, 10, 0, 16)"),
+        (CACHE, {"k": zeros(2, 10, 3, 16)},
+         "k_cache: number of heads must divide that of q (4), got 3"),
+        (PACKED, {"k": zeros(20, 2, 8)},
+         "k: last dimension (head_dim) must be that of q (16), got 8"),
+        (PAGED, {"v": zeros(5, 8, 2, 0)},
+         "v: last dimension (head_dim_v) must be from 1 to 512, got 0"),
+        (ONE_LENGTH, {"k": zeros(3, 10, 2, 16)}, "k: batch must be that of q (2), got 3"),
+    ),
+    "OF_VALUES": (
+        (CACHE, {"v": zeros(2, 9, 2, 16)},
+         "v_cache: must have the shape of k_cache but for the last dimension, (2, 10, 2, 16), got "
+         "(2, 9, 2, 16)"),
+    ),
+    "OF_E4M3": (
+        (fp8(PACKED), {"q": zeros(6, 4, 24), "k": zeros(20, 2, 24, dtype=E4M3)},
+         f"k: last dimension (head_dim) must be a multiple of 16 of {E4M3}, got 24"),
+        (fp8(CACHE), {"v": zeros(2, 10, 2, 8, dtype=E4M3)},
+         f"v_cache: last dimension (head_dim_v) must be a multiple of 16 of {E4M3}, got 8"),
+    ),
+    "OF_BATCH": (
+        (ONE_LENGTH, {"max_seqlen_q": 5},
+         "max_seqlen_q: must be the length of q (3) without cu_seqlens_q, got 5"),
+        (ONE_LENGTH, {"max_seqlen_k": 5},
+         "max_seqlen_k: must be the length of k (10) without cu_seqlens_q, got 5"),
+        (PACKED, {"cu_seqlens_k": None}, "cu_seqlens_k: must be a torch.Tensor, got NoneType"),
+        (CACHE, {"k": zeros(3, 10, 2, 16)},
+         "k_cache: batch must be that of q (2) without cache_batch_idx, got 3"),
+    ),
+    "OF_ARRAYS": (
+        (PAGED, {"block_table": integers(2)},
+         "block_table: must have shape (batch, max_pages), got (2,)"),
+        (PAGED, {"block_table": integers(3, 3)},
+         "block_table: must have shape (2, max_pages), got (3, 3)"),
+        (PAGED, {"k": zeros(5, 0, 2, 16)},
+         "k: pages must have at least one row, got shape (5, 0, 2, 16)"),
+        (QUANTIZES, {"k_descale": torch.ones(2)}, f"k_descale: {A_SCALE}, got (2,)"),
+        (QUANTIZES, {"v_descale": torch.ones(2, 2)}, f"v_descale: {A_SCALE}, got (2, 2)"),
+        (QUANTIZES, {"k_descale": EXPANDED}, f"k_descale: {NOT_EXPANDED}"),
+        (QUANTIZES, {"v_descale": EXPANDED}, f"v_descale: {NOT_EXPANDED}"),
+        (QUANTIZES, {"k_descale": ONE_SCALE, "v_descale": ONE_SCALE},
+         "v_descale: must be another tensor than k_descale where quantize writes it"),
+        (PACKED, {"origin": integers(2, 4), "q": zeros(1, 4, 16).expand(2**28 + 1, 4, 16)},
+         "origin: must be None for more than 268435456 rows, got q of (268435457, 4, 16) and k of "
+         "(20, 2, 16)"),
+        (CACHE | APPENDS, {"k_new": zeros(3, 2, 16)},
+         f"k: must have {DENSE_DIMS}, got shape (3, 2, 16)"),
+        (CACHE | APPENDS, {"cu_seqlens_k_new": integers(3)},
+         f"k: must have {PACKED_DIMS}, got shape (2, 1, 2, 16)"),
+        (CACHE | APPENDS, {"rotary_cos": zeros(9, 9), "rotary_sin": zeros(9, 9)},
+         "rotary_cos: must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 to "
+         "head_dim (16), got (9, 9)"),
+        (CACHE | APPENDS, {"rotary_cos": zeros(9, 8), "rotary_sin": zeros(9, 7)},
+         "rotary_sin: must have shape (9, 8), got (9, 7)"),
+    ),
+}  # fmt: skip
+# Call, argument, shape, dimensions that it must have.
+LAYOUTS = (
+    (ONE_LENGTH, "q", (3, 4, 16), DENSE_DIMS),
+    (PACKED, "q", (2, 3, 4, 16), PACKED_DIMS),
+    (ONE_LENGTH, "k", (10, 2, 16), DENSE_DIMS),
+    (ONE_LENGTH, "v", (10, 2, 16), DENSE_DIMS),
+    (PACKED, "v", (2, 10, 2, 16), PACKED_DIMS),
+    (PAGED, "k", (20, 2, 16), "4 dimensions (num_pages, page_size, heads, head_dim)"),
+    (CACHE, "k", (20, 2, 16), "4 dimensions (batch_cache, capacity, heads, head_dim)"),
 )
 WANTED = "in a call whose gradients are wanted"
 DIRECTED = "in a call that is differentiated in a direction"
@@ -149,14 +250,22 @@ OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
 }
 
 
-def cases() -> Iterator[tuple[tuple[str, str], Any, type[Exception], str]]:
-    """(fact, field), what the field is to be, exception, words."""
+# What is changed where that is not the field alone.
+CHANGES: dict[str, Described] = {
+    "has_cache_seqlens": {"seqused_k": None, "v_new": APPENDS["v_new"]},
+}
+OF_CACHE = {("seqlen_k", "seqused_k"): "cache_seqlens"}  # how errors call it there
+
+
+def cases() -> Iterator[tuple[tuple[str, str], Described, type[Exception], str]]:
+    """(fact, field), what is changed, exception, words."""
     for fact, kind, where, names in ABSENT:
         for name in names.split():
             known, value, must, got = FIELDS.get(name, (name, integers(2), "None", "a tensor"))
-            yield (fact, name), value, kind, f"{known}: must be {must} {where}, got {got}"
+            known = OF_CACHE.get((fact, name), known)
+            yield (fact, name), {name: value}, kind, f"{known}: must be {must} {where}, got {got}"
     for fact, name, words in GIVEN:
-        yield (fact, name), None, ValueError, words
+        yield (fact, name), CHANGES.get(name, {name: None}), ValueError, words
 
 
 CASES = {" ".join(broken): (broken, *case) for broken, *case in cases()}
@@ -170,11 +279,56 @@ def assert_refused(run: Callable[[], Any], kind: type[Exception], words: str) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_of_a_call(case: str) -> None:
-    (fact, name), value, kind, words = CASES[case]
-    call = a_call(fact, **{name: value})
+    (fact, _), changes, kind, words = CASES[case]
+    assert_refused_on_both(a_call(fact, **changes), kind, words)
+
+
+def assert_refused_on_both(call: AttentionCall, kind: type[Exception], words: str) -> None:
     assert_refused(lambda: check_call(call), kind, words)
     if EXTENSION is not None:
         assert_refused(lambda: EXTENSION.explain_settings(call), kind, words)
+
+
+@pytest.mark.parametrize("table", SIZES)
+def test_of_sizes(table: str) -> None:
+    for rule, (given, changes, words) in zip(getattr(rules, table), SIZES[table], strict=True):
+        assert re.fullmatch(".*: " + as_pattern(rule.words), words)
+        assert_refused_on_both(described(given | changes), rule.kind, words)
+
+
+def as_pattern(words: str) -> str:
+    return ".*".join(map(re.escape, re.split(r"\{.*?\}", words)))
+
+
+@pytest.mark.parametrize(("given", "name", "shape", "must"), LAYOUTS)
+def test_of_a_layout(given: Described, name: str, shape: tuple[int, ...], must: str) -> None:
+    known = f"{name}_cache" if "over_cache" in given else name
+    words = f"{known}: must have {must}, got shape {shape}"
+    assert_refused_on_both(described(given | {name: zeros(*shape)}), ValueError, words)
+
+
+def test_of_bits() -> None:
+    """Python sees a forward's lists, the extension those of the backward that it explains."""
+    bits = {"mask_bits": integers(1, 1, 9, 8)}
+    call = described(PACKED | LISTS | bits)
+    words = "mask_bits: must have the rows and words of block_{}, (1, 1, 1, 3), got shape "
+    words += "(1, 1, 9, 8)"
+    assert_refused(lambda: check_call(call), ValueError, words.format("rows"))
+    if EXTENSION is not None:
+        road = partial(EXTENSION.explain_settings, call)
+        assert_refused(road, ValueError, words.format("columns"))
+
+
+def test_of_head_dims_on_cuda() -> None:
+    """The extension's road wants a GPU."""
+    call = described(ONE_LENGTH | {"q": zeros(2, 3, 4, 20), "k": zeros(2, 10, 2, 20)})
+    words = "must be a multiple of 8 on CUDA, got 20"
+    road = partial(check_holds, rules.OF_CUDA, NAMES, call)
+    assert_refused(road, ValueError, f"q: last dimension (head_dim) {words}")
+    call.q = call.k = zeros(2, 3, 4, 24)
+    assert_refused(road, ValueError, f"v: last dimension (head_dim_v) {words}")
+    call.over_cache = True
+    road()
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -197,6 +351,39 @@ def test_of_a_backward(fact: str, changes: Described, words: str) -> None:
     assert_refused(lambda: check_incoming(call, incoming), NotImplementedError, words)
     if EXTENSION is not None:
         assert_refused(lambda: EXTENSION.forward(call), NotImplementedError, words)
+
+
+# Of a call that autograd records: what is changed beside the call, exception, words.
+OF_RECORDED: tuple[tuple[Described, type[Exception], str], ...] = (
+    ({"out": zeros(2, 3, 4, 16)}, NotImplementedError,
+     f"out: must be None {WANTED}, got a tensor (torch.no_grad() says that none is)"),
+    ({"fp32_results": True}, NotImplementedError,
+     f"fp32_results: must be False {WANTED}, got True"),
+    ({"block_rows": LISTS["block_rows"]}, ValueError,
+     "block_columns: must be given with block_rows, got None"),
+    ({"block_columns": LISTS["block_columns"]}, ValueError,
+     "block_rows: must be given with block_columns, got None"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), OF_RECORDED)
+def test_of_a_recorded_call(changes: Described, kind: type[Exception], words: str) -> None:
+    call = described(ONE_LENGTH | changes)
+    call.q = call.q.clone().requires_grad_()
+    tables = rules.OF_RECORDED + rules.OF_LISTS
+    assert_refused(lambda: check_rules(tables, NAMES, call), kind, words)
+    if EXTENSION is not None:
+        assert_refused(lambda: EXTENSION.forward(call), kind, words)
+
+
+def test_of_the_gradient_of_a_bias() -> None:
+    call = described(ONE_LENGTH | {"bias": zeros(1, 1, 3, 10).requires_grad_(), "softcap": 2.0})
+    words = "attn_mask: has no gradient with softcap, got a softcap of {}"
+    check_gradients(call, wants_dbias=False)
+    road = partial(check_gradients, call, wants_dbias=True)
+    assert_refused(road, NotImplementedError, words.format("2.0"))
+    if EXTENSION is not None:
+        assert_refused(lambda: EXTENSION.forward(call), NotImplementedError, words.format("2"))
 
 
 @pytest.mark.parametrize(("fact", "words"), OF_DIRECTION)

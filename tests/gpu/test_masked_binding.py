@@ -205,7 +205,8 @@ def test_bits_must_serve_their_lists(extension: Any) -> None:
     """Lists that are made for more queries than any sequence has need as many rows of bits."""
     given = {**packed(), "block_rows": made("block_rows", (1, 1, 4, 6))}
     with pytest.raises(
-        ValueError, match=said("mask_bits", "must have the rows and words of 4 x 4 tiles, got")
+        ValueError,
+        match=said("mask_bits", "must have the rows and words of block_rows, (1, 1, 4, 6), got"),
     ):
         forward(extension, **given, mask_bits=made("mask_bits", (1, 1, 384, 16)))
 
@@ -233,14 +234,18 @@ def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> 
         (
             {"wants_dbias": True, "bias": torch.float32, "softcap": 5.0},
             NotImplementedError,
-            "wants_dbias: must be False with softcap (5), got True",
+            "attn_mask: has no gradient with softcap, got a softcap of 5",
         ),
         (
             {"deterministic": True, "block_columns": torch.int32},
             NotImplementedError,
             "deterministic: must be False with a block mask, got True",
         ),
-        ({"dropout_p": 0.5}, ValueError, "rng_state: must be that of the forward"),
+        (
+            {"dropout_p": 0.5},
+            ValueError,
+            "rng_state: must be given with dropout, as the forward returned it, got None",
+        ),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: must be at least 0 and below 1, got 1"),
         ({"dout": torch.zeros(1)}, ValueError, "dout: must be on the device of q"),
         ({"softmax_lse": torch.zeros(1)}, ValueError, "softmax_lse: must be on the device of q"),
