@@ -139,7 +139,6 @@ def test_sm90_tiles_are_what_the_kernel_takes(row) -> None:
         assert (row.block_m, row.block_n, row.num_warps) == (64, 64, 8)
         return
     assert row.block_m in (128, 192, 256) and row.num_warps * 16 == row.block_m
-    assert (row.kind is Kind.tall) == (row.block_m == 256)
     assert row.block_n <= 256 and row.block_n % 16 == 0
 
 

@@ -182,6 +182,7 @@ def test_the_units_of_the_table_compile(tmp_path) -> None:
     checks += "".join(
         f"static_assert({row.name}::config.most_causal_seqlen == {row.most_causal_seqlen});\n"
         f"static_assert({row.name}::config.most_full_seqlen == {row.most_full_seqlen});\n"
+        f"static_assert({row.name}::config.extra_cost == {row.extra_cost});\n"
         for row in ALL_ROWS
         if isinstance(row, ForwardRow)
     )
