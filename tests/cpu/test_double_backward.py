@@ -175,21 +175,8 @@ NESTED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_hessians(name: str) -> None:
-    inputs = make_inputs()[:3]
-
-    def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
-
-    found, wanted = (
-        NESTED[name](loss_of(f), (0, 1, 2))(*inputs)
-        for f in (plain, lambda *x: attention(*x, causal=True))
-    )
-    torch.testing.assert_close(found, wanted)
-
-
-def test_hessian_by_a_bias_and_a_sink() -> None:
     inputs = make_inputs()
-    found, wanted = (hessian(loss_of(f), (3, 4))(*inputs) for f in (attend, expected))
+    found, wanted = (NESTED[name](loss_of(f), EVERY)(*inputs) for f in (attend, expected))
     torch.testing.assert_close(found, wanted)
 
 

@@ -17,15 +17,12 @@ from flash_attn_cuda import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
 )
 from flash_attn_cuda.call import Results
 from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
 from flash_attn_cuda.operators import attention as attention_operators
 from flash_attn_cuda.operators import second_order as second_order_operators
 from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
-from tests.cases.masked_operators import int32
 from tests.cases.roads import Extension, extension
 from tests.cases.small_calls import attend, expected, make_inputs, tensors
 from tests.reference import attention
@@ -47,25 +44,6 @@ def test_packed_tensors() -> None:
     wanted = jvp(lambda x: expected(q, *x.unbind(2))[0], (kv,), (t_kv,))
     found = jvp(lambda x: flash_attn_kvpacked_func(q, x, causal=True), (kv,), (t_kv,))
     torch.testing.assert_close(found, wanted)
-
-
-def test_packed_tensors_of_packed_sequences() -> None:
-    qkv, tangent = tensors((2, 5, 3, 4, 8), (2, 5, 3, 4, 8))
-    rows, t_rows = qkv.flatten(0, 1), tangent.flatten(0, 1)
-    cu, q = int32(0, 5, 10), rows[:, 0]
-
-    def by_qkv(x: Tensor) -> Tensor:
-        return flash_attn_varlen_qkvpacked_func(x, cu, 5, causal=True)
-
-    def by_kv(x: Tensor) -> Tensor:
-        return flash_attn_varlen_kvpacked_func(q, x, cu, cu, 5, 5, causal=True)
-
-    wanted = jvp(lambda x: expected(*x.unbind(2))[0].flatten(0, 1), (qkv,), (tangent,))
-    torch.testing.assert_close(jvp(by_qkv, (rows,), (t_rows,)), wanted)
-    kv, t_kv = rows[:, 1:], t_rows[:, 1:]
-    tangent[:, :, 0] = 0.0
-    wanted = jvp(lambda x: expected(*x.unbind(2))[0].flatten(0, 1), (qkv,), (tangent,))
-    torch.testing.assert_close(jvp(by_kv, (kv,), (t_kv,)), wanted)
 
 
 def test_chunks() -> None:

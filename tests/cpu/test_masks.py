@@ -16,7 +16,7 @@ from flash_attn_cuda import BlockSparsity, masks
 from flash_attn_cuda.masks import random_choice, ready_made
 from tests.cases.harness import DEVICE, no_host_sync
 
-SEQLENS = [(70, 70), (200, 200), (1, 130), (60, 201), (150, 65)]
+SEQLENS = [(70, 70), (1, 130), (60, 201), (150, 65)]
 
 
 def by_pairs(seqlen_q: int, seqlen_k: int, visible: Callable[[int, int], bool]) -> Tensor:

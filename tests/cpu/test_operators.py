@@ -4,6 +4,7 @@ the reference, which is differentiated by torch. Those of caches are in test_cac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ FORMS = {
         PACKED,
         lambda *x: packed(
             *x, window_size=(None, 1), softcap=2.0, alibi_slopes=SLOPES.to(x[0].device),
-            **on(x[0], USED),
+            num_splits=2, **on(x[0], USED),
         ),
         lambda *x: varlen_attention(
             *x, **STARTS, **USED, softmax_scale=SCALE, window=(-1, 1), softcap=2.0,
@@ -388,35 +389,26 @@ def test_dynamic_shapes_of_masks(function: Callable[..., Tensor]) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(
-    ("is_packed", "backend", "sizes"),
-    [(False, "aot_eager", [(40, 50)]), (True, "eager", [(40, 50), (140, 150)])],
-    ids=["dense", "packed"],
-)
-def test_compiled_with_a_dense_mask(
-    is_packed: bool, backend: str, sizes: list[tuple[int, int]]
-) -> None:
-    """Lists of blocks are made in the graph; of symbols, where there are several sizes."""
+def test_dynamic_shapes_of_dense_masks() -> None:
+    """Lists of blocks are made in the graph, of symbols."""
     torch._dynamo.reset()
+    graphs, backend = counted()
 
     def model(q: Tensor, k: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
-        if not is_packed:
-            return flash_attn_func(q, k, k, attn_mask=mask)
         most = (q.shape[1], k.shape[1])
         cu_seqlens = (starts * most[0], starts * most[1])
         tensors = (x.flatten(0, 1) for x in (q, k, k))
         out = flash_attn_varlen_func(*tensors, *cu_seqlens, *most, attn_mask=mask)
         return out.view_as(q)
 
-    dynamic = len(sizes) > 1
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
-    for seqlens in sizes:
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for seqlens in ((140, 150), (330, 420)):
         q, k, *_ = make_inputs(requires_grad=True, seqlens=seqlens)
         mask = torch.rand(2, 4, *seqlens) < 0.5
-        actual, expected = compiled(q, k, mask, int32(0, 1, 2)), attention(q, k, k, mask=mask)[0]
-        torch.testing.assert_close(actual, expected)
-        gradients = (torch.autograd.grad(x.sin().sum(), (q, k)) for x in (actual, expected))
-        torch.testing.assert_close(*gradients)
+        outs = compiled(q, k, mask, int32(0, 1, 2)), attention(q, k, k, mask=mask)[0]
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), (q, k)) for x in outs))
+    assert len(graphs) == 1
 
 
 def test_compiled_after_unpadding() -> None:
@@ -435,22 +427,22 @@ def test_compiled_after_unpadding() -> None:
 
 
 class Windowed(torch.nn.Module):
-    def forward(self, q: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor]:
-        window = {"window_size": (left, 0)}
-        rows, cu_seqlens = q.flatten(0, 1), int32(0, 7, 14)
-        return (
-            flash_attn_func(q, q, q, **window),
-            flash_attn_varlen_func(rows, rows, rows, cu_seqlens, cu_seqlens, 7, 7, **window),
-            flash_attn_with_kvcache(q, q, q, **window),
-        )
+    def forward(self, q: Tensor, left: int) -> Tensor:
+        return flash_attn_func(q, q, q, window_size=(left, 0))
+
+
+def windowed(q: Tensor, left: int) -> tuple[Tensor, ...]:
+    rows, bounds, window = q.flatten(0, 1), int32(0, 7, 14), {"window_size": (left, 0)}
+    of_rows = flash_attn_varlen_func(rows, rows, rows, bounds, bounds, 7, 7, **window)
+    return Windowed()(q, left), of_rows, flash_attn_with_kvcache(q, q, q, **window)
 
 
 def test_windows_of_symbols() -> None:
     torch._dynamo.reset()
     q = torch.randn(2, 7, 4, 16)
-    compiled = torch.compile(Windowed(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(windowed, fullgraph=True, backend="aot_eager")
     for left in (3, 4, 5, -1):
-        torch.testing.assert_close(compiled(q, left), Windowed()(q, left))
+        torch.testing.assert_close(compiled(q, left), windowed(q, left))
     sizes = {"q": None, "left": Dim.DYNAMIC}
     for strict in (False, True):
         program = torch.export.export(Windowed(), (q, 3), dynamic_shapes=sizes, strict=strict)
@@ -696,3 +688,67 @@ def test_vmap_over_bad_contents_names_them() -> None:
     cu_seqlens = torch.tensor([[0, 3, 6], [0, 7, 6]], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^cu_seqlens_q: must not decrease, got 6 at index 2"):
         torch.vmap(lambda cu: flash_attn_varlen_func(x, x, x, cu, cu, 6, 6))(cu_seqlens)
+
+
+# -- wrong arguments -------------------------------------------------------------------------------
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+# Whether packed, what is changed of a call with everything, and the error.
+WRONG: tuple[tuple[bool, dict[str, Any], type[Exception], str], ...] = (
+    (False, {"block_rows": None}, ValueError,
+     "block_rows: must be given with block_columns, got None"),
+    (False, {"block_columns": None}, ValueError,
+     "block_columns: must be given with block_rows, got None"),
+    (False, {"block_rows": None, "block_columns": None}, ValueError,
+     "mask_bits: must be None without a block mask, got a tensor"),
+    (False, {"block_rows": torch.zeros(2, 1, 1, 3)}, TypeError,
+     "block_rows: dtype must be torch.int32, got torch.float32"),
+    (False, {"block_rows": ints(2, 1, 2, 3)}, ValueError,
+     "block_rows: must have shape (2 or 1, 4 or 1, 1, 3), got (2, 1, 2, 3)"),
+    (True, {"block_rows": ints(2, 1, 2, 2)}, ValueError,
+     "block_rows: must have shape (2 or 1, 4 or 1, 1 or more, 3 or more), got (2, 1, 2, 2)"),
+    (True, {"block_rows": ints(2, 1, 2, 3)}, ValueError,
+     "block_columns: must have shape (2, 1, 1, 4) as block_rows has (2, 1, 2, 3)"),
+    (False, {"block_columns": ints(1, 1, 1, 3)}, ValueError,
+     "block_columns: must have shape (2, 1, 1, 3) as block_rows has (2, 1, 1, 3)"),
+    (False, {"mask_bits": ints(2, 1, 7, 3)}, ValueError,
+     "mask_bits: must have shape (2 or 1, 4 or 1, 7, 4), got (2, 1, 7, 3)"),
+    (True, {"mask_bits": ints(2, 1, 7, 8)}, ValueError,
+     "mask_bits: must have the rows and words of 1 x 1 tiles, got shape (2, 1, 7, 8)"),
+    (False, {"bias": torch.zeros(4, 7, 9).double()}, ValueError,
+     "bias: must have shape (2 or 1, 4 or 1, 7 or 1, 9), got (4, 7, 9)"),
+    (False, {"bias": torch.zeros(1, 1, 1, 9).half()}, TypeError, "bias: dtype must be torch.float"),
+    (False, {"sink": torch.zeros(4)}, TypeError, "sink: dtype must be torch.float64, got torch.f"),
+    (False, {"max_seqlen_k": 8}, ValueError, "max_seqlen_k: must be the length of k (9) without"),
+    (False, {"seqused_q": int32(7, 2)}, ValueError,
+     "seqused_q: must be None without cu_seqlens_q, got a tensor"),
+    (True, {"seqused_q": int32(7)}, ValueError, "seqused_q: must have shape (2,), got (1,)"),
+)  # fmt: skip
+OF_GRADIENTS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"bias": None}, ValueError, "wants_dbias: must be False without a bias, got True"),
+    ({"softcap": 1.0}, NotImplementedError, "attn_mask: has no gradient with softcap"),
+    ({"deterministic": True}, NotImplementedError, "deterministic: must be False with a block"),
+    ({"rng_state": None}, ValueError, "rng_state: must be that of the forward"),
+    ({"dlse": torch.zeros(1)}, TypeError, "dlse: dtype must be torch.float64"),
+    ({"dout": torch.zeros(2, 7, 4, 8).double()}, ValueError, "dout: must have shape (2, 7, 4, 16)"),
+    ({"out": torch.zeros(2, 7, 4, 8).double()}, ValueError, "out: must have shape (2, 7, 4, 16)"),
+)
+
+
+@pytest.mark.parametrize(("is_packed", "changes", "error", "words"), WRONG)
+def test_wrong_arguments(
+    is_packed: bool, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match="^" + re.escape(words)):
+        _ops.attention(*arguments(**forward_fields(is_packed, **changes)))
+
+
+def test_wrong_arguments_of_gradients() -> None:
+    for changes, error, words in OF_GRADIENTS:
+        given = gradients_arguments(**backward_fields(packed=False, **changes))
+        with pytest.raises(error, match="^" + re.escape(words)):
+            _ops.attention_gradients(*given)

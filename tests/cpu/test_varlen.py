@@ -15,9 +15,6 @@ from tests.cases.cpu_harness import (
     RNG_STATE,
     SEED,
     assert_fp64_close,
-    call_of,
-    check_gradients,
-    compute_call,
     compute_varlen,
     one_thread,  # noqa: F401
     varlen_call_of,
@@ -96,37 +93,6 @@ def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None
     assert_close(actual, varlen_reference_of(case, inputs), varlen_naive_of(case, inputs))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_equals_a_dense_call(dropout_p: float) -> None:
-    """Sequences of one length, packed and as a batch: dropout and ALiBi count sequences alike."""
-    case = VarlenCase(
-        lengths_q=(20,) * 3,
-        lengths_k=(30,) * 3,
-        num_heads_k=2,
-        head_dim=8,
-        dtype=torch.float64,
-        device="cpu",
-        causal=True,
-        alibi=Alibi.per_batch,
-        dropout_p=dropout_p,
-    )
-    inputs = case.make_inputs()
-    packed = compute_varlen(case, inputs)
-    by_entry = {name: getattr(inputs, name).unflatten(0, (3, -1)) for name in "qkv"}
-    dense = replace(
-        inputs,
-        **by_entry,
-        dout=inputs.dout.unflatten(0, (3, -1)),
-        dlse=inputs.dlse.unflatten(1, (3, 20)).transpose(0, 1),
-    )
-    call = call_of(case, *by_entry.values(), alibi_slopes=inputs.alibi_slopes)
-    found = compute_call(call, dense)
-    torch.testing.assert_close(packed.lse, found.lse.transpose(0, 1).flatten(1))
-    for name, x in packed.tensors().items():
-        if name != "lse":
-            torch.testing.assert_close(x, found.tensors()[name].flatten(0, 1))
-
-
 def test_rows_outside_the_sequences() -> None:
     """Before, between and behind them: poison in, nothing out."""
     case = varlen_case("used", dtype=torch.float32)
@@ -194,27 +160,3 @@ def test_probabilities(lengths: str) -> None:
         sums = probs[index, :, :length].abs().sum(-1)
         seen = lse[:, start : start + length] > -torch.inf
         torch.testing.assert_close(sums, seen.double())
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        {},
-        {"causal": True, "softcap": 0.8},
-        {"window": (2, 1), "alibi": Alibi.per_batch, "dropout_p": 0.3},
-    ],
-    ids=str,
-)
-def test_gradcheck_through_out_and_lse(features: dict[str, Any]) -> None:
-    case = VarlenCase(
-        lengths_q=(3, 0, 5),
-        lengths_k=(4, 2, 3),
-        used_k=(4, 1, 2),
-        leftpad=(1, 0, 0),
-        num_heads_k=2,
-        head_dim=2,
-        dtype=torch.float64,
-        device="cpu",
-        **features,
-    )
-    check_gradients(varlen_call_of(case, case.make_inputs()))
