@@ -676,11 +676,21 @@ def test_vmap_over_nothing() -> None:
 def test_vmap_of_a_backward_alone(dropout_p: float) -> None:
     """Gradients for several dout of one call, whose dropout is that call's for all of them."""
     leaves = FORMS["dense"].make_inputs(requires_grad=True)
-    out = flash_attn_func(*leaves, dropout_p, alibi_slopes=torch.rand(2, 4))
+    slopes = torch.rand(2, 4)
+
+    def attend(*x: Tensor) -> Tensor:
+        return flash_attn_func(*x, dropout_p, alibi_slopes=slopes)
+
+    torch.manual_seed(1)
+    out = attend(*leaves)
     douts = torch.randn(3, *out.shape, dtype=out.dtype)
     each = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    expected = tuple(torch.stack(x) for x in zip(*each, strict=True))
     batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True)
-    torch.testing.assert_close(batched, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+    torch.testing.assert_close(batched, expected)
+    torch.manual_seed(1)
+    _, vjp = torch.func.vjp(attend, *(x.detach() for x in leaves))
+    torch.testing.assert_close(torch.vmap(vjp)(douts), expected)
 
 
 def test_vmap_over_bad_contents_names_them() -> None:
