@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,35 +120,3 @@ def assert_fp64_close(actual: AttentionResult, expected: AttentionResult) -> Non
             atol=1e-11,
             msg=lambda text, n=name: f"{n}: {text}",
         )
-
-
-class CpuAttention(torch.autograd.Function):
-    """The backend under autograd, without the package's operators: out, lse and where that is
-    finite.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: AttentionCall, tiling: Tiling, *tensors: Tensor) -> Any:
-        ctx.call, ctx.tiling = replace(call, **dict(zip("qkv", tensors, strict=True))), tiling
-        out, lse, *_ = forward_on_cpu(ctx.call, RNG_STATE, tiling)
-        ctx.save_for_backward(out, lse)
-        seen = lse > -torch.inf
-        ctx.mark_non_differentiable(seen)
-        return out, lse, seen
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Any) -> Any:
-        incoming = Incoming(dout, dlse, *ctx.saved_tensors, RNG_STATE)
-        found = backward_on_cpu(ctx.call, incoming, ctx.tiling)
-        return None, None, found.dq, found.dk, found.dv
-
-
-def check_gradients(call: AttentionCall, tiling: Tiling = DEFAULT_TILING) -> None:
-    """Compares the gradients of q, k and v through out and lse with differences."""
-    leaves = [x.detach().nan_to_num(0.5).requires_grad_() for x in (call.q, call.k, call.v)]
-
-    def attention(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, seen = CpuAttention.apply(call, tiling, *tensors)
-        return out, torch.where(seen, lse, 0.0)
-
-    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)

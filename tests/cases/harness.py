@@ -291,13 +291,19 @@ def check_cache(
 
 
 def assert_cache_close(
-    case: KvCacheCase, inputs: KvCacheInputs, actual: AttentionResult, *caches: Tensor
+    case: KvCacheCase,
+    inputs: KvCacheInputs,
+    actual: AttentionResult,
+    *caches: Tensor,
+    mask: Tensor | None = None,
 ) -> list[Closeness]:
-    """What attend_over_cache returned against the reference on `inputs`, of the same device."""
+    """What attend_over_cache returned against the reference on `inputs`, of the same device, with a
+    mask.
+    """
     arguments = inputs.arguments()
     options = case.options(arguments.pop("alibi_slopes"))
     expected = kvcache_reference(
-        **arguments, rotary_interleaved=case.rotary_interleaved, options=options
+        **arguments, rotary_interleaved=case.rotary_interleaved, options=options, mask=mask
     )
     wanted = (expected.k_cache, expected.v_cache)
     for name, cache, y in zip(("k_cache", "v_cache"), caches, wanted, strict=True):

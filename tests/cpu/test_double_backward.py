@@ -1,8 +1,7 @@
-"""Second derivatives in every order: two backwards, forward over reverse, reverse over forward."""
+"""Second derivatives by torch's own checks and transforms. Numbers: test_derivatives.py."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,33 +13,15 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from flash_attn_cuda.call import OF_RESULTS, AttentionCall, Incoming, Tangents
-from flash_attn_cuda.cpu.calls import hvp_on_cpu
+from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func
 from tests.cases.attention import Alibi
 from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
 from tests.cases.masked import MaskedCase, RandomBias, RandomMask, masked_dense, masked_varlen
-from tests.cases.masked_operators import backward_fields, int32
-from tests.cases.memory import PeakBytes
-from tests.cases.operators import gradients_arguments, hvp_arguments, jvp_arguments
-from tests.cases.pairwise import pairwise
+from tests.cases.masked_operators import backward_fields
+from tests.cases.operators import gradients_arguments
 from tests.cases.second_order import (
-    DENSE,
     LEAVES,
-    PACKED,
-    SECOND_ORDER,
     DerivativeCase,
-    Problem,
-    Transform,
-    case_of_row,
-    check_derivatives,
-    check_problem,
-    described,
-    double_backward,
-    forward_over_reverse,
-    hidden_problems,
-    poisoned_problem,
-    reverse_over_forward,
 )
 from tests.reference import attention
 
@@ -48,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 _ops = torch.ops.flash_attn_cuda
 FP64: dict[str, Any] = {"device": "cpu", "head_dim": 8, "dtype": torch.float64}
-BASE: dict[str, Any] = {**FP64, "num_heads_q": 4, "num_heads_k": 2}
 EVERY = (0, 1, 2, 3, 4)
 
 
@@ -78,43 +58,6 @@ def loss_of(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Ten
 
 
 # -- against the reference -------------------------------------------------------------------------
-
-ROWS = [*pairwise(DENSE, 4), *pairwise(PACKED, 5)]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_double_backward_in_fp64(row: dict[str, Any]) -> None:
-    check_derivatives(case_of_row(row, torch.float64, has_gradients=True), double_backward)
-
-
-@pytest.mark.parametrize("transform", [forward_over_reverse, reverse_over_forward])
-@pytest.mark.parametrize("row", ROWS[::4], ids=str)
-def test_mixed_modes_in_fp64(row: dict[str, Any], transform: Transform) -> None:
-    check_derivatives(case_of_row(row, torch.float64, has_gradients=True), transform)
-
-
-LOW_PRECISION = {
-    "dtype": [torch.float32, torch.bfloat16, torch.float16],
-    "transform": [double_backward, double_backward, forward_over_reverse, reverse_over_forward],
-}
-LOW_ROWS = [*pairwise(DENSE | LOW_PRECISION, 6)[::4], *pairwise(PACKED | LOW_PRECISION, 7)[::4]]
-
-
-@pytest.mark.parametrize("row", LOW_ROWS)
-def test_other_dtypes_are_close(row: dict[str, Any]) -> None:
-    row = dict(row)
-    transform = row.pop("transform")
-    check_derivatives(case_of_row(row, row.pop("dtype"), has_gradients=True), transform)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_many_tiles(packed: bool) -> None:
-    features = {"bias": RandomBias("hq"), "sink": torch.float64, "causal": True}
-    if packed:
-        case = masked_varlen(lengths_q=(300, 7), lengths_k=(520, 9), **features, **BASE)
-    else:
-        case = masked_dense(batch=1, seqlen_q=300, seqlen_k=520, **features, **BASE)
-    check_derivatives(DerivativeCase(case), double_backward)
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -232,21 +175,8 @@ NESTED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_hessians(name: str) -> None:
-    inputs = make_inputs()[:3]
-
-    def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
-
-    found, wanted = (
-        NESTED[name](loss_of(f), (0, 1, 2))(*inputs)
-        for f in (plain, lambda *x: attention(*x, causal=True))
-    )
-    torch.testing.assert_close(found, wanted)
-
-
-def test_hessian_by_a_bias_and_a_sink() -> None:
     inputs = make_inputs()
-    found, wanted = (hessian(loss_of(f), (3, 4))(*inputs) for f in (attend, expected))
+    found, wanted = (NESTED[name](loss_of(f), EVERY)(*inputs) for f in (attend, expected))
     torch.testing.assert_close(found, wanted)
 
 
@@ -384,156 +314,11 @@ def test_second_derivatives_have_the_mask_of_the_forward() -> None:
     torch.testing.assert_close(by_two_backwards, found)
 
 
-# -- edges -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mask", [None, RandomMask(0.3, 1, "hq")], ids=str)
-def test_results_do_not_depend_on_the_tiling(mask: RandomMask | None) -> None:
-    case = masked_dense(
-        *(mask, RandomBias("hq"), torch.float64),
-        **{**BASE, "seqlen_q": 40, "seqlen_k": 50, "causal": True, "dropout_p": 0.3},
-    )
-    given = described(DerivativeCase(case).make_problem())
-    tiled, whole = hvp_on_cpu(*given, SMALL_TILES), hvp_on_cpu(*given)
-    for name in ("dq", "dk", "dv", "dbias", "dsink"):
-        torch.testing.assert_close(
-            getattr(tiled, name), getattr(whole, name), rtol=1e-11, atol=1e-11
-        )
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_repeats_bit_for_bit(dtype: torch.dtype, deterministic: bool) -> None:
-    masks = (None, None) if deterministic else (RandomMask(0.5, 1, "hq"), RandomBias("hq"))
-    fields = {**BASE, "dtype": dtype, "seqlen_q": 70, "seqlen_k": 90, "dropout_p": 0.2}
-    case = masked_dense(*masks, torch.float32, deterministic=deterministic, **fields)
-    problem = DerivativeCase(case).make_problem()
-    first, second = (double_backward(problem.attend, problem) for _ in range(2))
-    assert all(torch.equal(x, second[name]) for name, x in first.items())
-
-
-def check_all_orders(problem: Problem) -> None:
-    for transform in SECOND_ORDER:
-        check_problem(problem, transform)
-
-
-@pytest.mark.parametrize("sink", [None, torch.float64], ids=["no_sink", "sink"])
-def test_rows_that_see_no_key(sink: torch.dtype | None) -> None:
-    """What comes in through them goes nowhere but to the sink."""
-    mask = RandomMask(0.02, 1, "hq", "sparsity")
-    case = masked_dense(mask, None, sink, seqlen_q=40, seqlen_k=50, **BASE)
-    problem = DerivativeCase(case).make_problem()
-    check_all_orders(problem)
-    found = double_backward(problem.attend, problem)
-    keyless = ~problem.inputs.mask.any(-1).expand(2, 4, 40)
-    assert keyless.any()
-    for name in ("q", "dout"):
-        assert not found[name].transpose(1, 2)[keyless].any(), name
-    if sink is None:
-        assert not found["dlse"][keyless].any()
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_any_tangent_of_a_bias_of_minus_infinity(value: float) -> None:
-    expected_of, problem = hidden_problems(value, seqlen_q=40, seqlen_k=50, **BASE)
-    for transform in SECOND_ORDER:
-        found, wanted = (transform(x.attend, x) for x in (problem, expected_of))
-        for name, x in found.items():
-            assert x.isfinite().all() and torch.equal(x, wanted[name]), name
-        assert not found["bias"][problem.leaves["bias"] == -torch.inf].any()
-
-
-def test_a_sink_of_minus_infinity_is_none() -> None:
-    case = masked_dense(RandomMask(0.1), None, torch.float64, seqlen_q=9, seqlen_k=9, **BASE)
-    problem = DerivativeCase(case).make_problem()
-    problem.leaves["sink"][1] = -torch.inf
-    check_all_orders(problem)
-    assert double_backward(problem.attend, problem)["sink"][1] == 0.0
-
-
-def test_nothing_is_read_beyond_any_length() -> None:
-    check_all_orders(poisoned_problem(**BASE))
-
-
-@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_no_queries_or_no_keys(lengths: tuple[int, int]) -> None:
-    leaves = [torch.randn(2, x, 2, 4, requires_grad=True) for x in (lengths[0], *lengths[1:] * 2)]
-    cu_q, cu_k = int32(0, lengths[0]), int32(0, lengths[1])
-    for packed in (False, True):
-        if packed:
-            out = flash_attn_varlen_func(*(x[0] for x in leaves), cu_q, cu_k, *lengths)
-        else:
-            out = flash_attn_func(*leaves)
-        gradients = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
-        found = torch.autograd.grad(sum(x.sin().sum() for x in gradients), leaves)
-        assert not any(x.any() for x in found)
-
-
-def test_memory_is_linear_in_the_length() -> None:
-    """All scores would be 64 MiB; what there is of inputs and results is a quarter of one."""
-    q = torch.randn(1, 4096, 1, 4)
-    lse = torch.zeros(1, 1, 4096)
-    incoming, tangents = Incoming(q, lse, q, lse, None), Tangents(q, q, q, None, None, q, lse)
-    with torch.no_grad(), PeakBytes() as memory:
-        hvp_on_cpu(AttentionCall(q, q, q), incoming, tangents)
-    assert memory.peak < 2**23
-
-
-# -- operators -------------------------------------------------------------------------------------
-
-
-def hvp_fields(packed: bool, missing: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
-    fields = backward_fields(packed, **changes)
-    tangents = {
-        f"t{name}": torch.randn_like(fields[name])
-        for name in LEAVES
-        if fields[name] is not None and name not in missing
-    }
-    names = {x: y for x, y in fields.items() if x not in ("dout", "dlse", "wants_dbias")}
-    found = _ops.attention_jvp(*jvp_arguments(**names, **tangents))
-    return {**fields, **tangents, **dict(zip(OF_RESULTS, found, strict=True))}
-
-
-def test_opcheck() -> None:
-    opcheck(_ops.attention_hvp, hvp_arguments(**hvp_fields(packed=True)))
-    without = {"bias": None, "sink": None, "wants_dbias": False, "dlse": None}
-    opcheck(_ops.attention_hvp, hvp_arguments(**hvp_fields(packed=False, **without)))
-    fields = hvp_fields(False, ("k", "v", "sink"), dout=None, wants_dbias=False)
-    opcheck(_ops.attention_hvp, hvp_arguments(**fields))
-    found = _ops.attention_hvp(*hvp_arguments(**fields))
-    assert [x.shape for x in found[3:]] == [(0,), (4,)]
-
-
 def test_opcheck_of_gradients_with_gradients() -> None:
     fields = backward_fields(packed=True)
     for name in (*LEAVES, "dout", "dlse"):
         fields[name] = fields[name].detach().requires_grad_()
     opcheck(_ops.attention_gradients, gradients_arguments(**fields))
-
-
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"tq": torch.zeros(2, 7, 4, 8).double()}, ValueError, "tq: must have shape (2, 7, 4, 16), g"),
-    ({"tv": torch.zeros(2, 9, 2, 16)}, TypeError, "tv: dtype must be torch.float64, got torch.fl"),
-    ({"tbias": torch.zeros(1, 4, 7, 9)}, TypeError, "tbias: dtype must be torch.float64, got tor"),
-    ({"tsink": torch.zeros(1).double()}, ValueError, "tsink: must have shape (4,), got (1,)"),
-    ({"tout": torch.zeros(2, 7, 2, 16).double()}, ValueError, "tout: must have shape (2, 7, 4, 16"),
-    ({"tlse": torch.zeros(2, 7, 4).double()}, ValueError, "tlse: must have shape (2, 4, 7), got ("),
-    ({"tlse": torch.zeros(2, 4, 7)}, TypeError, "tlse: dtype must be torch.float64, got torch.flo"),
-    ({"tk": torch.empty(2, 9, 2, 16, device="meta").double()}, ValueError, "tk: must be on"),
-    ({"tout": None}, TypeError, "tout: must be attention_jvp's for these tangents, got None"),
-    ({"tlse": None}, TypeError, "tlse: must be attention_jvp's for these tangents, got None"),
-    ({"softcap": 1.0}, NotImplementedError, "attn_mask: has no gradient with softcap, got a soft"),
-    ({"bias": None, "tbias": None}, ValueError, "wants_dbias: must be False without a bias, got "),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=lambda x: str(x)[:40])
-def test_wrong_operator_arguments(
-    changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    given = {**hvp_fields(packed=False), **changes}
-    with pytest.raises(error, match="^" + re.escape(words)):
-        _ops.attention_hvp(*hvp_arguments(**given))
 
 
 # -- what is refused -------------------------------------------------------------------------------

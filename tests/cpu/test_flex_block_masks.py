@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from flash_attn_cuda import BlockSparsity
 from flash_attn_cuda.masks import sparsity
+from tests.cases.pairwise import pairwise
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -32,13 +33,16 @@ def block_mask(name: str, *sizes: Any, block: Any = 128) -> BlockMask:
     return create_block_mask(MASK_MODS[name], *sizes, device="cpu", BLOCK_SIZE=block)
 
 
-@pytest.mark.parametrize("block", [128, 64, (64, 128), (256, 192), (128, 1 << 12)], ids=str)
-@pytest.mark.parametrize("name", MASK_MODS)
-@pytest.mark.parametrize("seqlens", [(300, 300), (128, 256), (130, 517)], ids=str)
-def test_block_masks(
-    name: str, block: int | tuple[int, int], seqlens: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+AXES = {
+    "name": list(MASK_MODS),
+    "seqlens": [(300, 300), (128, 256), (130, 517)],
+    "block": [128, 64, (64, 128), (256, 192), (128, 1 << 12)],
+}
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=str)
+def test_block_masks(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seqlens, block = row.values()
     monkeypatch.setattr(sparsity, "MASK_MOD_PAIRS", 10_000)  # rows in several chunks
     extents = (2 if name == "documents" else 1, 2 if name == "by head" else None)
     made = BlockSparsity.from_block_mask(block_mask(name, *extents, *seqlens, block=block))

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.cases.attention import Alibi, KvCacheCase
 from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
     E4M3,
@@ -90,75 +87,10 @@ def test_equals_the_reference(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("q_is_fp8", [False, True], ids=["q16", "q8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", pairwise(AXES, 1)[::2], ids=str)
+@pytest.mark.parametrize("row", pairwise(AXES, 1)[::3], ids=str)
 def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype, q_is_fp8: bool) -> None:
     case = make_case(**row, dtype=dtype, q_is_fp8=q_is_fp8 and dtype == torch.bfloat16)
     check_fp8(case)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Fp8Case:
-    batch, capacity = draw(st.integers(1, 4)), draw(st.integers(1, 60))
-    heads_k = draw(st.integers(1, 3))
-    packed = draw(st.booleans())
-    length = st.integers(0, 1) | st.integers(0, 40)
-    seqlens_q: Any = tuple(draw(length) for _ in range(batch)) if packed else draw(length)
-    seqlens_new: Any = None
-    if draw(st.booleans()):
-        size = st.integers(0, min(capacity, 9))
-        seqlens_new = tuple(draw(size) for _ in range(batch)) if packed else draw(size)
-    new = seqlens_new if isinstance(seqlens_new, tuple) else (seqlens_new or 0,) * batch
-    cached = tuple(draw(st.integers(0, capacity - n)) for n in new)
-    fields: dict[str, Any] = {}
-    if draw(st.booleans()):
-        fields["leftpad"] = tuple(draw(st.integers(0, n)) for n in cached)
-    if draw(st.booleans()):
-        fields["entries"] = entries = batch + draw(st.integers(0, 2))
-        fields["batch_idx"] = tuple(draw(st.permutations(range(entries)))[:batch])
-    head_dim = 16 * draw(st.integers(1, 32))
-    queries = seqlens_q if packed else (seqlens_q,) * batch
-    covered = all(n + m <= capacity + 1 for n, m in zip(cached, queries, strict=True))
-    if seqlens_new is not None and covered and draw(st.booleans()):
-        fields["rotary_dim"] = 16 * draw(st.integers(1, head_dim // 16))
-        fields["rotary_interleaved"] = draw(st.booleans())
-    quantize = None
-    forms = tuple(draw(st.sampled_from(FORMS)) for _ in "kv")
-    strides = draw(st.sampled_from(STRIDES))
-    if seqlens_new is not None and draw(st.booleans()):
-        quantize, forms, strides = "token", ("token", "token"), draw(st.sampled_from(STRIDES[::2]))
-    q_is_fp8, bound = draw(st.booleans()), st.just(-1) | st.integers(0, 30)
-    cache = KvCacheCase(
-        cached=cached,
-        seqlens_q=seqlens_q,
-        seqlens_new=seqlens_new,
-        capacity=capacity,
-        page_size=draw(st.none() | st.integers(1, 50)),
-        num_heads_q=heads_k * draw(st.integers(1, 5)),
-        num_heads_k=heads_k,
-        head_dim=head_dim,
-        head_dim_v=16 * draw(st.integers(1, 32)),
-        dtype=torch.bfloat16 if q_is_fp8 else draw(st.sampled_from([torch.bfloat16, torch.half])),
-        causal=draw(st.booleans()),
-        window=(draw(bound), draw(bound)),
-        softcap=draw(st.just(0.0) | st.floats(0.5, 50.0, width=32)),
-        alibi=draw(st.none() | st.sampled_from(Alibi)),
-        sink=draw(st.none() | st.just(torch.float32)),
-        device="cpu",
-        **fields,
-    )
-    return Fp8Case(cache, *forms, strides, draw(st.booleans()), quantize, q_is_fp8)
-
-
-@settings(
-    max_examples=60,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(case=cases(), num_splits=st.sampled_from([0, 1, 5]), seed=st.integers(0, 1 << 20))
-def test_random_cases(case: Fp8Case, num_splits: int, seed: int) -> None:
-    check_fp8(case, seed, num_splits=num_splits)
 
 
 # -- packed sequences ------------------------------------------------------------------------------

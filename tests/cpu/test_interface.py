@@ -1,4 +1,6 @@
-"""The public functions: FlashAttention-2's signatures, good and bad arguments, routes taken."""
+"""The public functions: FlashAttention-2's signatures, what arguments may be, what is returned; and
+the private ones. Which calls take the operators: test_routes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,71 +13,48 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import flash_attn_cuda
 from flash_attn_cuda import (
-    arguments,
-    build_info,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     interface,
 )
-from flash_attn_cuda.call import AttentionCall, Results
-from tests.reference import attention
+from tests.reference import AttentionResult, attention, attention_with_gradients
+from tests.surfaces.public_names import FLASH_ATTENTION_2_INTERFACE
 
-TRAINING = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
-)
 MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_chunk=0"
 ROUNDING = "keep_rounding=True"
-LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-MASK = "causal, window_size_left, window_size_right, softcap, alibi_slopes"
-BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
-
-# FlashAttention-2's parameters, and behind them this package's own.
-SIGNATURES = {
-    "flash_attn_func": f"q, k, v, {TRAINING}, *, {MASKS}, {ROUNDING}",
-    "flash_attn_kvpacked_func": f"q, kv, {TRAINING}, *, {ROUNDING}",
-    "flash_attn_qkvpacked_func": f"qkv, {TRAINING}, *, {ROUNDING}",
+DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+# What this package's functions have behind FlashAttention-2's parameters.
+OWN = {
+    "flash_attn_func": f"*, {MASKS}, {ROUNDING}",
+    "flash_attn_kvpacked_func": f"*, {ROUNDING}",
+    "flash_attn_qkvpacked_func": f"*, {ROUNDING}",
     "flash_attn_varlen_func": (
-        f"q, k, v, {LENGTHS}, {TRAINING}, block_table=None, *, seqused_q=None, seqused_k=None, "
-        f"leftpad_k=None, num_splits=0, batch_invariant=False, {MASKS}, out=None, "
-        f"q_descale=None, k_descale=None, v_descale=None, {ROUNDING}"
+        "*, seqused_q=None, seqused_k=None, leftpad_k=None, num_splits=0, batch_invariant=False, "
+        f"{MASKS}, out=None, {DESCALES}, {ROUNDING}"
     ),
-    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {TRAINING}, *, {ROUNDING}",
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TRAINING}, *, {ROUNDING}",
+    "flash_attn_varlen_kvpacked_func": f"*, {ROUNDING}",
+    "flash_attn_varlen_qkvpacked_func": f"*, {ROUNDING}",
     "flash_attn_with_kvcache": (
-        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
-        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
-        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, "
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
-        "sink=None, attention_chunk=0, out=None, q_descale=None, k_descale=None, v_descale=None, "
-        "quantize=None"
+        f"sink=None, attention_chunk=0, out=None, {DESCALES}, quantize=None"
     ),
+    "_flash_attn_forward": "deterministic=False",
+    "_flash_attn_varlen_forward": (
+        "num_splits=0, seqused_q=None, batch_invariant=False, deterministic=False, sink=None"
+    ),
+    "_flash_attn_backward": "dlse=None",
+    "_flash_attn_varlen_backward": "dlse=None, seqused_q=None, seqused_k=None, leftpad_k=None",
+}
+OF_FLASH_ATTENTION_2 = FLASH_ATTENTION_2_INTERFACE.signatures()
+SIGNATURES = {name: f"{OF_FLASH_ATTENTION_2[name]}, {own}" for name, own in OWN.items()}
+SIGNATURES |= {
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
     "check_device_errors": "device=None",
-    "_flash_attn_forward": (
-        f"q, k, v, dropout_p, softmax_scale, {MASK}, return_softmax, deterministic=False"
-    ),
-    "_flash_attn_varlen_forward": (
-        f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
-        "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
-        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0, "
-        "seqused_q=None, batch_invariant=False, deterministic=False, sink=None"
-    ),
-    "_flash_attn_backward": (
-        f"{BACKWARD}, dropout_p, softmax_scale, {MASK}, deterministic, rng_state=None, dlse=None"
-    ),
-    "_flash_attn_varlen_backward": (
-        f"{BACKWARD}, {LENGTHS}, dropout_p, softmax_scale, {MASK}, deterministic, "
-        "rng_state=None, zero_tensors=False, dlse=None, seqused_q=None, seqused_k=None, "
-        "leftpad_k=None"
-    ),
 }
 
 
@@ -243,103 +222,48 @@ def test_autocast_casts_as_torch_does(given: torch.dtype) -> None:
     assert q.grad.dtype == k.grad.dtype == v.grad.dtype == given
 
 
-class TestExtensionRoute:
-    """Which calls skip the operators, with a stand-in for the extension and its CUDA tensors."""
+# -- the private functions -------------------------------------------------------------------------
 
-    class Extension:
-        """Computes with the CPU backend and counts its calls."""
+SCALE = 0.3
 
-        def __init__(self) -> None:
-            self.head_dims: list[int] = []
 
-        def attention(
-            self,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            softmax_scale: float | None,
-            causal: bool,
-            returns_lse: bool,
-        ) -> tuple[Tensor, Tensor | None]:
-            self.head_dims.append(q.shape[-1])
-            if k.shape[2] == 3:
-                raise ValueError("the extension's own words")
-            out, lse = attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
-            return out, lse if returns_lse else None
+def test_private_functions_of_sequences_of_one_length() -> None:
+    """The backward writes what is wanted into any strides."""
+    q, k, v = tensors(7, 9)
+    options = (0.0, SCALE, False, -1, 0, 0.0, None)
+    out, lse, s_dmask, rng_state = interface._flash_attn_forward(q, k, v, *options, False)
+    assert s_dmask.numel() == rng_state.numel() == 0
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dq, dkv = torch.full_like(q, torch.nan), torch.full((2, 9, 2, 2, 8), torch.nan).double()
+    given = (dout, q, k, v, out, lse)
+    softmax_d = interface._flash_attn_backward(
+        *given, dq, *dkv.unbind(2), *options, False, rng_state, dlse=dlse
+    )
+    assert softmax_d.shape == (2, 4, 128)
+    wanted = attention_with_gradients(q, k, v, dout, dlse, softmax_scale=SCALE, causal=True)
+    found = AttentionResult(out, lse, dq, *dkv.unbind(2))
+    for name, x in found.tensors().items():
+        torch.testing.assert_close(x, wanted.tensors()[name], msg=lambda m, n=name: f"{n} {m}")
+    dkv.fill_(torch.nan)
+    interface._flash_attn_backward(*given, None, None, dkv[:, :, 1], *options, False)
+    torch.testing.assert_close(dkv[:, :, 1], wanted.dv)
+    assert dkv[:, :, 0].isnan().all()
 
-        def forward(self, call: AttentionCall, returns_lse: bool) -> Results:
-            self.head_dims.append(call.q.shape[-1])
-            self.call = call
-            out, lse = attention(
-                *(call.q, call.k, call.v),
-                softmax_scale=call.scale(),
-                causal=call.causal,
-                window=(call.window_size_left, call.window_size_right),
-                softcap=call.softcap,
-            )
-            return Results(out, lse if returns_lse else None, None, None)
 
-    @pytest.fixture
-    def extension(self, monkeypatch: pytest.MonkeyPatch) -> Extension:
-        extension = self.Extension()
-        monkeypatch.setattr(build_info, "extension", extension)
-        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.device.type == "cpu"))
-        return extension
-
-    def test_plain_calls_take_it(self, extension: Extension) -> None:
-        q, k, v = tensors()
-        expected, expected_lse = attention(q, k, v, causal=True)
-        out, lse, s_dmask = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-        torch.testing.assert_close((out, lse), (expected, expected_lse))
-        assert s_dmask.shape == (0,) and extension.head_dims == [8]
-        torch.testing.assert_close(flash_attn_func(q, k, v, causal=True), expected)
-
-    def test_head_dim_is_padded(self, extension: Extension) -> None:
-        q, k, v = (x[..., :5].detach().requires_grad_() for x in tensors())
-        out = flash_attn_func(q, k, v)
-        expected, _ = attention(q, k, v)
-        torch.testing.assert_close(out, expected)
-        assert extension.head_dims == [8]
-        grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected))
-        torch.testing.assert_close(*grads)
-
-    def test_features_take_it(self, extension: Extension) -> None:
-        q, k, v = (x[..., :5] for x in tensors(5, 9))
-        slopes = torch.zeros(4)
-        options = {"window_size": (10**12, 2), "softcap": 3.0, "deterministic": True}
-        out = flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
-        torch.testing.assert_close(out, attention(q, k, v, window=(None, 2), softcap=3.0)[0])
-        given = extension.call
-        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
-        assert all(getattr(given, name) is None for name in lengths)
-        assert given.dropout_p == 0.0 and given.deterministic and given.causal is False
-        assert given.softmax_scale == 5**-0.5 and given.softcap == 3.0
-        assert given.window_size_left == 2**31 - 1 and given.window_size_right == 2
-        assert given.alibi_slopes is slopes and extension.head_dims == [8]
-
-    def test_debug_probabilities_do_not(self, extension: Extension) -> None:
-        *_, s_dmask = flash_attn_func(*tensors(dtype=torch.bfloat16), 0.5, return_attn_probs=True)
-        assert s_dmask.shape == (2, 4, 6, 6) and extension.head_dims == []
-
-    def test_anything_watching_takes_the_operators(
-        self, extension: Extension, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        q, k, v = tensors()
-        plain = arguments.is_plain_cuda_call
-        assert plain(q, k, v)
-        assert not plain(torch.nn.Parameter(q), k, v)
-        with torch.device("cpu"):
-            assert not plain(q, k, v)
-        with FlopCounterMode(display=False):
-            assert not plain(q, k, v)
-        seen = []
-        torch.vmap(lambda x: seen.append(plain(x, x, x)) or x)(torch.stack((q, q)))
-        assert seen == [False]
-        monkeypatch.setattr(build_info, "extension", None)
-        assert not plain(q, k, v)
-
-    def test_rejected_calls_get_the_same_words_as_on_the_cpu(self, extension: Extension) -> None:
-        q, _, _ = tensors(dtype=torch.bfloat16)
-        k = torch.zeros(2, 6, 3, 8, dtype=q.dtype)
-        with pytest.raises(ValueError, match=r"^k: number of heads must divide that of q \(4\)"):
-            flash_attn_func(q, k, k)
+def test_private_functions_of_packed_sequences() -> None:
+    """Forward and backward of one call, whose debug outputs are not differentiable."""
+    q, k, v = (x.flatten(0, 1).requires_grad_() for x in tensors(5, 5))
+    starts = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    lengths = (starts, starts, None, torch.tensor(7))
+    forward = interface._flash_attn_varlen_forward(q, k, v, *lengths, 0.4, SCALE, True)
+    out, lse, s_dmask, rng_state = forward
+    assert s_dmask.shape == (0,) and rng_state.shape == (2,)
+    assert [x.requires_grad for x in forward] == [True, True, False, False]
+    dout = torch.randn_like(out)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    softmax_d = interface._flash_attn_varlen_backward(
+        *(dout, q, k, v, out, lse, *gradients, *lengths, 0.4, SCALE, True, -1, -1, 0.0, None),
+        *(False, rng_state),
+    )
+    torch.testing.assert_close(tuple(gradients), torch.autograd.grad(out, (q, k, v), dout))
+    torch.testing.assert_close(softmax_d, (dout * out).sum(-1).T)

@@ -16,10 +16,10 @@ from flash_attn_cuda.call import AttentionCall
 from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import KvCacheCase, KvCacheInputs
 from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401
-from tests.cases.kvcache import CACHE_AXES, cache_case
+from tests.cases.harness import attend_over_cache, check_cache
+from tests.cases.kvcache import CACHE_AXES, QUERIES, cache_case
 from tests.cases.pairwise import pairwise
 from tests.reference import AttentionResult, KvCacheResult, attention, kvcache_reference
-from tests.reference.tolerance import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,49 +32,38 @@ def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
     )
 
 
-def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
-    """Changes the caches of `inputs`."""
-    given = inputs.arguments()
-    q, k, v = (given.pop(name) for name in ("q", "k_cache", "v_cache"))
-    used, others = given.pop("cache_seqlens"), {"k_new": given.pop("k"), "v_new": given.pop("v")}
-    others |= {"seqlen_k": used} if isinstance(used, int) else {"seqused_k": used}
-    others |= {"leftpad_k": given.pop("cache_leftpad"), **given}
-    others |= {"over_cache": True, "rotary_interleaved": case.rotary_interleaved}
-    out, lse, *_ = forward_on_cpu(call_of(case, q, k, v, **others), RNG_STATE)
-    return AttentionResult(out=out, lse=lse)
+AXES = {**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)]}
 
 
-@pytest.mark.parametrize("row", pairwise(CACHE_AXES), ids=str)
+def drawn_case(row: dict[str, Any], dtype: torch.dtype) -> KvCacheCase:
+    """Queries are rotated with new keys alone."""
+    fields = dict(row)
+    head_dim, head_dim_v = fields.pop("head_dims")
+    if "seqlens_new" not in QUERIES[fields["queries"]]:
+        fields["rotary"] = "none"
+    return cache_case(**fields, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=str)
 def test_equals_the_reference(row: dict[str, Any]) -> None:
-    case = cache_case(**row, dtype=torch.float64)
+    case = drawn_case(row, torch.float64)
     inputs = case.make_inputs()
     expected = expected_of(case, inputs)
-    actual = run(case, inputs)
+    actual, *caches = attend_over_cache(case, inputs)
     torch.testing.assert_close(actual.out, expected.expected.out, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(actual.lse, expected.expected.lse, rtol=1e-11, atol=1e-11)
-    for cache, wanted in (
-        (inputs.k_cache, expected.k_cache),
-        (inputs.v_cache, expected.v_cache),
-    ):
-        torch.testing.assert_close(cache, wanted, equal_nan=True)
+    torch.testing.assert_close(caches, [expected.k_cache, expected.v_cache], equal_nan=True)
     assert bool(expected.appended.any()) == (case.seqlens_new is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", pairwise(CACHE_AXES, 1)[::3], ids=str)
+@pytest.mark.parametrize("row", pairwise(AXES, 1)[::3], ids=str)
 def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None:
-    case = cache_case(**row, dtype=dtype)
-    inputs = case.make_inputs()
-    before = inputs.k_cache.clone()
-    expected = expected_of(case, inputs)
-    assert_close(run(case, inputs), expected.expected, expected.naive)
-    new, old = expected.appended, ~expected.appended
-    torch.testing.assert_close(inputs.k_cache[old], before[old], rtol=0, atol=0, equal_nan=True)
-    rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        inputs.k_cache[new], expected.k_cache[new], rtol=rounding, atol=rounding
-    )
-    assert torch.equal(inputs.v_cache[new], expected.v_cache[new])
+    check_cache(drawn_case(row, dtype))
+
+
+def run(case: KvCacheCase, inputs: KvCacheInputs) -> AttentionResult:
+    return attend_over_cache(case, inputs)[0]
 
 
 def test_without_lengths_the_whole_capacity_counts() -> None:
@@ -135,12 +124,17 @@ def test_sequences_may_share_an_entry() -> None:
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_no_sequences(page_size: int | None) -> None:
     case = KvCacheCase(
-        cached=(), entries=2, capacity=8, seqlens_new=1, page_size=page_size, device="cpu"
+        cached=(),
+        batch_idx=(),
+        entries=2,
+        capacity=8,
+        seqlens_new=1,
+        page_size=page_size,
+        device="cpu",
     )
-    inputs = case.make_inputs()
-    result = run(case, inputs)
+    result, k_cache, _ = attend_over_cache(case, case.make_inputs())
     assert result.out.shape == (0, 1, 4, 64) and result.lse.shape == (0, 4, 1)
-    assert inputs.k_cache.isnan().all()
+    assert k_cache.isnan().all()
 
 
 # -- combination ---------------------------------------------------------------------------------

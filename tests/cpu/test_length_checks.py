@@ -133,11 +133,6 @@ BAD_PACKED = {
         TypeError,
         r"^num_splits: .*integer, got Tensor",
     ),
-    "splits of a sink": (
-        packed(num_splits="many", sink=zeros(4)),
-        TypeError,
-        r"^num_splits: must be an integer, got str",
-    ),
     "invariant": (
         packed(batch_invariant="x"),
         TypeError,

@@ -298,14 +298,6 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "max_seqlen_k: must be at least the longest sequence, got 5 for 9 rows of sequence 0",
     ),
-    ({"sink": torch.zeros(4), "num_splits": -1}, ValueError, "num_splits: must be from 0"),
-    ({"sink": torch.zeros(4), "max_seqlen_q": "7"}, TypeError, "max_seqlen_q: must be an integer"),
-    ({"sink": torch.zeros(4), "max_seqlen_q": -7}, ValueError, "max_seqlen_q: must be at least"),
-    (
-        {"sink": torch.zeros(4), "cu_seqlens_k": None},
-        TypeError,
-        "cu_seqlens_k: must be a torch.Tensor, got NoneType",
-    ),
 ]
 
 
@@ -356,13 +348,7 @@ def test_the_private_packed_forward_has_the_gradient_of_a_sink() -> None:
 def test_sinks_of_a_cache() -> None:
     q, cache, _, _, sink = make_inputs(dtype=torch.float32)
     given = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": int32(3, 9)}
-    for wrong, error, words in (
-        (sink[:3], ValueError, "sink: must have shape (4,), got (3,)"),
-        (sink.int(), TypeError, "sink: dtype must be one of float32, float16, bfloat16, got"),
-        (sink.to("meta"), ValueError, "sink: must be on the device of q (cpu), got meta"),
-        ([0.0] * 4, TypeError, "sink: must be a torch.Tensor, got list"),
-    ):
-        with pytest.raises(error, match="^" + re.escape(words)):
-            flash_attn_with_kvcache(**given, sink=wrong)
+    with pytest.raises(ValueError, match=r"^sink: must have shape \(4,\), got \(3,\)"):
+        flash_attn_with_kvcache(**given, sink=sink[:3])
     with torch.no_grad():
         flash_attn_with_kvcache(**given, sink=torch.nn.Parameter(sink))

@@ -87,10 +87,16 @@ def by_fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return fa4.flash_attn_func(q, k, v, **in_words_of_fa4(options))[0]
 
 
-def compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    torch._dynamo.reset()
-    function = torch.compile(ours.flash_attn_func, backend="aot_eager", fullgraph=True)
-    return function(q, k, v, **options)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def road(*tensors: Tensor, **options: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors, **options)
+
+    return road
+
+
+# What tells a compiled road from others; the options of "all" do it together.
+NOT_COMPILED = {*OPTIONS} - {"all", "dropout", "mask", "bias"}
 
 
 def with_one_tensor(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -99,7 +105,7 @@ def with_one_tensor(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 DENSE: dict[str, tuple[Callable[..., Any], set[str]]] = {  # and the options that a road lacks
     "operator": (ours.flash_attn_func, set()),
-    "compiled": (compiled, set()),
+    "compiled": (compiled(ours.flash_attn_func), NOT_COMPILED),
     "kvpacked": (with_one_tensor, {"sink", "mask", "bias", "all"}),
     "private": (privately, {"sink", "mask", "bias", "all"}),
     "fa3": (by_fa3, {"alibi", "dropout", "sink", "mask", "bias", "all"}),
@@ -134,12 +140,6 @@ def packed_by_vllm(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return vllm.flash_attn_varlen_func(q, k, v, window_size=window, s_aux=sink, **options)
 
 
-def packed_compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    torch._dynamo.reset()
-    function = torch.compile(ours.flash_attn_varlen_func, backend="aot_eager", fullgraph=True)
-    return function(q, k, v, **options)
-
-
 def check_packed(
     road: str, given: Options, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def check_packed(
 
 PACKED_ROADS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "operator": (ours.flash_attn_varlen_func, set()),
-    "compiled": (packed_compiled, set()),
+    "compiled": (compiled(ours.flash_attn_varlen_func), NOT_COMPILED),
     "fa3": (fa3.flash_attn_varlen_func, {"alibi", "dropout", "sink", "all", *NO_MASKS}),
     "fa4": (packed_by_fa4, {"alibi", "dropout", "all", *NO_MASKS}),
     "vllm": (packed_by_vllm, {"dropout", *NO_MASKS}),
@@ -250,17 +250,14 @@ FP8: dict[str, Options] = {
 }
 
 
-def fp8_cache_compiled(*tensors: Tensor, **options: Any) -> Any:
-    torch._dynamo.reset()
-    function = torch.compile(ours.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
-    return function(*tensors, **options)
-
-
 FP8_ROADS: dict[str, Callable[..., Any]] = {
     "operator": ours.flash_attn_with_kvcache,
-    "compiled": fp8_cache_compiled,
+    "compiled": compiled(ours.flash_attn_with_kvcache),
     "fa3": fa3.flash_attn_with_kvcache,
 }
+
+
+NOT_OF_FA3 = ("fa3", "quantized_append")
 
 
 def without_expansion(options: Options) -> Options:
@@ -269,7 +266,10 @@ def without_expansion(options: Options) -> Options:
 
 @pytest.mark.parametrize(
     ("road", "name"),
-    [(x, y) for x in FP8_ROADS for y in FP8 if (x, y) != ("fa3", "quantized_append")],
+    [
+        *((x, y) for x in FP8_ROADS for y in FP8 if x != "compiled" and (x, y) != NOT_OF_FA3),
+        *(("compiled", y) for y in ("numbers", "quantized_append")),
+    ],
 )
 def test_caches_of_e4m3(
     road: str, name: str, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch

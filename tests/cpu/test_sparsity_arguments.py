@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,68 +57,34 @@ def test_bad_fields(changes: dict[str, Any], error: type[Exception], message: st
 
 
 BOOLS = torch.ones(4, 5, dtype=torch.bool)
+# How it is made, of what, with what.
+BAD: tuple[tuple[str, Any, dict[str, Any], type[Exception], str], ...] = (
+    ("from_mask", ([[True]],), {}, TypeError, r"^mask: must be a torch.Tensor"),
+    ("from_mask", (BOOLS.float(),), {}, TypeError, r"^mask: dtype must be torch.b"),
+    ("from_mask", (BOOLS[0],), {}, ValueError, r"^mask: must have shape .* \(5,\)"),
+    ("from_mask", (BOOLS[(None,) * 3],), {}, ValueError, r"^mask: must have shape"),
+    ("from_mask", (BOOLS,), {"seqlen_q": 5}, ValueError,
+     r"^mask: must have 1 row or seqlen_q \(5\), got 4"),
+    ("from_mask", (BOOLS,), {"seqlen_q": 4.0}, TypeError, r"^seqlen_q: must be an"),
+    ("from_blocks", (BOOLS.int(), 64, 200, 300), {}, TypeError,
+     r"^block_mask: dtype must be torch.bool, got torch.int32"),
+    ("from_blocks", (BOOLS, 64, 257, 300), {}, ValueError,
+     r"^block_mask: must have 5 x 5 blocks of \(64, 64\) for 257 .* got \(4, 5\)"),
+    ("from_blocks", (BOOLS, (64, 96), 200, 300), {}, ValueError,
+     r"^block_size: must be positive multiples of 64, got \(64, 96\)"),
+    ("from_blocks", (BOOLS, 0, 200, 300), {}, ValueError,
+     r"^block_size: must be positive multiples of 64, got 0"),
+    ("from_blocks", (BOOLS, (64, 64, 64), 200, 300), {}, TypeError,
+     r"^block_size: must be one or two integers, got \(64, 64, 64\)"),
+    ("from_blocks", (BOOLS, 64.0, 200, 300), {}, TypeError,
+     r"^block_size: must be one or two integers, got 64.0"),
+    ("from_blocks", (BOOLS, 64, -1, 9), {}, ValueError, r"^seqlen_q: must be fr"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: BlockSparsity.from_mask([[True]]), TypeError, r"^mask: must be a torch.Tensor"),
-        (
-            lambda: BlockSparsity.from_mask(BOOLS.float()),
-            TypeError,
-            r"^mask: dtype must be torch.b",
-        ),
-        (
-            lambda: BlockSparsity.from_mask(BOOLS[0]),
-            ValueError,
-            r"^mask: must have shape .* \(5,\)",
-        ),
-        (
-            lambda: BlockSparsity.from_mask(BOOLS[(None,) * 3]),
-            ValueError,
-            r"^mask: must have shape",
-        ),
-        (
-            lambda: BlockSparsity.from_mask(BOOLS, seqlen_q=5),
-            ValueError,
-            r"^mask: must have 1 row or seqlen_q \(5\), got 4",
-        ),
-        (lambda: BlockSparsity.from_mask(BOOLS, seqlen_q=4.0), TypeError, r"^seqlen_q: must be an"),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS.int(), 64, 200, 300),
-            TypeError,
-            r"^block_mask: dtype must be torch.bool, got torch.int32",
-        ),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS, 64, 257, 300),
-            ValueError,
-            r"^block_mask: must have 5 x 5 blocks of \(64, 64\) for 257 .* got \(4, 5\)",
-        ),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS, (64, 96), 200, 300),
-            ValueError,
-            r"^block_size: must be positive multiples of 64, got \(64, 96\)",
-        ),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS, 0, 200, 300),
-            ValueError,
-            r"^block_size: must be positive multiples of 64, got 0",
-        ),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS, (64, 64, 64), 200, 300),
-            TypeError,
-            r"^block_size: must be one or two integers, got \(64, 64, 64\)",
-        ),
-        (
-            lambda: BlockSparsity.from_blocks(BOOLS, 64.0, 200, 300),
-            TypeError,
-            r"^block_size: must be one or two integers, got 64.0",
-        ),
-        (lambda: BlockSparsity.from_blocks(BOOLS, 64, -1, 9), ValueError, r"^seqlen_q: must be fr"),
-    ],
-)
+@pytest.mark.parametrize(("make", "given", "options", "error", "message"), BAD)
 def test_bad_arguments(
-    make: Callable[[], BlockSparsity], error: type[Exception], message: str
+    make: str, given: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        make()
+        getattr(BlockSparsity, make)(*given, **options)

@@ -334,7 +334,7 @@ def test_cache_holds_what_was_appended(page_size: int | None) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (0, 0), (2, -1), (-1, 3), (1, 2), (50, 50)])
-@pytest.mark.parametrize("lengths", [(4, 4), (3, 8), (8, 3), (0, 4), (4, 0)])
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 8), (8, 3), (5, 1), (1, 5), (0, 4), (4, 0)])
 def test_visible_pairs_counts_windows(
     lengths: tuple[int, int], window: tuple[int, int], causal: bool
 ) -> None:

@@ -1,15 +1,12 @@
-"""Every public name of the packages whose interfaces this one has, and what became of it here.
+"""The public names of other packages that this one has, or refuses by name.
 
-A public name is one without a leading underscore that a module defines, or that a package's
-__init__ takes from its modules; those with an underscore are listed where others' code calls them.
-What a module merely imports (torch, math, its own kernels' modules) is not a name of it.
+    served   the name is here: with these parameters, in this order, with these defaults, or None
+             where it is no function or has no signature of its own
+    refused  it is not here: an AttributeError names it and says this
 
-    served        the name is here: with these parameters, in this order, with these defaults, or
-                  None where it is no function or has no signature of its own
-    refused       it is not here: an AttributeError names it and says this
-    out_of_scope  it is not here: why code that uses attention has no need of it
-
-The lists were written from the releases and commits that `of` names.
+Others that these packages' modules define are of no use to code that calls attention: classes and
+settings of their kernels, helpers of their functions. The lists were written from the releases and
+commits that `of` names.
 """
 
 from __future__ import annotations
@@ -25,12 +22,7 @@ class Module:
     of: str
     served: dict[str, str | None]
     refused: dict[str, str] = field(default_factory=dict)
-    out_of_scope: dict[str, str] = field(default_factory=dict)  # reason: names
     needs: str = ""  # another package, without which the module is not there
-
-    def without_need(self) -> dict[str, str]:
-        """{name: reason} of out_of_scope."""
-        return {name: why for why, names in self.out_of_scope.items() for name in names.split()}
 
     def signatures(self) -> dict[str, str]:
         return {name: shown for name, shown in self.served.items() if shown is not None}
@@ -100,13 +92,6 @@ FLASH_ATTENTION_2_INTERFACE = Module(
         "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
         "FlashAttnVarlenKVPackedFunc": "call flash_attn_varlen_kvpacked_func",
         "FlashAttnVarlenQKVPackedFunc": "call flash_attn_varlen_qkvpacked_func",
-    },
-    out_of_scope={
-        "of its operators' registration with torch": (
-            "noop_custom_op_wrapper noop_register_fake_wrapper"
-        ),
-        "of its operators' fake results": "round_multiple",
-        "whether its functions run on AMD": "USE_TRITON_ROCM",
     },
 )
 BERT_PADDING = Module(
@@ -215,11 +200,6 @@ FLASH_ATTENTION_3 = Module(
         "FlashAttnVarlenFunc": "call flash_attn_varlen_func",
         "flash_attn_3_gpu": "call this module's functions",
     },
-    out_of_scope={
-        "of its functions alone": "maybe_contiguous setup_context",
-        "of its operators' fake results": "round_multiple round_up_headdim",
-        "whether its functions run on AMD": "USE_TRITON_ROCM",
-    },
 )
 
 # -- FlashAttention-4 ------------------------------------------------------------------------------
@@ -276,35 +256,6 @@ FLASH_ATTENTION_4_INTERFACE = Module(
         "_flash_attn_fwd": "which return softmax_lse with return_lse",
         "_flash_attn_bwd": r"call torch\.autograd\.grad",
     },
-    out_of_scope={
-        "how its kernels are tiled and compiled": (
-            "BwdConfig FwdConfig make_fake_bwd_tensors torch2cute_dtype_map"
-        ),
-        "how its calls are scheduled": (
-            "BIN_BATCH_SEARCH_THRESH S_PING_PONG_MIN_N_BLOCKS_PER_SPLIT USE_BLOCKS_TO_BATCH "
-            "num_splits_heuristic"
-        ),
-        "classes of its kernels": (
-            "BlackwellFusedMultiHeadAttentionBackward CuBlocksToBatchKernel "
-            "CuSeqlensToBlocksKernel DSinkReduceKernel FlashAttentionBackwardPostprocess "
-            "FlashAttentionBackwardPreprocess FlashAttentionBackwardSm100 "
-            "FlashAttentionBackwardSm120 FlashAttentionBackwardSm80 FlashAttentionBackwardSm90 "
-            "FlashAttentionForwardCombine FlashAttentionForwardSm100 FlashAttentionForwardSm120 "
-            "FlashAttentionForwardSm80 FlashAttentionForwardSm90 "
-            "FlashAttentionMLAForward1CtaKb64Sm100 FlashAttentionMLAForward1CtaSm100 "
-            "FlashAttentionMLAForwardSm100 FlashAttentionSparseMLABackwardSm100 "
-            "FlashPrepareScheduler dKGemmKernel dQdQvGemmKernel dQdQvGemmKernelH64"
-        ),
-        "its own modules": "cute_dsl_ptxas fa_logging utils",
-        "what these classes take": "AuxData DescaleTensors LearnableSinkBwdTensors",
-        "of its functions alone": (
-            "block_sparse_bwd_supports_2cta get_aux_tensor_metadata get_broadcast_dims "
-            "get_jit_cache get_kv_subtile_factor get_num_sms_for_selection "
-            "get_sparse_q_block_size is_fake_mode maybe_contiguous normalize_block_sparse_config "
-            "normalize_block_sparse_config_bwd sparse_mla_qhead_tile to_cute_aux_tensor "
-            "to_cute_block_sparse_tensors to_cute_tensor validate_output_layout"
-        ),
-    },
 )
 BLOCK_SPARSITY = Module(
     "flash_attn.cute.block_sparsity",
@@ -314,19 +265,6 @@ BLOCK_SPARSITY = Module(
         "compute_dq_write_order": _ORDER,
         "compute_dq_write_order_from_block_mask": _ORDER,
         "fast_sampling": r"make a flash_attn_cuda\.BlockSparsity",
-    },
-    out_of_scope={
-        "what its kernels take": (
-            "BlockSparseTensors NormalizedBlockSparseConfig to_cute_block_sparse_tensors"
-        ),
-        "of its functions alone": (
-            "block_sparse_bwd_supports_2cta ceildiv get_block_sparse_broadcast_pattern "
-            "get_block_sparse_expected_shapes get_block_sparse_expected_shapes_bwd "
-            "get_broadcast_dims get_kv_subtile_factor get_sparse_q_block_size "
-            "infer_block_sparse_expected_shapes is_block_sparsity_enabled "
-            "normalize_block_sparse_config normalize_block_sparse_config_bwd "
-            "normalize_block_sparse_tensors to_cute_tensor"
-        ),
     },
 )
 
@@ -355,13 +293,6 @@ VLLM = Module(
     refused={
         "sparse_attn_func": r"call flash_attn_cuda\.flash_attn_func with block_mask",
         "sparse_attn_varlen_func": r"call flash_attn_cuda\.flash_attn_varlen_func with block_mask",
-    },
-    out_of_scope={
-        "which of its builds there are, of which this package is each": (
-            "DEFAULT_FA_VERSION FA2_AVAILABLE FA2_UNAVAILABLE_REASON FA3_AVAILABLE "
-            "FA3_UNAVAILABLE_REASON FA4_AVAILABLE FA4_UNAVAILABLE_REASON"
-        ),
-        "of its functions alone": "maybe_contiguous",
     },
 )
 
@@ -420,12 +351,6 @@ RING_HF_ADAPTER = Module(
         "use_ring_attn": "flag",
     },
     refused={"RING_ATTN_SWITCH": "call use_ring_attn"},
-    out_of_scope={
-        "transformers' own": "ALL_ATTENTION_FUNCTIONS",
-        "ring_flash_attn has them": (
-            "llama3_flash_attn_prepare_cu_seqlens llama3_flash_attn_varlen_func"
-        ),
-    },
     needs="transformers",
 )
 
@@ -444,21 +369,3 @@ MODULES = (
     RING_ADAPTERS,
     RING_HF_ADAPTER,
 )
-
-# Modules of the packages that are not found, and why.
-MODULES_OUT_OF_SCOPE = {
-    "flash_attn.losses": "cross-entropy is no attention",
-    "flash_attn.models": "models, and the loading of their weights",
-    "flash_attn.modules": "layers of these models",
-    "flash_attn.ops.activations": "activations, norms and linear layers are no attention",
-    "flash_attn.ops.fused_dense": "activations, norms and linear layers are no attention",
-    "flash_attn.ops.layer_norm": "activations, norms and linear layers are no attention",
-    "flash_attn.ops.rms_norm": "activations, norms and linear layers are no attention",
-    "flash_attn.utils": "collectives and generation of these models",
-    "flash_attn.flash_attn_triton": "attention of its first release, in Triton",
-    "flash_attn.cute.compute_block_sparsity": "lists of blocks: flash_attn_cuda.BlockSparsity",
-    "flash_attn.cute.mask": "masks inside its kernels",
-    "flash_attn.cute.utils": "functions inside its kernels",
-    "ring_flash_attn.utils": "how its ring sends and merges",
-    "ring_flash_attn.llama3_flash_attn_varlen": "one of its modules; the package has its functions",
-}

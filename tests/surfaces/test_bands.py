@@ -233,12 +233,12 @@ def private_packed(rows: Rows, causal: bool, window: Window) -> Results:
     return out, lse
 
 
-def with_pages(function: Callable[..., Any], table: str, probs: str) -> bands.Attend:
+def with_pages(function: Callable[..., Any], probs: str) -> bands.Attend:
     def attend(rows: Rows, causal: bool, window: Window) -> Results:
         k, v, pages = rows.of_pages(4)
         bounds = {**rows.packed(), "cu_seqlens_k": None}
         results = function(
-            **{"q": rows.q, "k": k, "v": v, table: pages, probs: True},
+            **{"q": rows.q, "k": k, "v": v, "block_table": pages, probs: True},
             **bounds,
             seqused_k=rows.used()["seqused_k"],
             causal=causal,
@@ -267,46 +267,30 @@ def with_cache(function: Callable[..., Any]) -> bands.Attend:
     return attend
 
 
-WITH_GRADIENTS: dict[str, tuple[bands.Attend, tuple[Lengths, ...]]] = {
-    "ours-dense": (with_batch(ours.flash_attn_func), OF_ONE_LENGTH),
-    "ours-packed": (with_packed(ours.flash_attn_varlen_func), (OF_MANY,)),
-    "fa3-dense": (with_batch(fa3.flash_attn_func), OF_ONE_LENGTH),
-    "fa3-packed": (with_packed(fa3.flash_attn_varlen_func), (OF_MANY,)),
-    "vllm-packed": (with_packed(vllm.flash_attn_varlen_func, "return_softmax_lse"), (OF_MANY,)),
+OF_2, EACH = bands.ends_of_flash_attention_2, (None, -5, 0, 2, 2**40)
+LSE, PROBS = "return_softmax_lse", "return_attn_probs"
+# Lengths, bounds, and whether there are gradients. The private functions take numbers alone.
+Grid = tuple[bands.Attend, tuple[Lengths, ...], tuple[int | None, ...], bool]
+GRIDS: dict[str, Grid] = {
+    "ours-dense": (with_batch(ours.flash_attn_func), OF_ONE_LENGTH, EACH, True),
+    "ours-packed": (with_packed(ours.flash_attn_varlen_func), (OF_MANY,), EACH, True),
+    "fa3-dense": (with_batch(fa3.flash_attn_func), OF_ONE_LENGTH, EACH, True),
+    "fa3-packed": (with_packed(fa3.flash_attn_varlen_func), (OF_MANY,), EACH, True),
+    "vllm-packed": (with_packed(vllm.flash_attn_varlen_func, LSE), (OF_MANY,), EACH, True),
+    "ours-cache": (with_cache(ours.flash_attn_with_kvcache), (OF_MANY,), EACH, False),
+    "fa3-cache": (with_cache(fa3.flash_attn_with_kvcache), (OF_MANY,), EACH, False),
+    "ours-pages": (with_pages(ours.flash_attn_varlen_func, PROBS), (OF_MANY,), EACH, False),
+    "vllm-pages": (with_pages(vllm.flash_attn_varlen_func, LSE), (OF_MANY,), EACH, False),
+    "private-dense": (private_dense, OF_ONE_LENGTH, NUMBERS, True),
+    "private-packed": (private_packed, (OF_MANY,), NUMBERS, True),
 }
-WITHOUT: dict[str, bands.Attend] = {
-    "ours-cache": with_cache(ours.flash_attn_with_kvcache),
-    "ours-pages": with_pages(ours.flash_attn_varlen_func, "block_table", "return_attn_probs"),
-    "fa3-cache": with_cache(fa3.flash_attn_with_kvcache),
-    "vllm-pages": with_pages(vllm.flash_attn_varlen_func, "block_table", "return_softmax_lse"),
-}
-PRIVATE: dict[str, tuple[bands.Attend, tuple[Lengths, ...]]] = {
-    "dense": (private_dense, OF_ONE_LENGTH),
-    "packed": (private_packed, (OF_MANY,)),
-}
-OF_2 = bands.ends_of_flash_attention_2
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", GRIDS)
 def test_each_bound_on_its_own(name: str, device: str) -> None:
-    attend, lengths = WITH_GRADIENTS[name]
-    check_grid(attend, lengths, device, OF_2, bounds=(None, -5, 0, 2, 2**40))
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("name", WITHOUT)
-def test_over_caches(name: str, device: str) -> None:
-    bounds = (None, -5, 0, 2, 2**40)
-    check_grid(WITHOUT[name], (OF_MANY,), device, OF_2, bounds=bounds, backward=False)
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("name", PRIVATE)
-def test_private_functions(name: str, device: str) -> None:
-    """FlashAttention-2's, of numbers alone."""
-    attend, lengths = PRIVATE[name]
-    check_grid(attend, lengths, device, OF_2, bounds=NUMBERS)
+    attend, lengths, bounds, backward = GRIDS[name]
+    check_grid(attend, lengths, device, OF_2, bounds=bounds, backward=backward)
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
@@ -496,21 +480,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("window", [(None, -3), (-2, None), (3, 2)])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_lengths_that_are_wrong_are_refused(wrong: str, window: Window) -> None:
-    """As given, not as they are without the rows that a band hides."""
+def test_what_is_wrong_is_refused(window: Window) -> None:
+    """Lengths as given, not as they are without the rows that a band hides."""
     rows = rows_of(((7, 9),) * 2, "cpu")
     q, k, v = (x.unflatten(0, (2, -1)) for x in (rows.q, rows.k, rows.v))
-    given, match = WRONG[wrong]
-    lengths = {name: int32("cpu", *values) for name, values in given.items()}
-    with pytest.raises(ValueError, match=f"^{match}"):
-        fa4.flash_attn_varlen_func(q, k, v, **lengths, window_size=window)
-
-
-@pytest.mark.parametrize("window", [(None, -3), (-2, None), (3, 2)])
-def test_tensors_that_are_wrong_are_refused(window: Window) -> None:
-    rows = rows_of(((7, 9),) * 2, "cpu")
-    q, k, v = (x.unflatten(0, (2, -1)) for x in (rows.q, rows.k, rows.v))
+    for wrong, match in WRONG.values():
+        lengths = {name: int32("cpu", *values) for name, values in wrong.items()}
+        with pytest.raises(ValueError, match=f"^{match}"):
+            fa4.flash_attn_varlen_func(q, k, v, **lengths, window_size=window)
     match = r"^v: must have the shape of k .* \(2, 9, 2, 16\), got \(2, 8, 2, 16\)"
     for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func):
         with pytest.raises(ValueError, match=match):

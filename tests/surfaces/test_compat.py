@@ -56,25 +56,6 @@ def test_names_are_ours() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_import_statements_of_other_libraries() -> None:
-    names: dict[str, object] = {}
-    code = """
-    import flash_attn
-    import flash_attn.layers.rotary
-    from flash_attn import flash_attn_func, flash_attn_with_kvcache
-    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
-    from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_varlen_func
-    from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_func
-    """
-    exec(textwrap.dedent(code), names)
-    assert names["pad_input"] is padding.pad_input
-    assert names["apply_rotary_emb"] is rotary.apply_rotary_emb
-    package = names["flash_attn"]
-    assert isinstance(package, ModuleType)
-    assert package.layers.rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
-
-
-@pytest.mark.usefixtures("installed")
 def test_what_is_not_there_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.losses'"):
         importlib.import_module("flash_attn.losses")
@@ -89,12 +70,16 @@ def test_names_that_are_imported_unguarded() -> None:
     import flash_attn
     from flash_attn.bert_padding import IndexFirstAxis, IndexPutFirstAxis
     from flash_attn.flash_attn_interface import flash_attn_gpu, maybe_contiguous
-    from flash_attn.layers.rotary import ApplyRotaryEmb, RotaryEmbedding
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache
+    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+    from flash_attn.layers.rotary import ApplyRotaryEmb, RotaryEmbedding, apply_rotary_emb
     from flash_attn.layers.rotary import apply_rotary_emb_kv_, apply_rotary_emb_qkv_
     from flash_attn.ops.triton.rotary import apply_rotary
     """
     exec(textwrap.dedent(code), names)
     assert names["flash_attn"].__file__ == compat.__file__
+    assert names["pad_input"] is padding.pad_input
+    assert names["flash_attn"].layers.rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
     x, indices = torch.randn(4, 3), torch.tensor([2, 0])
     rows = names["IndexFirstAxis"].apply(x, indices)
     assert torch.equal(rows, x[indices])

@@ -1,23 +1,19 @@
-"""flash_attn.cute, FlashAttention-4's module, on this package."""
+"""What flash_attn.cute, FlashAttention-4's module, has alone: pages, masks by functions, lists.
+What its functions are here: test_mappings.py.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import compat
 from flash_attn_cuda.surfaces import flash_attention_4 as fa4
 from flash_attn_cuda.surfaces.flash_attention_4 import BlockSparseTensorsTorch
-from tests.cases.harness import DEVICE, no_host_sync
 from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
     assert_compiles,
@@ -26,115 +22,17 @@ from tests.surfaces.calls import (
     dense,
     expected_of,
     int32,
-    normal,
 )
-from tests.surfaces.public_names import FLASH_ATTENTION_4_INTERFACE
 
-SIGNATURES = FLASH_ATTENTION_4_INTERFACE.signatures()
 FIELDS = (
     "mask_block_cnt mask_block_idx full_block_cnt full_block_idx cu_total_m_blocks "
     "cu_block_idx_offsets block_size dq_write_order dq_write_order_full spt"
 )
 
-HINTS: dict[str, Any] = {"pack_gqa": False, "num_splits": 0}
-
-
-def test_names() -> None:
-    """Their signatures are in test_public_names."""
-    assert sorted(FLASH_ATTENTION_4_INTERFACE.served) == sorted(fa4.__all__)
-
 
 def test_fields_of_block_sparse_tensors() -> None:
     assert BlockSparseTensorsTorch._fields == tuple(FIELDS.split())
     assert BlockSparseTensorsTorch._field_defaults == dict.fromkeys(FIELDS.split()[2:])
-
-
-def together(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The first rows of every sequence, one behind the other."""
-    return torch.cat([x[b, :n] for b, n in enumerate(lengths)])
-
-
-def cumulated(lengths: tuple[int, ...]) -> Tensor:
-    return int32("cpu", *accumulate(lengths, initial=0))
-
-
-# -- results ---------------------------------------------------------------------------------------
-
-
-@ON_EVERY_DEVICE
-def test_dense(device: str) -> None:
-    """A pair, whose second is None unless it is asked for or a gradient may need it."""
-    inputs = dense(device)
-    sink = torch.randn(4, device=device)
-    for window, ours_window in (((4, None), (4, -1)), ((None, 2), (-1, 2)), ((3, 1), (3, 1))):
-        options: dict[str, Any] = {"softmax_scale": 0.4, "softcap": 5.0}
-        out, lse = fa4.flash_attn_func(
-            *inputs, **options, window_size=window, learnable_sink=sink, return_lse=True, **HINTS
-        )
-        expected = ours.flash_attn_func(
-            *inputs, **options, window_size=ours_window, sink=sink, return_attn_probs=True
-        )[:2]
-        assert_same((out, lse), expected)
-        features = {**options, "window": window, "sink": sink.double()}
-        assert_near((out, lse), expected_of(*inputs, [(7, 9)] * 2, **features))
-    out, lse = fa4.flash_attn_func(*inputs, causal=True)
-    assert lse is None
-    assert_same(out, ours.flash_attn_func(*inputs, causal=True))
-    leaves = [*(x.requires_grad_() for x in inputs), sink.requires_grad_()]
-    out, lse = fa4.flash_attn_func(*leaves[:3], causal=True, learnable_sink=sink)
-    assert lse is not None
-    gradients = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves)
-    out, lse, _ = ours.flash_attn_func(*leaves[:3], causal=True, sink=sink, return_attn_probs=True)
-    assert_near(gradients, torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves))
-
-
-@ON_EVERY_DEVICE
-@pytest.mark.parametrize("packed_q", [False, True], ids=["q", "packed-q"])
-@pytest.mark.parametrize("packed_k", [False, True], ids=["k", "packed-k"])
-def test_any_layout(packed_q: bool, packed_k: bool, device: str) -> None:
-    q, k, v = dense(device)
-    for used in (None, [(7, 5), (3, 9)]):
-        lengths = used or [(7, 9)] * 2
-        out, lse = expected_of(q, k, v, lengths, causal=True)
-        inputs = {"q": q, "k": k, "v": v}
-        if packed_q:
-            inputs |= {"q": q.flatten(0, 1), "cu_seqlens_q": int32(device, 0, 7, 14)}
-            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        if packed_k:
-            inputs |= {name: inputs[name].flatten(0, 1) for name in "kv"}
-            inputs["cu_seqlens_k"] = int32(device, 0, 9, 18)
-        if used:
-            used_q, used_k = zip(*used, strict=True)
-            inputs |= {"seqused_q": int32(device, *used_q), "seqused_k": int32(device, *used_k)}
-        results = fa4.flash_attn_varlen_func(
-            **inputs, causal=True, return_lse=True, min_seqlen_k=1, seqlen_k_per_split=256,
-            scheduler_metadata=(), disable_scheduler_metadata=True,
-        )  # fmt: skip
-        assert_near(results, (out, lse))
-        assert fa4.flash_attn_varlen_func(**inputs, causal=True)[1] is None
-
-
-USED = st.tuples(st.integers(0, 6), st.integers(0, 8))
-
-
-@settings(max_examples=25, deadline=None)
-@given(used=st.lists(USED, min_size=1, max_size=3), layout=st.tuples(st.booleans(), st.booleans()))
-def test_any_lengths_in_any_layout(used: list[tuple[int, int]], layout: tuple[bool, bool]) -> None:
-    """Of sequences that are packed, the rows alone that are used."""
-    q, k, v = dense("cpu", 6, 8, len(used))
-    out, lse = expected_of(q, k, v, used, window=(3, 1))
-    used_q, used_k = zip(*used, strict=True)
-    call: dict[str, Any] = {"q": q, "k": k, "v": v}
-    call |= {"seqused_q": int32("cpu", *used_q), "seqused_k": int32("cpu", *used_k)}
-    if layout[0]:
-        call |= {"q": together(q, used_q), "cu_seqlens_q": cumulated(used_q), "seqused_q": None}
-        out = together(out, used_q)
-        lse = torch.cat([lse[b, :, :n] for b, n in enumerate(used_q)], 1)
-    if layout[1]:
-        call |= {name: together(call[name], used_k) for name in "kv"}
-        call |= {"cu_seqlens_k": cumulated(used_k), "seqused_k": None}
-    results = fa4.flash_attn_varlen_func(**call, window_size=(3, 1), return_lse=True)
-    assert_near(results, (out, lse))
 
 
 @ON_EVERY_DEVICE
@@ -282,7 +180,7 @@ def test_full_graphs() -> None:
     used = int32("cpu", 5, 9)
     tensors = BlockSparseTensorsTorch(*lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
     lse = {"return_lse": True}
-    for mask in ({}, {"mask_mod": of_everything}, {"block_sparse_tensors": tensors}):
+    for mask in ({"mask_mod": of_everything}, {"block_sparse_tensors": tensors}):
         assert_compiles(lambda q, mask=mask: fa4.flash_attn_func(q, k, v, **mask, **lse), q)
     assert_compiles(
         lambda q: fa4.flash_attn_varlen_func(
@@ -290,58 +188,6 @@ def test_full_graphs() -> None:
         ),
         q,
     )
-    partials = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
-    assert_compiles(lambda *x: fa4.flash_attn_combine(*x, out_dtype=torch.bfloat16), *partials)
-
-
-# -- partial results -------------------------------------------------------------------------------
-
-
-@ON_EVERY_DEVICE
-def test_combine(device: str) -> None:
-    out_partial = torch.randn(3, 2, 5, 4, 16, device=device)
-    lse_partial = torch.randn(3, 2, 5, 4, device=device)
-    expected = ours.flash_attn_combine(out_partial, lse_partial)
-    assert_same(fa4.flash_attn_combine(out_partial, lse_partial), expected)
-    out, lse = fa4.flash_attn_combine(out_partial, lse_partial, return_lse=False)
-    assert lse is None and torch.equal(out, expected[0])
-    order = int32(device, 1, 0)
-    results = fa4.flash_attn_combine(
-        out_partial, lse_partial, seqused=order, virtual_batch_idx=order
-    )
-    assert_same(results, expected)
-    for dtype in (torch.bfloat16, torch.float16):
-        out, _ = fa4.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
-        assert_same(out, ours.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)[0])
-        partial = out_partial.to(dtype)
-        out, lse = fa4.flash_attn_combine(partial, lse_partial)
-        wide = ours.flash_attn_combine(partial.float(), lse_partial, out_dtype=dtype)
-        assert_same((out, lse), wide)
-        assert fa4.flash_attn_combine(partial, lse_partial, out_dtype=torch.float32)[0].dtype == (
-            torch.float32
-        )
-        target = torch.zeros(2, 5, 4, 16, dtype=dtype, device=device)
-        assert fa4.flash_attn_combine(partial, lse_partial, target)[0] is target
-        assert torch.equal(target, out)
-
-
-@ON_EVERY_DEVICE
-def test_combine_of_packed_sequences(device: str) -> None:
-    out_partial = torch.randn(3, 9, 4, 16, device=device)
-    lse_partial = torch.randn(3, 9, 4, device=device)
-    expected = ours.flash_attn_combine(out_partial[:, None], lse_partial[:, None])
-    expected = expected[0][0], expected[1][0]
-    cu_seqlens = int32(device, 0, 4, 9)
-    results = fa4.flash_attn_combine(out_partial, lse_partial, cu_seqlens=cu_seqlens)
-    assert_same(results, expected)
-    out = torch.zeros(9, 4, 16, dtype=torch.float16, device=device)
-    results = fa4.flash_attn_combine(out_partial, lse_partial, out, cu_seqlens=cu_seqlens)
-    assert results[0] is out
-    assert_same(out, expected[0].half())
-    with pytest.raises(NotImplementedError, match=r"^seqused: must be None, as every row of an"):
-        fa4.flash_attn_combine(out_partial, lse_partial, out, seqused=int32(device, 1, 1))
-    with pytest.raises(ValueError, match=r"^out_partial: must have 5 dimensions"):
-        fa4.flash_attn_combine(out_partial[0], lse_partial[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -351,26 +197,6 @@ def of_the_dsl(b: Any, h: Any, query: Any, key: Any, seqlen_info: Any, aux_tenso
     raise AssertionError("is not called")
 
 
-NAMES: dict[str, tuple[Any, str]] = {
-    "score_mod": (lambda *x: x[0], "functions of scores are not implemented"),
-    "score_mod_bwd": (lambda *x: x[0], "functions of scores are not implemented"),
-    "aux_tensors": ([torch.zeros(1)], "a mask_mod takes four arguments"),
-    "aux_scalars": ((1,), "a mask_mod takes four arguments"),
-    "qv": (torch.zeros(1), "scores have one product"),
-    "gather_kv_indices": (torch.zeros(1), "keys chosen by indices"),
-    "gather_bwd_recompute_p": (True, "keys chosen by indices"),
-    "gather_bwd_token_chunk": (8, "keys chosen by indices"),
-}
-
-
-@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_refused(name: str, function: str) -> None:
-    value, reason = NAMES[name]
-    with pytest.raises(NotImplementedError, match=f"^{name}: must be None, as {reason}"):
-        getattr(fa4, function)(*dense("cpu"), **{name: value})
-
-
 @pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_masks_and_tensors_that_are_refused(function: str) -> None:
     attend = getattr(fa4, function)
@@ -378,8 +204,6 @@ def test_masks_and_tensors_that_are_refused(function: str) -> None:
     for mod in (of_the_dsl, lambda query, key: query >= key, 3):
         with pytest.raises(NotImplementedError, match=r"^mask_mod: must be a function of \(batch"):
             attend(q, k, v, mask_mod=mod)
-    with pytest.raises(NotImplementedError, match=r"^v: must not be of FP8"):
-        attend(q, k, v.to(torch.float8_e4m3fn))
     lists = lists_of(torch.ones(1, 1, 1, 1, dtype=torch.bool))
     for size in ((128, 32), (0, 128)):
         tensors = BlockSparseTensorsTorch(*lists, block_size=size)
@@ -454,35 +278,3 @@ def test_scheduler_metadata() -> None:
         fa4.get_scheduler_metadata(*sizes, cu_seqlens_q=cu_seqlens, seqused_k=used)
     with pytest.raises(TypeError, match=r"^seqused_q: must be a torch\.Tensor, got list"):
         fa4.get_scheduler_metadata(*sizes, seqused_q=[1, 2])
-
-
-# -- installed -------------------------------------------------------------------------------------
-
-
-def test_install_serves_it() -> None:
-    compat.install()
-    try:
-        package = importlib.import_module("flash_attn.cute")
-        interface = importlib.import_module("flash_attn.cute.interface")
-        sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
-        for name in SIGNATURES:
-            assert getattr(package, name) is getattr(interface, name) is getattr(fa4, name)
-        assert sparsity.BlockSparseTensorsTorch is BlockSparseTensorsTorch
-        assert importlib.import_module("flash_attn").cute is package
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("flash_attn.cute.flash_fwd")
-    finally:
-        compat.uninstall()
-    assert importlib.util.find_spec("flash_attn") is None
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_device() -> None:
-    q, k, v = dense(DEVICE)
-    used = int32(DEVICE, 5, 9)
-    pool = [normal(DEVICE, 6, 4, 2, d) for d in (16, 24)]
-    table = int32(DEVICE, 3, 0, 5, 1, 4, 2).view(2, 3)
-    with no_host_sync():
-        fa4.flash_attn_func(q, k, v, mask_mod=of_everything)
-        fa4.flash_attn_varlen_func(q, k, v, seqused_k=used, causal=True)
-        fa4.flash_attn_varlen_func(q, *pool, page_table=table)

@@ -50,12 +50,23 @@ def _registered() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Padded and packed batches, with gradients
+# Padded and packed batches, with gradients. Every model has each way once, and some the others.
+
+
+EVERY = (LLAMA, MISTRAL, GEMMA, GPT_OSS, GEMMA_4)
+
+
+def some(name: str, first: Any, **others: Any) -> pytest.MarkDecorator:
+    """Every model with the first value of `name`, and those that are listed with others."""
+    pairs = [(model, first) for model in EVERY]
+    pairs += [(model, value) for value, models in others.items() for model in models]
+    return pytest.mark.parametrize(
+        ("model", name), pairs, ids=lambda x: x.name if isinstance(x, Model) else str(x)
+    )
 
 
 @over_places
-@over_models
-@pytest.mark.parametrize("side", ["left", "right", "none"])
+@some("side", "left", right=(LLAMA, GEMMA_4), none=(MISTRAL, GPT_OSS))
 def test_padded_batches(model: Model, device: str, dtype: torch.dtype, side: str) -> None:
     mask = lengths_mask([11, 4, 1] if side != "none" else [11, 11, 11], side, device)
     tokens = random_tokens(3, 11, device=device)
@@ -85,11 +96,11 @@ def test_checkpointed_layers(model: Model, device: str, dtype: torch.dtype) -> N
 
 
 @over_places
-@over_models
-@pytest.mark.parametrize("rows", [1, 2])
+@some("batch", "of two rows", of_one_row=(LLAMA, GPT_OSS))
 def test_batches_packed_by_positions(
-    model: Model, device: str, dtype: torch.dtype, rows: int
+    model: Model, device: str, dtype: torch.dtype, batch: str
 ) -> None:
+    rows = 1 if batch == "of_one_row" else 2
     lengths = [[7, 1, 8], [3, 13]][:rows]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     inputs = {
@@ -110,8 +121,7 @@ def test_batches_packed_by_positions(
 
 
 @over_places
-@over_models
-@pytest.mark.parametrize("how", ["cu_seq_lens", "positions, with a cache"])
+@some("how", "positions, with a cache", cu_seq_lens=(MISTRAL, GPT_OSS))
 def test_packed_sequences_do_not_see_each_other(
     model: Model, device: str, dtype: torch.dtype, how: str
 ) -> None:
@@ -135,10 +145,9 @@ def test_packed_sequences_do_not_see_each_other(
     check(model, device, dtype, run)
 
 
-# Every model, and each of the other ways with a model or two: a compile takes seconds a layer.
+# Each way with a model: a compile takes seconds a layer.
 COMPILED = [
-    *((model, "padded", True) for model in (LLAMA, MISTRAL, GEMMA, GPT_OSS, GEMMA_4)),
-    *((LLAMA, "padded", False), (LLAMA, "packed", True), (GPT_OSS, "packed", True)),
+    *((GEMMA, "padded", True), (LLAMA, "padded", False), (GPT_OSS, "packed", True)),
     *((MISTRAL, "plain", True), (GEMMA_4, "plain", True)),
 ]
 
@@ -173,9 +182,8 @@ def test_compiled(model: Model, device: str, dtype: torch.dtype, batch: str, who
 
 
 @over_places
-@over_models
-@pytest.mark.parametrize("side", ["left", "right", "none"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@some("side", "left", right=(LLAMA, GEMMA_4), none=(MISTRAL, GPT_OSS))
 def test_prompt_in_parts(
     model: Model, device: str, dtype: torch.dtype, side: str, cache: str
 ) -> None:
@@ -207,8 +215,7 @@ def test_prompt_in_parts(
 
 @over_places
 @over_models
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("cache", "padded"), [("dynamic", True), ("static", False)])
 def test_greedy_generation(
     model: Model, device: str, dtype: torch.dtype, cache: str, padded: bool
 ) -> None:

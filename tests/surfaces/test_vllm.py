@@ -20,14 +20,8 @@ from tests.surfaces.calls import (
     int32,
     normal,
 )
-from tests.surfaces.public_names import VLLM
 
 LENGTHS = [(5, 9), (1, 12), (0, 3)]  # queries of a prompt and of a token, keys with what is cached
-
-
-def test_names() -> None:
-    """Their signatures are in test_public_names."""
-    assert sorted(VLLM.served) == sorted(vllm.__all__)
 
 
 @pytest.mark.parametrize("fa_version", [2, 3, 4])
@@ -117,51 +111,6 @@ def test_splits_and_slopes(num_splits: int, device: str) -> None:
     assert_near((out, lse), rows_of(*expected_of(*given, LENGTHS, **features)))
 
 
-@ON_EVERY_DEVICE
-def test_without_pages(device: str) -> None:
-    """Keys that are packed, and keys that are not."""
-    q, k, v = dense(device)
-    rows = q.flatten(0, 1)
-    cu_q = int32(device, 0, 7, 14)
-    lengths = {"max_seqlen_q": 7, "cu_seqlens_q": cu_q, "max_seqlen_k": 9, "causal": True}
-    packed = vllm.flash_attn_varlen_func(
-        rows, *(x.flatten(0, 1) for x in (k, v)), **lengths, cu_seqlens_k=int32(device, 0, 9, 18),
-        return_softmax_lse=True,
-    )  # fmt: skip
-    out, lse = expected_of(q, k, v, [(7, 9)] * 2, causal=True)
-    expected = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-    assert_near(packed, expected)
-    used = int32(device, 9, 9)
-    target = torch.empty_like(packed[0])
-    result = vllm.flash_attn_varlen_func(rows, k, v, **lengths, seqused_k=used, out=target)
-    assert result is target
-    assert_near((target,), expected[:1])
-
-
-@ON_EVERY_DEVICE
-def test_dropout(device: str) -> None:
-    """Of the same mask whether softmax_lse is returned or not, and that of ours."""
-    q, k, v = dense(device)
-    given = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-    lengths = {"cu_seqlens_q": int32(device, 0, 7, 14), "cu_seqlens_k": int32(device, 0, 9, 18)}
-    lengths |= {"max_seqlen_q": 7, "max_seqlen_k": 9}
-    results = []
-    for function, more in (
-        (ours.flash_attn_varlen_func, {}),
-        (vllm.flash_attn_varlen_func, {}),
-        (vllm.flash_attn_varlen_func, {"return_softmax_lse": True}),
-    ):
-        torch.manual_seed(3)
-        results.append(function(*given, **lengths, dropout_p=0.4, **more))
-    assert_same(results[1], results[0])
-    assert_same(results[2][0], results[0])
-    with pytest.raises(NotImplementedError, match=r"^return_softmax_lse: must be False where"):
-        vllm.flash_attn_varlen_func(
-            *given, **lengths, dropout_p=0.4, s_aux=torch.zeros(4, device=device),
-            return_softmax_lse=True,
-        )  # fmt: skip
-
-
 def test_under_compile() -> None:
     call, _ = a_batch("cpu")
 
@@ -175,36 +124,6 @@ def test_under_compile() -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-REFUSED = {
-    "q_v": (torch.zeros(1), "must be None, as scores have one product"),
-    "output_scale": (torch.ones(1), "must be None, as results of FP8 are not implemented"),
-    "cp_world_size": (2, "must be 1, as context parallelism is not implemented, got 2"),
-    "cp_tot_seqused_k": (torch.zeros(1), "must be None, as context parallelism"),
-    "mask_mod": (lambda b, h, i, j: i >= j, "must be None, as masks of vLLM"),
-    "block_sparse_tensors": ((), "must be None, as masks of vLLM"),
-    "aux_tensors": ([], "must be None, as masks of vLLM"),
-    "aux_tensor_leading_dims": ([], "must be None, as masks of vLLM"),
-    "dynamic_causal": (torch.zeros(1), "must be None, as masks of vLLM"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    value, message = REFUSED[name]
-    call, _ = a_batch("cpu")
-    with pytest.raises(NotImplementedError, match=f"^{name}: {message}"):
-        vllm.flash_attn_varlen_func(**call, **{name: value})
-
-
-def test_other_fp8_is_refused() -> None:
-    """What e4m3 does is in test_fp8.py."""
-    call, _ = a_batch("cpu")
-    for name in ("q", "k", "v", "out"):
-        dtype = torch.float8_e4m3fn if name == "out" else torch.float8_e5m2
-        given = call | {name: torch.zeros(9, 4, 24).to(dtype)}
-        with pytest.raises(NotImplementedError, match=f"^{name}: must not be of FP8"):
-            vllm.flash_attn_varlen_func(**given)
 
 
 def test_lengths_and_versions() -> None:
