@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
+from tests.building.folders import cutlass_headers
+
 from build_tools import (
     archs,
     build_extension,
@@ -32,7 +34,6 @@ from build_tools.archs import ArchError
 from build_tools.build_extension import Backend
 from build_tools.kernel_table import ALL_ROWS
 from build_tools.toolchain import Nvcc, ToolchainError
-from tests.building.folders import cutlass_headers
 from tests.building.kernel_rows import ROW
 from third_party.cutlass import fetch
 

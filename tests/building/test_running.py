@@ -17,8 +17,9 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from build_tools import build_kernels, jobs, ninja_build, toolchain
 from tests.building.folders import cutlass_headers
+
+from build_tools import build_kernels, jobs, ninja_build, toolchain
 from tests.building.kernel_rows import ROW
 
 REPO = Path(__file__).resolve().parents[2]
