@@ -149,14 +149,14 @@ def check_mask(request: pytest.FixtureRequest) -> Callable[..., list[Closeness]]
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
