@@ -64,8 +64,8 @@ def test_compile_a_checkpoint(two: Ranks) -> None:
     two.run(cases.checkpointed, "ulysses", use_reentrant, is_compiled)
 
 
-def test_compile_where_ranks_send_nothing(four: Ranks) -> None:
-    four.run(cases.compiled_where_ranks_send_nothing, "ring")
+def test_compile_where_ranks_send_nothing(two: Ranks) -> None:
+    two.run(cases.compiled_where_ranks_send_nothing)
 
 
 def test_compile_takes_dropout(two: Ranks) -> None:

@@ -39,7 +39,7 @@ def test_calls(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_on_the_cpu(kind: str) -> None:
-    check_calls(kind, 10, "cpu", 4_000.0)
+    check_calls(kind, 5, "cpu", 4_000.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
+#include "workspaces.h"
 
 using namespace host_tests;
 
@@ -86,13 +87,7 @@ TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
 }
 
 TEST(splits_are_the_fewest_that_fill_the_device_twice) {
-  AttentionShape shape{.batch_size = 1,
-                       .seqlen_q = 2048,
-                       .seqlen_k = 2048,
-                       .num_heads_q = 64,
-                       .num_heads_k = 4,
-                       .head_dim = 128,
-                       .head_dim_v = 128};
+  AttentionShape shape = sizes(1, 2048, 2048, 64, 4, 128);
   // 16 key tiles * 4 key heads = 64 CTAs; 2 * 132 wanted: 5 would do, the next divisor of 16 is 8.
   const BackwardPlan result = plan(shape);
   CHECK_EQ(result.dkdv_splits, 8);
@@ -111,13 +106,7 @@ TEST(splits_are_the_fewest_that_fill_the_device_twice) {
 }
 
 TEST(without_grouped_heads_there_is_nothing_to_split) {
-  AttentionShape shape{.batch_size = 1,
-                       .seqlen_q = 128,
-                       .seqlen_k = 128,
-                       .num_heads_q = 2,
-                       .num_heads_k = 2,
-                       .head_dim = 64,
-                       .head_dim_v = 64};
+  AttentionShape shape = sizes(1, 128, 128, 2, 2, 64);
   CHECK_EQ(plan(shape).dkdv_splits, 1);
 }
 
@@ -125,13 +114,7 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
   for (const int group : {1, 2, 3, 6, 7, 8, 12, 71}) {
     for (const int seqlen_q : {1, 17, 128, 1000}) {
       for (const int seqlen_k : {1, 64, 300, 5000}) {
-        const AttentionShape shape{.batch_size = 1,
-                                   .seqlen_q = seqlen_q,
-                                   .seqlen_k = seqlen_k,
-                                   .num_heads_q = group,
-                                   .num_heads_k = 1,
-                                   .head_dim = 40,
-                                   .head_dim_v = 40};
+        const AttentionShape shape = sizes(1, seqlen_q, seqlen_k, group, 1, 40);
         const BackwardPlan result = plan(shape);
         const int splits = result.dkdv_splits;
         CHECK_EQ(group % splits, 0);
@@ -142,26 +125,12 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
     }
   }
   // Long keys, short queries: the partials would outgrow dQ.
-  CHECK_EQ(plan({.batch_size = 1,
-                 .seqlen_q = 128,
-                 .seqlen_k = 4096,
-                 .num_heads_q = 8,
-                 .num_heads_k = 1,
-                 .head_dim = 64,
-                 .head_dim_v = 64})
-               .dkdv_splits,
-           1);
+  CHECK_EQ(plan(sizes(1, 128, 4096, 8, 1, 64)).dkdv_splits, 1);
 }
 
 TEST(left_padding_rules_splits_out) {
   // Their partial sums would leave the rows of the padding unwritten.
-  const AttentionShape shape{.batch_size = 1,
-                             .seqlen_q = 2048,
-                             .seqlen_k = 2048,
-                             .num_heads_q = 64,
-                             .num_heads_k = 4,
-                             .head_dim = 128,
-                             .head_dim_v = 128};
+  const AttentionShape shape = sizes(1, 2048, 2048, 64, 4, 128);
   auto params = call<BackwardParams>(shape);
   CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
   params.sequences.seqused_k = &some_int;
@@ -175,61 +144,19 @@ TEST(left_padding_rules_splits_out) {
 }
 
 TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
-  const auto check = [](const AttentionShape& shape, bool deterministic, bool wants_dsink,
-                        const InstanceList<BackwardInstance>& table) {
-    auto params = with_tensors(call<BackwardParams>(shape));
-    params.deterministic = deterministic;
-    if (wants_dsink) give_sink(params);
-    const BackwardPlan result = plan_backward(params, h200, table);
-    const BackwardConfig& config = result.instance->config;
-    const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
-    const std::size_t rows = query_tiles * config.block_m;
-    CHECK_EQ(std::size_t(dq_accum_floats(shape, config)), rows * config.head_dim);
-    std::vector<Bytes> buffers{bytes_of_buffer(result.lse_log2, rows),
-                               bytes_of_buffer(result.softmax_d, rows),
-                               bytes_of_buffer(result.tickets, 2)};
-    CHECK(!result.sweeps);
-    if (result.dq_path != DqPath::direct)
-      buffers.push_back(bytes_of_buffer(result.dq_accum, rows * config.head_dim));
-    CHECK_EQ(result.takes_turns, deterministic && result.dq_path != DqPath::direct);
-    if (result.takes_turns || result.dq_path == DqPath::finished)
-      buffers.push_back(bytes_of_buffer(result.additions, query_tiles));
-    if (result.dq_path == DqPath::finished)
-      buffers.push_back(bytes_of_buffer(result.given_back, std::size_t{2} * result.num_ctas));
-    if (result.shared_tiles.parts > 1) {
-      CHECK(config.family == KernelFamily::sm90 && !deterministic);
-      const std::int64_t places = result.shared_tiles.places();
-      buffers.push_back(
-          bytes_of_buffer(result.part_sums, places * config.block_n * 2 * config.head_dim));
-      buffers.push_back(bytes_of_buffer(result.part_counters, places * config.ctas_per_tile * 2));
-    }
-    if (wants_dsink) {
-      buffers.push_back(bytes_of_buffer(
-          result.sink_shares, std::size_t(shape.num_heads_q) * result.sink_shares_per_head));
-    }
-    if (result.dkdv_splits > 1) {
-      const std::size_t partial =
-          std::size_t(result.dkdv_splits) * shape.batch_size * shape.num_heads_k * shape.seqlen_k;
-      buffers.push_back(bytes_of_buffer(result.dk_partial, partial * config.head_dim));
-      buffers.push_back(bytes_of_buffer(result.dv_partial, partial * config.head_dim_v));
-    }
-    check_workspace(buffers, result.workspace_bytes);
-  };
   // With 3 splits of an odd seqlen a partial at head_dim 32 ends on half of 256 bytes.
   for (const int head_dim : {24, 48, 128}) {
     for (const int seqlen : {1, 65, 128, 1001}) {
       for (const int num_heads_k : {1, 9}) {
-        const AttentionShape shape{.batch_size = 3,
-                                   .seqlen_q = seqlen,
-                                   .seqlen_k = seqlen,
-                                   .num_heads_q = 9,
-                                   .num_heads_k = num_heads_k,
-                                   .head_dim = head_dim,
-                                   .head_dim_v = head_dim};
+        auto params =
+            with_tensors(call<BackwardParams>(sizes(3, seqlen, seqlen, 9, num_heads_k, head_dim)));
         for (const bool deterministic : {false, true}) {
           for (const bool wants_dsink : {false, true}) {
-            check(shape, deterministic, wants_dsink, backward_table());
-            check(shape, deterministic, wants_dsink, sm90_backward_table());
+            params.deterministic = deterministic;
+            params.score.sink = wants_dsink ? &some_float : nullptr;
+            params.dsink = wants_dsink ? &dsink : nullptr;
+            for (const auto* table : {&backward_table(), &sm90_backward_table()})
+              check_backward_workspace(plan_backward(params, h200, *table), params);
           }
         }
       }
@@ -241,13 +168,7 @@ TEST(partial_sums_of_dv_are_as_wide_as_the_row) {
   BackwardInstance narrow = sm90_backward_instance("sm90_hd192_dv128", 192);
   narrow.config.head_dim_v = 128;
   const InstanceList<BackwardInstance> table({narrow});
-  const AttentionShape shape{.batch_size = 1,
-                             .seqlen_q = 2048,
-                             .seqlen_k = 2048,
-                             .num_heads_q = 64,
-                             .num_heads_k = 2,
-                             .head_dim = 192,
-                             .head_dim_v = 128};
+  const AttentionShape shape = sizes(1, 2048, 2048, 64, 2, 192, 128);
   const BackwardPlan result = plan_backward(with_tensors(call<BackwardParams>(shape)), h200, table);
   const std::size_t rows = std::size_t(result.dkdv_splits) * 2048 * 2;
   CHECK(result.dkdv_splits > 1);

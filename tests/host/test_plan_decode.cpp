@@ -14,13 +14,7 @@ using namespace host_tests;
 namespace {
 
 // One new query of each of 4 sequences, with 4 query heads for each of 8 key heads.
-constexpr AttentionShape decoding{.batch_size = 4,
-                                  .seqlen_q = 1,
-                                  .seqlen_k = 8192,
-                                  .num_heads_q = 32,
-                                  .num_heads_k = 8,
-                                  .head_dim = 128,
-                                  .head_dim_v = 128};
+constexpr AttentionShape decoding = sizes(4, 1, 8192, 32, 8, 128);
 
 ForwardParams cached_call(const AttentionShape& shape, Window window = {}) {
   auto params = call<ForwardParams>(shape, window);

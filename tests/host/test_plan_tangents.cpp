@@ -1,23 +1,13 @@
 // Plans of derivatives in a direction: of the forward's results, and of the gradients of those.
-#include <string>
 #include <vector>
 
 #include "check.h"
-#include "fixtures.h"
-#include "host/plan.h"
-#include "host/plan_steps.h"
-#include "no_driver.h"
+#include "planning.h"
+#include "workspaces.h"
 
 using namespace host_tests;
 
 namespace {
-
-ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
-  return plan_forward(params, device, sm90_forward_table());
-}
-BackwardPlan plan(const BackwardParams& params, const DeviceInfo& device = h200) {
-  return plan_backward(params, device, sm90_backward_table());
-}
 
 // A derivative of the training call, or of this one, on tensors of its own.
 template <class Params>
@@ -27,11 +17,10 @@ Params derivative(const AttentionShape& shape = training, Window window = {}) {
 
 // The row that serves it after `change`.
 template <class Params, class Change>
-std::string chosen(Change change, const AttentionShape& shape = training, Window window = {},
-                   const DeviceInfo& device = h200) {
-  auto params = derivative<Params>(shape, window);
-  change(params);
-  return plan(params, device).instance->name;
+std::string chosen_of_derivative(Change change, const AttentionShape& shape = training,
+                                 Window window = {}, const DeviceInfo& device = h200) {
+  const auto with = [=](Params& params) { params = with_tangents(params); };
+  return chosen<Params>(both(with, change), shape, window, device);
 }
 
 AttentionShape with_head_dim(AttentionShape shape, int head_dim) {
@@ -39,93 +28,51 @@ AttentionShape with_head_dim(AttentionShape shape, int head_dim) {
   return shape;
 }
 
-constexpr auto nothing = [](auto&) {};
-constexpr auto lists = [](auto& params) { params.sparsity.lists.data = &some_int; };
-constexpr auto bias = [](auto& params) { params.score.bias = contiguous_bias(params.shape); };
-
 // What a call comes with that its scores are not plain of.
 template <class Params>
 void check_modified(const std::string& row) {
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.softcap = 20.0f; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.alibi_slopes = &some_float; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.dropout.threshold = 1; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.softmax_scale = -1.0f; }), row);
-  CHECK_EQ(chosen<Params>(lists), row);
-  CHECK_EQ(chosen<Params>(bias), row);
-  CHECK_EQ(chosen<Params>([](auto& p) {
+  CHECK_EQ(chosen_of_derivative<Params>(softcap), row);
+  CHECK_EQ(chosen_of_derivative<Params>(alibi), row);
+  CHECK_EQ(chosen_of_derivative<Params>(dropout), row);
+  CHECK_EQ(chosen_of_derivative<Params>(negative_scale), row);
+  CHECK_EQ(chosen_of_derivative<Params>(lists), row);
+  CHECK_EQ(chosen_of_derivative<Params>(bias), row);
+  CHECK_EQ(chosen_of_derivative<Params>([](auto& p) {
              bias(p);
              p.tangents.bias = p.score.bias;
            }),
            row);
 }
 
-// Buffers of a second backward, which lie apart, and what of them it has beside a backward's.
-void check_buffers(const BackwardParams& params, const DeviceInfo& device) {
-  const BackwardPlan hvp = plan(params, device);
-  const BackwardConfig& config = hvp.instance->config;
-  CHECK((config.features & feature::tangent) != 0);
-  CHECK(hvp.dq_path == DqPath::converted);
-  CHECK(!hvp.sweeps && hvp.shared_tiles.parts == 1);
-  const AttentionShape& shape = params.shape;
-  const std::size_t query_tiles = std::size_t(shape.num_heads_q) * hvp.q_tiles;
-  const std::size_t rows = query_tiles * config.block_m;
-  std::vector<Bytes> buffers{bytes_of_buffer(hvp.lse_log2, rows),
-                             bytes_of_buffer(hvp.softmax_d, rows),
-                             bytes_of_buffer(hvp.tangent_lse, rows),
-                             bytes_of_buffer(hvp.tangent_dot, rows),
-                             bytes_of_buffer(hvp.dq_accum, rows * config.head_dim),
-                             bytes_of_buffer(hvp.tickets, 2)};
-  if (hvp.table.used()) buffers.push_back(bytes_of_table(hvp.table));
-  CHECK_EQ(hvp.takes_turns, params.deterministic);
-  CHECK_EQ(hvp.additions.exists(), params.deterministic);
-  if (params.deterministic) buffers.push_back(bytes_of_buffer(hvp.additions, query_tiles));
-  if (hvp.dkdv_splits > 1) {
-    const std::size_t partial =
-        std::size_t(hvp.dkdv_splits) * key_rows(params) * shape.num_heads_k * config.head_dim;
-    buffers.push_back(bytes_of_buffer(hvp.dk_partial, partial));
-    buffers.push_back(bytes_of_buffer(hvp.dv_partial, partial));
-  }
-  check_workspace(buffers, hvp.workspace_bytes);
-}
-
 }  // namespace
-
-// Stand in for the generated registry.
-std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
-  return sm90_forward_table();
-}
-std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
-  return sm90_backward_table();
-}
 
 // Of a forward
 
 TEST(what_a_forwards_derivative_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen<ForwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
+  CHECK_EQ(chosen_of_derivative<ForwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
   for (const Window& window : {Window{}, causal, Window{.left = 100, .right = 100}}) {
-    CHECK_EQ(chosen<ForwardParams>(nothing, training, window), "sm90_hd128_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, with_head_dim(training, 64), window),
+    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, training, window), "sm90_hd128_tangent");
+    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 64), window),
              "sm90_hd64_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, with_head_dim(training, 192), window), "hd512_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, training, window, a100), "hd128_tangent");
+    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 192), window),
+             "hd512_tangent");
+    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, training, window, a100), "hd128_tangent");
   }
   check_modified<ForwardParams>("hd128_tangent");
   // Every kernel has these.
-  CHECK_EQ(chosen<ForwardParams>([](auto& p) {
+  CHECK_EQ(chosen_of_derivative<ForwardParams>([](auto& p) {
              p.score.sink = &some_float;
              p.tangents.sink = &some_float;
            }),
            "sm90_hd128_tangent");
-  CHECK_EQ(chosen<ForwardParams>(
-               [](auto& p) { p.sequences.seqused_q = p.sequences.seqused_k = &some_int; }),
-           "sm90_hd128_tangent");
+  CHECK_EQ(chosen_of_derivative<ForwardParams>(used_lengths), "sm90_hd128_tangent");
 }
 
 TEST(sm90_kernels_load_the_tangents_of_all_three) {
   for (TensorView TangentParams::* view :
        {&TangentParams::q, &TangentParams::k, &TangentParams::v}) {
     const auto with = [=](auto change) {
-      return chosen<ForwardParams>([=](auto& p) { change(p.tangents.*view); });
+      return chosen_of_derivative<ForwardParams>([=](auto& p) { change(p.tangents.*view); });
     };
     CHECK_EQ(with([](auto& v) { v.data = nullptr; }), "hd128_tangent");  // zero
     CHECK_EQ(with([](auto& v) { v.data = static_cast<char*>(v.data) + 8; }), "hd128_tangent");
@@ -139,7 +86,8 @@ TEST(sm90_kernels_load_the_tangents_of_all_three) {
   }
   // Nor do they without the tensors themselves.
   for (TensorView ForwardParams::* view : {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v})
-    CHECK_EQ(chosen<ForwardParams>([=](auto& p) { (p.*view).row_stride = 0; }), "hd128_tangent");
+    CHECK_EQ(chosen_of_derivative<ForwardParams>([=](auto& p) { (p.*view).row_stride = 0; }),
+             "hd128_tangent");
 }
 
 TEST(a_cta_a_tile_writes_tangents) {
@@ -217,38 +165,43 @@ TEST(what_no_derivative_of_a_forward_has_is_refused) {
                .page_size = 64,
                .num_pages = 9};
   };
-  CHECK_ERROR(chosen<ForwardParams>(paged), "features paged_kv, tangent on");
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>(paged), "features paged_kv, tangent on");
   // Only decode rows read such tensors.
-  CHECK_ERROR(chosen<ForwardParams>([](auto& p) { p.q.row_stride += 1; }),
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>([](auto& p) { p.q.row_stride += 1; }),
               "no compiled decode kernel");
   const auto fp32_results = [](auto& p) { p.fp32_results = true; };
-  CHECK_ERROR(chosen<ForwardParams>(fp32_results, training, {}, a100),
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>(fp32_results, training, {}, a100),
               "features tangent, fp32 results on");
-  CHECK_ERROR(chosen<ForwardParams>(nothing, with_head_dim(training, 192), {}, rtx4090),
-              "no compiled forward kernel");
+  CHECK_ERROR(
+      chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 192), {}, rtx4090),
+      "no compiled forward kernel");
 }
 
 // Of a backward
 
 TEST(what_a_second_backward_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen<BackwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
+  CHECK_EQ(chosen_of_derivative<BackwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
   for (const Window& window : {Window{}, causal}) {
     for (const DeviceInfo& device : {h200, a100, rtx4090}) {
-      CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 8), window, device),
+      CHECK_EQ(
+          chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 8), window, device),
+          "hd128_tangent");
+      CHECK_EQ(chosen_of_derivative<BackwardParams>(nothing, training, window, device),
                "hd128_tangent");
-      CHECK_EQ(chosen<BackwardParams>(nothing, training, window, device), "hd128_tangent");
     }
-    CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 136), window, a100),
-             "hd256_tangent");
-    CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 512), window),
+    CHECK_EQ(
+        chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 136), window, a100),
+        "hd256_tangent");
+    CHECK_EQ(chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 512), window),
              "hd512_tangent");
   }
   check_modified<BackwardParams>("hd128_tangent");
   for (TensorView TangentParams::* view : {&TangentParams::q, &TangentParams::k, &TangentParams::v})
-    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.tangents.*view = {}; }), "hd128_tangent");
-  CHECK_ERROR(chosen<BackwardParams>([](auto& p) { p.fp32_results = true; }),
+    CHECK_EQ(chosen_of_derivative<BackwardParams>([=](auto& p) { p.tangents.*view = {}; }),
+             "hd128_tangent");
+  CHECK_ERROR(chosen_of_derivative<BackwardParams>([](auto& p) { p.fp32_results = true; }),
               "features tangent, fp32 results on");
-  CHECK_ERROR(chosen<BackwardParams>(nothing, with_head_dim(training, 512), {}, a100),
+  CHECK_ERROR(chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 512), {}, a100),
               "no compiled backward kernel");
 }
 
@@ -256,21 +209,18 @@ TEST(workspace_buffers_of_a_second_backward_do_not_overlap) {
   for (const int head_dim : {24, 128, 256}) {
     for (const int seqlen : {1, 65, 1001}) {
       for (const int num_heads_k : {1, 9}) {
-        for (const bool deterministic : {false, true}) {
-          const AttentionShape shape{.batch_size = 3,
-                                     .seqlen_q = seqlen,
-                                     .seqlen_k = seqlen,
-                                     .num_heads_q = 9,
-                                     .num_heads_k = num_heads_k,
-                                     .head_dim = head_dim,
-                                     .head_dim_v = head_dim};
-          for (const DeviceInfo& device : {h200, a100}) {
-            auto params = derivative<BackwardParams>(shape, causal);
+        const AttentionShape shape = sizes(3, seqlen, seqlen, 9, num_heads_k, head_dim);
+        for (auto params :
+             {call<BackwardParams>(shape, causal), packed_call<BackwardParams>(shape, causal)}) {
+          params = with_tangents(with_tensors(params));
+          for (const bool deterministic : {false, true}) {
             params.deterministic = deterministic;
-            check_buffers(params, device);
-            params = with_tangents(with_tensors(packed_call<BackwardParams>(shape, causal)));
-            params.deterministic = deterministic;
-            check_buffers(params, device);
+            for (const DeviceInfo& device : {h200, a100}) {
+              const BackwardPlan hvp = plan(params, device);
+              CHECK((hvp.instance->config.features & feature::tangent) != 0);
+              CHECK(hvp.dq_path == DqPath::converted && hvp.shared_tiles.parts == 1);
+              check_backward_workspace(hvp, params);
+            }
           }
         }
       }
@@ -306,10 +256,9 @@ TEST(tangents_add_two_numbers_a_query_row_and_nothing_else) {
 }
 
 TEST(a_second_backward_adds_in_a_fixed_order_where_it_is_asked_to) {
-  for (const auto& change : std::vector<void (*)(BackwardParams&)>{
-           [](BackwardParams&) {}, [](BackwardParams& p) { lists(p); },
-           [](BackwardParams& p) { bias(p); },
-           [](BackwardParams& p) { p.dropout.threshold = 1; }}) {
+  for (const auto& change :
+       std::vector<void (*)(BackwardParams&)>{nothing, [](BackwardParams& p) { lists(p); },
+                                              [](BackwardParams& p) { bias(p); }, dropout}) {
     auto params = derivative<BackwardParams>(training, causal);
     change(params);
     const BackwardPlan any = plan(params);
