@@ -9,12 +9,10 @@
 #include "no_driver.h"
 
 // Stand in for the generated registry.
-std::span<const flash_attn_cuda::ForwardInstance* const>
-flash_attn_cuda::forward_instances() {
+std::span<const flash_attn_cuda::ForwardInstance* const> flash_attn_cuda::forward_instances() {
   return host_tests::sm90_forward_table();
 }
-std::span<const flash_attn_cuda::BackwardInstance* const>
-flash_attn_cuda::backward_instances() {
+std::span<const flash_attn_cuda::BackwardInstance* const> flash_attn_cuda::backward_instances() {
   return host_tests::sm90_backward_table();
 }
 

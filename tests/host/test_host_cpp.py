@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST_SOURCES = ROOT / "csrc/host"
 TESTS = ROOT / "tests/host"
 
-# Signed overflow and its like trap, which needs no sanitizer library. Compiles take longer than runs.
+# Signed overflow and its like trap, which needs no sanitizer library. Compiles take longer than the
+# programs run.
 FLAGS = (
     *("-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-pthread"),
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
