@@ -272,18 +272,3 @@ TEST(a_second_backward_adds_in_a_fixed_order_where_it_is_asked_to) {
     CHECK_EQ(ordered.additions.count, std::int64_t{16} * ordered.q_tiles);
   }
 }
-
-TEST(a_cta_a_key_tile_makes_second_gradients) {
-  const BackwardPlan hvp = plan(derivative<BackwardParams>(training, causal));
-  CHECK_EQ(hvp.schedule.grid_size(), 64 * 4096 / 32);
-  CHECK_EQ(hvp.grid, hvp.schedule.grid_size());
-  CHECK_EQ(hvp.num_ctas, 0);
-  CHECK_EQ(hvp.convert_grid, std::int64_t{16} * hvp.q_tiles);
-  // Of wide heads several have columns of each gradient.
-  for (const auto& [head_dim, ctas] : {std::pair{264, 3}, {384, 3}, {512, 4}}) {
-    const BackwardPlan wide = plan(derivative<BackwardParams>(with_head_dim(training, head_dim)));
-    CHECK_EQ(std::string(wide.instance->name), "hd512_tangent");
-    CHECK_EQ(wide.grid, ctas * wide.schedule.grid_size());
-    CHECK_EQ(wide.convert_grid, std::int64_t{ctas} * 16 * wide.q_tiles);
-  }
-}
