@@ -62,6 +62,7 @@ inline std::map<std::string, std::string> planned(const ForwardPlan& plan) {
           {"splits", std::to_string(plan.num_splits)},
           {"keys_per_split", std::to_string(plan.keys_per_split)},
           {"lengths_decide", yes_or_no(plan.lengths_decide)},
+          {"order", plan.schedule.longest_first ? "longest" : "grid"},
           {"workspace", std::to_string(plan.workspace_bytes)}};
 }
 

@@ -178,14 +178,6 @@ constexpr PlannedCall plans[] = {
     {"4 65536 4096 16 16 128 bias", "section=1"},
     {"4 65536 4096 16 16 128 lists", "section=2"},
     {"4 65536 4096 16 16 128 lists bias", "section=16"},
-
-    // A CTA a key tile makes second gradients; of wide heads several have columns of each.
-    {"4 4096 4096 16 16 128 causal tangents", "row=hd128_tangent tiles=8192 grid=8192 ctas=0"},
-    {"4 4096 4096 16 16 128 causal tangents", "dq=converted convert=4096 turns=no additions=no"},
-    {"4 4096 4096 16 16 128 causal tangents ordered", "dq=converted turns=yes additions=yes"},
-    {"4 4096 4096 16 16 264 tangents", "row=hd512_tangent tiles=8192 grid=24576 convert=49152"},
-    {"4 4096 4096 16 16 384 tangents", "row=hd512_tangent grid=24576 convert=49152"},
-    {"4 4096 4096 16 16 512 tangents", "row=hd512_tangent grid=32768 convert=65536"},
 };
 
 }  // namespace

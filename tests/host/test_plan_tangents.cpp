@@ -1,7 +1,6 @@
 // Plans of derivatives in a direction: of the forward's results, and of the gradients of those.
-#include <vector>
-
 #include "check.h"
+#include "plan_table.h"
 #include "planning.h"
 #include "workspaces.h"
 
@@ -23,50 +22,98 @@ std::string chosen_of_derivative(Change change, const AttentionShape& shape = tr
   return chosen<Params>(both(with, change), shape, window, device);
 }
 
+constexpr PlannedCall jvps[] = {
+    // What a derivative comes with chooses the row: sm90 rows have windows alone.
+    {"4 4096 4096 16 16 64 tangents", "row=sm90_hd64_tangent"},
+    {"4 4096 4096 16 16 64 tangents causal", "row=sm90_hd64_tangent"},
+    {"4 4096 4096 16 16 128 tangents left=100 right=100", "row=sm90_hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents used_q used_k", "row=sm90_hd128_tangent"},
+    {"4 4096 4096 16 16 192 tangents", "row=hd512_tangent"},
+    {"4 4096 4096 16 16 128 tangents softcap", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents alibi", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents dropout", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents negative_scale", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents lists", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents bias", "row=hd128_tangent"},
+    // A CTA a tile writes tangents, in order, without a counter.
+    {"4 4096 4096 16 16 128 tangents", "row=sm90_hd128_tangent grid=2048 order=grid workspace=0"},
+    {"4 4096 4096 16 16 128 tangents causal", "grid=2048 order=longest workspace=0"},
+    {"4 4096 4096 16 16 128 tangents a100", "row=hd128_tangent grid=4096 order=grid workspace=0"},
+    {"4 4096 4096 16 16 128 tangents causal a100", "grid=4096 order=longest workspace=0"},
+    {"4 0 4096 16 16 128 tangents", "grid=0"},
+    // Of wide heads several CTAs have columns of O.
+    {"4 4096 4096 16 16 136 tangents", "row=hd512_tangent grid=8192"},
+    {"4 4096 4096 16 16 256 tangents", "row=hd512_tangent grid=8192"},
+    {"4 4096 4096 16 16 264 tangents", "row=hd512_tangent grid=16384"},
+    {"4 4096 4096 16 16 512 tangents", "row=hd512_tangent grid=16384"},
+    // Few queries over many keys neither decode nor split.
+    {"1 1 32768 16 16 128 tangents used_k splits=0",
+     "row=sm90_hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=16 workspace=0"},
+    {"1 16 32768 16 16 128 tangents used_k splits=7", "row=sm90_hd128_tangent splits=1 grid=16"},
+    {"1 200 32768 16 16 128 tangents used_k splits=7 batch_invariant",
+     "row=sm90_hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=32 workspace=0"},
+    {"1 1 32768 16 16 128 tangents used_k splits=7 batch_invariant a100",
+     "row=hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=16 workspace=0"},
+    {"1 200 32768 16 16 128 tangents used_k splits=0 a100", "row=hd128_tangent splits=1 grid=64"},
+};
+
+constexpr PlannedCall hvps[] = {
+    {"4 4096 4096 16 16 8 tangents", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 8 tangents causal a100", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents smem_kib=99", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 136 tangents a100", "row=hd256_tangent"},
+    {"4 4096 4096 16 16 512 tangents causal", "row=hd512_tangent"},
+    {"4 4096 4096 16 16 128 tangents softcap", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents alibi", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents negative_scale", "row=hd128_tangent"},
+    // A CTA a key tile makes second gradients; of wide heads several have columns of each.
+    {"4 4096 4096 16 16 128 tangents causal", "tiles=8192 grid=8192 ctas=0 convert=4096"},
+    {"4 4096 4096 16 16 264 tangents", "row=hd512_tangent tiles=8192 grid=24576 convert=49152"},
+    {"4 4096 4096 16 16 384 tangents", "row=hd512_tangent grid=24576 convert=49152"},
+    {"4 4096 4096 16 16 512 tangents", "row=hd512_tangent grid=32768 convert=65536"},
+    // It adds in a fixed order where it is asked to. What is added in turn is converted as any sum.
+    {"4 4096 4096 16 16 128 tangents causal", "dq=converted turns=no additions=no"},
+    {"4 4096 4096 16 16 128 tangents causal ordered", "dq=converted turns=yes additions=yes"},
+    {"4 4096 4096 16 16 128 tangents causal lists", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal lists ordered", "row=hd128_tangent turns=yes"},
+    {"4 4096 4096 16 16 128 tangents causal bias", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal bias ordered", "row=hd128_tangent turns=yes"},
+    {"4 4096 4096 16 16 128 tangents causal dropout", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal dropout ordered", "row=hd128_tangent turns=yes"},
+};
+
 AttentionShape with_head_dim(AttentionShape shape, int head_dim) {
   shape.head_dim = shape.head_dim_v = head_dim;
   return shape;
 }
 
-// What a call comes with that its scores are not plain of.
+// Of tensors that a bias and a sink have.
 template <class Params>
-void check_modified(const std::string& row) {
-  CHECK_EQ(chosen_of_derivative<Params>(softcap), row);
-  CHECK_EQ(chosen_of_derivative<Params>(alibi), row);
-  CHECK_EQ(chosen_of_derivative<Params>(dropout), row);
-  CHECK_EQ(chosen_of_derivative<Params>(negative_scale), row);
-  CHECK_EQ(chosen_of_derivative<Params>(lists), row);
-  CHECK_EQ(chosen_of_derivative<Params>(bias), row);
-  CHECK_EQ(chosen_of_derivative<Params>([](auto& p) {
-             bias(p);
-             p.tangents.bias = p.score.bias;
-           }),
-           row);
+void check_further_tangents(const std::string& of_bias, const std::string& of_sink) {
+  const auto with_bias = [](auto& p) {
+    bias(p);
+    p.tangents.bias = p.score.bias;
+  };
+  const auto with_sink = [](auto& p) { p.score.sink = p.tangents.sink = &some_float; };
+  CHECK_EQ(chosen_of_derivative<Params>(with_bias), of_bias);
+  CHECK_EQ(chosen_of_derivative<Params>(with_sink), of_sink);
+  CHECK_EQ(chosen_of_derivative<Params>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
 }
 
 }  // namespace
 
-// Of a forward
-
-TEST(what_a_forwards_derivative_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen_of_derivative<ForwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
-  for (const Window& window : {Window{}, causal, Window{.left = 100, .right = 100}}) {
-    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, training, window), "sm90_hd128_tangent");
-    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 64), window),
-             "sm90_hd64_tangent");
-    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 192), window),
-             "hd512_tangent");
-    CHECK_EQ(chosen_of_derivative<ForwardParams>(nothing, training, window, a100), "hd128_tangent");
-  }
-  check_modified<ForwardParams>("hd128_tangent");
-  // Every kernel has these.
-  CHECK_EQ(chosen_of_derivative<ForwardParams>([](auto& p) {
-             p.score.sink = &some_float;
-             p.tangents.sink = &some_float;
-           }),
-           "sm90_hd128_tangent");
-  CHECK_EQ(chosen_of_derivative<ForwardParams>(used_lengths), "sm90_hd128_tangent");
+TEST(plans_of_derivatives) {
+  const auto planned = [](const auto& params, const DeviceInfo& device) {
+    return plan(params, device);
+  };
+  check_plans<ForwardParams>(jvps, planned);
+  check_plans<BackwardParams>(hvps, planned);
+  check_further_tangents<ForwardParams>("hd128_tangent", "sm90_hd128_tangent");
+  check_further_tangents<BackwardParams>("hd128_tangent", "hd128_tangent");
 }
+
+// Of a forward
 
 TEST(sm90_kernels_load_the_tangents_of_all_three) {
   for (TensorView TangentParams::* view :
@@ -88,60 +135,6 @@ TEST(sm90_kernels_load_the_tangents_of_all_three) {
   for (TensorView ForwardParams::* view : {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v})
     CHECK_EQ(chosen_of_derivative<ForwardParams>([=](auto& p) { (p.*view).row_stride = 0; }),
              "hd128_tangent");
-}
-
-TEST(a_cta_a_tile_writes_tangents) {
-  for (const Window& window : {Window{}, causal}) {
-    const auto params = derivative<ForwardParams>(training, window);
-    for (const DeviceInfo& device : {h200, a100}) {
-      const ForwardPlan jvp = plan(params, device);
-      const bool is_sm90 = device.compute_capability == 90;
-      CHECK_EQ(std::string(jvp.instance->name), is_sm90 ? "sm90_hd128_tangent" : "hd128_tangent");
-      CHECK_EQ(jvp.schedule.grid_size(), 64 * 4096 / jvp.instance->config.block_m);
-      CHECK_EQ(jvp.grid, jvp.schedule.grid_size());
-      CHECK_EQ(jvp.schedule.longest_first, !window.is_full());
-      CHECK_EQ(jvp.schedule.least_last_heads, 1);
-      CHECK_EQ(jvp.num_splits, 1);
-      CHECK(!jvp.tickets.exists());
-      CHECK_EQ(jvp.workspace_bytes, std::size_t{0});
-    }
-  }
-  // Of wide heads several have columns of O.
-  for (const auto& [head_dim, ctas] : {std::pair{136, 1}, {256, 1}, {264, 2}, {512, 2}}) {
-    const ForwardPlan wide = plan(derivative<ForwardParams>(with_head_dim(training, head_dim)));
-    CHECK_EQ(std::string(wide.instance->name), "hd512_tangent");
-    CHECK_EQ(wide.grid, ctas * wide.schedule.grid_size());
-  }
-  AttentionShape empty = training;
-  empty.seqlen_q = 0;
-  CHECK_EQ(plan(derivative<ForwardParams>(empty)).grid, 0);
-}
-
-TEST(few_queries_over_many_keys_neither_decode_nor_split) {
-  AttentionShape shape = training;
-  shape.batch_size = 1;
-  shape.seqlen_k = 1 << 15;
-  for (const int seqlen_q : {1, 16, 200}) {
-    shape.seqlen_q = seqlen_q;
-    for (const int num_splits : {0, 1, 7}) {
-      for (const bool batch_invariant : {false, true}) {
-        for (const DeviceInfo& device : {h200, a100}) {
-          auto params = derivative<ForwardParams>(shape);
-          params.sequences.seqused_k = &some_int;
-          params.split = {.num_splits = num_splits, .batch_invariant = batch_invariant};
-          const ForwardPlan jvp = plan(params, device);
-          CHECK_EQ(std::string(jvp.instance->name),
-                   device.compute_capability == 90 ? "sm90_hd128_tangent" : "hd128_tangent");
-          CHECK(jvp.instance->config.kind == ForwardKind::tiles);
-          CHECK_EQ(jvp.num_splits, 1);
-          CHECK_EQ(jvp.keys_per_split, 0);
-          CHECK(!jvp.lengths_decide);
-          CHECK_EQ(jvp.grid, 16 * ((seqlen_q - 1) / jvp.instance->config.block_m + 1));
-          CHECK_EQ(jvp.workspace_bytes, std::size_t{0});
-        }
-      }
-    }
-  }
 }
 
 TEST(the_derivative_of_a_packed_forward_has_its_table_and_nothing_else) {
@@ -179,23 +172,7 @@ TEST(what_no_derivative_of_a_forward_has_is_refused) {
 
 // Of a backward
 
-TEST(what_a_second_backward_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen_of_derivative<BackwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
-  for (const Window& window : {Window{}, causal}) {
-    for (const DeviceInfo& device : {h200, a100, rtx4090}) {
-      CHECK_EQ(
-          chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 8), window, device),
-          "hd128_tangent");
-      CHECK_EQ(chosen_of_derivative<BackwardParams>(nothing, training, window, device),
-               "hd128_tangent");
-    }
-    CHECK_EQ(
-        chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 136), window, a100),
-        "hd256_tangent");
-    CHECK_EQ(chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 512), window),
-             "hd512_tangent");
-  }
-  check_modified<BackwardParams>("hd128_tangent");
+TEST(tangents_of_a_second_backward_may_be_zero) {
   for (TensorView TangentParams::* view : {&TangentParams::q, &TangentParams::k, &TangentParams::v})
     CHECK_EQ(chosen_of_derivative<BackwardParams>([=](auto& p) { p.tangents.*view = {}; }),
              "hd128_tangent");
@@ -253,22 +230,4 @@ TEST(tangents_add_two_numbers_a_query_row_and_nothing_else) {
   const BackwardPlan sm90 = plan(with_tensors(call<BackwardParams>(training)));
   CHECK_EQ(std::string(sm90.instance->name), "sm90_hd128");
   CHECK(!sm90.tangent_lse.exists() && !sm90.tangent_dot.exists());
-}
-
-TEST(a_second_backward_adds_in_a_fixed_order_where_it_is_asked_to) {
-  for (const auto& change :
-       std::vector<void (*)(BackwardParams&)>{nothing, [](BackwardParams& p) { lists(p); },
-                                              [](BackwardParams& p) { bias(p); }, dropout}) {
-    auto params = derivative<BackwardParams>(training, causal);
-    change(params);
-    const BackwardPlan any = plan(params);
-    CHECK(!any.takes_turns && !any.additions.exists());
-    params.deterministic = true;
-    const BackwardPlan ordered = plan(params);
-    CHECK_EQ(ordered.instance, any.instance);
-    CHECK(ordered.takes_turns);
-    // What is added in turn is converted as any other sum.
-    CHECK(ordered.dq_path == DqPath::converted && any.dq_path == DqPath::converted);
-    CHECK_EQ(ordered.additions.count, std::int64_t{16} * ordered.q_tiles);
-  }
 }
